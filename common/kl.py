@@ -37,7 +37,8 @@ def next_kl_coef(kl_coef: float, kl: float, kl_target: float | None, kl_horizon:
     kl_target None: fixed. Otherwise the proportional controller of https://arxiv.org/abs/1909.08593 section 2.2:
     kl_coef * (1 + clip(kl / kl_target - 1, -0.2, 0.2) * num_sequences / kl_horizon).
 
-    kl: mean over sequences of the KL summed over each response (nats). num_sequences: responses since the last call, all ranks.
+    kl: mean over sequences of the KL summed over each response (nats). num_sequences: responses since the last call, over
+    all ranks.
 
     >>> round(next_kl_coef(0.1, kl=9.0, kl_target=6.0, kl_horizon=1000, num_sequences=100), 6)
     0.102

@@ -23,7 +23,6 @@ import hashlib
 import logging
 import math
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F

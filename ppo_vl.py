@@ -1,0 +1,1682 @@
+"""PPO for vision-language models, in one file: data, rollout, rewards, losses, DeepSpeed, evaluation, checkpoints.
+
+Papers: PPO https://arxiv.org/abs/1707.06347 · GAE https://arxiv.org/abs/1506.02438 · RLHF https://arxiv.org/abs/2203.02155.
+Reference implementation of the same interface: opendilab/LightRFT@49e62cb lightrft/trainer/ppo_trainer_vl.py. Differences:
+- prompts and pictures run once per group of responses, packed without padding (common/packing.py); the result is the same
+- true M-RoPE positions in every forward, fp32 log-softmax, log-probs at the sampling temperature
+- one whitening of the advantages over the whole rollout; losses averaged over the tokens of the whole optimizer step
+- rewards see the response text only; a truncated response keeps its last token, no EOS is invented
+- groups are shuffled anew in each epoch; gradient norm and clipping are those of the actor, respectively of the critic
+
+    python ppo_vl.py                                          # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
+    python ppo_vl.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6 ...      # one GPU
+    deepspeed ppo_vl.py --zero-stage 3 ...                    # or: torchrun --nproc_per_node=8 ppo_vl.py ...
+"""
+
+import io
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+from torch import nn
+
+import common  # noqa: F401  before transformers: mends torchvision beside a CPU-only torch
+from common.kl import kl_estimate, next_kl_coef
+from common.packing import (
+    build_pack,
+    enable_packing,
+    encode_media,
+    encode_vision_inputs,
+    flat_to_rows,
+    forward_hidden,
+    logprobs_from_hidden,
+    media_token_ids,
+    plan_packs,
+    prompt_positions,
+    rows_to_flat,
+    unique_media,
+)
+
+ROOT = Path(__file__).resolve().parent
+
+
+# =====================================================================================================================
+# args
+# =====================================================================================================================
+
+
+@dataclass
+class Args:
+    # --- experiment ---
+    seed: int = 1
+    """seed of model, data order and sampling; rank r samples with its own stream"""
+    output_dir: str = "runs"
+    """folder that holds one folder per run"""
+    run_name: str | None = None
+    """name of this run's folder; None: script, model, seed and time"""
+    resume: str | None = None
+    """checkpoint folder (runs/NAME/checkpoint-N) to continue from; the run goes on in its own folder"""
+
+    # --- model and data ---
+    model: str = "assets/tiny_vl"
+    """policy, critic and reference start here: folder or hub id of a vision-language or text model"""
+    critic_share_backbone: bool = False
+    """value head on the actor's backbone instead of a critic with a backbone of its own"""
+    dataset: str = "easy-vqa"
+    """training prompts: easy-vqa (embedded), a .jsonl/.json/.parquet/.csv file, a saved dataset folder, or a hub id"""
+    dataset_split: str = "train"
+    """split of a hub id or of a saved dataset folder with several splits"""
+    eval_dataset: str | None = None
+    """held-out prompts, as --dataset; None: the test split of easy-vqa if that is the dataset, else no evaluation"""
+    eval_dataset_split: str = "test"
+    """split of --eval-dataset"""
+    prompt_column: str | None = None
+    """column with a string (<image> and <video> mark places) or chat messages; None: prompt, question, problem, messages"""
+    image_column: str | None = None
+    """column with one picture or a list (path, bytes, PIL); None: images, image"""
+    video_column: str | None = None
+    """column with one video or a list (file, or list of frames); None: videos, video"""
+    answer_column: str | None = None
+    """column with the reference answer; None: answer, reference, solution, ground_truth"""
+    label_column: str | None = None
+    """column passed to the reward function as `label`; None: label, if there is one"""
+    system_prompt: str | None = None
+    """system message put before prompts that have none"""
+    max_prompt_length: int = 1024
+    """tokens, picture tokens counted; longer rows are dropped at the start and counted in the log"""
+
+    # --- rollout ---
+    total_steps: int = 60
+    """rollouts, each followed by its updates"""
+    rollout_batch_size: int = 32
+    """prompts per rollout, over all ranks"""
+    num_samples_per_prompt: int = 8
+    """responses per prompt (G)"""
+    generation_batch_size: int = 256
+    """responses generated side by side on one rank; lower it when generation runs out of memory"""
+    max_response_length: int = 24
+    """tokens, EOS counted; longer responses are truncated"""
+    temperature: float = 1.0
+    """sampling temperature; log-probs are those of the tempered policy"""
+    top_p: float = 1.0
+    """nucleus of the sampler; below 1 it draws from another distribution than the log-probs describe"""
+
+    # --- algorithm ---
+    accuracy_weight: float = 0.9
+    """weight of the rule `accuracy`: 1 when the text between <answer> and </answer> equals the reference answer; 0 = off"""
+    format_weight: float = 0.1
+    """weight of the rule `format`: 1 when the response is [<think>...</think>]<answer>...</answer>; 0 = off"""
+    reward_fn: str | None = None
+    """own reward, path.py:function; its components are added with weight 1 (see examples/custom_reward.py)"""
+    kl_coef: float = 0.01
+    """weight of the KL to the reference (paper: 0.02); 0 = no reference model"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """per-token KL estimator; with --kl-loss prefer k2 or k3"""
+    kl_loss: bool = False
+    """KL as a loss term, differentiated, instead of a part of the token rewards"""
+    kl_target: float | None = None
+    """KL per response (nats) that an adaptive coefficient steers to; None: fixed coefficient"""
+    kl_horizon: int = 10000
+    """responses over which the adaptive coefficient reacts (paper: 10000)"""
+    gamma: float = 1.0
+    """discount per token"""
+    gae_lambda: float = 0.95
+    """GAE lambda (paper: 0.95)"""
+    whiten_advantages: bool = True
+    """shift and scale advantages to mean 0, standard deviation 1 over the whole rollout, once"""
+    clip_coef: float = 0.2
+    """the ratio is clipped to [1 - c, 1 + c] (paper: 0.2)"""
+    value_clip: float = 0.2
+    """new values are clipped to old values +- this (reward units); 0 = off"""
+    vf_coef: float = 0.5
+    """weight of the value loss; with a critic of its own it only scales that critic's gradient"""
+    num_ppo_epochs: int = 2
+    """passes over each rollout"""
+    train_batch_size: int = 128
+    """responses per optimizer step, over all ranks; a multiple of --num-samples-per-prompt"""
+
+    # --- optimizer ---
+    learning_rate: float = 3e-4
+    """peak learning rate of the actor; the default suits the tiny model, pretrained ones of 2B and more want about 1e-6"""
+    critic_learning_rate: float = 1e-3
+    """peak learning rate of the critic (or of the value head on a shared backbone); pretrained: about 1e-5"""
+    lr_schedule: Literal["constant", "cosine"] = "cosine"
+    """shape after the warm-up"""
+    min_lr_ratio: float = 0.1
+    """the cosine ends at this fraction of the peak"""
+    warmup_steps: int = 5
+    """optimizer steps of linear warm-up"""
+    weight_decay: float = 0.0
+    """decoupled weight decay (AdamW)"""
+    adam_beta1: float = 0.9
+    """AdamW beta 1"""
+    adam_beta2: float = 0.95
+    """AdamW beta 2"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this norm, actor and critic apart"""
+    max_skipped_updates: int = 5
+    """stop after this many optimizer steps in a row with non-finite gradients"""
+
+    # --- DeepSpeed and memory ---
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """compute type; auto: bf16 on CUDA, fp32 on CPU. bf16 keeps fp32 master weights in the optimizer"""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """what DeepSpeed shards over ranks: 1 optimizer, 2 + gradients, 3 + parameters (rollouts then use an unsharded copy)"""
+    offload_optimizer: bool = False
+    """keep optimizer states and the optimizer step on the CPU (needs --zero-stage 1 or more)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, about a third more time"""
+    micro_batch_tokens: int = 8192
+    """tokens of one packed forward and backward on one rank; at least --max-prompt-length + --max-response-length"""
+
+    # --- logging and checkpoints ---
+    eval_steps: int = 20
+    """evaluate every this many steps, and before the first and after the last; 0 = only before and after"""
+    eval_samples: int = 1000
+    """held-out prompts, a fixed random subset; 0 = all"""
+    save_steps: int = 0
+    """checkpoint every this many steps, and always at the end; 0 = only at the end"""
+    save_total_limit: int = 2
+    """checkpoints kept, newest first"""
+    track: bool = False
+    """log to Weights and Biases too (WANDB_MODE=offline works)"""
+    wandb_project: str = "cleanrft"
+    """project for --track"""
+    tensorboard: bool = False
+    """log to TensorBoard too"""
+
+
+def fail(message: str) -> NoReturn:
+    """Bad input: one sentence that names the sample, file or flag and what to do; exit code 2."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def parse_args(argv: list[str]) -> Args:
+    """The `deepspeed` launcher adds --local_rank; the environment says the same."""
+    return tyro.cli(Args, args=[arg for arg in argv if not arg.startswith("--local_rank")], description=__doc__)
+
+
+def check_args(args: Args, world_size: int) -> None:
+    """Everything that can be known from the flags alone."""
+    positive = "total_steps rollout_batch_size num_samples_per_prompt generation_batch_size max_response_length kl_horizon \
+        max_prompt_length temperature num_ppo_epochs train_batch_size micro_batch_tokens max_skipped_updates save_total_limit \
+        clip_coef learning_rate critic_learning_rate max_grad_norm"
+    not_negative = "kl_coef value_clip vf_coef warmup_steps weight_decay eval_steps eval_samples save_steps accuracy_weight \
+        format_weight"
+    unit = "gamma gae_lambda top_p min_lr_ratio adam_beta1 adam_beta2"
+    flag = {name: "--" + name.replace("_", "-") for name in asdict(args)}
+    for names, ok, what in (
+        (positive, lambda x: x > 0, "must be greater than 0"),
+        (not_negative, lambda x: x >= 0, "must not be negative"),
+        (unit, lambda x: 0 <= x <= 1, "must lie between 0 and 1"),
+    ):
+        for name in names.split():
+            if not ok(getattr(args, name)):
+                fail(f"{flag[name]} {what}, not {getattr(args, name)}")
+    if args.top_p == 0:
+        fail("--top-p must be greater than 0")
+    if args.kl_target is not None and (args.kl_target <= 0 or args.kl_coef == 0):
+        fail("--kl-target must be greater than 0 and needs a --kl-coef greater than 0 to start from")
+    if args.train_batch_size % args.num_samples_per_prompt:
+        fail(
+            f"--train-batch-size {args.train_batch_size} must be a multiple of --num-samples-per-prompt "
+            f"{args.num_samples_per_prompt}: the responses of a prompt stay in one optimizer step"
+        )
+    if (args.rollout_batch_size * args.num_samples_per_prompt) % args.train_batch_size:
+        fail(
+            f"--rollout-batch-size x --num-samples-per-prompt = {args.rollout_batch_size * args.num_samples_per_prompt} must be "
+            f"a multiple of --train-batch-size {args.train_batch_size}"
+        )
+    if args.rollout_batch_size < world_size:
+        fail(f"--rollout-batch-size {args.rollout_batch_size} is less than one prompt for each of {world_size} ranks")
+    if args.micro_batch_tokens < args.max_prompt_length + args.max_response_length:
+        fail(
+            f"--micro-batch-tokens {args.micro_batch_tokens} is less than --max-prompt-length {args.max_prompt_length} + "
+            f"--max-response-length {args.max_response_length}: the longest response would not fit; raise it"
+        )
+    if args.offload_optimizer and args.zero_stage == 0:
+        fail("--offload-optimizer needs --zero-stage 1 or more")
+    if args.accuracy_weight == 0 and args.format_weight == 0 and args.reward_fn is None:
+        fail("no reward is left: set --accuracy-weight, --format-weight or --reward-fn")
+
+
+def check_output(args: Args) -> Path:
+    """-> the run's folder, which does not exist yet (it is made once model and data are known to be good)."""
+    if args.resume is not None:
+        return Path(args.resume).resolve().parent
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    run_dir = Path(args.output_dir) / (args.run_name or f"ppo_vl-{Path(args.model).name}-seed{args.seed}-{stamp}")
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        fail(f"--run-name {args.run_name}: {run_dir} exists already; choose another name, or continue it with --resume")
+    parent = next(folder for folder in [run_dir, *run_dir.absolute().parents] if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        fail(f"--output-dir {args.output_dir} can't be written: {parent} is not a writable folder")
+    return run_dir
+
+
+# =====================================================================================================================
+# data
+# =====================================================================================================================
+
+COLUMNS = {
+    "prompt": ("prompt", "question", "problem", "messages"),
+    "image": ("images", "image"),
+    "video": ("videos", "video"),
+    "answer": ("answer", "reference", "solution", "ground_truth"),
+    "label": ("label",),
+}
+
+
+def load_rows(source: str, split: str):
+    """A `datasets.Dataset` from easy-vqa, a local file or folder, or the hub."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    if source == "easy-vqa":
+        return load_easy_vqa(split)
+    path = Path(source)
+    formats = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+    try:
+        if path.is_dir():
+            data = datasets.load_from_disk(source)
+            if isinstance(data, datasets.DatasetDict):
+                if split not in data:
+                    fail(f"{source} has no split {split!r}; it has {', '.join(data)}")
+                data = data[split]
+            return data
+        if path.is_file():
+            if path.suffix not in formats:
+                fail(f"{source}: unknown kind of file {path.suffix!r}; use {', '.join(formats)} or a saved dataset folder")
+            return datasets.load_dataset(formats[path.suffix], data_files=str(path), split="train")
+        if path.suffix in formats or source.startswith((".", "/", "~")):
+            fail(f"{source}: no such file or folder")
+        return datasets.load_dataset(source, split=split)
+    except Exception as error:
+        fail(f"{source} can't be read as a dataset: {one_line(error)}")
+
+
+def load_easy_vqa(split: str):
+    """easy-VQA (MIT): 64 x 64 drawings with questions, 13 possible answers; images and questions lie inside the package."""
+    import datasets
+    import easy_vqa
+
+    if split not in ("train", "test"):
+        fail(f"easy-vqa has the splits train and test, not {split!r}")
+    questions, answers, image_ids = getattr(easy_vqa, f"get_{split}_questions")()
+    paths = getattr(easy_vqa, f"get_{split}_image_paths")()
+    return datasets.Dataset.from_dict(
+        {"prompt": questions, "image": [str(paths[i]) for i in image_ids], "answer": answers}
+    )
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def find_columns(args: Args, names: list[str], source: str) -> dict[str, str | None]:
+    """-> {"prompt": its column, "image": its column or None, ...}: the flag, or the first sensible name that is there."""
+    columns = {}
+    for kind, candidates in COLUMNS.items():
+        chosen = getattr(args, f"{kind}_column")
+        if chosen is not None and chosen not in names:
+            fail(f"--{kind}-column {chosen}: {source} has no such column; it has {', '.join(names)}")
+        columns[kind] = chosen or next((name for name in candidates if name in names), None)
+    if columns["prompt"] is None:
+        fail(f"{source} has no prompt column ({', '.join(COLUMNS['prompt'])}); name it with --prompt-column")
+    if args.accuracy_weight > 0 and columns["answer"] is None:
+        fail(
+            f"{source} has no answer column ({', '.join(COLUMNS['answer'])}), which the accuracy reward needs: name it with "
+            "--answer-column or set --accuracy-weight 0"
+        )
+    return columns
+
+
+def read_row(row: dict, columns: dict[str, str | None], system_prompt: str | None, where: str) -> dict:
+    """One row in one shape: {"messages", "images", "videos", "answer", "label", "columns"}; pictures are not opened yet.
+
+    Placeholders (<image>, <video> in strings; {"type": "image"} in message contents) say where media stand. A string or
+    chat without any gets them before the text of its first user message.
+    """
+
+    def listed(kind: str) -> list:
+        value = row[columns[kind]] if columns[kind] else None
+        if value is None:
+            return []
+        frames = kind == "video" and isinstance(value, list) and value and not isinstance(value[0], (list, str))
+        return value if isinstance(value, list) and not frames else [value]
+
+    prompt = row[columns["prompt"]]
+    images, videos = list(listed("image")), list(listed("video"))
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt) and prompt:
+        messages = [dict(m) for m in prompt]
+    else:
+        fail(f"{where}: the prompt must be a string or a list of messages with role and content, not {str(prompt)[:80]!r}")
+    inline = {"image": [], "video": []}
+    for message in messages:
+        parts = []
+        for part in message["content"] if isinstance(message["content"], list) else [message["content"]]:
+            if isinstance(part, str):
+                part = {"type": "text", "text": part}
+            if not isinstance(part, dict) or part.get("type") not in ("text", "image", "video"):
+                fail(f"{where}: a message part must be text, image or video, not {str(part)[:80]!r}")
+            if part["type"] != "text":
+                if part.get(part["type"]) is not None:
+                    inline[part["type"]].append(part[part["type"]])
+                parts.append({"type": part["type"]})
+                continue
+            for piece in re.split(r"(<image>|<video>)", part.get("text") or ""):
+                if piece in ("<image>", "<video>"):
+                    parts.append({"type": piece[1:-1]})
+                elif piece:
+                    parts.append({"type": "text", "text": piece})
+        message["content"] = parts
+    images, videos = images + inline["image"], videos + inline["video"]
+    for kind, media in (("image", images), ("video", videos)):
+        places = sum(part["type"] == kind for message in messages for part in message["content"])
+        if places == 0 and media:
+            first = next((m for m in messages if m["role"] == "user"), messages[0])
+            first["content"] = [{"type": kind}] * len(media) + first["content"]
+        elif places != len(media):
+            fail(f"{where}: {places} {kind} placeholders but {len(media)} {kind}s; make them agree")
+    if not any(part["type"] == "text" and part["text"].strip() for m in messages for part in m["content"]):
+        fail(f"{where}: the prompt has no text")
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": [{"type": "text", "text": system_prompt}]}, *messages]
+    answer = row[columns["answer"]] if columns["answer"] else None
+    if columns["answer"] and answer is None:
+        fail(f"{where}: the answer in column {columns['answer']!r} is missing")
+    return {
+        "messages": messages,
+        "images": images,
+        "videos": videos,
+        "answer": answer,
+        "label": row[columns["label"]] if columns["label"] else None,
+        "columns": row,
+    }
+
+
+def load_image(source: Any, folder: Path, where: str):
+    """-> RGB picture from a path (relative ones are tried beside the dataset too), bytes, {"bytes", "path"} or PIL image."""
+    from PIL import Image
+
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str) and re.match(r"[a-z]+://", source):
+        fail(f"{where}: image {source[:80]} is a URL; download it and give its path")
+    try:
+        if isinstance(source, str):
+            path = Path(source).expanduser()
+            source = Image.open(path if path.is_absolute() or path.exists() else folder / path)
+        elif isinstance(source, bytes):
+            source = Image.open(io.BytesIO(source))
+        return source.convert("RGB")  # reads every pixel: a truncated file fails here
+    except Exception as error:
+        fail(f"{where}: image can't be read ({one_line(error)})")
+
+
+def load_video(source: Any, folder: Path, where: str) -> np.ndarray:
+    """-> frames (F, height, width, 3) uint8, from a list of pictures, or from a file that PIL (GIF, WebP) or PyAV can read."""
+    from PIL import Image, ImageSequence
+
+    if isinstance(source, list):
+        return np.stack([np.asarray(load_image(frame, folder, where)) for frame in source])
+    try:
+        path = Path(source).expanduser()
+        path = path if path.is_absolute() or path.exists() else folder / path
+        if path.suffix.lower() in (".gif", ".webp"):
+            return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(Image.open(path))])
+        import av
+
+        with av.open(str(path)) as container:
+            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    except Exception as error:
+        fail(f"{where}: video can't be read ({one_line(error)})")
+
+
+def render_prompt(processor, row: dict, where: str) -> str:
+    """The chat template's text, placeholders not yet expanded."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    is_vlm = tokenizer is not processor
+    messages = row["messages"]
+    if not is_vlm:
+        if row["images"] or row["videos"]:
+            fail(f"{where}: pictures or videos in a prompt for a text model; choose a vision-language --model")
+        messages = [{**m, "content": "".join(part["text"] for part in m["content"])} for m in messages]
+        if tokenizer.chat_template is None:
+            return "\n".join(m["content"] for m in messages)
+    for text in (part["text"] for m in row["messages"] for part in m["content"] if part["type"] == "text"):
+        for token in tokenizer.all_special_tokens:
+            if token in text:
+                fail(f"{where}: the prompt's text contains the special token {token}; take it out")
+    if row["videos"] and getattr(processor, "video_processor", None) is None:
+        fail(f"{where}: videos in a prompt, but the processor of --model has no video processor; take them out")
+    try:
+        return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        fail(f"{where}: the chat template rejects the messages ({one_line(error)})")
+
+
+def encode_prompt(model, processor, row: dict, folder: Path, where: str) -> dict:
+    """One prompt as common/packing.py takes it: prompt_ids (P,), position_ids (P,) or (3, P), images, videos."""
+    text = render_prompt(processor, row, where)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    kwargs = {"add_special_tokens": False} if tokenizer.chat_template is not None else {}  # the template has its own BOS
+    if tokenizer is not processor:
+        if row["images"]:
+            kwargs["images"] = [load_image(image, folder, where) for image in row["images"]]
+        if row["videos"]:
+            kwargs["videos"] = [load_video(video, folder, where) for video in row["videos"]]
+            kwargs["do_sample_frames"] = False
+    try:
+        inputs = processor(text=[text], return_tensors="pt", **kwargs)
+    except Exception as error:
+        fail(f"{where}: the processor rejects the prompt ({one_line(error)})")
+    prompt_ids = inputs["input_ids"][0]
+    sample = {
+        "prompt_ids": prompt_ids,
+        "position_ids": prompt_positions(model, prompt_ids, inputs),
+        **encode_vision_inputs(inputs),
+    }
+    if "mm_token_type_ids" in inputs:
+        sample["mm_token_type_ids"] = torch.as_tensor(inputs["mm_token_type_ids"])[0]
+    return sample
+
+
+def count_prompt_tokens(processor, texts: list[str], image_sizes: list[list[tuple[int, int]]]) -> list[int]:
+    """Prompt lengths without preparing a pixel: text tokens, and per picture the processor's own count for its (H, W)."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    special = {"add_special_tokens": False} if tokenizer.chat_template is not None else {}
+    lengths = [len(ids) for ids in tokenizer(texts, **special)["input_ids"]]
+    sizes = [size for row in image_sizes for size in row]
+    if sizes:
+        tokens = iter(processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"])
+        lengths = [n + sum(next(tokens) - 1 for _ in row) for n, row in zip(lengths, image_sizes)]
+    return lengths
+
+
+def prepare_data(args: Args, model, processor, source: str, split: str, limit: int, show: bool) -> dict:
+    """Read, check and length-filter a dataset before training: what is wrong with a row is said here, not after an hour.
+
+    -> {"rows": Dataset, "columns", "folder", "source", "keep": indices of the rows that fit, "dropped": how many do not}.
+    Every picture is decoded once; limit > 0 takes a fixed random subset first.
+    """
+    from tqdm import tqdm
+
+    rows = load_rows(source, split)
+    if len(rows) == 0:
+        fail(f"{source} is empty")
+    columns = find_columns(args, rows.column_names, source)
+    folder = Path(source).parent if Path(source).is_file() else Path(".")
+    data = {"rows": rows, "columns": columns, "folder": folder, "source": source, "system_prompt": args.system_prompt}
+    indices = np.arange(len(rows))
+    if 0 < limit < len(rows):
+        indices = np.sort(np.random.default_rng(0).permutation(len(rows))[:limit])
+    texts, image_sizes, lengths, sizes_by_path = [], [], {}, {}
+    for i in tqdm(indices.tolist(), desc=f"checking {source} ({split})", disable=not show, leave=False):
+        row, where = get_row(data, i)
+        texts.append(render_prompt(processor, row, where))
+        image_sizes.append([])
+        for image in row["images"]:
+            size = sizes_by_path.get(image) if isinstance(image, str) else None
+            if size is None:
+                width, height = load_image(image, folder, where).size
+                size = (height, width)
+                if isinstance(image, str):
+                    sizes_by_path[image] = size
+            image_sizes[-1].append(size)
+        if row["videos"]:
+            lengths[len(texts) - 1] = len(encode_prompt(model, processor, row, folder, where)["prompt_ids"])
+    counted = count_prompt_tokens(processor, texts, [[] if i in lengths else s for i, s in enumerate(image_sizes)])
+    counted = [lengths.get(i, n) for i, n in enumerate(counted)]
+    keep = [int(i) for i, n in zip(indices, counted) if n <= args.max_prompt_length]
+    if not keep:
+        fail(
+            f"all {len(counted)} rows of {source} are longer than --max-prompt-length {args.max_prompt_length} "
+            f"(the shortest has {min(counted)} tokens)"
+        )
+    encode_prompt(model, processor, *first_row(data, keep[0]))  # the whole path once, pixels and positions included
+    return {**data, "keep": keep, "dropped": len(counted) - len(keep)}
+
+
+def get_row(data: dict, index: int) -> tuple[dict, str]:
+    where = f"{data['source']} row {index}"
+    try:
+        raw = data["rows"][index]
+    except Exception as error:
+        fail(f"{where} can't be read ({one_line(error)})")
+    return read_row(raw, data["columns"], data["system_prompt"], where), where
+
+
+def first_row(data: dict, index: int) -> tuple[dict, Path, str]:
+    row, where = get_row(data, index)
+    return row, data["folder"], where
+
+
+def batch_indices(step: int, num_rows: int, batch_size: int, seed: int) -> list[int]:
+    """Which rows the rollout of `step` (from 0) uses: consecutive slices of one endless stream of shuffled epochs."""
+    stream = range(step * batch_size, (step + 1) * batch_size)
+    epochs = {k // num_rows for k in stream}
+    order = {e: np.random.default_rng([seed, e]).permutation(num_rows) for e in epochs}
+    return [int(order[k // num_rows][k % num_rows]) for k in stream]
+
+
+# =====================================================================================================================
+# rewards
+# =====================================================================================================================
+
+
+def accuracy_reward(completions: list[str], answer: list[Any], **columns) -> list[float]:
+    """1 when the text of the last <answer>...</answer> equals the reference, case and outer spaces ignored, else 0."""
+    found = [re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL) for text in completions]
+    same = [bool(f) and f[-1].strip().lower() == str(a).strip().lower() for f, a in zip(found, answer)]
+    return [float(s) for s in same]
+
+
+def format_reward(completions: list[str], **columns) -> list[float]:
+    """1 when the whole response is [<think>...</think>] <answer>...</answer> with each tag once, else 0."""
+    inner = r"(?:(?!</?think>|</?answer>).)*"
+    pattern = re.compile(rf"\s*(?:<think>{inner}</think>\s*)?<answer>{inner}</answer>\s*", re.DOTALL)
+    return [float(pattern.fullmatch(text) is not None) for text in completions]
+
+
+def load_reward_fn(spec: str) -> Callable:
+    """path.py:function -> the function."""
+    import importlib.util
+
+    path, _, name = spec.rpartition(":")
+    if not path or not Path(path).is_file():
+        fail(f"--reward-fn {spec}: no such file; write it as path.py:function")
+    try:
+        module_spec = importlib.util.spec_from_file_location("reward_module", path)
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        fail(f"--reward-fn {spec}: {path} can't be imported ({one_line(error)})")
+    function = getattr(module, name, None)
+    if not callable(function):
+        fail(f"--reward-fn {spec}: {path} has no function {name!r}")
+    return function
+
+
+def score_responses(
+    reward_fns: list[tuple[str, float, Callable]], rows: list[dict], completions: list[str], completion_ids: list[list[int]]
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Scores (B,) and their named components (B,), NaN where not applicable; a score is NaN when no component applies.
+
+    A reward function is called with keywords prompts, completions (response text only), completion_ids, answer, label and
+    every column of the dataset, each a list of length B. It returns B values, each a number, None (not applicable) or a
+    dict of named components.
+    """
+    B = len(completions)
+    columns = {name: [row["columns"].get(name) for row in rows] for name in (rows[0]["columns"] if rows else {})}
+    columns |= {name: [row[name] for row in rows] for name in ("answer", "label")}
+    columns |= {"prompts": [row["messages"] for row in rows], "completions": completions, "completion_ids": completion_ids}
+    components, weights = {}, {}
+    for name, weight, function in reward_fns:
+        try:
+            values = function(**columns)
+        except Exception as error:
+            fail(f"reward function {name} raised {one_line(error)}")
+        if not hasattr(values, "__len__") or len(values) != B:
+            got = f"{len(values)} values" if hasattr(values, "__len__") else type(values).__name__
+            fail(f"reward function {name} returned {got} for {B} responses; return one value per response")
+        for b, value in enumerate(values):
+            for key, x in (value if isinstance(value, dict) else {name: value}).items():
+                try:
+                    x = float("nan") if x is None else float(x)
+                    finite = math.isfinite(x) or value is None or (isinstance(value, dict) and value[key] is None)
+                except (TypeError, ValueError):
+                    finite = False
+                if not finite:
+                    fail(f"reward function {name} returned {x!r} for {completions[b][:60]!r}; return a finite number or None")
+                components.setdefault(key, np.full(B, np.nan))[b] = x
+                weights[key] = weight
+    stacked = np.stack([weights[key] * values for key, values in components.items()])  # (components, B)
+    scores = np.where(np.isnan(stacked).all(0), np.nan, np.nansum(stacked, axis=0))
+    return scores, components
+
+
+# =====================================================================================================================
+# model
+# =====================================================================================================================
+
+
+def load_model(name: str, dtype: torch.dtype):
+    """A transformers vision-language or text model, by what its config says, on the CPU."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    path = resolve_model(name)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        return auto.from_pretrained(path, dtype=dtype)
+    except Exception as error:
+        fail(f"--model {name} can't be loaded ({one_line(error)})")
+
+
+def load_processor(name: str):
+    """Processor (vision-language) or tokenizer (text)."""
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+    path = resolve_model(name)
+    try:
+        has_vision = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path)
+    except Exception as error:
+        fail(f"--model {name}: its processor or tokenizer can't be loaded ({one_line(error)})")
+    if has_vision and getattr(processor, "chat_template", None) is None:
+        fail(f"--model {name} has no chat template, which says where pictures stand; choose an instruction-tuned model")
+    return processor
+
+
+def resolve_model(name: str) -> str:
+    """A folder as given, or beside this script (the embedded default works from any folder), or a hub id."""
+    if not Path(name).is_dir() and (ROOT / name).is_dir():
+        return str(ROOT / name)
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        fail(f"--model {name}: no such folder")
+    return name
+
+
+def end_token_ids(model, tokenizer) -> list[int]:
+    """All ids that end a response: those of the generation config, and the tokenizer's EOS."""
+    configured = model.generation_config.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+
+
+class Policy(nn.Module):
+    """The actor (or the frozen reference): pack -> log-probs, entropy and, on a shared backbone, values."""
+
+    def __init__(self, model, temperature: float, value_head: bool = False):
+        super().__init__()
+        self.model = model
+        self.value_head = make_value_head(model) if value_head else None
+        self.temperature = temperature
+        self.suppressed_ids = media_token_ids(model.config)
+
+    def forward(self, pack, with_entropy: bool = False):
+        hidden = forward_hidden(self.model, pack)  # (M, H)
+        weight = self.model.get_output_embeddings().weight
+        logprobs, entropy = logprobs_from_hidden(
+            hidden, weight, pack.targets, self.temperature, self.suppressed_ids, with_entropy
+        )
+        values = self.value_head(hidden)[:, 0].float() if self.value_head is not None else None  # (M,)
+        return logprobs, entropy, values
+
+
+class Critic(nn.Module):
+    """A backbone of its own with a scalar head: pack -> value (M,) of the state before each response token."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.backbone = model.base_model  # the LM head is left behind
+        self.value_head = make_value_head(model)
+
+    def forward(self, pack):
+        return self.value_head(forward_hidden(self.backbone, pack))[:, 0].float()
+
+
+def make_value_head(model) -> nn.Linear:
+    """Scalar head without bias. Zeros: values start at exactly 0 and the first advantages are the plain returns."""
+    head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=model.dtype)
+    nn.init.zeros_(head.weight)
+    return head
+
+
+# =====================================================================================================================
+# pure math: tensors in, tensors and metrics out
+# =====================================================================================================================
+
+
+def compute_token_rewards(
+    scores: torch.Tensor, kl: torch.Tensor, response_mask: torch.Tensor, kl_coef: float
+) -> torch.Tensor:
+    """r_t = -kl_coef * kl_t, and the score on top at the last token with mask 1. (B,), (B, R), (B, R) -> (B, R)
+
+    scores [1, 2], kl 0.1 everywhere, mask [[1, 1, 0], [1, 1, 1]], kl_coef 1 -> [[-0.1, 0.9, 0], [-0.1, -0.1, 1.9]]
+    Source: https://arxiv.org/abs/1909.08593 eq. (2).
+    """
+    assert kl.shape == response_mask.shape and scores.shape == response_mask.shape[:1]
+    mask = response_mask.float()
+    last = F.one_hot(mask.sum(1).long() - 1, mask.shape[1]).to(mask)  # (B, R)
+    return (last * scores[:, None] - kl_coef * kl) * mask
+
+
+def compute_gae(
+    rewards: torch.Tensor, values: torch.Tensor, response_mask: torch.Tensor, gamma: float, gae_lambda: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns, all (B, R), 0 outside the mask. The value after the last token is 0.
+
+    delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lambda A_{t+1},   returns = A + V
+
+    rewards [[0, 0, 1]], values [[.5, .5, .5]], mask 1, gamma 1, lambda .5 -> advantages [[.125, .25, .5]]
+    Source: https://arxiv.org/abs/1506.02438 eq. (16).
+    """
+    assert rewards.shape == values.shape == response_mask.shape
+    mask = response_mask.float()
+    rewards, values = rewards * mask, values * mask
+    advantage = next_value = torch.zeros_like(rewards[:, 0])
+    columns = []
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = (delta + gamma * gae_lambda * advantage) * mask[:, t]
+        next_value = values[:, t]
+        columns.append(advantage)
+    advantages = torch.stack(columns[::-1], dim=1)
+    return advantages, (advantages + values) * mask
+
+
+def whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(x - mean) / std over the entries with mask 1, which are all of the rollout's tokens; 0 elsewhere.
+
+    Entries that are all equal become exactly 0: their spread is rounding, not signal.
+    """
+    mask = mask.bool()
+    values = x[mask].double()
+    std = values.std(correction=0)
+    if values.numel() == 0 or std <= 1e-8 * values.abs().max():
+        return torch.zeros_like(x)
+    return torch.where(mask, ((x.double() - values.mean()) / std).to(x.dtype), torch.zeros_like(x))
+
+
+def compute_policy_loss(
+    new_logprobs: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, clip_coef: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Per-token clipped surrogate -min(ratio A, clip(ratio, 1 - c, 1 + c) A), any shape, and per-token metrics.
+
+    ratio 1.5, A 1, c 0.2 -> -1.2 (clipped); ratio 1.5, A -1 -> 1.5 (not: the pessimistic side stays).
+    approx_kl = ratio - 1 - log ratio, the k3 estimate of KL(old || new). Source: https://arxiv.org/abs/1707.06347 eq. (7).
+    """
+    logratio = new_logprobs - logprobs
+    ratio = logratio.exp()
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    metrics = {
+        "policy/ratio": ratio.detach(),
+        "policy/approx_kl": (torch.expm1(logratio) - logratio).detach(),
+        "policy/clipfrac": (clipped > unclipped).float(),
+    }
+    return torch.maximum(unclipped, clipped), metrics
+
+
+def compute_value_loss(
+    new_values: torch.Tensor, values: torch.Tensor, returns: torch.Tensor, value_clip: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Per-token max((V - returns)^2, (clip(V, V_old - c, V_old + c) - returns)^2); c = 0: plain squared error.
+
+    V_old 0, V 1, returns 2, c 0.2 -> max(1, 3.24) = 3.24. Source: openai/baselines@ea25b9e baselines/ppo2/model.py.
+    """
+    loss = (new_values - returns).square()
+    if value_clip == 0:
+        return loss, {"val/clipfrac": torch.zeros_like(loss.detach())}
+    clipped = (values + (new_values - values).clamp(-value_clip, value_clip) - returns).square()
+    return torch.maximum(loss, clipped), {"val/clipfrac": (clipped > loss).float()}
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, response_mask: torch.Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over response tokens; 0 when the returns do not vary."""
+    values, returns = values[response_mask.bool()], returns[response_mask.bool()]
+    variance = returns.var(correction=0)
+    return float(1 - (returns - values).var(correction=0) / variance) if variance > 0 else 0.0
+
+
+def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, schedule: str, min_ratio: float) -> float:
+    """Factor on the peak learning rate at optimizer step `step` (from 0): linear warm-up, then constant or cosine."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if schedule == "constant":
+        return 1.0
+    progress = min((step - warmup_steps) / max(1, total_steps - warmup_steps), 1.0)
+    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+# =====================================================================================================================
+# rollout
+# =====================================================================================================================
+
+
+@dataclass
+class Rollout:
+    """All responses of one step, the same on every rank. B = responses in the order of their prompts, R = longest."""
+
+    row_indices: list[int]  # dataset row of each prompt
+    groups: list[tuple[int, list[int]]]  # (prompt, its responses)
+    prompt_lengths: list[int]
+    response_ids: list[torch.Tensor]  # B x (R_b,), EOS included where it was drawn
+    response_mask: torch.Tensor  # (B, R) bool
+    truncated: list[bool]  # B: ended by the length limit, not by EOS
+    scores: torch.Tensor  # (B,)
+    components: dict[str, np.ndarray]  # name -> (B,), NaN where not applicable
+    logprobs: torch.Tensor  # (B, R) of the policy at rollout
+    ref_logprobs: torch.Tensor  # (B, R) of the frozen reference
+    values: torch.Tensor  # (B, R)
+
+
+@torch.no_grad()
+def generate(
+    model, samples: list[dict], num_samples: int, args: Args, end_ids: list[int], temperature: float, generator
+) -> list[torch.Tensor]:
+    """Sample `num_samples` responses per prompt (temperature 0: greedy) -> len(samples) * num_samples tensors (R_b,).
+
+    Every prompt is prefilled once, left-padded beside the others, every picture encoded once; then the cache is expanded to
+    num_samples rows per prompt. Placeholder ids are never drawn: the trainer's log-probs mask the same ids.
+    """
+    base, head, device = model.base_model, model.get_output_embeddings(), model.device
+    suppressed = media_token_ids(model.config)
+    G, P = num_samples, max(len(s["prompt_ids"]) for s in samples)
+    pad = [P - len(s["prompt_ids"]) for s in samples]
+    input_ids = torch.stack([F.pad(s["prompt_ids"], (n, 0)) for s, n in zip(samples, pad)]).to(device)  # (S, P)
+    attention_mask = torch.stack([F.pad(torch.ones(P - n, dtype=torch.long), (n, 0)) for n in pad]).to(device)  # (S, P)
+    position_ids = torch.stack([F.pad(s["position_ids"], (n, 0)) for s, n in zip(samples, pad)], dim=-2).to(device)
+    next_position = position_ids.amax(-1).amax(0) if position_ids.dim() == 3 else position_ids.amax(-1)  # (S,)
+    media, order = {}, {}
+    for kind in ("images", "videos"):
+        tensors, order[kind] = unique_media(samples, kind)
+        media[kind] = {name: tensor.to(device) for name, tensor in tensors.items()}
+    vision = {"mm_encoder_outputs": encode_media(base, media, order)} if any(media.values()) else {}
+    out = base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=True, **vision)
+    cache, hidden = out.past_key_values, out.last_hidden_state[:, -1].repeat_interleave(G, dim=0)  # (S * G, H)
+    cache.batch_repeat_interleave(G)
+    attention_mask, next_position = (x.repeat_interleave(G, dim=0) for x in (attention_mask, next_position + 1))
+    done = torch.zeros(len(samples) * G, dtype=torch.bool, device=device)
+    end = torch.tensor(end_ids, device=device)
+    tokens, alive = [], []
+    for _ in range(args.max_response_length):
+        logits = head(hidden).float()  # (S * G, V)
+        logits[:, suppressed] = float("-inf")
+        token = sample_token(logits, temperature, args.top_p, generator)  # (S * G,)
+        tokens.append(token)
+        alive.append(~done)
+        done = done | torch.isin(token, end)
+        if done.all():
+            break
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
+        step_ids = next_position[:, None] if position_ids.dim() == 2 else next_position[:, None].expand(3, -1, 1)
+        out = base(
+            input_ids=token[:, None], attention_mask=attention_mask, position_ids=step_ids, past_key_values=cache, use_cache=True
+        )
+        hidden, next_position = out.last_hidden_state[:, -1], next_position + 1
+    tokens, lengths = torch.stack(tokens, dim=1).cpu(), torch.stack(alive, dim=1).sum(1).tolist()  # (S * G, R)
+    return [row[:n].clone() for row, n in zip(tokens, lengths)]
+
+
+def sample_token(logits: torch.Tensor, temperature: float, top_p: float, generator) -> torch.Tensor:
+    """logits (B, V) -> ids (B,). Keeps the most likely tokens up to and including the one that reaches top_p."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    probs = (logits / temperature).softmax(-1)
+    if top_p < 1:
+        ordered, order = probs.sort(-1, descending=True)
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+        probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
+    return torch.multinomial(probs, 1, generator=generator)[:, 0]
+
+
+def generate_and_score(
+    model, processor, data: dict, indices: list[int], num_samples: int, args: Args, end_ids, reward_fns, temperature, generator
+) -> list[dict]:
+    """This rank's share of some prompts: one record per prompt, with its responses and their rewards."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    records = []
+    prompts_at_once = max(1, args.generation_batch_size // num_samples)
+    for start in range(0, len(indices), prompts_at_once):
+        chunk = [(index, *get_row(data, index)) for index in indices[start : start + prompts_at_once]]
+        samples = [encode_prompt(model, processor, row, data["folder"], where) for _, row, where in chunk]
+        responses = generate(model, samples, num_samples, args, end_ids, temperature, generator)
+        rows = [row for _, row, _ in chunk for _ in range(num_samples)]
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        scores, components = score_responses(reward_fns, rows, texts, [ids.tolist() for ids in responses])
+        for i, (index, row, where) in enumerate(chunk):
+            own = slice(i * num_samples, (i + 1) * num_samples)
+            records.append(
+                {
+                    "row": index,
+                    "where": where,
+                    "messages": row["messages"],
+                    "images": [x if isinstance(x, str) else f"{where} image {k}" for k, x in enumerate(row["images"])],
+                    "answer": row["answer"],
+                    "prompt_length": len(samples[i]["prompt_ids"]),
+                    "response_ids": responses[own],
+                    "texts": texts[own],
+                    "scores": scores[own],
+                    "components": {name: values[own] for name, values in components.items()},
+                }
+            )
+    return records
+
+
+def gather_records(records: list[dict], world_size: int) -> list[dict]:
+    """Records of all ranks, in the order of the ranks' shares."""
+    if world_size == 1:
+        return records
+    parts = [None] * world_size
+    dist.all_gather_object(parts, records)
+    return [record for part in parts for record in part]
+
+
+def make_rollout(records: list[dict], end_ids: list[int]) -> Rollout:
+    """Flatten the gathered records. Responses to which no reward applies (all None) are left out, with a warning."""
+    groups, response_ids, scores, components = [], [], [], []
+    for g, record in enumerate(records):
+        members = []
+        for k, ids in enumerate(record["response_ids"]):
+            if not math.isnan(record["scores"][k]):
+                members.append(len(response_ids))
+                response_ids.append(ids)
+                scores.append(record["scores"][k])
+                components.append({name: values[k] for name, values in record["components"].items()})
+        if members:
+            groups.append((g, members))
+    total = sum(len(record["response_ids"]) for record in records)
+    if not response_ids:
+        fail("every reward function returned None for every response of a rollout; return a number for some of them")
+    if len(response_ids) < total:
+        logging.getLogger("ppo_vl").warning(f"no reward for {total - len(response_ids)} of {total} responses: left out")
+    names = sorted({name for c in components for name in c})
+    lengths = torch.tensor([len(ids) for ids in response_ids])
+    mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]  # (B, R)
+    zeros = torch.zeros(mask.shape)
+    return Rollout(
+        row_indices=[record["row"] for record in records],
+        groups=groups,
+        prompt_lengths=[record["prompt_length"] for record in records],
+        response_ids=response_ids,
+        response_mask=mask,
+        truncated=[int(ids[-1]) not in end_ids for ids in response_ids],
+        scores=torch.tensor(scores, dtype=torch.float32),
+        components={name: np.array([c.get(name, np.nan) for c in components]) for name in names},
+        logprobs=zeros,
+        ref_logprobs=zeros,
+        values=zeros,
+    )
+
+
+def score_rollout(args: Args, rollout: Rollout, sample_of, actor, critic, reference, shared: bool, ranks: tuple[int, int]):
+    """Fill the rollout's tables: log-probs of policy and reference, values. One no-grad forward of each packed batch."""
+    rank, world_size = ranks
+    tables = {name: torch.zeros(rollout.response_mask.shape) for name in ("logprobs", "ref_logprobs", "values")}
+    for pack in packs_of_rank(args, rollout, rollout.groups, sample_of, shared, rank, world_size, actor.device):
+        with torch.no_grad():
+            logprobs, _, values = actor(pack)
+            results = {"logprobs": logprobs, "values": values if critic is None else critic(pack)}
+            if reference is not None:
+                results["ref_logprobs"] = reference(pack)[0]
+        for name, flat in results.items():
+            tables[name] = flat_to_rows(flat.cpu(), pack, tables[name])
+    for name, table in tables.items():
+        if world_size > 1:  # every token was filled in on exactly one rank
+            table = table.to(actor.device)
+            dist.all_reduce(table)
+        setattr(rollout, name, table.cpu())
+
+
+def packs_of_rank(args: Args, rollout: Rollout, groups, sample_of, shared: bool, rank: int, world_size: int, device):
+    """Yield this rank's packs of some groups. All ranks yield equally many: collectives inside a forward need everyone."""
+    lengths = [len(ids) for ids in rollout.response_ids]
+    plan = plan_packs(groups, rollout.prompt_lengths, lengths, args.micro_batch_tokens, world_size)[rank]
+    filler = [(groups[0][0], [])]  # a prompt without responses: no loss, but the same collectives
+    with_media = next((g for g, _ in groups if has_media(sample_of(g))), None) if needs_uniform_packs(args, world_size) else None
+    for pieces in plan:
+        pieces = pieces or filler
+        if with_media is not None and not any(has_media(sample_of(g)) for g, _ in pieces):
+            pieces = [*pieces, (with_media, [])]  # ZeRO-3 gathers the vision tower on all ranks or on none
+        yield build_pack(pieces, {g: sample_of(g) for g, _ in pieces}, rollout.response_ids, shared).to(device)
+
+
+def has_media(sample: dict) -> bool:
+    return bool(sample["images"] or sample["videos"])
+
+
+def needs_uniform_packs(args: Args, world_size: int) -> bool:
+    return args.zero_stage == 3 and world_size > 1
+
+
+# =====================================================================================================================
+# DeepSpeed
+# =====================================================================================================================
+
+
+def init_distributed() -> tuple[int, int, torch.device]:
+    """-> rank, world size, device. Without a launcher: one process and no port, so that runs never collide."""
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ and world_size > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+    if not dist.is_initialized():
+        backend = "nccl" if cuda else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even without a launcher
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+    return rank, world_size, device
+
+
+def deepspeed_config(args: Args, dtype: torch.dtype, train: bool) -> dict:
+    """One pack is one micro-batch. Batch sizes stay 1 here: the number of packs per optimizer step varies, so
+    `set_gradient_accumulation_boundary` ends a step, and the losses carry their own global denominators."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": args.max_grad_norm if train else 0.0,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": {
+            "stage": args.zero_stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_scatter": dist.get_backend() != "gloo",  # gloo has none
+            "stage3_param_persistence_threshold": 10_000,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs on the CPU too, and needs no compiler
+        "steps_per_print": 2**31,
+    }
+    if args.offload_optimizer and train:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return config
+
+
+def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, learning_rate: float, total_updates: int):
+    """DeepSpeed engine with AdamW (no decay on vectors) and the schedule. The value head always learns at the critic's rate."""
+    import deepspeed
+
+    if args.zero_stage == 3 and isinstance(module, Policy):  # read outside its own module's forward
+        deepspeed.zero.register_external_parameter(module, module.model.get_output_embeddings().weight)
+    groups = []
+    for head in (False, True):
+        for decay in (True, False):
+            params = [p for n, p in module.named_parameters() if ("value_head" in n) == head and (p.dim() > 1) == decay]
+            if params:
+                rate = args.critic_learning_rate if head else learning_rate
+                groups.append({"params": params, "lr": rate, "weight_decay": args.weight_decay if decay else 0.0})
+    fused = torch.cuda.is_available() and not args.offload_optimizer
+    optimizer = torch.optim.AdamW(groups, betas=(args.adam_beta1, args.adam_beta2), fused=fused)
+
+    def factor(step: int) -> float:
+        return learning_rate_factor(step, args.warmup_steps, total_updates, args.lr_schedule, args.min_lr_ratio)
+
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        lr_scheduler=lambda wrapped: torch.optim.lr_scheduler.LambdaLR(wrapped, factor),
+        config=deepspeed_config(args, dtype, train=True),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def make_reference(args: Args, module: nn.Module, dtype: torch.dtype, device: torch.device):
+    """The frozen reference: sharded like the actor under ZeRO-3, a plain module otherwise."""
+    module = module.eval().requires_grad_(False)
+    if args.zero_stage < 3:
+        return module.to(device)
+    import deepspeed
+
+    deepspeed.zero.register_external_parameter(module, module.model.get_output_embeddings().weight)
+    engine, *_ = deepspeed.initialize(model=module, config=deepspeed_config(args, dtype, train=False), dist_init_required=False)
+    return engine
+
+
+def optimizer_step(engine) -> tuple[float, bool]:
+    """Clip, step, advance the schedule -> gradient norm before clipping (of the global loss), whether the step was taken.
+
+    Gradients are reduced over ranks before they are looked at, so all ranks decide alike about a non-finite step. Under
+    ZeRO and bf16 DeepSpeed skips it; its plain fp32 path has no such check, which is why one stands here.
+    """
+    if not engine.zero_optimization() and not engine.bfloat16_enabled():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+        finite = bool(norm.isfinite())
+        if not finite:
+            engine.zero_grad()  # AdamW leaves weights without gradient alone
+        engine.step()
+        return float(norm), finite
+    engine.step()
+    taken = engine.was_step_applied()
+    return float(engine.get_global_grad_norm()) if taken else float("nan"), taken
+
+
+def gathered_state_dict(engine) -> dict[str, torch.Tensor]:
+    """Whole weights of the engine's module, gathered one parameter at a time under ZeRO-3 (collective: all ranks call)."""
+    if engine.zero_optimization_stage() < 3:
+        return {name: tensor.detach() for name, tensor in engine.module.state_dict().items()}
+    import deepspeed
+
+    state = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        with deepspeed.zero.GatheredParameters([parameter]):
+            state[name] = parameter.detach().clone()
+    persistent = set(engine.module.state_dict())
+    return {name: tensor for name, tensor in state.items() if name in persistent}
+
+
+def sync_rollout_model(engine, rollout_model) -> None:
+    """ZeRO-3 only: copy the trained weights into the unsharded model that generates."""
+    state = gathered_state_dict(engine)
+    rollout_model.load_state_dict({n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")})
+
+
+def update(
+    args: Args, rollout: Rollout, advantages, returns, sample_of, actor, critic, shared, ranks, kl_coef: float, step: int
+) -> dict[str, float]:
+    """num_ppo_epochs passes over the rollout in shuffled mini-batches; metrics are means over tokens and optimizer steps."""
+    rank, world_size = ranks
+    engines = [actor] if critic is None else [actor, critic]
+    groups_per_batch = args.train_batch_size // args.num_samples_per_prompt
+    sums, norms, skipped, tokens_seen = {}, {"actor": [], "critic": []}, 0, 0.0
+    for epoch in range(args.num_ppo_epochs):
+        order = np.random.default_rng([args.seed, step, epoch]).permutation(len(rollout.groups))  # the same on all ranks
+        for start in range(0, len(order), groups_per_batch):
+            groups = [rollout.groups[i] for i in order[start : start + groups_per_batch]]
+            # The denominator: response tokens of the whole optimizer step, on all ranks. DeepSpeed averages gradients over
+            # ranks, hence the factor world_size; scale_wrt_gas=False keeps it from dividing again.
+            num_tokens = sum(len(rollout.response_ids[b]) for _, members in groups for b in members)
+            tokens_seen += num_tokens
+            packs = list(packs_of_rank(args, rollout, groups, sample_of, shared, rank, world_size, actor.device))
+            for i, pack in enumerate(packs):
+                flat = {
+                    name: rows_to_flat(table, pack).to(actor.device)
+                    for name, table in (
+                        ("logprobs", rollout.logprobs),
+                        ("ref_logprobs", rollout.ref_logprobs),
+                        ("values", rollout.values),
+                        ("advantages", advantages),
+                        ("returns", returns),
+                    )
+                }  # each (M,)
+                for engine in engines:
+                    engine.set_gradient_accumulation_boundary(i == len(packs) - 1)
+                new_logprobs, entropy, new_values = actor(pack, with_entropy=True)  # (M,)
+                if critic is not None:
+                    new_values = critic(pack)
+                pg_loss, metrics = compute_policy_loss(new_logprobs, flat["logprobs"], flat["advantages"], args.clip_coef)
+                vf_loss, vf_metrics = compute_value_loss(new_values, flat["values"], flat["returns"], args.value_clip)
+                actor_loss = pg_loss
+                if args.kl_loss and kl_coef > 0:
+                    kl = kl_estimate(new_logprobs, flat["ref_logprobs"], args.kl_estimator)
+                    actor_loss = pg_loss + kl_coef * kl
+                    metrics["loss/kl"] = kl.detach()
+                if critic is None:
+                    actor_loss = actor_loss + args.vf_coef * vf_loss
+                actor.backward(actor_loss.sum() * (world_size / num_tokens), scale_wrt_gas=False)
+                if critic is not None:
+                    critic.backward(args.vf_coef * vf_loss.sum() * (world_size / num_tokens), scale_wrt_gas=False)
+                metrics |= vf_metrics | {"loss/policy": pg_loss, "loss/value": vf_loss, "policy/entropy": entropy}
+                for name, values in metrics.items():
+                    sums[name] = sums.get(name, 0.0) + values.detach().sum()
+            steps = [optimizer_step(engine) for engine in engines]
+            norms["actor"].append(steps[0][0])
+            norms["critic"].append(steps[-1][0])
+            skipped += sum(not taken for _, taken in steps)
+    names = sorted(sums)
+    totals = torch.stack([sums[name] for name in names])
+    if world_size > 1:
+        dist.all_reduce(totals)
+    metrics = dict(zip(names, (totals / tokens_seen).tolist()))
+    for name, values in norms.items():
+        finite = [v for v in values if math.isfinite(v)]
+        metrics["train/grad_norm" if name == "actor" else "train/critic_grad_norm"] = float(np.mean(finite or [0.0]))
+    return {**metrics, "train/skipped_updates": skipped}
+
+
+# =====================================================================================================================
+# evaluate
+# =====================================================================================================================
+
+
+def evaluate(model, processor, data: dict, args: Args, end_ids, reward_fns, ranks) -> tuple[dict[str, float], list[dict]]:
+    """Held-out prompts, one greedy and one sampled response each, over all ranks; its own random stream, no gradients."""
+    rank, world_size = ranks
+    indices = [data["keep"][i] for i in range(rank, len(data["keep"]), world_size)]
+    metrics, samples = {}, []
+    for mode, temperature in (("greedy", 0.0), ("sampled", args.temperature)):
+        generator = torch.Generator(model.device).manual_seed(args.seed * 1_000_003 + rank)
+        records = generate_and_score(
+            model, processor, data, indices, 1, args, end_ids, reward_fns, temperature, generator
+        )
+        records = gather_records(records, world_size)
+        scores = np.array([record["scores"][0] for record in records])
+        metrics[f"eval/{mode}_score"] = float(np.nanmean(scores)) if not np.isnan(scores).all() else float("nan")
+        for name in sorted({name for record in records for name in record["components"]}):
+            values = np.array([record["components"].get(name, [np.nan])[0] for record in records])
+            if not np.isnan(values).all():
+                metrics[f"eval/{mode}_{name}"] = float(np.nanmean(values))
+        metrics[f"eval/{mode}_length"] = float(np.mean([len(record["response_ids"][0]) for record in records]))
+        samples += [sample_record(record, 0, f"eval_{mode}") for record in records[:16]]
+    return {**metrics, "eval/num_samples": len(records)}, samples
+
+
+# =====================================================================================================================
+# save, resume, log
+# =====================================================================================================================
+
+
+def sample_record(record: dict, k: int, phase: str) -> dict:
+    """What samples.jsonl holds of one response."""
+    components = {name: None if math.isnan(v[k]) else float(v[k]) for name, v in record["components"].items()}
+    return {
+        "phase": phase,
+        "row": record["row"],
+        "messages": record["messages"],
+        "images": record["images"],
+        "answer": record["answer"],
+        "response": record["texts"][k],
+        "score": None if math.isnan(record["scores"][k]) else float(record["scores"][k]),
+        "components": components,
+    }
+
+
+def save_checkpoint(
+    args: Args, run_dir: Path, step: int, actor, critic, processor, state: dict, metrics: dict[str, float], ranks
+) -> Path:
+    """checkpoint-N: a Hugging Face folder that loads by itself, and state/ with all that --resume needs.
+
+    Written under a temporary name and renamed when complete. Collective: all ranks call.
+    """
+    rank, world_size = ranks
+    final, folder = run_dir / f"checkpoint-{step}", run_dir / f"checkpoint-{step}.tmp"
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    barrier(world_size)
+    actor.save_checkpoint(str(folder / "state" / "actor"), tag="engine")
+    if critic is not None:
+        critic.save_checkpoint(str(folder / "state" / "critic"), tag="engine")
+    torch.save({"torch": torch.get_rng_state(), "numpy": np.random.get_state()}, folder / "state" / f"rng_{rank}.pt")
+    weights = gathered_state_dict(actor)
+    if rank == 0:
+        hf_weights = {name.removeprefix("model."): t.cpu() for name, t in weights.items() if name.startswith("model.")}
+        actor.module.model.save_pretrained(folder, state_dict=hf_weights)
+        processor.save_pretrained(folder)
+        (folder / "state" / "trainer_state.json").write_text(json.dumps({**state, "args": asdict(args)}, indent=2))
+        (folder / "README.md").write_text(checkpoint_readme(args, step, metrics))
+    barrier(world_size)
+    if rank == 0:
+        if final.exists():
+            shutil.rmtree(final)
+        folder.rename(final)
+        kept = sorted((p for p in run_dir.glob("checkpoint-*") if p.suffix != ".tmp"), key=lambda p: int(p.name.split("-")[1]))
+        for old in kept[: -args.save_total_limit]:
+            shutil.rmtree(old)
+    barrier(world_size)
+    return final
+
+
+def checkpoint_readme(args: Args, step: int, metrics: dict[str, float]) -> str:
+    rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in sorted(metrics.items()))
+    flags = "\n".join(f"| {name} | {value} |" for name, value in asdict(args).items())
+    return (
+        f"# ppo_vl, step {step}\n\nTrained by `ppo_vl.py` from `{args.model}` on `{args.dataset}`.\n\n"
+        f"## Metrics\n\n| metric | value |\n|---|---|\n{rows}\n\n## Arguments\n\n| argument | value |\n|---|---|\n{flags}\n"
+    )
+
+
+def load_checkpoint(args: Args, actor, critic, world_size: int, rank: int) -> dict:
+    """Engine states, random states and counters of --resume -> the trainer state."""
+    folder = Path(args.resume)
+    state = read_trainer_state(args)
+    if state["world_size"] != world_size:
+        fail(f"--resume {folder} was saved by {state['world_size']} ranks, not {world_size}; start as many")
+    try:
+        for engine, name in ((actor, "actor"), (critic, "critic")):
+            if engine is not None and engine.load_checkpoint(str(folder / "state" / name), tag="engine")[0] is None:
+                raise FileNotFoundError(folder / "state" / name)
+        random_state = torch.load(folder / "state" / f"rng_{rank}.pt", weights_only=False)
+    except Exception as error:
+        fail(f"--resume {folder} does not fit this run ({one_line(error)})")
+    torch.set_rng_state(random_state["torch"])
+    np.random.set_state(random_state["numpy"])
+    return state
+
+
+def read_trainer_state(args: Args) -> dict:
+    """Read and check trainer_state.json before any model is loaded."""
+    path = Path(args.resume) / "state" / "trainer_state.json"
+    if not path.is_file():
+        fail(f"--resume {args.resume}: no checkpoint of this script there ({path} is missing)")
+    state = json.loads(path.read_text())
+    for name in ("model", "critic_share_backbone", "zero_stage", "dtype"):
+        if state["args"][name] != getattr(args, name):
+            flag = "--" + name.replace("_", "-")
+            fail(f"--resume {args.resume} was saved with {flag} {state['args'][name]}, not {getattr(args, name)}; use the same")
+    if state["step"] >= args.total_steps:
+        fail(f"--resume {args.resume} has done {state['step']} steps already; raise --total-steps {args.total_steps}")
+    return state
+
+
+def barrier(world_size: int) -> None:
+    if world_size > 1:
+        dist.barrier()
+
+
+def append_jsonl(path: Path, records: list[dict]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(record, default=str) + "\n" for record in records)
+
+
+def start_loggers(args: Args, run_dir: Path, wandb_id: str | None) -> tuple[list[Callable], str | None]:
+    """-> functions (step, metrics) for Weights and Biases and TensorBoard, as asked for, and the wandb run id."""
+    loggers = []
+    if args.track:
+        import wandb
+
+        run = wandb.init(
+            project=args.wandb_project, name=run_dir.name, config=asdict(args), dir=run_dir, id=wandb_id, resume="allow"
+        )
+        wandb_id = run.id
+        loggers.append(lambda step, metrics: run.log(metrics, step=step))
+    if args.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(run_dir / "tensorboard")
+        loggers.append(lambda step, metrics: [writer.add_scalar(name, x, step) for name, x in metrics.items()])
+    return loggers, wandb_id
+
+
+def draw_curves(run_dir: Path) -> None:
+    """curves.png from metrics.jsonl."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    history = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    panels = [
+        ("score", ["objective/scores", "eval/sampled_score", "eval/greedy_score"]),
+        ("held-out accuracy", ["eval/sampled_accuracy", "eval/greedy_accuracy"]),
+        ("KL to the reference, nats per response", ["objective/kl"]),
+        ("response length, tokens", ["rollout/response_length_mean", "rollout/response_length_max"]),
+        ("policy entropy, nats per token", ["policy/entropy"]),
+        ("update", ["policy/approx_kl", "policy/clipfrac"]),
+        ("value loss", ["loss/value"]),
+        ("explained variance", ["val/explained_variance"]),
+    ]
+    figure = Figure(figsize=(16, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, names) in zip(figure.subplots(2, 4).flat, panels):
+        for name in names:
+            points = [(m["train/step"], m[name]) for m in history if m.get(name) is not None]
+            if points:
+                axes.plot(*zip(*points), label=name, marker="o" if name.startswith("eval/") else None, markersize=4)
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=8)
+    figure.suptitle(run_dir.name)
+    figure.savefig(run_dir / "curves.png", dpi=90)
+
+
+# =====================================================================================================================
+# main
+# =====================================================================================================================
+
+
+def main(args: Args) -> dict[str, float]:
+    """Train; -> the last metrics."""
+    # --- 1. setup ----------------------------------------------------------------------------------------------------
+    import transformers
+    from tqdm import tqdm
+
+    started = time.time()
+    transformers.utils.logging.disable_progress_bar()
+    check_args(args, int(os.environ.get("WORLD_SIZE", 1)))
+    run_dir = check_output(args)
+    resumed = read_trainer_state(args) if args.resume is not None else None
+    reward_fns = [
+        *([("accuracy", args.accuracy_weight, accuracy_reward)] if args.accuracy_weight > 0 else []),
+        *([("format", args.format_weight, format_reward)] if args.format_weight > 0 else []),
+        *([(args.reward_fn.rpartition(":")[2], 1.0, load_reward_fn(args.reward_fn))] if args.reward_fn is not None else []),
+    ]
+    rank, world_size, device = init_distributed()
+    ranks, main_rank = (rank, world_size), rank == 0
+    if world_size > 1:  # the name holds a time: all ranks take rank 0's
+        names = [str(run_dir)]
+        dist.broadcast_object_list(names)
+        run_dir = Path(names[0])
+    torch.manual_seed(args.seed)
+    np.random.seed(args.seed)
+    auto_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = {"auto": auto_dtype, "fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+
+    # --- 2. models and engines ---------------------------------------------------------------------------------------
+    processor = load_processor(args.model)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    model = load_model(args.model, dtype)
+    end_ids = end_token_ids(model, tokenizer)
+    if not end_ids:
+        fail(f"--model {args.model}: neither its generation config nor its tokenizer has an EOS token, so no response can end")
+
+    # --- 3. data -----------------------------------------------------------------------------------------------------
+    # Before the engines: a bad row should not cost their start-up. The model is needed for its position ids only.
+    data = prepare_data(args, model, processor, args.dataset, args.dataset_split, 0, main_rank)
+    eval_source = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None)
+    eval_data = None
+    if eval_source is not None:
+        eval_data = prepare_data(
+            args, model, processor, eval_source, args.eval_dataset_split, args.eval_samples, main_rank
+        )
+
+    shared = enable_packing(model)
+    updates_per_step = args.num_ppo_epochs * args.rollout_batch_size * args.num_samples_per_prompt // args.train_batch_size
+    total_updates = args.total_steps * updates_per_step
+    critic = reference = rollout_model = None
+    if args.kl_coef > 0:
+        reference_model = load_model(args.model, dtype)
+        enable_packing(reference_model)
+        reference = make_reference(args, Policy(reference_model, args.temperature), dtype, device)
+    if not args.critic_share_backbone:
+        critic_model = load_model(args.model, dtype)
+        enable_packing(critic_model)
+        critic_module = Critic(critic_model)
+        if args.gradient_checkpointing:
+            critic_module.backbone.gradient_checkpointing_enable()
+        critic = make_engine(args, critic_module, dtype, args.critic_learning_rate, total_updates)
+    if args.zero_stage == 3:
+        rollout_model = load_model(args.model, dtype).to(device).eval()
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    policy = Policy(model, args.temperature, value_head=args.critic_share_backbone)
+    actor = make_engine(args, policy, dtype, args.learning_rate, total_updates)
+
+    # From here on the run has a folder.
+    first_step, episode, kl_coef, skipped_in_a_row, wandb_id = 0, 0, args.kl_coef, 0, None
+    if resumed is not None:
+        state = load_checkpoint(args, actor, critic, world_size, rank)
+        first_step, episode, kl_coef = state["step"], state["episode"], state["kl_coef"]
+        skipped_in_a_row, wandb_id = state["skipped_in_a_row"], state["wandb_id"]
+    loggers = []
+    if main_rank:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        loggers, wandb_id = start_loggers(args, run_dir, wandb_id)
+        print(
+            f"{run_dir}: {len(data['keep'])} training prompts ({data['dropped']} over --max-prompt-length dropped), "
+            f"{len(eval_data['keep']) if eval_data else 0} held out, {world_size} rank(s) on {device.type}, {dtype}",
+            flush=True,
+        )
+
+    def log(step: int, metrics: dict[str, float], samples: list[dict]) -> None:
+        if main_rank:
+            append_jsonl(run_dir / "metrics.jsonl", [metrics])
+            append_jsonl(run_dir / "samples.jsonl", [{"step": step, **sample} for sample in samples])
+            for logger in loggers:
+                logger(step, metrics)
+
+    def rollout_engine():
+        """The model that generates, with the newest weights."""
+        if rollout_model is not None:
+            sync_rollout_model(actor, rollout_model)
+            return rollout_model
+        actor.eval()
+        return actor.module.model
+
+    metrics, before, last_eval = {}, {}, {}
+    generator_model = rollout_engine()
+    if eval_data is not None:
+        last_eval, samples = evaluate(generator_model, processor, eval_data, args, end_ids, reward_fns, ranks)
+        before = last_eval
+        log(first_step, {"train/step": first_step, "train/episode": episode, **last_eval}, samples)
+    bar = tqdm(total=args.total_steps, initial=first_step, desc="ppo_vl", unit="step", disable=not main_rank)
+    train_started = time.time()
+    for step in range(first_step + 1, args.total_steps + 1):
+        # --- 4. rollout ----------------------------------------------------------------------------------------------
+        t0 = time.time()
+        indices = [data["keep"][i] for i in batch_indices(step - 1, len(data["keep"]), args.rollout_batch_size, args.seed)]
+        share = np.array_split(np.array(indices), world_size)[rank].tolist()
+        generator = torch.Generator(device).manual_seed((args.seed * 1_000_003 + step) * 10_007 + rank)
+        records = generate_and_score(
+            generator_model, processor, data, share, args.num_samples_per_prompt, args, end_ids, reward_fns,
+            args.temperature, generator,
+        )  # fmt: skip
+        rollout = make_rollout(gather_records(records, world_size), end_ids)
+        t1 = time.time()
+
+        # --- 5. score ------------------------------------------------------------------------------------------------
+        encoded: dict[int, dict] = {}
+
+        def sample_of(g: int, encoded=encoded, rollout=rollout) -> dict:
+            """Prompt g of this rollout, prepared once on the ranks that train it."""
+            if g not in encoded:
+                row, where = get_row(data, rollout.row_indices[g])
+                encoded[g] = encode_prompt(actor.module.model, processor, row, data["folder"], where)
+            return encoded[g]
+
+        actor.eval()
+        if critic is not None:
+            critic.eval()
+        score_rollout(args, rollout, sample_of, actor, critic, reference, shared, ranks)
+        t2 = time.time()
+
+        # --- 6. advantages -------------------------------------------------------------------------------------------
+        # Every rank holds the whole rollout, so these are global without a collective.
+        mask = rollout.response_mask
+        kl = torch.zeros_like(rollout.logprobs)  # (B, R)
+        if reference is not None:
+            kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator) * mask
+        rewards = compute_token_rewards(rollout.scores, kl, mask, 0.0 if args.kl_loss else kl_coef)  # (B, R)
+        advantages, returns = compute_gae(rewards, rollout.values, mask, args.gamma, args.gae_lambda)  # (B, R) each
+        if args.whiten_advantages:
+            advantages = whiten(advantages, mask)
+
+        # --- 7. update -----------------------------------------------------------------------------------------------
+        actor.train()
+        if critic is not None:
+            critic.train()
+        update_metrics = update(
+            args, rollout, advantages, returns, sample_of, actor, critic, shared, ranks, kl_coef, step
+        )
+        t3 = time.time()
+
+        # --- 8. sync weights -----------------------------------------------------------------------------------------
+        generator_model = rollout_engine()
+        t4 = time.time()
+
+        # --- 9. log --------------------------------------------------------------------------------------------------
+        episode += len(rollout.response_ids)
+        lengths = mask.sum(1).float()
+        kl_per_response = kl.sum(1)
+        metrics = {
+            "train/step": step,
+            "train/episode": episode,
+            "train/learning_rate": actor.get_lr()[0],
+            "train/kl_coef": kl_coef,
+            **update_metrics,
+            "objective/scores": rollout.scores.mean().item(),
+            "objective/scores_std": rollout.scores.std(correction=0).item(),
+            "objective/kl": kl_per_response.mean().item(),
+            "objective/rlhf_reward": (rollout.scores - kl_coef * kl_per_response).mean().item(),
+            "objective/entropy": (-(rollout.logprobs * mask).sum(1)).mean().item(),
+            **{f"reward/{name}": float(np.nanmean(x)) for name, x in rollout.components.items() if not np.isnan(x).all()},
+            "val/explained_variance": explained_variance(rollout.values, returns, mask),
+            "rollout/response_length_mean": lengths.mean().item(),
+            "rollout/response_length_min": lengths.min().item(),
+            "rollout/response_length_max": lengths.max().item(),
+            "rollout/truncated_frac": float(np.mean(rollout.truncated)),
+            "rollout/zero_std_groups_frac": float(
+                np.mean([float(rollout.scores[m].max() == rollout.scores[m].min()) for _, m in rollout.groups])
+            ),
+            "time/rollout": t1 - t0,
+            "time/score": t2 - t1,
+            "time/update": t3 - t2,
+            "time/sync": t4 - t3,
+            "time/total": t4 - t0,
+            "time/tokens_per_second": lengths.sum().item() / (t4 - t0),
+        }
+        num_sequences = len(rollout.response_ids)
+        kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, num_sequences)
+        skipped_in_a_row = skipped_in_a_row + update_metrics["train/skipped_updates"] if update_metrics["train/skipped_updates"] else 0
+        if skipped_in_a_row > args.max_skipped_updates:
+            fail(f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate")
+        samples = [sample_record(record, 0, "train") for record in records[:2]]
+        bar.set_postfix(
+            reward=f"{metrics['objective/scores']:.3f}",
+            kl=f"{metrics['objective/kl']:.3f}",
+            length=f"{metrics['rollout/response_length_mean']:.1f}",
+            tok_s=f"{metrics['time/tokens_per_second']:.0f}",
+        )
+        bar.update()
+
+        # --- 10. eval and save ---------------------------------------------------------------------------------------
+        last = step == args.total_steps
+        if eval_data is not None and (last or (args.eval_steps and step % args.eval_steps == 0)):
+            last_eval, eval_samples = evaluate(generator_model, processor, eval_data, args, end_ids, reward_fns, ranks)
+            metrics |= last_eval
+            samples += eval_samples
+        log(step, metrics, samples)
+        if main_rank and (last or (args.eval_steps and step % args.eval_steps == 0)):
+            draw_curves(run_dir)
+        if last or (args.save_steps and step % args.save_steps == 0):
+            trainer_state = {
+                "step": step,
+                "episode": episode,
+                "kl_coef": kl_coef,
+                "skipped_in_a_row": skipped_in_a_row,
+                "wandb_id": wandb_id,
+                "world_size": world_size,
+            }
+            saved = save_checkpoint(args, run_dir, step, actor, critic, processor, trainer_state, metrics, ranks)
+
+    # --- 11. finish --------------------------------------------------------------------------------------------------
+    bar.close()
+    if main_rank:
+        gain = ""
+        if eval_data is not None:
+            gain = ", ".join(
+                f"held-out {mode} reward {before[f'eval/{mode}_score']:.3f} -> {last_eval[f'eval/{mode}_score']:.3f}"
+                for mode in ("sampled", "greedy")
+            )
+        print(
+            f"{gain or 'no held-out prompts'} · training {time.time() - train_started:.0f} s, "
+            f"in all {time.time() - started:.0f} s · {saved}",
+            flush=True,
+        )
+    barrier(world_size)
+    dist.destroy_process_group()
+    return metrics
+
+
+if __name__ == "__main__":
+    main(parse_args(sys.argv[1:]))
