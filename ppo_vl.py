@@ -551,7 +551,8 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
             f"all {len(counted)} rows of {source} are longer than --max-prompt-length {args.max_prompt_length} "
             f"(the shortest has {min(counted)} tokens)"
         )
-    encode_prompt(model, processor, *first_row(data, keep[0]))  # the whole path once, pixels and positions included
+    row, where = get_row(data, keep[0])
+    encode_prompt(model, processor, row, folder, where)  # the whole path once, pixels and positions included
     return {**data, "keep": keep, "dropped": len(counted) - len(keep)}
 
 
@@ -562,11 +563,6 @@ def get_row(data: dict, index: int) -> tuple[dict, str]:
     except Exception as error:
         fail(f"{where} can't be read ({one_line(error)})")
     return read_row(raw, data["columns"], data["system_prompt"], where), where
-
-
-def first_row(data: dict, index: int) -> tuple[dict, Path, str]:
-    row, where = get_row(data, index)
-    return row, data["folder"], where
 
 
 def batch_indices(step: int, num_rows: int, batch_size: int, seed: int) -> list[int]:
@@ -931,14 +927,16 @@ def sample_token(logits: torch.Tensor, temperature: float, top_p: float, generat
 
 def generate_and_score(
     model, processor, data: dict, indices: list[int], num_samples: int, args: Args, end_ids, reward_fns, temperature, generator
-) -> list[dict]:
-    """This rank's share of some prompts: one record per prompt, with its responses and their rewards."""
+) -> tuple[list[dict], dict[int, dict]]:
+    """This rank's share of some prompts -> one record per prompt with its responses and their rewards, and the encoded
+    prompts by dataset row."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    records = []
+    records, encoded = [], {}
     prompts_at_once = max(1, args.generation_batch_size // num_samples)
     for start in range(0, len(indices), prompts_at_once):
         chunk = [(index, *get_row(data, index)) for index in indices[start : start + prompts_at_once]]
         samples = [encode_prompt(model, processor, row, data["folder"], where) for _, row, where in chunk]
+        encoded |= {index: sample for (index, _, _), sample in zip(chunk, samples)}
         responses = generate(model, samples, num_samples, args, end_ids, temperature, generator)
         rows = [row for _, row, _ in chunk for _ in range(num_samples)]
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
@@ -959,7 +957,7 @@ def generate_and_score(
                     "components": {name: values[own] for name, values in components.items()},
                 }
             )
-    return records
+    return records, encoded
 
 
 def gather_records(records: list[dict], world_size: int) -> list[dict]:
@@ -1183,12 +1181,13 @@ def sync_rollout_model(engine, rollout_model) -> None:
 
 def update(
     args: Args, rollout: Rollout, advantages, returns, sample_of, actor, critic, shared, ranks, kl_coef: float, step: int
-) -> dict[str, float]:
-    """num_ppo_epochs passes over the rollout in shuffled mini-batches; metrics are means over tokens and optimizer steps."""
+) -> tuple[dict[str, float], list[bool]]:
+    """num_ppo_epochs passes over the rollout in shuffled mini-batches -> metrics (means over all response tokens and
+    optimizer steps) and, per optimizer step, whether it was taken."""
     rank, world_size = ranks
     engines = [actor] if critic is None else [actor, critic]
     groups_per_batch = args.train_batch_size // args.num_samples_per_prompt
-    sums, norms, skipped, tokens_seen = {}, {"actor": [], "critic": []}, 0, 0.0
+    sums, norms, taken, tokens_seen = {}, {"actor": [], "critic": []}, [], 0
     for epoch in range(args.num_ppo_epochs):
         order = np.random.default_rng([args.seed, step, epoch]).permutation(len(rollout.groups))  # the same on all ranks
         for start in range(0, len(order), groups_per_batch):
@@ -1232,7 +1231,7 @@ def update(
             steps = [optimizer_step(engine) for engine in engines]
             norms["actor"].append(steps[0][0])
             norms["critic"].append(steps[-1][0])
-            skipped += sum(not taken for _, taken in steps)
+            taken.append(all(ok for _, ok in steps))
     names = sorted(sums)
     totals = torch.stack([sums[name] for name in names])
     if world_size > 1:
@@ -1241,7 +1240,7 @@ def update(
     for name, values in norms.items():
         finite = [v for v in values if math.isfinite(v)]
         metrics["train/grad_norm" if name == "actor" else "train/critic_grad_norm"] = float(np.mean(finite or [0.0]))
-    return {**metrics, "train/skipped_updates": skipped}
+    return {**metrics, "train/skipped_updates": taken.count(False)}, taken
 
 
 # =====================================================================================================================
@@ -1256,7 +1255,7 @@ def evaluate(model, processor, data: dict, args: Args, end_ids, reward_fns, rank
     metrics, samples = {}, []
     for mode, temperature in (("greedy", 0.0), ("sampled", args.temperature)):
         generator = torch.Generator(model.device).manual_seed(args.seed * 1_000_003 + rank)
-        records = generate_and_score(
+        records, _ = generate_and_score(
             model, processor, data, indices, 1, args, end_ids, reward_fns, temperature, generator
         )
         records = gather_records(records, world_size)
@@ -1377,6 +1376,14 @@ def barrier(world_size: int) -> None:
 def append_jsonl(path: Path, records: list[dict]) -> None:
     with path.open("a") as file:
         file.writelines(json.dumps(record, default=str) + "\n" for record in records)
+
+
+def truncate_jsonl(path: Path, key: str, last_step: int) -> None:
+    """Drop what an interrupted run wrote after the checkpoint that is resumed."""
+    if path.exists():
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("")
+        append_jsonl(path, [record for record in records if record[key] <= last_step])
 
 
 def start_loggers(args: Args, run_dir: Path, wandb_id: str | None) -> tuple[list[Callable], str | None]:
@@ -1510,6 +1517,8 @@ def main(args: Args) -> dict[str, float]:
     loggers = []
     if main_rank:
         run_dir.mkdir(parents=True, exist_ok=True)
+        truncate_jsonl(run_dir / "metrics.jsonl", "train/step", first_step)
+        truncate_jsonl(run_dir / "samples.jsonl", "step", first_step)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         loggers, wandb_id = start_loggers(args, run_dir, wandb_id)
         print(
@@ -1547,22 +1556,22 @@ def main(args: Args) -> dict[str, float]:
         indices = [data["keep"][i] for i in batch_indices(step - 1, len(data["keep"]), args.rollout_batch_size, args.seed)]
         share = np.array_split(np.array(indices), world_size)[rank].tolist()
         generator = torch.Generator(device).manual_seed((args.seed * 1_000_003 + step) * 10_007 + rank)
-        records = generate_and_score(
+        records, encoded = generate_and_score(
             generator_model, processor, data, share, args.num_samples_per_prompt, args, end_ids, reward_fns,
             args.temperature, generator,
         )  # fmt: skip
-        rollout = make_rollout(gather_records(records, world_size), end_ids)
+        records = gather_records(records, world_size)
+        rollout = make_rollout(records, end_ids)
         t1 = time.time()
 
         # --- 5. score ------------------------------------------------------------------------------------------------
-        encoded: dict[int, dict] = {}
-
         def sample_of(g: int, encoded=encoded, rollout=rollout) -> dict:
-            """Prompt g of this rollout, prepared once on the ranks that train it."""
-            if g not in encoded:
-                row, where = get_row(data, rollout.row_indices[g])
-                encoded[g] = encode_prompt(actor.module.model, processor, row, data["folder"], where)
-            return encoded[g]
+            """Prompt g of this rollout; prepared anew, once, where another rank generated its responses."""
+            index = rollout.row_indices[g]
+            if index not in encoded:
+                row, where = get_row(data, index)
+                encoded[index] = encode_prompt(actor.module.model, processor, row, data["folder"], where)
+            return encoded[index]
 
         actor.eval()
         if critic is not None:
@@ -1585,9 +1594,13 @@ def main(args: Args) -> dict[str, float]:
         actor.train()
         if critic is not None:
             critic.train()
-        update_metrics = update(
+        update_metrics, taken = update(
             args, rollout, advantages, returns, sample_of, actor, critic, shared, ranks, kl_coef, step
         )
+        for ok in taken:
+            skipped_in_a_row = 0 if ok else skipped_in_a_row + 1
+            if skipped_in_a_row >= args.max_skipped_updates:
+                fail(f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate")
         t3 = time.time()
 
         # --- 8. sync weights -----------------------------------------------------------------------------------------
@@ -1627,9 +1640,6 @@ def main(args: Args) -> dict[str, float]:
         }
         num_sequences = len(rollout.response_ids)
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, num_sequences)
-        skipped_in_a_row = skipped_in_a_row + update_metrics["train/skipped_updates"] if update_metrics["train/skipped_updates"] else 0
-        if skipped_in_a_row > args.max_skipped_updates:
-            fail(f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate")
         samples = [sample_record(record, 0, "train") for record in records[:2]]
         bar.set_postfix(
             reward=f"{metrics['objective/scores']:.3f}",
