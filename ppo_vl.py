@@ -8,9 +8,9 @@ Reference implementation of the same interface: opendilab/LightRFT@49e62cb light
 - rewards see the response text only; a truncated response keeps its last token, no EOS is invented
 - groups are shuffled anew in each epoch; gradient norm and clipping are those of the actor, respectively of the critic
 
-    python ppo_vl.py                                          # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
+    python ppo_vl.py                             # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python ppo_vl.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6 ...      # one GPU
-    deepspeed ppo_vl.py --zero-stage 3 ...                    # or: torchrun --nproc_per_node=8 ppo_vl.py ...
+    deepspeed ppo_vl.py --zero-stage 3 ...       # or: torchrun --nproc_per_node=8 ppo_vl.py ...
 """
 
 import io
@@ -213,11 +213,15 @@ def parse_args(argv: list[str]) -> Args:
 
 def check_args(args: Args, world_size: int) -> None:
     """Everything that can be known from the flags alone."""
-    positive = "total_steps rollout_batch_size num_samples_per_prompt generation_batch_size max_response_length kl_horizon \
+    positive = (
+        "total_steps rollout_batch_size num_samples_per_prompt generation_batch_size max_response_length kl_horizon \
         max_prompt_length temperature num_ppo_epochs train_batch_size micro_batch_tokens max_skipped_updates save_total_limit \
         clip_coef learning_rate critic_learning_rate max_grad_norm"
-    not_negative = "kl_coef value_clip vf_coef warmup_steps weight_decay eval_steps eval_samples save_steps accuracy_weight \
+    )
+    not_negative = (
+        "kl_coef value_clip vf_coef warmup_steps weight_decay eval_steps eval_samples save_steps accuracy_weight \
         format_weight"
+    )
     unit = "gamma gae_lambda top_p min_lr_ratio adam_beta1 adam_beta2"
     flag = {name: "--" + name.replace("_", "-") for name in asdict(args)}
     for names, ok, what in (
@@ -301,7 +305,9 @@ def load_rows(source: str, split: str):
             return data
         if path.is_file():
             if path.suffix not in formats:
-                fail(f"{source}: unknown kind of file {path.suffix!r}; use {', '.join(formats)} or a saved dataset folder")
+                fail(
+                    f"{source}: unknown kind of file {path.suffix!r}; use {', '.join(formats)} or a saved dataset folder"
+                )
             return datasets.load_dataset(formats[path.suffix], data_files=str(path), split="train")
         if path.suffix in formats or source.startswith((".", "/", "~")):
             fail(f"{source}: no such file or folder")
@@ -364,10 +370,16 @@ def read_row(row: dict, columns: dict[str, str | None], system_prompt: str | Non
     images, videos = list(listed("image")), list(listed("video"))
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt) and prompt:
+    elif (
+        isinstance(prompt, list)
+        and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
+        and prompt
+    ):
         messages = [dict(m) for m in prompt]
     else:
-        fail(f"{where}: the prompt must be a string or a list of messages with role and content, not {str(prompt)[:80]!r}")
+        fail(
+            f"{where}: the prompt must be a string or a list of messages with role and content, not {str(prompt)[:80]!r}"
+        )
     inline = {"image": [], "video": []}
     for message in messages:
         parts = []
@@ -477,7 +489,9 @@ def encode_prompt(model, processor, row: dict, folder: Path, where: str) -> dict
     """One prompt as common/packing.py takes it: prompt_ids (P,), position_ids (P,) or (3, P), images, videos."""
     text = render_prompt(processor, row, where)
     tokenizer = getattr(processor, "tokenizer", processor)
-    kwargs = {"add_special_tokens": False} if tokenizer.chat_template is not None else {}  # the template has its own BOS
+    kwargs = (
+        {"add_special_tokens": False} if tokenizer.chat_template is not None else {}
+    )  # the template has its own BOS
     if tokenizer is not processor:
         if row["images"]:
             kwargs["images"] = [load_image(image, folder, where) for image in row["images"]]
@@ -612,7 +626,10 @@ def load_reward_fn(spec: str) -> Callable:
 
 
 def score_responses(
-    reward_fns: list[tuple[str, float, Callable]], rows: list[dict], completions: list[str], completion_ids: list[list[int]]
+    reward_fns: list[tuple[str, float, Callable]],
+    rows: list[dict],
+    completions: list[str],
+    completion_ids: list[list[int]],
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Scores (B,) and their named components (B,), NaN where not applicable; a score is NaN when no component applies.
 
@@ -623,7 +640,11 @@ def score_responses(
     B = len(completions)
     columns = {name: [row["columns"].get(name) for row in rows] for name in (rows[0]["columns"] if rows else {})}
     columns |= {name: [row[name] for row in rows] for name in ("answer", "label")}
-    columns |= {"prompts": [row["messages"] for row in rows], "completions": completions, "completion_ids": completion_ids}
+    columns |= {
+        "prompts": [row["messages"] for row in rows],
+        "completions": completions,
+        "completion_ids": completion_ids,
+    }
     components, weights = {}, {}
     for name, weight, function in reward_fns:
         try:
@@ -641,7 +662,9 @@ def score_responses(
                 except (TypeError, ValueError):
                     finite = False
                 if not finite:
-                    fail(f"reward function {name} returned {x!r} for {completions[b][:60]!r}; return a finite number or None")
+                    fail(
+                        f"reward function {name} returned {x!r} for {completions[b][:60]!r}; return a finite number or None"
+                    )
                 components.setdefault(key, np.full(B, np.nan))[b] = x
                 weights[key] = weight
     stacked = np.stack([weights[key] * values for key, values in components.items()])  # (components, B)
@@ -906,7 +929,11 @@ def generate(
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         step_ids = next_position[:, None] if position_ids.dim() == 2 else next_position[:, None].expand(3, -1, 1)
         out = base(
-            input_ids=token[:, None], attention_mask=attention_mask, position_ids=step_ids, past_key_values=cache, use_cache=True
+            input_ids=token[:, None],
+            attention_mask=attention_mask,
+            position_ids=step_ids,
+            past_key_values=cache,
+            use_cache=True,
         )
         hidden, next_position = out.last_hidden_state[:, -1], next_position + 1
     tokens, lengths = torch.stack(tokens, dim=1).cpu(), torch.stack(alive, dim=1).sum(1).tolist()  # (S * G, R)
@@ -926,7 +953,16 @@ def sample_token(logits: torch.Tensor, temperature: float, top_p: float, generat
 
 
 def generate_and_score(
-    model, processor, data: dict, indices: list[int], num_samples: int, args: Args, end_ids, reward_fns, temperature, generator
+    model,
+    processor,
+    data: dict,
+    indices: list[int],
+    num_samples: int,
+    args: Args,
+    end_ids,
+    reward_fns,
+    temperature,
+    generator,
 ) -> tuple[list[dict], dict[int, dict]]:
     """This rank's share of some prompts -> one record per prompt with its responses and their rewards, and the encoded
     prompts by dataset row."""
@@ -1006,7 +1042,9 @@ def make_rollout(records: list[dict], end_ids: list[int]) -> Rollout:
     )
 
 
-def score_rollout(args: Args, rollout: Rollout, sample_of, actor, critic, reference, shared: bool, ranks: tuple[int, int]):
+def score_rollout(
+    args: Args, rollout: Rollout, sample_of, actor, critic, reference, shared: bool, ranks: tuple[int, int]
+):
     """Fill the rollout's tables: log-probs of policy and reference, values. One no-grad forward of each packed batch."""
     rank, world_size = ranks
     tables = {name: torch.zeros(rollout.response_mask.shape) for name in ("logprobs", "ref_logprobs", "values")}
@@ -1030,7 +1068,9 @@ def packs_of_rank(args: Args, rollout: Rollout, groups, sample_of, shared: bool,
     lengths = [len(ids) for ids in rollout.response_ids]
     plan = plan_packs(groups, rollout.prompt_lengths, lengths, args.micro_batch_tokens, world_size)[rank]
     filler = [(groups[0][0], [])]  # a prompt without responses: no loss, but the same collectives
-    with_media = next((g for g, _ in groups if has_media(sample_of(g))), None) if needs_uniform_packs(args, world_size) else None
+    with_media = (
+        next((g for g, _ in groups if has_media(sample_of(g))), None) if needs_uniform_packs(args, world_size) else None
+    )
     for pieces in plan:
         pieces = pieces or filler
         if with_media is not None and not any(has_media(sample_of(g)) for g, _ in pieces):
@@ -1137,7 +1177,9 @@ def make_reference(args: Args, module: nn.Module, dtype: torch.dtype, device: to
     import deepspeed
 
     deepspeed.zero.register_external_parameter(module, module.model.get_output_embeddings().weight)
-    engine, *_ = deepspeed.initialize(model=module, config=deepspeed_config(args, dtype, train=False), dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=module, config=deepspeed_config(args, dtype, train=False), dist_init_required=False
+    )
     return engine
 
 
@@ -1160,27 +1202,36 @@ def optimizer_step(engine) -> tuple[float, bool]:
 
 
 def gathered_state_dict(engine) -> dict[str, torch.Tensor]:
-    """Whole weights of the engine's module, gathered one parameter at a time under ZeRO-3 (collective: all ranks call)."""
-    if engine.zero_optimization_stage() < 3:
-        return {name: tensor.detach() for name, tensor in engine.module.state_dict().items()}
+    """Whole weights of the engine's module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call)."""
     import deepspeed
 
-    state = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
-    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        with deepspeed.zero.GatheredParameters([parameter]):
+    names = set(engine.module.state_dict())
+    state = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers() if name in names}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
             state[name] = parameter.detach().clone()
-    persistent = set(engine.module.state_dict())
-    return {name: tensor for name, tensor in state.items() if name in persistent}
+    return state
 
 
 def sync_rollout_model(engine, rollout_model) -> None:
     """ZeRO-3 only: copy the trained weights into the unsharded model that generates."""
-    state = gathered_state_dict(engine)
-    rollout_model.load_state_dict({n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")})
+    state = {n.removeprefix("model."): t for n, t in gathered_state_dict(engine).items() if n.startswith("model.")}
+    missing, unexpected = rollout_model.load_state_dict(state, strict=False)  # missing: tied weights
+    assert not unexpected and set(missing) <= set(rollout_model.all_tied_weights_keys), (missing, unexpected)
 
 
 def update(
-    args: Args, rollout: Rollout, advantages, returns, sample_of, actor, critic, shared, ranks, kl_coef: float, step: int
+    args: Args,
+    rollout: Rollout,
+    advantages,
+    returns,
+    sample_of,
+    actor,
+    critic,
+    shared,
+    ranks,
+    kl_coef: float,
+    step: int,
 ) -> tuple[dict[str, float], list[bool]]:
     """num_ppo_epochs passes over the rollout in shuffled mini-batches -> metrics (means over all response tokens and
     optimizer steps) and, per optimizer step, whether it was taken."""
@@ -1189,7 +1240,9 @@ def update(
     groups_per_batch = args.train_batch_size // args.num_samples_per_prompt
     sums, norms, taken, tokens_seen = {}, {"actor": [], "critic": []}, [], 0
     for epoch in range(args.num_ppo_epochs):
-        order = np.random.default_rng([args.seed, step, epoch]).permutation(len(rollout.groups))  # the same on all ranks
+        order = np.random.default_rng([args.seed, step, epoch]).permutation(
+            len(rollout.groups)
+        )  # the same on all ranks
         for start in range(0, len(order), groups_per_batch):
             groups = [rollout.groups[i] for i in order[start : start + groups_per_batch]]
             # The denominator: response tokens of the whole optimizer step, on all ranks. DeepSpeed averages gradients over
@@ -1213,7 +1266,9 @@ def update(
                 new_logprobs, entropy, new_values = actor(pack, with_entropy=True)  # (M,)
                 if critic is not None:
                     new_values = critic(pack)
-                pg_loss, metrics = compute_policy_loss(new_logprobs, flat["logprobs"], flat["advantages"], args.clip_coef)
+                pg_loss, metrics = compute_policy_loss(
+                    new_logprobs, flat["logprobs"], flat["advantages"], args.clip_coef
+                )
                 vf_loss, vf_metrics = compute_value_loss(new_values, flat["values"], flat["returns"], args.value_clip)
                 actor_loss = pg_loss
                 if args.kl_loss and kl_coef > 0:
@@ -1248,7 +1303,9 @@ def update(
 # =====================================================================================================================
 
 
-def evaluate(model, processor, data: dict, args: Args, end_ids, reward_fns, ranks) -> tuple[dict[str, float], list[dict]]:
+def evaluate(
+    model, processor, data: dict, args: Args, end_ids, reward_fns, ranks
+) -> tuple[dict[str, float], list[dict]]:
     """Held-out prompts, one greedy and one sampled response each, over all ranks; its own random stream, no gradients."""
     rank, world_size = ranks
     indices = [data["keep"][i] for i in range(rank, len(data["keep"]), world_size)]
@@ -1319,7 +1376,9 @@ def save_checkpoint(
         if final.exists():
             shutil.rmtree(final)
         folder.rename(final)
-        kept = sorted((p for p in run_dir.glob("checkpoint-*") if p.suffix != ".tmp"), key=lambda p: int(p.name.split("-")[1]))
+        kept = sorted(
+            (p for p in run_dir.glob("checkpoint-*") if p.suffix != ".tmp"), key=lambda p: int(p.name.split("-")[1])
+        )
         for old in kept[: -args.save_total_limit]:
             shutil.rmtree(old)
     barrier(world_size)
@@ -1362,7 +1421,9 @@ def read_trainer_state(args: Args) -> dict:
     for name in ("model", "critic_share_backbone", "zero_stage", "dtype"):
         if state["args"][name] != getattr(args, name):
             flag = "--" + name.replace("_", "-")
-            fail(f"--resume {args.resume} was saved with {flag} {state['args'][name]}, not {getattr(args, name)}; use the same")
+            fail(
+                f"--resume {args.resume} was saved with {flag} {state['args'][name]}, not {getattr(args, name)}; use the same"
+            )
     if state["step"] >= args.total_steps:
         fail(f"--resume {args.resume} has done {state['step']} steps already; raise --total-steps {args.total_steps}")
     return state
@@ -1455,7 +1516,11 @@ def main(args: Args) -> dict[str, float]:
     reward_fns = [
         *([("accuracy", args.accuracy_weight, accuracy_reward)] if args.accuracy_weight > 0 else []),
         *([("format", args.format_weight, format_reward)] if args.format_weight > 0 else []),
-        *([(args.reward_fn.rpartition(":")[2], 1.0, load_reward_fn(args.reward_fn))] if args.reward_fn is not None else []),
+        *(
+            [(args.reward_fn.rpartition(":")[2], 1.0, load_reward_fn(args.reward_fn))]
+            if args.reward_fn is not None
+            else []
+        ),
     ]
     rank, world_size, device = init_distributed()
     ranks, main_rank = (rank, world_size), rank == 0
@@ -1474,7 +1539,9 @@ def main(args: Args) -> dict[str, float]:
     model = load_model(args.model, dtype)
     end_ids = end_token_ids(model, tokenizer)
     if not end_ids:
-        fail(f"--model {args.model}: neither its generation config nor its tokenizer has an EOS token, so no response can end")
+        fail(
+            f"--model {args.model}: neither its generation config nor its tokenizer has an EOS token, so no response can end"
+        )
 
     # --- 3. data -----------------------------------------------------------------------------------------------------
     # Before the engines: a bad row should not cost their start-up. The model is needed for its position ids only.
@@ -1487,7 +1554,9 @@ def main(args: Args) -> dict[str, float]:
         )
 
     shared = enable_packing(model)
-    updates_per_step = args.num_ppo_epochs * args.rollout_batch_size * args.num_samples_per_prompt // args.train_batch_size
+    updates_per_step = (
+        args.num_ppo_epochs * args.rollout_batch_size * args.num_samples_per_prompt // args.train_batch_size
+    )
     total_updates = args.total_steps * updates_per_step
     critic = reference = rollout_model = None
     if args.kl_coef > 0:
@@ -1553,7 +1622,9 @@ def main(args: Args) -> dict[str, float]:
     for step in range(first_step + 1, args.total_steps + 1):
         # --- 4. rollout ----------------------------------------------------------------------------------------------
         t0 = time.time()
-        indices = [data["keep"][i] for i in batch_indices(step - 1, len(data["keep"]), args.rollout_batch_size, args.seed)]
+        indices = [
+            data["keep"][i] for i in batch_indices(step - 1, len(data["keep"]), args.rollout_batch_size, args.seed)
+        ]
         share = np.array_split(np.array(indices), world_size)[rank].tolist()
         generator = torch.Generator(device).manual_seed((args.seed * 1_000_003 + step) * 10_007 + rank)
         records, encoded = generate_and_score(
@@ -1600,7 +1671,9 @@ def main(args: Args) -> dict[str, float]:
         for ok in taken:
             skipped_in_a_row = 0 if ok else skipped_in_a_row + 1
             if skipped_in_a_row >= args.max_skipped_updates:
-                fail(f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate")
+                fail(
+                    f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate"
+                )
         t3 = time.time()
 
         # --- 8. sync weights -----------------------------------------------------------------------------------------
@@ -1622,7 +1695,11 @@ def main(args: Args) -> dict[str, float]:
             "objective/kl": kl_per_response.mean().item(),
             "objective/rlhf_reward": (rollout.scores - kl_coef * kl_per_response).mean().item(),
             "objective/entropy": (-(rollout.logprobs * mask).sum(1)).mean().item(),
-            **{f"reward/{name}": float(np.nanmean(x)) for name, x in rollout.components.items() if not np.isnan(x).all()},
+            **{
+                f"reward/{name}": float(np.nanmean(x))
+                for name, x in rollout.components.items()
+                if not np.isnan(x).all()
+            },
             "val/explained_variance": explained_variance(rollout.values, returns, mask),
             "rollout/response_length_mean": lengths.mean().item(),
             "rollout/response_length_min": lengths.min().item(),

@@ -63,7 +63,9 @@ def plan_packs(
         for member in members:
             R = response_lengths[member]
             if P + R > max_tokens:
-                raise ValueError(f"prompt of {P} tokens with response of {R} tokens is over the pack budget of {max_tokens}")
+                raise ValueError(
+                    f"prompt of {P} tokens with response of {R} tokens is over the pack budget of {max_tokens}"
+                )
             if chunk and tokens + R > max_tokens:
                 pieces.append((tokens, prompt, chunk))
                 chunk, tokens = [], P
@@ -338,7 +340,9 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     if layout is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         return _varlen_attention(query, key, value, scaling, layout), None
     return _grouped_attention(query, key, value, scaling, layout), None
@@ -368,9 +372,13 @@ def _grouped_attention(query, key, value, scaling, layout: Layout):
             continue
         G, R = len(lengths), max(lengths)
         qr, kr, vr = (_split_rows(x[0, :, offset : offset + sum(lengths)], lengths) for x in (query, key, value))
-        kr, vr = (torch.cat([x.expand(G, -1, -1, -1), y], dim=2) for x, y in ((k, kr), (v, vr)))  # (G, kv_heads, P + R, D)
+        kr, vr = (
+            torch.cat([x.expand(G, -1, -1, -1), y], dim=2) for x, y in ((k, kr), (v, vr))
+        )  # (G, kv_heads, P + R, D)
         mask = torch.ones(R, P + R, dtype=torch.bool, device=query.device).tril(P)
-        out = F.scaled_dot_product_attention(qr, kr, vr, attn_mask=mask, scale=scaling, enable_gqa=gqa)  # (G, heads, R, D)
+        out = F.scaled_dot_product_attention(
+            qr, kr, vr, attn_mask=mask, scale=scaling, enable_gqa=gqa
+        )  # (G, heads, R, D)
         if min(lengths) == R:
             outputs.append(out.transpose(0, 1).reshape(1, query.shape[1], G * R, -1))
         else:
@@ -437,7 +445,9 @@ def forward_hidden(model, pack: Pack) -> torch.Tensor:
             inputs["mm_token_type_ids"] = pack.mm_token_type_ids
         hidden = base(input_ids=pack.input_ids, attention_mask=pack.attention_mask, use_cache=False, **inputs)
         return hidden.last_hidden_state.flatten(0, 1)[pack.predict_from]
-    inputs = {"mm_encoder_outputs": encode_media(base, pack.media, pack.media_order)} if any(pack.media.values()) else {}
+    inputs = (
+        {"mm_encoder_outputs": encode_media(base, pack.media, pack.media_order)} if any(pack.media.values()) else {}
+    )
     hidden = base(
         input_ids=pack.input_ids, position_ids=pack.position_ids, layout=pack.layout, use_cache=False, **inputs
     ).last_hidden_state  # (1, N, H)
