@@ -914,30 +914,28 @@ def generate(
     cache, hidden = out.past_key_values, out.last_hidden_state[:, -1].repeat_interleave(G, dim=0)  # (S * G, H)
     cache.batch_repeat_interleave(G)
     attention_mask, next_position = (x.repeat_interleave(G, dim=0) for x in (attention_mask, next_position + 1))
-    done = torch.zeros(len(samples) * G, dtype=torch.bool, device=device)
-    end = torch.tensor(end_ids, device=device)
-    tokens, alive = [], []
-    for _ in range(args.max_response_length):
-        logits = head(hidden).float()  # (S * G, V)
+    end, rows = torch.tensor(end_ids, device=device), torch.arange(len(samples) * G, device=device)
+    tokens = torch.zeros(len(rows), args.max_response_length, dtype=torch.long, device=device)  # (S * G, R)
+    lengths = torch.zeros(len(rows), dtype=torch.long, device=device)
+    for t in range(args.max_response_length):
+        logits = head(hidden).float()  # (rows, V)
         logits[:, suppressed] = float("-inf")
-        token = sample_token(logits, temperature, args.top_p, generator)  # (S * G,)
-        tokens.append(token)
-        alive.append(~done)
-        done = done | torch.isin(token, end)
-        if done.all():
+        token = sample_token(logits, temperature, args.top_p, generator)  # (rows,)
+        tokens[rows, t], lengths[rows] = token, t + 1
+        alive = (~torch.isin(token, end)).nonzero()[:, 0]
+        if len(alive) == 0:
             break
+        if len(alive) < len(rows):  # finished responses leave the batch
+            cache.batch_select_indices(alive)
+            rows, token, attention_mask, next_position = (x[alive] for x in (rows, token, attention_mask, next_position))
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         step_ids = next_position[:, None] if position_ids.dim() == 2 else next_position[:, None].expand(3, -1, 1)
         out = base(
-            input_ids=token[:, None],
-            attention_mask=attention_mask,
-            position_ids=step_ids,
-            past_key_values=cache,
-            use_cache=True,
-        )
+            input_ids=token[:, None], attention_mask=attention_mask, position_ids=step_ids,
+            past_key_values=cache, use_cache=True,
+        )  # fmt: skip
         hidden, next_position = out.last_hidden_state[:, -1], next_position + 1
-    tokens, lengths = torch.stack(tokens, dim=1).cpu(), torch.stack(alive, dim=1).sum(1).tolist()  # (S * G, R)
-    return [row[:n].clone() for row, n in zip(tokens, lengths)]
+    return [row[:n].clone() for row, n in zip(tokens.cpu(), lengths.tolist())]
 
 
 def sample_token(logits: torch.Tensor, temperature: float, top_p: float, generator) -> torch.Tensor:
