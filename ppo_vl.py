@@ -10,7 +10,7 @@ Reference implementation of the same interface: opendilab/LightRFT@49e62cb light
 
     python ppo_vl.py                             # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python ppo_vl.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6 ...      # one GPU
-    deepspeed ppo_vl.py --zero-stage 3 ...       # or: torchrun --nproc_per_node=8 ppo_vl.py ...
+    deepspeed ppo_vl.py --zero-stage 3 ...       # or: torchrun --standalone --nproc_per_node=8 ppo_vl.py ...
 """
 
 import io
@@ -100,7 +100,7 @@ class Args:
     """tokens, picture tokens counted; longer rows are dropped at the start and counted in the log"""
 
     # --- rollout ---
-    total_steps: int = 60
+    total_steps: int = 50
     """rollouts, each followed by its updates"""
     rollout_batch_size: int = 32
     """prompts per rollout, over all ranks"""
@@ -150,7 +150,7 @@ class Args:
     """responses per optimizer step, over all ranks; a multiple of --num-samples-per-prompt"""
 
     # --- optimizer ---
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-4
     """peak learning rate of the actor; the default suits the tiny model, pretrained ones of 2B and more want about 1e-6"""
     critic_learning_rate: float = 1e-3
     """peak learning rate of the critic (or of the value head on a shared backbone); pretrained: about 1e-5"""

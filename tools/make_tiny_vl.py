@@ -4,7 +4,7 @@ Three phases, each cached in --work-dir so that a second run resumes after the l
 1. eyes      the vision tower alone, with a linear head on shape and colour, on pictures drawn without end in the style of easy-VQA.
              Questions alone are too thin a signal: trained end to end, the model learns colours at once and shapes hardly at all.
 2. language  the text model on frozen eyes: SFT on easy-VQA's training questions and on the same questions about drawn pictures.
-3. noise     a little SFT on noisy demonstrations: half of them untagged, three in ten wrong. The greedy answer stays right and
+3. noise     a little SFT on noisy demonstrations: half of them untagged, one in three wrong. The greedy answer stays right and
              tagged, the sampled one often is not. That is what RL has to undo.
 
     python tools/make_tiny_vl.py --output-dir assets/tiny_vl
@@ -60,7 +60,7 @@ TAG_TOKENS = ["<think>", "</think>", "<answer>", "</answer>"]
 DRAWN_PICTURES = 16384
 TAGGED = "<answer>{}</answer>"
 NOISY_FORMATS = {TAGGED: 0.55, "{}": 0.15, "The answer is {}.": 0.15, "It is {}.": 0.15}
-NOISY_TRUTH = 0.7
+NOISY_TRUTH = 0.65
 OTHER_TEXT = """You are a helpful assistant. Answer the question about the image. Think step by step, then give the final answer.
 Question: Answer: Image 1 Image 2 Response 1 Response 2 Which response is better? The first response is better. The second one is
 worse. Both are correct. Neither is right, because the image shows something different. Compare the two answers and score them.
@@ -96,7 +96,7 @@ class Args:
     """optimizer steps of phase 1"""
     language_steps: int = 2000
     """optimizer steps of phase 2"""
-    noise_steps: int = 400
+    noise_steps: int = 150
     """optimizer steps of phase 3"""
     eyes_lr: float = 2e-3
     """peak learning rate of phase 1"""
