@@ -202,7 +202,9 @@ class Args:
 
 def fail(message: str) -> NoReturn:
     """Bad input: one sentence that names the sample, file or flag and what to do; exit code 2."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    from tqdm import tqdm
+
+    tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also while a progress bar stands there
     raise SystemExit(2)
 
 
@@ -234,6 +236,8 @@ def check_args(args: Args, world_size: int) -> None:
                 fail(f"{flag[name]} {what}, not {getattr(args, name)}")
     if args.top_p == 0:
         fail("--top-p must be greater than 0")
+    if args.seed < 0 or max(args.adam_beta1, args.adam_beta2) == 1:
+        fail(f"--seed {args.seed} must not be negative, and --adam-beta1 and --adam-beta2 must be less than 1")
     if args.kl_target is not None and (args.kl_target <= 0 or args.kl_coef == 0):
         fail("--kl-target must be greater than 0 and needs a --kl-coef greater than 0 to start from")
     if args.train_batch_size % args.num_samples_per_prompt:
@@ -243,8 +247,8 @@ def check_args(args: Args, world_size: int) -> None:
         )
     if (args.rollout_batch_size * args.num_samples_per_prompt) % args.train_batch_size:
         fail(
-            f"--rollout-batch-size x --num-samples-per-prompt = {args.rollout_batch_size * args.num_samples_per_prompt} must be "
-            f"a multiple of --train-batch-size {args.train_batch_size}"
+            f"--rollout-batch-size x --num-samples-per-prompt = {args.rollout_batch_size * args.num_samples_per_prompt} "
+            f"must be a multiple of --train-batch-size {args.train_batch_size}"
         )
     if args.rollout_batch_size < world_size:
         fail(f"--rollout-batch-size {args.rollout_batch_size} is less than one prompt for each of {world_size} ranks")
@@ -291,6 +295,7 @@ def load_rows(source: str, split: str):
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said once, by fail
     if source == "easy-vqa":
         return load_easy_vqa(split)
     path = Path(source)
@@ -552,6 +557,10 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
             if size is None:
                 width, height = load_image(image, folder, where).size
                 size = (height, width)
+                try:
+                    count_prompt_tokens(processor, [""], [[size]])
+                except Exception as error:
+                    fail(f"{where}: the processor rejects an image of {width} x {height} pixels ({one_line(error)})")
                 if isinstance(image, str):
                     sizes_by_path[image] = size
             image_sizes[-1].append(size)
@@ -645,7 +654,7 @@ def score_responses(
         "completions": completions,
         "completion_ids": completion_ids,
     }
-    components, weights = {}, {}
+    components, weights, owners = {}, {}, {}
     for name, weight, function in reward_fns:
         try:
             values = function(**columns)
@@ -665,9 +674,12 @@ def score_responses(
                     fail(
                         f"reward function {name} returned {x!r} for {completions[b][:60]!r}; return a finite number or None"
                     )
+                if owners.setdefault(key, function) is not function:
+                    fail(f"reward function {name} returns a component {key!r}, and so does another one; rename it")
                 components.setdefault(key, np.full(B, np.nan))[b] = x
                 weights[key] = weight
-    stacked = np.stack([weights[key] * values for key, values in components.items()])  # (components, B)
+    components = components or {name: np.full(B, np.nan) for name, _, _ in reward_fns}  # empty dicts only
+    stacked = np.stack([weights.get(key, 0.0) * values for key, values in components.items()])  # (components, B)
     scores = np.where(np.isnan(stacked).all(0), np.nan, np.nansum(stacked, axis=0))
     return scores, components
 
@@ -810,8 +822,10 @@ def whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
     mask = mask.bool()
     values = x[mask].double()
+    if values.numel() == 0:
+        return torch.zeros_like(x)
     std = values.std(correction=0)
-    if values.numel() == 0 or std <= 1e-8 * values.abs().max():
+    if std <= 1e-8 * values.abs().max():
         return torch.zeros_like(x)
     return torch.where(mask, ((x.double() - values.mean()) / std).to(x.dtype), torch.zeros_like(x))
 
@@ -1191,7 +1205,8 @@ def optimizer_step(engine) -> tuple[float, bool]:
         norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
         finite = bool(norm.isfinite())
         if not finite:
-            engine.zero_grad()  # AdamW leaves weights without gradient alone
+            engine.zero_grad()
+            return float("nan"), False
         engine.step()
         return float(norm), finite
     engine.step()
@@ -1375,10 +1390,10 @@ def save_checkpoint(
             shutil.rmtree(final)
         folder.rename(final)
         kept = sorted(
-            (p for p in run_dir.glob("checkpoint-*") if p.suffix != ".tmp"), key=lambda p: int(p.name.split("-")[1])
+            int(p.name[11:]) for p in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)
         )
-        for old in kept[: -args.save_total_limit]:
-            shutil.rmtree(old)
+        for old in [n for n in kept if n <= step][: -args.save_total_limit]:  # later ones: a run that was left behind
+            shutil.rmtree(run_dir / f"checkpoint-{old}")
     barrier(world_size)
     return final
 
@@ -1415,7 +1430,10 @@ def read_trainer_state(args: Args) -> dict:
     path = Path(args.resume) / "state" / "trainer_state.json"
     if not path.is_file():
         fail(f"--resume {args.resume}: no checkpoint of this script there ({path} is missing)")
-    state = json.loads(path.read_text())
+    try:
+        state = json.loads(path.read_text())
+    except ValueError as error:
+        fail(f"--resume {args.resume}: {path} can't be read ({one_line(error)})")
     for name in ("model", "critic_share_backbone", "zero_stage", "dtype"):
         if state["args"][name] != getattr(args, name):
             flag = "--" + name.replace("_", "-")
@@ -1551,6 +1569,9 @@ def main(args: Args) -> dict[str, float]:
             args, model, processor, eval_source, args.eval_dataset_split, args.eval_samples, main_rank
         )
 
+    # Reward functions once on two empty responses: one that raises is found before the engines start and the run has a folder.
+    score_responses(reward_fns, [get_row(data, data["keep"][0])[0]] * 2, ["", ""], [end_ids[:1]] * 2)
+
     shared = enable_packing(model)
     updates_per_step = (
         args.num_ppo_epochs * args.rollout_batch_size * args.num_samples_per_prompt // args.train_batch_size
@@ -1596,7 +1617,8 @@ def main(args: Args) -> dict[str, float]:
 
     def log(step: int, metrics: dict[str, float], samples: list[dict]) -> None:
         if main_rank:
-            append_jsonl(run_dir / "metrics.jsonl", [metrics])
+            finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}  # JSON has no NaN
+            append_jsonl(run_dir / "metrics.jsonl", [finite])
             append_jsonl(run_dir / "samples.jsonl", [{"step": step, **sample} for sample in samples])
             for logger in loggers:
                 logger(step, metrics)

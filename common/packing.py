@@ -54,7 +54,7 @@ def plan_packs(
     Raises ValueError when one prompt with one response is over the budget.
 
     >>> plan_packs([(0, [0, 1]), (1, [2])], [4, 3], [2, 2, 5], max_tokens=8, world_size=2)
-    [[[(0, [0, 1])]], [[(1, [2])]]]
+    [[[(1, [2])]], [[(0, [0, 1])]]]
     """
     pieces = []  # (cost, tokens, prompt index, response indices)
     for prompt, members in groups:
@@ -147,6 +147,8 @@ def encode_vision_inputs(inputs: dict) -> dict[str, list[dict]]:
             item = {pixels_name: piece.clone()}
             if grids is not None:
                 item[grid_name] = grids[i : i + 1]
+            if kind == "videos" and inputs.get("second_per_grid_ts") is not None:  # Qwen2.5-VL's own positions need it
+                item["second_per_grid_ts"] = torch.as_tensor(inputs["second_per_grid_ts"])[i : i + 1]
             digest = hashlib.blake2b(piece.contiguous().numpy().tobytes(), digest_size=16)
             digest.update(repr([] if grids is None else grids[i].tolist()).encode())
             item["key"] = digest.hexdigest()
@@ -300,7 +302,7 @@ def _build_rows(plan: list[tuple[int, list[int]]], prompts: list[dict], response
     media = {}
     for kind in MEDIA:
         items = [item for prompt, _ in flat for item in prompt[kind]]
-        names = [name for name in MEDIA[kind] if items and name in items[0]]
+        names = [name for name in items[0] if name != "key"] if items else []
         media[kind] = {name: torch.cat([item[name] for item in items]) for name in names}
     return Pack(
         input_ids=torch.stack([F.pad(s, (0, T - len(s))) for s in sequences]),
@@ -362,36 +364,27 @@ def _varlen_attention(query, key, value, scaling, layout: Layout):
 
 
 def _grouped_attention(query, key, value, scaling, layout: Layout):
-    """Two SDPA calls per group, the responses of a group batched. The only padding is between responses of one group."""
-    outputs, offset, gqa = [], 0, query.shape[1] != key.shape[1]
+    """Two SDPA calls per group, its responses as one padded batch. The only padding is between responses of a group."""
+    outputs, gqa = [], query.shape[1] != key.shape[1]
+    # One split for all groups: slicing group by group would fill and add a whole (N, D) gradient for each of them.
+    sizes = [tokens for P, lengths in layout.groups for tokens in (P, sum(lengths))]
+    pieces = iter(zip(*(x.split(sizes, dim=2) for x in (query, key, value)), strict=True))
     for P, lengths in layout.groups:
-        q, k, v = (x[:, :, offset : offset + P] for x in (query, key, value))
+        q, k, v = next(pieces)  # the prompt
         outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa))
-        offset += P
+        responses = next(pieces)
         if not lengths:
             continue
         G, R = len(lengths), max(lengths)
-        qr, kr, vr = (_split_rows(x[0, :, offset : offset + sum(lengths)], lengths) for x in (query, key, value))
-        kr, vr = (
-            torch.cat([x.expand(G, -1, -1, -1), y], dim=2) for x, y in ((k, kr), (v, vr))
-        )  # (G, kv_heads, P + R, D)
+        ends = torch.tensor(lengths, device=query.device).cumsum(0)[:, None]  # (G, 1)
+        starts, steps = ends - ends.diff(dim=0, prepend=ends.new_zeros(1, 1)), torch.arange(R, device=query.device)
+        rows = torch.minimum(starts + steps, ends - 1)  # (G, R): padding repeats the last token, and is dropped below
+        qr, kr, vr = (x[0][:, rows].transpose(0, 1) for x in responses)  # (G, heads, R, D)
+        kr, vr = (torch.cat([x.expand(G, -1, -1, -1), y], dim=2) for x, y in ((k, kr), (v, vr)))  # (G, heads, P + R, D)
         mask = torch.ones(R, P + R, dtype=torch.bool, device=query.device).tril(P)
-        out = F.scaled_dot_product_attention(
-            qr, kr, vr, attn_mask=mask, scale=scaling, enable_gqa=gqa
-        )  # (G, heads, R, D)
-        if min(lengths) == R:
-            outputs.append(out.transpose(0, 1).reshape(1, query.shape[1], G * R, -1))
-        else:
-            outputs.append(torch.cat([out[i, :, :n] for i, n in enumerate(lengths)], dim=1)[None])
-        offset += sum(lengths)
+        out = F.scaled_dot_product_attention(qr, kr, vr, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+        outputs.append(out.transpose(0, 1)[:, starts + steps < ends][None])  # (1, heads, sum of lengths, D)
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
-
-
-def _split_rows(x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """(heads, sum of lengths, D) -> (G, heads, max length, D), right-padded with zeros."""
-    if min(lengths) == max(lengths):
-        return x.unflatten(1, (len(lengths), lengths[0])).transpose(0, 1)
-    return torch.nn.utils.rnn.pad_sequence([s.transpose(0, 1) for s in x.split(lengths, dim=1)], True).transpose(1, 2)
 
 
 def enable_packing(model) -> bool:

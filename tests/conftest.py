@@ -1,0 +1,141 @@
+"""Shared by the tests: the tiny model, a small easy-VQA file, and runs of ppo_vl inside the test process."""
+
+import json
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tiny model is faster on one thread, and two ranks share two cores
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may need the network
+os.environ["WANDB_MODE"] = "offline"
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = str(ROOT / "assets/tiny_vl")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lasting_process_group():
+    """DeepSpeed caches its groups, so runs in one process share the process group: it is destroyed once, at the end."""
+    import torch.distributed as dist
+
+    destroy, dist.destroy_process_group = dist.destroy_process_group, lambda *args: None
+    yield
+    dist.destroy_process_group = destroy
+    if dist.is_initialized():
+        destroy()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> str:
+    """Folder of the tiny VLM."""
+    return TINY
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def vqa_rows() -> list[dict]:
+    """40 held-out questions of easy-VQA, about 40 pictures."""
+    import easy_vqa
+
+    questions, answers, image_ids = easy_vqa.get_test_questions()
+    paths = easy_vqa.get_test_image_paths()
+    chosen = range(0, 4000, 100)
+    return [{"prompt": questions[i], "image": str(paths[image_ids[i]]), "answer": answers[i]} for i in chosen]
+
+
+@pytest.fixture(scope="session")
+def vqa(vqa_rows, tmp_path_factory) -> str:
+    return write_jsonl(tmp_path_factory.mktemp("vqa") / "vqa.jsonl", vqa_rows)
+
+
+@pytest.fixture(scope="session")
+def any_reward(tmp_path_factory) -> str:
+    """A --reward-fn that differs from response to response, whatever the model says."""
+    path = tmp_path_factory.mktemp("reward") / "reward.py"
+    path.write_text("def score(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n")
+    return f"{path}:score"
+
+
+SHORT = {
+    "total_steps": 2,
+    "rollout_batch_size": 4,
+    "num_samples_per_prompt": 4,
+    "train_batch_size": 8,
+    "num_ppo_epochs": 2,
+    "max_response_length": 8,
+    "eval_steps": 0,
+    "eval_samples": 8,
+    "micro_batch_tokens": 2048,
+    "seed": 3,
+    "run_name": "run",
+}
+
+
+def to_argv(flags: dict) -> list[str]:
+    """{"zero_stage": 2, "kl_loss": True, "resume": None} -> ["--zero-stage", "2", "--kl-loss"]"""
+    argv = []
+    for name, value in flags.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            argv.append(flag)
+        elif value is False:
+            argv.append(flag.replace("--", "--no-", 1))
+        elif value is not None:
+            argv += [flag, str(value)]
+    return argv
+
+
+@pytest.fixture
+def argv(tmp_path, tiny, vqa):
+    """Flags of a short run in tmp_path/runs/run, changed by keywords -> list of command line words."""
+
+    def build(**flags) -> list[str]:
+        base = {"model": tiny, "dataset": vqa, "eval_dataset": vqa, "output_dir": tmp_path / "runs", **SHORT}
+        return to_argv({**base, **flags})
+
+    return build
+
+
+@pytest.fixture
+def run(argv, tmp_path, monkeypatch):
+    """A short run of ppo_vl in this process -> its folder. No curves: drawing takes longer than two steps."""
+    import ppo_vl
+
+    monkeypatch.setattr(ppo_vl, "draw_curves", lambda run_dir: None)
+
+    def go(**flags) -> Path:
+        args = ppo_vl.parse_args(argv(**flags))
+        ppo_vl.main(args)
+        return tmp_path / "runs" / args.run_name if args.resume is None else Path(args.resume).parent
+
+    return go
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def tiny_text_model(tmp_path_factory) -> str:
+    """Folder of a random text-only Qwen2 with a byte-level tokenizer and a chat template."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, **size)
+    folder = tmp_path_factory.mktemp("text_model")
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
