@@ -1,6 +1,7 @@
 """The pure functions of ppo_vl against values worked out by hand, the examples of their docstrings among them."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -355,3 +356,11 @@ def test_responses_without_reward_are_left_out():
 def test_a_rollout_without_any_reward_stops_the_run():
     with pytest.raises(SystemExit):
         ppo_vl.make_rollout([record([[1]], [float("nan")])], end_ids=[0])
+
+
+def test_example_reward_is_scored_as_its_docstring_says():
+    function = ppo_vl.load_reward_fn(str(Path(ppo_vl.__file__).parent / "examples" / "custom_reward.py") + ":short_and_right")
+    rows = [{"columns": {}, "messages": [], "answer": "red", "label": None}] * 2
+    scores, components = ppo_vl.score_responses([("own", 1.0, function)], rows, ["It is red.", "blue"], [[1, 2], [3]])
+    assert scores.tolist() == pytest.approx([1 - 0.02, -0.01])
+    assert set(components) == {"mentions_answer", "brevity"}
