@@ -184,7 +184,7 @@ class Args:
     """tokens of one packed forward and backward on one rank; at least --max-prompt-length + --max-response-length"""
 
     # --- logging and checkpoints ---
-    eval_steps: int = 20
+    eval_steps: int = 10
     """evaluate every this many steps, and before the first and after the last; 0 = only before and after"""
     eval_samples: int = 1000
     """held-out prompts, a fixed random subset; 0 = all"""
