@@ -216,13 +216,13 @@ def parse_args(argv: list[str]) -> Args:
 def check_args(args: Args, world_size: int) -> None:
     """Everything that can be known from the flags alone."""
     positive = (
-        "total_steps rollout_batch_size num_samples_per_prompt generation_batch_size max_response_length kl_horizon \
-        max_prompt_length temperature num_ppo_epochs train_batch_size micro_batch_tokens max_skipped_updates save_total_limit \
-        clip_coef learning_rate critic_learning_rate max_grad_norm"
+        "total_steps rollout_batch_size num_samples_per_prompt generation_batch_size max_prompt_length "
+        "max_response_length temperature kl_horizon clip_coef num_ppo_epochs train_batch_size learning_rate "
+        "critic_learning_rate max_grad_norm max_skipped_updates micro_batch_tokens save_total_limit"
     )
     not_negative = (
-        "kl_coef value_clip vf_coef warmup_steps weight_decay eval_steps eval_samples save_steps accuracy_weight \
-        format_weight"
+        "seed kl_coef value_clip vf_coef warmup_steps weight_decay eval_steps eval_samples save_steps accuracy_weight "
+        "format_weight"
     )
     unit = "gamma gae_lambda top_p min_lr_ratio adam_beta1 adam_beta2"
     flag = {name: "--" + name.replace("_", "-") for name in asdict(args)}
@@ -236,8 +236,8 @@ def check_args(args: Args, world_size: int) -> None:
                 fail(f"{flag[name]} {what}, not {getattr(args, name)}")
     if args.top_p == 0:
         fail("--top-p must be greater than 0")
-    if args.seed < 0 or max(args.adam_beta1, args.adam_beta2) == 1:
-        fail(f"--seed {args.seed} must not be negative, and --adam-beta1 and --adam-beta2 must be less than 1")
+    if max(args.adam_beta1, args.adam_beta2) == 1:
+        fail("--adam-beta1 and --adam-beta2 must be less than 1")
     if args.kl_target is not None and (args.kl_target <= 0 or args.kl_coef == 0):
         fail("--kl-target must be greater than 0 and needs a --kl-coef greater than 0 to start from")
     if args.train_batch_size % args.num_samples_per_prompt:
@@ -666,17 +666,16 @@ def score_responses(
         for b, value in enumerate(values):
             for key, x in (value if isinstance(value, dict) else {name: value}).items():
                 try:
-                    x = float("nan") if x is None else float(x)
-                    finite = math.isfinite(x) or value is None or (isinstance(value, dict) and value[key] is None)
+                    number = math.nan if x is None else float(x)
                 except (TypeError, ValueError):
-                    finite = False
-                if not finite:
+                    number = math.inf
+                if math.isinf(number) or (math.isnan(number) and x is not None):
                     fail(
                         f"reward function {name} returned {x!r} for {completions[b][:60]!r}; return a finite number or None"
                     )
                 if owners.setdefault(key, function) is not function:
                     fail(f"reward function {name} returns a component {key!r}, and so does another one; rename it")
-                components.setdefault(key, np.full(B, np.nan))[b] = x
+                components.setdefault(key, np.full(B, np.nan))[b] = number
                 weights[key] = weight
     components = components or {name: np.full(B, np.nan) for name, _, _ in reward_fns}  # empty dicts only
     stacked = np.stack([weights.get(key, 0.0) * values for key, values in components.items()])  # (components, B)
@@ -941,7 +940,9 @@ def generate(
             break
         if len(alive) < len(rows):  # finished responses leave the batch
             cache.batch_select_indices(alive)
-            rows, token, attention_mask, next_position = (x[alive] for x in (rows, token, attention_mask, next_position))
+            rows, token, attention_mask, next_position = (
+                x[alive] for x in (rows, token, attention_mask, next_position)
+            )
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         step_ids = next_position[:, None] if position_ids.dim() == 2 else next_position[:, None].expand(3, -1, 1)
         out = base(
@@ -1080,22 +1081,18 @@ def packs_of_rank(args: Args, rollout: Rollout, groups, sample_of, shared: bool,
     lengths = [len(ids) for ids in rollout.response_ids]
     plan = plan_packs(groups, rollout.prompt_lengths, lengths, args.micro_batch_tokens, world_size)[rank]
     filler = [(groups[0][0], [])]  # a prompt without responses: no loss, but the same collectives
-    with_media = (
-        next((g for g, _ in groups if has_media(sample_of(g))), None) if needs_uniform_packs(args, world_size) else None
-    )
+    with_media = None
+    if args.zero_stage == 3 and world_size > 1:  # the vision tower is gathered on all ranks or on none
+        with_media = next((g for g, _ in groups if has_media(sample_of(g))), None)
     for pieces in plan:
         pieces = pieces or filler
         if with_media is not None and not any(has_media(sample_of(g)) for g, _ in pieces):
-            pieces = [*pieces, (with_media, [])]  # ZeRO-3 gathers the vision tower on all ranks or on none
+            pieces = [*pieces, (with_media, [])]
         yield build_pack(pieces, {g: sample_of(g) for g, _ in pieces}, rollout.response_ids, shared).to(device)
 
 
 def has_media(sample: dict) -> bool:
     return bool(sample["images"] or sample["videos"])
-
-
-def needs_uniform_packs(args: Args, world_size: int) -> bool:
-    return args.zero_stage == 3 and world_size > 1
 
 
 # =====================================================================================================================
@@ -1389,9 +1386,7 @@ def save_checkpoint(
         if final.exists():
             shutil.rmtree(final)
         folder.rename(final)
-        kept = sorted(
-            int(p.name[11:]) for p in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)
-        )
+        kept = sorted(int(p.name[11:]) for p in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name))
         for old in [n for n in kept if n <= step][: -args.save_total_limit]:  # later ones: a run that was left behind
             shutil.rmtree(run_dir / f"checkpoint-{old}")
     barrier(world_size)
