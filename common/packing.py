@@ -29,6 +29,7 @@ import torch.nn.functional as F
 
 # Families whose packed log-probs and gradients are compared with the unmodified model in tests/test_packing.py.
 PACKABLE_MODEL_TYPES = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llama", "qwen2", "qwen3"}
+KEPT_PROBABILITIES = 2**26  # next-token probabilities kept from forward to backward: 256 MB, saves their recomputation
 MEDIA = {"images": ("pixel_values", "image_grid_thw"), "videos": ("pixel_values_videos", "video_grid_thw")}
 
 
@@ -474,8 +475,8 @@ def logprobs_from_hidden(
 
     hidden (M, H), head_weight (V, H), targets (M,) -> logprobs (M,) fp32, entropy (M,) fp32 or None; both differentiable.
     log_softmax(hidden @ head_weight.T / temperature) in fp32 over the vocabulary without `suppressed_ids` (tokens that
-    the sampler never draws). Logits live for `chunk_tokens` tokens at a time, in forward and, recomputed, in backward:
-    peak memory does not grow with M x V.
+    the sampler never draws). Logits live for `chunk_tokens` tokens at a time, in forward and, recomputed, in backward;
+    only the first KEPT_PROBABILITIES are kept in between. Peak memory does not grow with M x V.
     """
     logprobs, entropy = _ChunkedLogProbs.apply(
         hidden, head_weight, targets, float(temperature), suppressed_ids or [], with_entropy, chunk_tokens
@@ -498,14 +499,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # entropy as a mere metric has no gradient, and then costs no backward
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         log_sums, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs) if with_entropy else None
+        ctx.kept, room = {}, KEPT_PROBABILITIES
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             logits = _ChunkedLogProbs._logits(hidden[rows], weight, temperature, suppressed_ids)
             logp = logits.log_softmax(-1)
             logprobs[rows] = logp.gather(1, targets[rows, None])[:, 0]
             log_sums[rows] = logits.amax(-1) - logp.amax(-1)  # log of the softmax's denominator
+            keep = logp.numel() <= room
+            p = logp.exp_() if with_entropy or keep else None
             if with_entropy:
-                entropy[rows] = torch.special.entr(logp.exp_()).sum(-1)  # entr(0) = 0: suppressed ids add nothing
+                entropy[rows] = torch.special.entr(p).sum(-1)  # entr(0) = 0: suppressed ids add nothing
+            if keep:
+                ctx.kept[start] = p
+                room -= p.numel()
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
         ctx.options = temperature, suppressed_ids, chunk_tokens
         return logprobs, entropy
@@ -521,15 +528,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(log_sums)
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logp = _ChunkedLogProbs._logits(hidden[rows], weight, temperature, suppressed_ids)
-            logp.sub_(log_sums[rows, None])
-            # d logprob_t / d logit_j = [j = t] - p_j     d entropy / d logit_j = -p_j (logp_j + entropy)
-            if grad_entropy is None:
-                grad_logits = logp.exp_().mul_(-grad_logprobs[rows, None])
-            else:
-                p = logp.exp()
-                logp = logp.masked_fill_(p == 0, 0.0)
-                grad_logits = -p * (grad_logprobs[rows, None] + (logp + entropy[rows, None]) * grad_entropy[rows, None])
+            p = ctx.kept.get(start)
+            if p is None:
+                logits = _ChunkedLogProbs._logits(hidden[rows], weight, temperature, suppressed_ids)
+                p = logits.sub_(log_sums[rows, None]).exp_()
+            # d logprob_t / d logit_j = [j = t] - p_j     d entropy / d logit_j = -p_j (log p_j + entropy)
+            grad_logits = p * -grad_logprobs[rows, None]
+            if grad_entropy is not None:
+                logp = p.clamp(min=torch.finfo(p.dtype).tiny).log_()
+                grad_logits -= p * (logp + entropy[rows, None]) * grad_entropy[rows, None]
             grad_logits.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
             if temperature != 1.0:
                 grad_logits.div_(temperature)

@@ -674,3 +674,16 @@ def test_round_trip_without_padding(case):
 def test_doctests():
     result = doctest.testmod(common.packing)
     assert result.attempted > 0 and result.failed == 0
+
+
+@pytest.mark.parametrize("kept", [0, 100, 2**26])
+def test_probabilities_kept_or_recomputed_give_the_same_gradients(kept, monkeypatch):
+    monkeypatch.setattr("common.packing.KEPT_PROBABILITIES", kept)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(11, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    targets = torch.randint(0, 20, (11,))
+    logprobs, entropy = logprobs_from_hidden(hidden, weight, targets, 0.7, None, True, chunk_tokens=4)
+    logp = (hidden @ weight.T / 0.7).log_softmax(-1)
+    dense = (logp.gather(1, targets[:, None])[:, 0].square() - (logp.exp() * logp).sum(-1).pow(3)).sum()
+    for a, b in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in ((logprobs**2 + entropy**3).sum(), dense))):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
