@@ -33,9 +33,14 @@ def test_every_metric_is_documented_and_every_documented_metric_exists():
 
 
 def commands(page: Path) -> list[str]:
-    lines = page.read_text().replace("\\\n", " ").splitlines()
-    return [line.split("ppo_vl.py", 1)[1].split("#")[0].split("&&")[0] for line in lines
-            if re.match(r"\s*(?:.*&& )?(python|torchrun|deepspeed)\b.* ppo_vl\.py", line.strip("$> `"))]  # fmt: skip
+    """Arguments of every ppo_vl.py command in a fenced block."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text().replace("\\\n", " "), re.M | re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [
+        line.split("ppo_vl.py", 1)[1].split("#")[0].split("&&")[0]
+        for line in lines
+        if re.match(r"(?:.*&& )?(python|torchrun|deepspeed)\b.* ppo_vl\.py|deepspeed ppo_vl\.py", line)
+    ]
 
 
 def test_commands_are_found():
@@ -52,6 +57,8 @@ def test_every_command_parses_and_passes_the_flag_checks(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_flag_named_in_the_docs_exists(page):
     known = {"--" + name.replace("_", "-") for name in asdict(ppo_vl.Args())} | {"--help"}
+    for tool in (ROOT / "tools").glob("*.py"):
+        known |= {"--" + name.replace("_", "-") for name in re.findall(r"^    ([a-z_]+):", tool.read_text(), re.M)}
     text = re.sub(r"^.*(?:pip|pytest|torchrun|deepspeed|tools/).*$", "", page.read_text(), flags=re.M)  # other programs
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
     assert named - known == set()
