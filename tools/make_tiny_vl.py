@@ -488,6 +488,8 @@ Made from nothing, with no pretrained weights, by
 Seed {args.seed}, two CPU cores, no GPU: {total / 60:.0f} minutes of training (eyes {seconds["eyes"] / 60:.1f}, language
 {seconds["language"] / 60:.1f}, noise {seconds["noise"] / 60:.1f}). The script's docstring says what the three phases are.
 Another machine rounds differently, so expect figures close to these, not equal.
+The phases ran one by one, each from the cached result of the one before; the strength of the noise was chosen by these same
+test questions.
 
 | on easy-VQA's {len(easy_vqa.get_test_questions()[0])} test questions, bf16 weights computed in fp32 | |
 |---|---|
