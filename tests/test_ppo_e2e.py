@@ -450,5 +450,5 @@ def test_default_run_learns(tmp_path, tiny):
     assert result.returncode == 0, result.stderr[-3000:]
     assert "->" in result.stdout.splitlines()[-1]
     before, *_, last = read_metrics(tmp_path / "run")
-    assert last["eval/sampled_score"] >= before["eval/sampled_score"] + 0.15
-    assert last["eval/greedy_accuracy"] >= before["eval/greedy_accuracy"] - 0.02
+    assert last["eval/sampled_score"] >= before["eval/sampled_score"] + 0.30
+    assert last["eval/greedy_accuracy"] >= before["eval/greedy_accuracy"]
