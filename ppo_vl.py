@@ -13,6 +13,9 @@ Reference implementation of the same interface: opendilab/LightRFT@49e62cb light
     deepspeed ppo_vl.py --zero-stage 3 ...       # or: torchrun --standalone --nproc_per_node=8 ppo_vl.py ...
 """
 
+import asyncio
+import concurrent.futures
+import inspect
 import io
 import json
 import logging
@@ -21,10 +24,15 @@ import os
 import re
 import shutil
 import sys
+import textwrap
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -52,6 +60,7 @@ from common.packing import (
 )
 
 ROOT = Path(__file__).resolve().parent
+SCRIPT = Path(__file__).stem
 
 
 # =====================================================================================================================
@@ -92,10 +101,12 @@ class Args:
     """column with one video or a list (file, or list of frames); None: videos, video"""
     answer_column: str | None = None
     """column with the reference answer; None: answer, reference, solution, ground_truth"""
-    label_column: str | None = None
-    """column passed to the reward function as `label`; None: label, if there is one"""
     system_prompt: str | None = None
     """system message put before prompts that have none"""
+    plain_prompts: bool = False
+    """string prompts go to a text model as they are, without its chat template"""
+    chat_template_kwargs: str = "{}"
+    """JSON object handed to the chat template, for example '{"enable_thinking": false}'"""
     max_prompt_length: int = 1024
     """tokens, picture tokens counted; longer rows are dropped at the start and counted in the log"""
 
@@ -116,12 +127,12 @@ class Args:
     """nucleus of the sampler; below 1 it draws from another distribution than the log-probs describe"""
 
     # --- algorithm ---
-    accuracy_weight: float = 0.9
-    """weight of the rule `accuracy`: 1 when the text between <answer> and </answer> equals the reference answer; 0 = off"""
-    format_weight: float = 0.1
-    """weight of the rule `format`: 1 when the response is [<think>...</think>]<answer>...</answer>; 0 = off"""
-    reward_fn: str | None = None
-    """own reward, path.py:function; its components are added with weight 1 (see examples/custom_reward.py)"""
+    rewards: tuple[str, ...] = ("accuracy", "format")
+    """sources: accuracy, format, length, overlong, repetition, path.py:function, or the folder of a reward model"""
+    reward_weights: tuple[float, ...] = (0.9, 0.1)
+    """one weight per source; the score of a response is the weighted sum"""
+    reward_timeout: float = 600.0
+    """seconds that a reward function may take for one batch of responses"""
     kl_coef: float = 0.01
     """weight of the KL to the reference (paper: 0.02); 0 = no reference model"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -188,6 +199,8 @@ class Args:
     """evaluate every this many steps, and before the first and after the last; 0 = only before and after"""
     eval_samples: int = 1000
     """held-out prompts, a fixed random subset; 0 = all"""
+    eval_num_samples: int = 1
+    """sampled responses per held-out prompt, besides the greedy one: their mean, the best of them and pass@k"""
     save_steps: int = 0
     """checkpoint every this many steps, and always at the end; 0 = only at the end"""
     save_total_limit: int = 2
@@ -213,42 +226,37 @@ def parse_args(argv: list[str]) -> Args:
     return tyro.cli(Args, args=[arg for arg in argv if not arg.startswith("--local_rank")], description=__doc__)
 
 
-def check_args(args: Args, world_size: int) -> None:
-    """Everything that can be known from the flags alone."""
-    positive = (
-        "total_steps rollout_batch_size num_samples_per_prompt generation_batch_size max_prompt_length "
-        "max_response_length temperature kl_horizon clip_coef num_ppo_epochs train_batch_size learning_rate "
-        "critic_learning_rate max_grad_norm max_skipped_updates micro_batch_tokens save_total_limit"
-    )
-    not_negative = (
-        "seed kl_coef value_clip vf_coef warmup_steps weight_decay eval_steps eval_samples save_steps accuracy_weight "
-        "format_weight"
-    )
-    unit = "gamma gae_lambda top_p min_lr_ratio adam_beta1 adam_beta2"
-    flag = {name: "--" + name.replace("_", "-") for name in asdict(args)}
+def check_ranges(args: Args, positive: str, not_negative: str, unit: str) -> None:
+    """Names of flags, by blanks, that must be > 0, >= 0, or within [0, 1]; None passes."""
     for names, ok, what in (
         (positive, lambda x: x > 0, "must be greater than 0"),
         (not_negative, lambda x: x >= 0, "must not be negative"),
         (unit, lambda x: 0 <= x <= 1, "must lie between 0 and 1"),
     ):
         for name in names.split():
-            if not ok(getattr(args, name)):
-                fail(f"{flag[name]} {what}, not {getattr(args, name)}")
-    if args.top_p == 0:
-        fail("--top-p must be greater than 0")
+            value = getattr(args, name)
+            if value is not None and not ok(value):
+                fail(f"--{name.replace('_', '-')} {what}, not {value}")
     if max(args.adam_beta1, args.adam_beta2) == 1:
         fail("--adam-beta1 and --adam-beta2 must be less than 1")
-    if args.kl_target is not None and (args.kl_target <= 0 or args.kl_coef == 0):
-        fail("--kl-target must be greater than 0 and needs a --kl-coef greater than 0 to start from")
-    if args.train_batch_size % args.num_samples_per_prompt:
+    if args.offload_optimizer and args.zero_stage == 0:
+        fail("--offload-optimizer needs --zero-stage 1 or more")
+
+
+def check_rollout_args(args: Args, world_size: int) -> None:
+    """What the scripts that sample have in common."""
+    G = args.num_samples_per_prompt
+    if args.top_p == 0:
+        fail("--top-p must be greater than 0")
+    if args.train_batch_size % G:
         fail(
-            f"--train-batch-size {args.train_batch_size} must be a multiple of --num-samples-per-prompt "
-            f"{args.num_samples_per_prompt}: the responses of a prompt stay in one optimizer step"
+            f"--train-batch-size {args.train_batch_size} must be a multiple of --num-samples-per-prompt {G}: the responses "
+            "of a prompt stay in one optimizer step"
         )
-    if (args.rollout_batch_size * args.num_samples_per_prompt) % args.train_batch_size:
+    if (args.rollout_batch_size * G) % args.train_batch_size:
         fail(
-            f"--rollout-batch-size x --num-samples-per-prompt = {args.rollout_batch_size * args.num_samples_per_prompt} "
-            f"must be a multiple of --train-batch-size {args.train_batch_size}"
+            f"--rollout-batch-size x --num-samples-per-prompt = {args.rollout_batch_size * G} must be a multiple of "
+            f"--train-batch-size {args.train_batch_size}"
         )
     if args.rollout_batch_size < world_size:
         fail(f"--rollout-batch-size {args.rollout_batch_size} is less than one prompt for each of {world_size} ranks")
@@ -257,10 +265,41 @@ def check_args(args: Args, world_size: int) -> None:
             f"--micro-batch-tokens {args.micro_batch_tokens} is less than --max-prompt-length {args.max_prompt_length} + "
             f"--max-response-length {args.max_response_length}: the longest response would not fit; raise it"
         )
-    if args.offload_optimizer and args.zero_stage == 0:
-        fail("--offload-optimizer needs --zero-stage 1 or more")
-    if args.accuracy_weight == 0 and args.format_weight == 0 and args.reward_fn is None:
-        fail("no reward is left: set --accuracy-weight, --format-weight or --reward-fn")
+    if not args.rewards:
+        fail("--rewards is empty: name at least one source of rewards")
+    if len(args.reward_weights) != len(args.rewards):
+        fail(
+            f"--reward-weights has {len(args.reward_weights)} weights, --rewards has {len(args.rewards)} sources "
+            f"({' '.join(args.rewards)}); give one weight per source"
+        )
+    parse_template_kwargs(args)
+
+
+def check_args(args: Args, world_size: int) -> None:
+    """Everything that can be known from the flags alone."""
+    check_ranges(
+        args,
+        positive="total_steps rollout_batch_size num_samples_per_prompt generation_batch_size max_prompt_length "
+        "max_response_length temperature reward_timeout kl_horizon clip_coef num_ppo_epochs train_batch_size learning_rate "
+        "critic_learning_rate max_grad_norm max_skipped_updates micro_batch_tokens save_total_limit eval_num_samples",
+        not_negative="seed kl_coef value_clip vf_coef warmup_steps weight_decay eval_steps eval_samples save_steps",
+        unit="gamma gae_lambda top_p min_lr_ratio adam_beta1 adam_beta2",
+    )
+    check_rollout_args(args, world_size)
+    if args.kl_target is not None and (args.kl_target <= 0 or args.kl_coef == 0):
+        fail("--kl-target must be greater than 0 and needs a --kl-coef greater than 0 to start from")
+
+
+def parse_template_kwargs(args: Args) -> dict:
+    """--chat-template-kwargs -> dict."""
+    try:
+        kwargs = json.loads(args.chat_template_kwargs)
+        assert isinstance(kwargs, dict)
+    except (ValueError, AssertionError):
+        fail(
+            f"--chat-template-kwargs {args.chat_template_kwargs} is not a JSON object; write it as '{{\"name\": value}}'"
+        )
+    return kwargs
 
 
 def check_output(args: Args) -> Path:
@@ -268,7 +307,7 @@ def check_output(args: Args) -> Path:
     if args.resume is not None:
         return Path(args.resume).resolve().parent
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    run_dir = Path(args.output_dir) / (args.run_name or f"ppo_vl-{Path(args.model).name}-seed{args.seed}-{stamp}")
+    run_dir = Path(args.output_dir) / (args.run_name or f"{SCRIPT}-{Path(args.model).name}-seed{args.seed}-{stamp}")
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         fail(f"--run-name {args.run_name}: {run_dir} exists already; choose another name, or continue it with --resume")
     parent = next(folder for folder in [run_dir, *run_dir.absolute().parents] if folder.exists())
@@ -286,7 +325,6 @@ COLUMNS = {
     "image": ("images", "image"),
     "video": ("videos", "video"),
     "answer": ("answer", "reference", "solution", "ground_truth"),
-    "label": ("label",),
 }
 
 
@@ -349,41 +387,35 @@ def find_columns(args: Args, names: list[str], source: str) -> dict[str, str | N
         columns[kind] = chosen or next((name for name in candidates if name in names), None)
     if columns["prompt"] is None:
         fail(f"{source} has no prompt column ({', '.join(COLUMNS['prompt'])}); name it with --prompt-column")
-    if args.accuracy_weight > 0 and columns["answer"] is None:
+    if "accuracy" in args.rewards and columns["answer"] is None:
         fail(
             f"{source} has no answer column ({', '.join(COLUMNS['answer'])}), which the accuracy reward needs: name it with "
-            "--answer-column or set --accuracy-weight 0"
+            "--answer-column or take accuracy out of --rewards"
         )
     return columns
 
 
-def read_row(row: dict, columns: dict[str, str | None], system_prompt: str | None, where: str) -> dict:
-    """One row in one shape: {"messages", "images", "videos", "answer", "label", "columns"}; pictures are not opened yet.
+def as_list(value: Any, video: bool = False) -> list:
+    """One picture or clip, a list of them, or None -> a list. A list of frames is one clip."""
+    if value is None:
+        return []
+    frames = video and isinstance(value, list) and value and not isinstance(value[0], (list, str))
+    return list(value) if isinstance(value, list) and not frames else [value]
 
-    Placeholders (<image>, <video> in strings; {"type": "image"} in message contents) say where media stand. A string or
-    chat without any gets them before the text of its first user message.
+
+def read_messages(chat: Any, images: list, videos: list, where: str) -> tuple[list[dict], list, list]:
+    """A string or a chat, and its media -> messages whose contents are lists of text, image and video parts; all media.
+
+    Placeholders (<image>, <video> in strings; {"type": "image"} in message contents) say where media stand. A chat without
+    any gets them before the text of its first user message.
     """
-
-    def listed(kind: str) -> list:
-        value = row[columns[kind]] if columns[kind] else None
-        if value is None:
-            return []
-        frames = kind == "video" and isinstance(value, list) and value and not isinstance(value[0], (list, str))
-        return value if isinstance(value, list) and not frames else [value]
-
-    prompt = row[columns["prompt"]]
-    images, videos = list(listed("image")), list(listed("video"))
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    elif (
-        isinstance(prompt, list)
-        and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
-        and prompt
-    ):
-        messages = [dict(m) for m in prompt]
+    if isinstance(chat, str):
+        messages = [{"role": "user", "content": chat}]
+    elif isinstance(chat, list) and chat and all(isinstance(m, dict) and "role" in m and "content" in m for m in chat):
+        messages = [dict(m) for m in chat]
     else:
         fail(
-            f"{where}: the prompt must be a string or a list of messages with role and content, not {str(prompt)[:80]!r}"
+            f"{where}: the prompt must be a string or a list of messages with role and content, not {str(chat)[:80]!r}"
         )
     inline = {"image": [], "video": []}
     for message in messages:
@@ -414,8 +446,17 @@ def read_row(row: dict, columns: dict[str, str | None], system_prompt: str | Non
             fail(f"{where}: {places} {kind} placeholders but {len(media)} {kind}s; make them agree")
     if not any(part["type"] == "text" and part["text"].strip() for m in messages for part in m["content"]):
         fail(f"{where}: the prompt has no text")
-    if system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": [{"type": "text", "text": system_prompt}]}, *messages]
+    return messages, images, videos
+
+
+def read_row(row: dict, data: dict, where: str) -> dict:
+    """One row in one shape: messages, images, videos, answer and the raw columns; pictures are not opened yet."""
+    columns = data["columns"]
+    media = {k: as_list(row[columns[k]] if columns[k] else None, k == "video") for k in ("image", "video")}
+    prompt = row[columns["prompt"]]
+    messages, images, videos = read_messages(prompt, media["image"], media["video"], where)
+    if data["system_prompt"] and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": [{"type": "text", "text": data["system_prompt"]}]}, *messages]
     answer = row[columns["answer"]] if columns["answer"] else None
     if columns["answer"] and answer is None:
         fail(f"{where}: the answer in column {columns['answer']!r} is missing")
@@ -424,8 +465,12 @@ def read_row(row: dict, columns: dict[str, str | None], system_prompt: str | Non
         "images": images,
         "videos": videos,
         "answer": answer,
-        "label": row[columns["label"]] if columns["label"] else None,
+        "prompt": prompt,
         "columns": row,
+        "plain": data["plain_prompts"] and isinstance(prompt, str),
+        "template_kwargs": data["template_kwargs"],
+        "folder": data["folder"],
+        "where": where,
     }
 
 
@@ -467,62 +512,103 @@ def load_video(source: Any, folder: Path, where: str) -> np.ndarray:
         fail(f"{where}: video can't be read ({one_line(error)})")
 
 
-def render_prompt(processor, row: dict, where: str) -> str:
-    """The chat template's text, placeholders not yet expanded."""
-    tokenizer = getattr(processor, "tokenizer", processor)
-    is_vlm = tokenizer is not processor
-    messages = row["messages"]
-    if not is_vlm:
+def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str:
+    """The chat template's text of the row's messages, with the prompt of the answer; placeholders not yet expanded.
+
+    messages: a whole chat to render instead, answers included and no prompt of another one.
+    """
+    tokenizer, where = getattr(processor, "tokenizer", processor), row["where"]
+    whole, messages = messages is not None, messages or row["messages"]
+    for text in (part["text"] for m in messages for part in m["content"] if part["type"] == "text"):
+        for token in tokenizer.all_special_tokens if tokenizer.chat_template is not None else []:
+            if token in text:
+                fail(f"{where}: the prompt's text contains the special token {token}; take it out")
+    if tokenizer is processor:
         if row["images"] or row["videos"]:
             fail(f"{where}: pictures or videos in a prompt for a text model; choose a vision-language --model")
         messages = [{**m, "content": "".join(part["text"] for part in m["content"])} for m in messages]
-        if tokenizer.chat_template is None:
-            return "\n".join(m["content"] for m in messages)
-    for text in (part["text"] for m in row["messages"] for part in m["content"] if part["type"] == "text"):
-        for token in tokenizer.all_special_tokens:
-            if token in text:
-                fail(f"{where}: the prompt's text contains the special token {token}; take it out")
+        if row["plain"] or tokenizer.chat_template is None:
+            contents = [m["content"] for m in messages]
+            if not whole:
+                return "\n".join(contents)
+            return "\n".join(contents[:-1]) + contents[-1] + (tokenizer.eos_token or "")
+    elif row["plain"]:
+        fail(f"{where}: --plain-prompts is for text models; a vision-language model needs its chat template")
     if row["videos"] and getattr(processor, "video_processor", None) is None:
         fail(f"{where}: videos in a prompt, but the processor of --model has no video processor; take them out")
     try:
-        return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return processor.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not whole, **row["template_kwargs"]
+        )
     except Exception as error:
         fail(f"{where}: the chat template rejects the messages ({one_line(error)})")
 
 
-def encode_prompt(model, processor, row: dict, folder: Path, where: str) -> dict:
-    """One prompt as common/packing.py takes it: prompt_ids (P,), position_ids (P,) or (3, P), images, videos."""
-    text = render_prompt(processor, row, where)
+def run_processor(processor, row: dict, text: str) -> dict:
+    """Rendered text and the row's media -> the processor's tensors for this one sequence, placeholders expanded."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    kwargs = (
-        {"add_special_tokens": False} if tokenizer.chat_template is not None else {}
-    )  # the template has its own BOS
+    kwargs = {"add_special_tokens": adds_special_tokens(tokenizer, row)}
     if tokenizer is not processor:
         if row["images"]:
-            kwargs["images"] = [load_image(image, folder, where) for image in row["images"]]
+            kwargs["images"] = [load_image(image, row["folder"], row["where"]) for image in row["images"]]
         if row["videos"]:
-            kwargs["videos"] = [load_video(video, folder, where) for video in row["videos"]]
+            kwargs["videos"] = [load_video(video, row["folder"], row["where"]) for video in row["videos"]]
             kwargs["do_sample_frames"] = False
     try:
-        inputs = processor(text=[text], return_tensors="pt", **kwargs)
+        return processor(text=[text], return_tensors="pt", **kwargs)
     except Exception as error:
-        fail(f"{where}: the processor rejects the prompt ({one_line(error)})")
-    prompt_ids = inputs["input_ids"][0]
+        fail(f"{row['where']}: the processor rejects the prompt ({one_line(error)})")
+
+
+def adds_special_tokens(tokenizer, row: dict) -> bool:
+    """A chat template has its own BOS; plain text gets the tokenizer's."""
+    return tokenizer.chat_template is None or row["plain"]
+
+
+def encode_prompt(model, processor, row: dict) -> dict:
+    """One prompt as common/packing.py takes it: prompt_ids (P,), position_ids (P,) or (3, P), images, videos."""
+    inputs = run_processor(processor, row, render_chat(processor, row))
+    return make_sample(model, inputs, inputs["input_ids"].shape[1])
+
+
+def make_sample(model, inputs: dict, length: int) -> dict:
+    """The first `length` tokens of processed inputs, with all of their media, as common/packing.py takes them."""
+    prompt_ids = inputs["input_ids"][0, :length]
+    if "mm_token_type_ids" in inputs:
+        inputs = {**inputs, "mm_token_type_ids": torch.as_tensor(inputs["mm_token_type_ids"])[:, :length]}
     sample = {
         "prompt_ids": prompt_ids,
         "position_ids": prompt_positions(model, prompt_ids, inputs),
         **encode_vision_inputs(inputs),
     }
     if "mm_token_type_ids" in inputs:
-        sample["mm_token_type_ids"] = torch.as_tensor(inputs["mm_token_type_ids"])[0]
+        sample["mm_token_type_ids"] = inputs["mm_token_type_ids"][0]
     return sample
 
 
-def count_prompt_tokens(processor, texts: list[str], image_sizes: list[list[tuple[int, int]]]) -> list[int]:
+def encode_group(model, processor, row: dict, texts: list[str]) -> tuple[dict, list[torch.Tensor]]:
+    """Several rendered texts that begin alike, over the same media -> their common first tokens as a prompt that is
+    encoded once, and what is left of each, (R,) with R >= 1. Token for token the texts as the processor sees them alone."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    ids = tokenizer(texts, add_special_tokens=adds_special_tokens(tokenizer, row))["input_ids"]  # placeholders single
+    common_length = 0
+    while common_length < min(map(len, ids)) - 1 and len({row_ids[common_length] for row_ids in ids}) == 1:
+        common_length += 1
+    inputs = run_processor(processor, row, texts[0])
+    sample = make_sample(model, inputs, inputs["input_ids"].shape[1] - (len(ids[0]) - common_length))
+    media_ids = set(media_token_ids(model.config))
+    rests = [row_ids[common_length:] for row_ids in ids]
+    if any(media_ids & set(rest) for rest in rests):
+        fail(f"{row['where']}: a picture or video stands where the answers differ already; put it into the prompt")
+    return sample, [torch.tensor(rest) for rest in rests]
+
+
+def count_prompt_tokens(
+    processor, texts: list[str], image_sizes: list[list[tuple[int, int]]], special: bool
+) -> list[int]:
     """Prompt lengths without preparing a pixel: text tokens, and per picture the processor's own count for its (H, W)."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    special = {"add_special_tokens": False} if tokenizer.chat_template is not None else {}
-    lengths = [len(ids) for ids in tokenizer(texts, **special)["input_ids"]]
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=special)["input_ids"]]
     sizes = [size for row in image_sizes for size in row]
     if sizes:
         tokens = iter(processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"])
@@ -541,32 +627,43 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
     rows = load_rows(source, split)
     if len(rows) == 0:
         fail(f"{source} is empty")
-    columns = find_columns(args, rows.column_names, source)
-    folder = Path(source).parent if Path(source).is_file() else Path(".")
-    data = {"rows": rows, "columns": columns, "folder": folder, "source": source, "system_prompt": args.system_prompt}
+    data = {
+        "rows": rows,
+        "columns": find_columns(args, rows.column_names, source),
+        "folder": Path(source).parent if Path(source).is_file() else Path("."),
+        "source": source,
+        "system_prompt": args.system_prompt,
+        "plain_prompts": args.plain_prompts,
+        "template_kwargs": parse_template_kwargs(args),
+    }
     indices = np.arange(len(rows))
     if 0 < limit < len(rows):
         indices = np.sort(np.random.default_rng(0).permutation(len(rows))[:limit])
+    special = adds_special_tokens(getattr(processor, "tokenizer", processor), {"plain": args.plain_prompts})
     texts, image_sizes, lengths, sizes_by_path = [], [], {}, {}
     for i in tqdm(indices.tolist(), desc=f"checking {source} ({split})", disable=not show, leave=False):
-        row, where = get_row(data, i)
-        texts.append(render_prompt(processor, row, where))
+        row = get_row(data, i)
+        texts.append(render_chat(processor, row))
         image_sizes.append([])
         for image in row["images"]:
             size = sizes_by_path.get(image) if isinstance(image, str) else None
             if size is None:
-                width, height = load_image(image, folder, where).size
+                width, height = load_image(image, row["folder"], row["where"]).size
                 size = (height, width)
                 try:
-                    count_prompt_tokens(processor, [""], [[size]])
+                    count_prompt_tokens(processor, [""], [[size]], special)
                 except Exception as error:
-                    fail(f"{where}: the processor rejects an image of {width} x {height} pixels ({one_line(error)})")
+                    fail(
+                        f"{row['where']}: the processor rejects an image of {width} x {height} pixels ({one_line(error)})"
+                    )
                 if isinstance(image, str):
                     sizes_by_path[image] = size
             image_sizes[-1].append(size)
         if row["videos"]:
-            lengths[len(texts) - 1] = len(encode_prompt(model, processor, row, folder, where)["prompt_ids"])
-    counted = count_prompt_tokens(processor, texts, [[] if i in lengths else s for i, s in enumerate(image_sizes)])
+            lengths[len(texts) - 1] = len(encode_prompt(model, processor, row)["prompt_ids"])
+    counted = count_prompt_tokens(
+        processor, texts, [[] if i in lengths else s for i, s in enumerate(image_sizes)], special
+    )
     counted = [lengths.get(i, n) for i, n in enumerate(counted)]
     keep = [int(i) for i, n in zip(indices, counted) if n <= args.max_prompt_length]
     if not keep:
@@ -574,23 +671,22 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
             f"all {len(counted)} rows of {source} are longer than --max-prompt-length {args.max_prompt_length} "
             f"(the shortest has {min(counted)} tokens)"
         )
-    row, where = get_row(data, keep[0])
-    encode_prompt(model, processor, row, folder, where)  # the whole path once, pixels and positions included
+    encode_prompt(model, processor, get_row(data, keep[0]))  # the whole path once, pixels and positions included
     return {**data, "keep": keep, "dropped": len(counted) - len(keep)}
 
 
-def get_row(data: dict, index: int) -> tuple[dict, str]:
+def get_row(data: dict, index: int) -> dict:
     where = f"{data['source']} row {index}"
     try:
         raw = data["rows"][index]
     except Exception as error:
         fail(f"{where} can't be read ({one_line(error)})")
-    return read_row(raw, data["columns"], data["system_prompt"], where), where
+    return read_row(raw, data, where)
 
 
-def batch_indices(step: int, num_rows: int, batch_size: int, seed: int) -> list[int]:
-    """Which rows the rollout of `step` (from 0) uses: consecutive slices of one endless stream of shuffled epochs."""
-    stream = range(step * batch_size, (step + 1) * batch_size)
+def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
+    """Rows start ... start + count - 1 of one endless stream of shuffled epochs."""
+    stream = range(start, start + count)
     epochs = {k // num_rows for k in stream}
     order = {e: np.random.default_rng([seed, e]).permutation(num_rows) for e in epochs}
     return [int(order[k // num_rows][k % num_rows]) for k in stream]
@@ -601,18 +697,82 @@ def batch_indices(step: int, num_rows: int, batch_size: int, seed: int) -> list[
 # =====================================================================================================================
 
 
-def accuracy_reward(completions: list[str], answer: list[Any], **columns) -> list[float]:
+def text_of(completion: str | list[dict]) -> str:
+    """A completion is a string, or where the prompt is a chat, a list with one assistant message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def accuracy_reward(completions: list, answer: list[Any], **columns) -> list[float]:
     """1 when the text of the last <answer>...</answer> equals the reference, case and outer spaces ignored, else 0."""
-    found = [re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL) for text in completions]
+    found = [re.findall(r"<answer>(.*?)</answer>", text_of(c), re.DOTALL) for c in completions]
     same = [bool(f) and f[-1].strip().lower() == str(a).strip().lower() for f, a in zip(found, answer)]
     return [float(s) for s in same]
 
 
-def format_reward(completions: list[str], **columns) -> list[float]:
+def format_reward(completions: list, **columns) -> list[float]:
     """1 when the whole response is [<think>...</think>] <answer>...</answer> with each tag once, else 0."""
     inner = r"(?:(?!</?think>|</?answer>).)*"
     pattern = re.compile(rf"\s*(?:<think>{inner}</think>\s*)?<answer>{inner}</answer>\s*", re.DOTALL)
-    return [float(pattern.fullmatch(text) is not None) for text in completions]
+    return [float(pattern.fullmatch(text_of(c)) is not None) for c in completions]
+
+
+def length_reward(completion_ids: list[list[int]], max_length: int, **columns) -> list[float]:
+    """0 for an empty response down to -1 at the length limit."""
+    return [-len(ids) / max_length for ids in completion_ids]
+
+
+def overlong_reward(completion_ids: list[list[int]], max_length: int, **columns) -> list[float]:
+    """0 up to 4/5 of the length limit, then down to -1 at the limit. Source: https://arxiv.org/abs/2503.14476 eq. (13)."""
+    buffer = max_length / 5
+    return [min(0.0, (max_length - buffer - len(ids)) / buffer) for ids in completion_ids]
+
+
+def repetition_reward(completion_ids: list[list[int]], **columns) -> list[float]:
+    """Minus the share of 3-grams of tokens that occurred before. Source: https://arxiv.org/abs/2502.03373 app. B."""
+    grams = [[tuple(ids[i : i + 3]) for i in range(len(ids) - 2)] for ids in completion_ids]
+    return [len(set(g)) / len(g) - 1 if g else 0.0 for g in grams]
+
+
+RULES = {
+    "accuracy": accuracy_reward,
+    "format": format_reward,
+    "length": length_reward,
+    "overlong": overlong_reward,
+    "repetition": repetition_reward,
+}
+
+
+@dataclass
+class Reward:
+    name: str
+    weight: float
+    function: Callable  # of a rule or a user: keywords -> list; of a reward model: (rows, texts) -> list
+    is_model: bool = False
+    loop: asyncio.AbstractEventLoop | None = None  # where an `async def` function runs
+
+
+def load_rewards(args: Args, device: torch.device) -> list[Reward]:
+    """--rewards and --reward-weights -> sources. Functions of path.py:function follow TRL's protocol (see score_responses)."""
+    rewards, loop = [], asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    for source, weight in zip(args.rewards, args.reward_weights, strict=True):
+        if source in RULES:
+            rewards.append(Reward(source, weight, partial(RULES[source], max_length=args.max_response_length)))
+        elif re.search(r"\.py(:\w*)?$", source):
+            function = load_reward_fn(source)
+            on_loop = loop if inspect.iscoroutinefunction(function) else None
+            rewards.append(Reward(source.rpartition(":")[2], weight, function, loop=on_loop))
+        elif (Path(source) / "config.json").is_file():
+            name = Path(source).resolve().name
+            rewards.append(Reward(name, weight, load_reward_model(args, source, device), is_model=True))
+        else:
+            fail(
+                f"--rewards {source}: neither one of {', '.join(RULES)}, nor path.py:function, nor a reward model's folder"
+            )
+    names = [reward.name for reward in rewards]
+    if len(set(names)) < len(names):
+        fail(f"--rewards {' '.join(args.rewards)}: two sources are called {max(names, key=names.count)!r}; rename one")
+    return rewards
 
 
 def load_reward_fn(spec: str) -> Callable:
@@ -621,45 +781,153 @@ def load_reward_fn(spec: str) -> Callable:
 
     path, _, name = spec.rpartition(":")
     if not path or not Path(path).is_file():
-        fail(f"--reward-fn {spec}: no such file; write it as path.py:function")
+        fail(f"--rewards {spec}: no such file; write it as path.py:function")
     try:
         module_spec = importlib.util.spec_from_file_location("reward_module", path)
         module = importlib.util.module_from_spec(module_spec)
         module_spec.loader.exec_module(module)
     except Exception as error:
-        fail(f"--reward-fn {spec}: {path} can't be imported ({one_line(error)})")
+        fail(f"--rewards {spec}: {path} can't be imported ({one_line(error)})")
     function = getattr(module, name, None)
     if not callable(function):
-        fail(f"--reward-fn {spec}: {path} has no function {name!r}")
+        fail(f"--rewards {spec}: {path} has no function {name!r}")
+    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
+        fail(f"--rewards {spec}: {name} must take **kwargs, since it is given every column of the dataset")
     return function
 
 
-def score_responses(
-    reward_fns: list[tuple[str, float, Callable]],
-    rows: list[dict],
-    completions: list[str],
-    completion_ids: list[list[int]],
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Scores (B,) and their named components (B,), NaN where not applicable; a score is NaN when no component applies.
+def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable:
+    """A sequence classifier with one label, or a vision-language folder of reward_bt.py -> (rows, texts) -> scores.
 
-    A reward function is called with keywords prompts, completions (response text only), completion_ids, answer, label and
-    every column of the dataset, each a list of length B. It returns B values, each a number, None (not applicable) or a
-    dict of named components.
+    The chat template is the reward model's own. The responses of a prompt share its tokens and pictures, as in training.
     """
-    B = len(completions)
-    columns = {name: [row["columns"].get(name) for row in rows] for name in (rows[0]["columns"] if rows else {})}
-    columns |= {name: [row[name] for row in rows] for name in ("answer", "label")}
-    columns |= {
-        "prompts": [row["messages"] for row in rows],
-        "completions": completions,
-        "completion_ids": completion_ids,
-    }
-    components, weights, owners = {}, {}, {}
-    for name, weight, function in reward_fns:
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+    dtype = torch.float32 if device.type == "cpu" else "auto"
+    head_file = Path(folder) / "score.safetensors"
+    try:
+        if head_file.is_file():
+            model = AutoModel.from_pretrained(folder, dtype=dtype)
+            head = load_file(head_file)["score.weight"]  # (1, H)
+        else:
+            if AutoConfig.from_pretrained(folder).num_labels != 1:
+                fail(f"--rewards {folder} has more than one label; a reward model has one")
+            model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype)
+            head = model.score.weight if hasattr(model, "score") else None
+    except Exception as error:
+        fail(f"--rewards {folder} can't be loaded as a reward model ({one_line(error)})")
+    processor = load_processor(folder)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)) or "(?!)")  # the policy may write them
+    model = model.to(device).eval().requires_grad_(False)
+    if head is not None:
+        shared, head = enable_packing(model), head.to(device, model.dtype)
+
+    @torch.no_grad()
+    def score(rows: list[dict], texts: list[str]) -> list[float]:
+        prompts, sequences, groups = [], [], []
+        # Responses of one prompt stand side by side, and share its row.
+        for _, members in groupby(range(len(rows)), key=lambda b: id(rows[b])):
+            members = list(members)
+            row = {**rows[members[0]], "plain": False, "template_kwargs": {}}
+            clean = [special.sub("", texts[b]) for b in members]
+            chats = [[*row["messages"], {"role": "assistant", "content": [{"type": "text", "text": t}]}] for t in clean]
+            sample, rests = encode_group(model, processor, row, [render_chat(processor, row, chat) for chat in chats])
+            groups.append((len(prompts), members))
+            prompts.append(sample)
+            sequences += rests
+        if head is None:  # a classifier of another build, such as BERT: its own forward, row by row of a padded batch
+            whole = [torch.cat([prompts[g]["prompt_ids"], sequences[b]]) for g, members in groups for b in members]
+            return classify(model, whole, args.micro_batch_tokens, device)
+        lengths = [len(s["prompt_ids"]) for s in prompts], [len(s) for s in sequences]
+        longest = max(lengths[0][g] + lengths[1][b] for g, members in groups for b in members)
+        scores = torch.zeros(len(rows))
+        for pieces in plan_packs(groups, *lengths, max(args.micro_batch_tokens, longest))[0]:
+            pack = build_pack(pieces, prompts, sequences, shared).to(device)
+            values = forward_hidden(model, pack, last=True) @ head[0]
+            scores[[b for b, _ in pack.rows]] = values.float().cpu()
+        return scores.tolist()
+
+    return score
+
+
+def classify(model, sequences: list[torch.Tensor], max_tokens: int, device) -> list[float]:
+    """Sequences (T,) through a classifier's own forward, right-padded, in batches of about max_tokens -> scores."""
+    scores, rows = [], max(1, max_tokens // max(map(len, sequences)))
+    for start in range(0, len(sequences), rows):
+        batch = sequences[start : start + rows]
+        lengths = torch.tensor([len(s) for s in batch])
+        input_ids = nn.utils.rnn.pad_sequence(batch, batch_first=True).to(device)  # (rows, T)
+        attention_mask = (torch.arange(input_ids.shape[1])[None] < lengths[:, None]).long().to(device)
+        scores += model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0].float().tolist()
+    return scores
+
+
+def start_call(reward: Reward, keywords: dict, device: torch.device) -> concurrent.futures.Future:
+    """Call a reward function beside this thread, so that one that hangs can be left behind."""
+    if reward.loop is not None:
+        return asyncio.run_coroutine_threadsafe(reward.function(**keywords), reward.loop)
+    future = concurrent.futures.Future()
+
+    def work() -> None:
         try:
-            values = function(**columns)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a new thread begins on device 0
+            future.set_result(reward.function(**keywords))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def score_responses(
+    rewards: list[Reward],
+    rows: list[dict],
+    texts: list[str],
+    completion_ids: list[list[int]],
+    trainer_state: SimpleNamespace,
+    timeout: float,
+    device: torch.device,
+) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, dict]]:
+    """Scores (B,), their named components (B,), and what functions log. NaN: not applicable; a score is NaN when all are.
+
+    A function is called with keywords prompts, completions (strings, or where the dataset's prompt is a chat, lists with
+    one assistant message), completion_ids, answer, every column of the dataset, trainer_state (global_step, max_steps),
+    log_metric(name, number) and log_extra(column, values). It returns B values, each a number, None (not applicable) or a
+    dict of named components. `async def` functions run side by side, the others in order. Protocol: huggingface/trl@f2cd577.
+    """
+    B, logged = len(texts), {"metrics": {}, "extra": {}}
+    chats = [not isinstance(row["prompt"], str) for row in rows]
+    keywords = {
+        **{name: [row["columns"].get(name) for row in rows] for name in rows[0]["columns"]},
+        "answer": [row["answer"] for row in rows],
+        "prompts": [row["prompt"] for row in rows],
+        "completions": [[{"role": "assistant", "content": t}] if chat else t for t, chat in zip(texts, chats)],
+        "completion_ids": completion_ids,
+        "trainer_state": trainer_state,
+        "log_metric": lambda name, value: logged["metrics"].setdefault(name, []).append(float(value)),
+        "log_extra": lambda column, values: logged["extra"].update({column: list(values)}),
+    }
+    results, calls = {}, {}
+    for reward in sorted(rewards, key=lambda r: r.loop is None):  # asynchronous ones first: they run while others do
+        if reward.is_model:
+            results[reward.name] = reward.function(rows, texts)
+            continue
+        calls[reward.name] = start_call(reward, keywords, device)
+        if reward.loop is None:
+            concurrent.futures.wait([calls[reward.name]], timeout)
+    for name, call in calls.items():
+        try:
+            results[name] = call.result(timeout)
         except Exception as error:
+            if not call.done():
+                fail(f"reward function {name} gave no answer within --reward-timeout {timeout:g} seconds")
             fail(f"reward function {name} raised {one_line(error)}")
+    components, weights, owners = {}, {}, {}
+    for reward in rewards:
+        values, name = results[reward.name], reward.name
         if not hasattr(values, "__len__") or len(values) != B:
             got = f"{len(values)} values" if hasattr(values, "__len__") else type(values).__name__
             fail(f"reward function {name} returned {got} for {B} responses; return one value per response")
@@ -670,17 +938,15 @@ def score_responses(
                 except (TypeError, ValueError):
                     number = math.inf
                 if math.isinf(number) or (math.isnan(number) and x is not None):
-                    fail(
-                        f"reward function {name} returned {x!r} for {completions[b][:60]!r}; return a finite number or None"
-                    )
-                if owners.setdefault(key, function) is not function:
-                    fail(f"reward function {name} returns a component {key!r}, and so does another one; rename it")
+                    fail(f"reward function {name} returned {x!r} for {texts[b][:60]!r}; return a finite number or None")
+                if owners.setdefault(key, name) != name:
+                    fail(f"reward function {name} returns a component {key!r}, and so does {owners[key]}; rename it")
                 components.setdefault(key, np.full(B, np.nan))[b] = number
-                weights[key] = weight
-    components = components or {name: np.full(B, np.nan) for name, _, _ in reward_fns}  # empty dicts only
+                weights[key] = reward.weight
+    components = components or {reward.name: np.full(B, np.nan) for reward in rewards}  # empty dicts only
     stacked = np.stack([weights.get(key, 0.0) * values for key, values in components.items()])  # (components, B)
     scores = np.where(np.isnan(stacked).all(0), np.nan, np.nansum(stacked, axis=0))
-    return scores, components
+    return scores, components, logged
 
 
 # =====================================================================================================================
@@ -688,15 +954,19 @@ def score_responses(
 # =====================================================================================================================
 
 
-def load_model(name: str, dtype: torch.dtype):
-    """A transformers vision-language or text model, by what its config says, on the CPU."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+def load_model(name: str, dtype: torch.dtype, four_bit: bool = False):
+    """A transformers vision-language or text model, by what its config says, on the CPU (4-bit: on the GPU)."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
-    path = resolve_model(name)
+    path, kwargs = resolve_model(name), {}
+    if four_bit:
+        kwargs["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
     try:
         config = AutoConfig.from_pretrained(path)
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        return auto.from_pretrained(path, dtype=dtype)
+        return auto.from_pretrained(path, dtype=dtype, **kwargs)
     except Exception as error:
         fail(f"--model {name} can't be loaded ({one_line(error)})")
 
@@ -735,18 +1005,21 @@ def end_token_ids(model, tokenizer) -> list[int]:
 class Policy(nn.Module):
     """The actor (or the frozen reference): pack -> log-probs, entropy and, on a shared backbone, values."""
 
-    def __init__(self, model, temperature: float, value_head: bool = False):
+    def __init__(self, model, temperature: float, value_head: nn.Module | None = None):
         super().__init__()
         self.model = model
-        self.value_head = make_value_head(model) if value_head else None
+        self.value_head = value_head
         self.temperature = temperature
         self.suppressed_ids = media_token_ids(model.config)
 
+    @property
+    def head_weight(self) -> nn.Parameter:
+        return self.model.get_output_embeddings().weight
+
     def forward(self, pack, with_entropy: bool = False):
         hidden = forward_hidden(self.model, pack)  # (M, H)
-        weight = self.model.get_output_embeddings().weight
         logprobs, entropy = logprobs_from_hidden(
-            hidden, weight, pack.targets, self.temperature, self.suppressed_ids, with_entropy
+            hidden, self.head_weight, pack.targets, self.temperature, self.suppressed_ids, with_entropy
         )
         values = self.value_head(hidden)[:, 0].float() if self.value_head is not None else None  # (M,)
         return logprobs, entropy, values
@@ -769,6 +1042,15 @@ def make_value_head(model) -> nn.Linear:
     head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=model.dtype)
     nn.init.zeros_(head.weight)
     return head
+
+
+def disable_dropout(model) -> None:
+    """Rollout, old and new log-probs must be of one function."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
 
 
 # =====================================================================================================================
@@ -886,26 +1168,30 @@ def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, schedul
 
 @dataclass
 class Rollout:
-    """All responses of one step, the same on every rank. B = responses in the order of their prompts, R = longest."""
+    """Responses of one step, the same on every rank. B = responses in the order of their prompts, R = longest."""
 
     row_indices: list[int]  # dataset row of each prompt
     groups: list[tuple[int, list[int]]]  # (prompt, its responses)
     prompt_lengths: list[int]
     response_ids: list[torch.Tensor]  # B x (R_b,), EOS included where it was drawn
     response_mask: torch.Tensor  # (B, R) bool
-    truncated: list[bool]  # B: ended by the length limit, not by EOS
     scores: torch.Tensor  # (B,)
-    components: dict[str, np.ndarray]  # name -> (B,), NaN where not applicable
+    engine_logprobs: torch.Tensor  # (B, R) of the sampler
     logprobs: torch.Tensor  # (B, R) of the policy at rollout
     ref_logprobs: torch.Tensor  # (B, R) of the frozen reference
-    values: torch.Tensor  # (B, R)
+    values: torch.Tensor | None = None  # (B, R) of a critic, where there is one
+
+    @property
+    def group_ids(self) -> torch.Tensor:  # (B,)
+        return torch.cat([torch.full((len(members),), i) for i, (_, members) in enumerate(self.groups)])
 
 
 @torch.no_grad()
 def generate(
     model, samples: list[dict], num_samples: int, args: Args, end_ids: list[int], temperature: float, generator
-) -> list[torch.Tensor]:
-    """Sample `num_samples` responses per prompt (temperature 0: greedy) -> len(samples) * num_samples tensors (R_b,).
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[bool]]:
+    """Sample `num_samples` responses per prompt (temperature 0: greedy) -> len(samples) * num_samples responses (R_b,), the
+    log-prob of each token (R_b,), and whether the response was cut by the length limit instead of ending by itself.
 
     Every prompt is prefilled once, left-padded beside the others, every picture encoded once; then the cache is expanded to
     num_samples rows per prompt. Placeholder ids are never drawn: the trainer's log-probs mask the same ids.
@@ -929,20 +1215,23 @@ def generate(
     attention_mask, next_position = (x.repeat_interleave(G, dim=0) for x in (attention_mask, next_position + 1))
     end, rows = torch.tensor(end_ids, device=device), torch.arange(len(samples) * G, device=device)
     tokens = torch.zeros(len(rows), args.max_response_length, dtype=torch.long, device=device)  # (S * G, R)
+    logprobs = torch.zeros(tokens.shape, device=device)  # (S * G, R)
     lengths = torch.zeros(len(rows), dtype=torch.long, device=device)
     for t in range(args.max_response_length):
         logits = head(hidden).float()  # (rows, V)
         logits[:, suppressed] = float("-inf")
-        token = sample_token(logits, temperature, args.top_p, generator)  # (rows,)
+        logp = (logits / (temperature or 1.0)).log_softmax(-1)
+        token = sample_token(logp, temperature, args.top_p, generator)  # (rows,)
         tokens[rows, t], lengths[rows] = token, t + 1
+        logprobs[rows, t] = logp.gather(1, token[:, None])[:, 0]
         alive = (~torch.isin(token, end)).nonzero()[:, 0]
-        if len(alive) == 0:
-            break
         if len(alive) < len(rows):  # finished responses leave the batch
             cache.batch_select_indices(alive)
             rows, token, attention_mask, next_position = (
                 x[alive] for x in (rows, token, attention_mask, next_position)
             )
+        if len(rows) == 0 or t + 1 == args.max_response_length:
+            break
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         step_ids = next_position[:, None] if position_ids.dim() == 2 else next_position[:, None].expand(3, -1, 1)
         out = base(
@@ -950,14 +1239,19 @@ def generate(
             past_key_values=cache, use_cache=True,
         )  # fmt: skip
         hidden, next_position = out.last_hidden_state[:, -1], next_position + 1
-    return [row[:n].clone() for row, n in zip(tokens.cpu(), lengths.tolist())]
+    cut, lengths = set(rows.tolist()), lengths.tolist()  # rows that are left have not ended
+    return (
+        [row[:n].clone() for row, n in zip(tokens.cpu(), lengths)],
+        [row[:n].clone() for row, n in zip(logprobs.cpu(), lengths)],
+        [b in cut for b in range(len(lengths))],
+    )
 
 
-def sample_token(logits: torch.Tensor, temperature: float, top_p: float, generator) -> torch.Tensor:
-    """logits (B, V) -> ids (B,). Keeps the most likely tokens up to and including the one that reaches top_p."""
+def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, generator) -> torch.Tensor:
+    """logprobs (B, V) at the temperature -> ids (B,). Keeps the likeliest tokens up to and with the one that reaches top_p."""
     if temperature == 0:
-        return logits.argmax(-1)
-    probs = (logits / temperature).softmax(-1)
+        return logprobs.argmax(-1)
+    probs = logprobs.exp()
     if top_p < 1:
         ordered, order = probs.sort(-1, descending=True)
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
@@ -972,41 +1266,55 @@ def generate_and_score(
     indices: list[int],
     num_samples: int,
     args: Args,
-    end_ids,
-    reward_fns,
-    temperature,
+    end_ids: list[int],
+    rewards: list[Reward],
+    temperature: float,
     generator,
+    step: int,
 ) -> tuple[list[dict], dict[int, dict]]:
     """This rank's share of some prompts -> one record per prompt with its responses and their rewards, and the encoded
     prompts by dataset row."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    records, encoded = [], {}
-    prompts_at_once = max(1, args.generation_batch_size // num_samples)
-    for start in range(0, len(indices), prompts_at_once):
-        chunk = [(index, *get_row(data, index)) for index in indices[start : start + prompts_at_once]]
-        samples = [encode_prompt(model, processor, row, data["folder"], where) for _, row, where in chunk]
-        encoded |= {index: sample for (index, _, _), sample in zip(chunk, samples)}
-        responses = generate(model, samples, num_samples, args, end_ids, temperature, generator)
-        rows = [row for _, row, _ in chunk for _ in range(num_samples)]
-        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        scores, components = score_responses(reward_fns, rows, texts, [ids.tolist() for ids in responses])
-        for i, (index, row, where) in enumerate(chunk):
-            own = slice(i * num_samples, (i + 1) * num_samples)
-            records.append(
-                {
-                    "row": index,
-                    "where": where,
-                    "messages": row["messages"],
-                    "images": [x if isinstance(x, str) else f"{where} image {k}" for k, x in enumerate(row["images"])],
-                    "answer": row["answer"],
-                    "prompt_length": len(samples[i]["prompt_ids"]),
-                    "response_ids": responses[own],
-                    "texts": texts[own],
-                    "scores": scores[own],
-                    "components": {name: values[own] for name, values in components.items()},
-                }
-            )
-    return records, encoded
+    G, rows = num_samples, [get_row(data, index) for index in indices]
+    samples, responses, logprobs, truncated = [], [], [], []
+    prompts_at_once = max(1, args.generation_batch_size // G)
+    for start in range(0, len(rows), prompts_at_once):
+        samples += [encode_prompt(model, processor, row) for row in rows[start : start + prompts_at_once]]
+        parts = generate(model, samples[start:], G, args, end_ids, temperature, generator)
+        for everything, part in zip((responses, logprobs, truncated), parts):
+            everything += part
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    repeated = [row for row in rows for _ in range(G)]
+    state = SimpleNamespace(global_step=step, max_steps=args.total_steps, max_response_length=args.max_response_length)
+    scores, components, logged = np.zeros(0), {}, {"metrics": {}, "extra": {}}
+    if rows:
+        ids = [response.tolist() for response in responses]
+        scores, components, logged = score_responses(
+            rewards, repeated, texts, ids, state, args.reward_timeout, model.device
+        )
+    records = []
+    for i, row in enumerate(rows):
+        own = slice(i * G, (i + 1) * G)
+        records.append(
+            {
+                "row": indices[i],
+                "messages": row["messages"],
+                "images": [
+                    x if isinstance(x, str) else f"{row['where']} image {k}" for k, x in enumerate(row["images"])
+                ],
+                "answer": row["answer"],
+                "prompt_length": len(samples[i]["prompt_ids"]),
+                "response_ids": responses[own],
+                "engine_logprobs": logprobs[own],
+                "truncated": truncated[own],
+                "texts": texts[own],
+                "scores": scores[own],
+                "components": {name: values[own] for name, values in components.items()},
+                "extra": {name: values[own] for name, values in logged["extra"].items()},
+                "metrics": logged["metrics"] if i == 0 else {},
+            }
+        )
+    return records, dict(zip(indices, samples))
 
 
 def gather_records(records: list[dict], world_size: int) -> list[dict]:
@@ -1018,62 +1326,92 @@ def gather_records(records: list[dict], world_size: int) -> list[dict]:
     return [record for part in parts for record in part]
 
 
-def make_rollout(records: list[dict], end_ids: list[int]) -> Rollout:
-    """Flatten the gathered records. Responses to which no reward applies (all None) are left out, with a warning."""
-    groups, response_ids, scores, components = [], [], [], []
+def make_rollout(records: list[dict], mask_truncated: bool = False) -> Rollout:
+    """Flatten the gathered records. Responses to which no reward applies (all None) are left out, with a warning, and with
+    mask_truncated those that the length limit cut: out of the loss and out of their siblings' baseline."""
+    groups, response_ids, scores, engine, unscored = [], [], [], [], 0
     for g, record in enumerate(records):
         members = []
         for k, ids in enumerate(record["response_ids"]):
-            if not math.isnan(record["scores"][k]):
-                members.append(len(response_ids))
-                response_ids.append(ids)
-                scores.append(record["scores"][k])
-                components.append({name: values[k] for name, values in record["components"].items()})
+            unscored += math.isnan(record["scores"][k])
+            if math.isnan(record["scores"][k]) or (mask_truncated and record["truncated"][k]):
+                continue
+            members.append(len(response_ids))
+            response_ids.append(ids)
+            scores.append(record["scores"][k])
+            engine.append(record["engine_logprobs"][k])
         if members:
             groups.append((g, members))
     total = sum(len(record["response_ids"]) for record in records)
-    if not response_ids:
+    if unscored == total:
         fail("every reward function returned None for every response of a rollout; return a number for some of them")
-    if len(response_ids) < total:
-        logging.getLogger("ppo_vl").warning(f"no reward for {total - len(response_ids)} of {total} responses: left out")
-    names = sorted({name for c in components for name in c})
-    lengths = torch.tensor([len(ids) for ids in response_ids])
-    mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]  # (B, R)
-    zeros = torch.zeros(mask.shape)
+    if unscored:
+        logging.getLogger(SCRIPT).warning(f"no reward for {unscored} of {total} responses: left out")
+    lengths = torch.tensor([len(ids) for ids in response_ids], dtype=torch.long)
+    mask = torch.arange(int(lengths.max()) if len(lengths) else 0)[None] < lengths[:, None]  # (B, R)
+    engine_logprobs = torch.zeros(mask.shape)
+    for b, logprobs in enumerate(engine):
+        engine_logprobs[b, : len(logprobs)] = logprobs
     return Rollout(
         row_indices=[record["row"] for record in records],
         groups=groups,
         prompt_lengths=[record["prompt_length"] for record in records],
         response_ids=response_ids,
         response_mask=mask,
-        truncated=[int(ids[-1]) not in end_ids for ids in response_ids],
         scores=torch.tensor(scores, dtype=torch.float32),
-        components={name: np.array([c.get(name, np.nan) for c in components]) for name in names},
-        logprobs=zeros,
-        ref_logprobs=zeros,
-        values=zeros,
+        engine_logprobs=engine_logprobs,
+        logprobs=torch.zeros(mask.shape),
+        ref_logprobs=torch.zeros(mask.shape),
     )
 
 
+def rollout_metrics(records: list[dict]) -> dict[str, float]:
+    """What is known of all responses of a rollout, those included that are left out of the update."""
+    flat = {name: np.concatenate([record[name] for record in records]) for name in ("scores", "truncated")}
+    lengths = np.array([len(ids) for record in records for ids in record["response_ids"]])
+    groups = [s[~np.isnan(s)] for s in (np.asarray(record["scores"]) for record in records)]
+    groups = [s for s in groups if len(s)]
+    metrics = {
+        "objective/scores": float(np.nanmean(flat["scores"])),
+        "objective/scores_std": float(np.nanstd(flat["scores"])),
+        "rollout/response_length_mean": float(lengths.mean()),
+        "rollout/response_length_min": float(lengths.min()),
+        "rollout/response_length_max": float(lengths.max()),
+        "rollout/truncated_frac": float(flat["truncated"].mean()),
+        "rollout/group_std": float(np.mean([s.std() for s in groups])),
+        "rollout/zero_std_groups_frac": float(np.mean([s.max() == s.min() for s in groups])),
+    }
+    for name in sorted({name for record in records for name in record["components"]}):
+        values = np.concatenate([record["components"][name] for record in records if name in record["components"]])
+        if not np.isnan(values).all():
+            metrics[f"reward/{name}"] = float(np.nanmean(values))
+    for name in sorted({name for record in records for name in record["metrics"]}):  # of log_metric, one list per rank
+        metrics[name] = float(np.mean([x for record in records for x in record["metrics"].get(name, [])]))
+    return metrics
+
+
 def score_rollout(
-    args: Args, rollout: Rollout, sample_of, actor, critic, reference, shared: bool, ranks: tuple[int, int]
-):
-    """Fill the rollout's tables: log-probs of policy and reference, values. One no-grad forward of each packed batch."""
+    args: Args, rollout: Rollout, sample_of: Callable, forward: Callable, shared: bool, ranks: tuple[int, int], device
+) -> None:
+    """Fill tables of the rollout: one no-grad `forward` of each packed batch gives {name of the table: (M,)}."""
     rank, world_size = ranks
-    tables = {name: torch.zeros(rollout.response_mask.shape) for name in ("logprobs", "ref_logprobs", "values")}
-    for pack in packs_of_rank(args, rollout, rollout.groups, sample_of, shared, rank, world_size, actor.device):
+    tables = {}
+    for pack in packs_of_rank(args, rollout, rollout.groups, sample_of, shared, rank, world_size, device):
         with torch.no_grad():
-            logprobs, _, values = actor(pack)
-            results = {"logprobs": logprobs, "values": values if critic is None else critic(pack)}
-            if reference is not None:
-                results["ref_logprobs"] = reference(pack)[0]
+            results = forward(pack)
         for name, flat in results.items():
-            tables[name] = flat_to_rows(flat.cpu(), pack, tables[name])
+            table = tables.get(name, torch.zeros(rollout.response_mask.shape))
+            tables[name] = flat_to_rows(flat.cpu(), pack, table)
     for name, table in tables.items():
-        if world_size > 1:  # every token was filled in on exactly one rank
-            table = table.to(actor.device)
-            dist.all_reduce(table)
-        setattr(rollout, name, table.cpu())
+        setattr(rollout, name, sum_over_ranks(table, world_size, device))
+
+
+def sum_over_ranks(table: torch.Tensor, world_size: int, device) -> torch.Tensor:
+    """Every entry was filled in on exactly one rank."""
+    if world_size > 1:
+        table = table.to(device)
+        dist.all_reduce(table)
+    return table.cpu()
 
 
 def packs_of_rank(args: Args, rollout: Rollout, groups, sample_of, shared: bool, rank: int, world_size: int, device):
@@ -1149,19 +1487,22 @@ def deepspeed_config(args: Args, dtype: torch.dtype, train: bool) -> dict:
     return config
 
 
-def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, learning_rate: float, total_updates: int):
-    """DeepSpeed engine with AdamW (no decay on vectors) and the schedule. The value head always learns at the critic's rate."""
+def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, rates: dict[str, float], total_updates: int):
+    """DeepSpeed engine with AdamW (no decay on vectors) and the schedule.
+
+    rates: peak learning rate by beginning of a parameter's name; the longest that fits counts.
+    """
     import deepspeed
 
-    if args.zero_stage == 3 and isinstance(module, Policy):  # read outside its own module's forward
-        deepspeed.zero.register_external_parameter(module, module.model.get_output_embeddings().weight)
-    groups = []
-    for head in (False, True):
-        for decay in (True, False):
-            params = [p for n, p in module.named_parameters() if ("value_head" in n) == head and (p.dim() > 1) == decay]
-            if params:
-                rate = args.critic_learning_rate if head else learning_rate
-                groups.append({"params": params, "lr": rate, "weight_decay": args.weight_decay if decay else 0.0})
+    if args.zero_stage == 3 and hasattr(module, "head_weight"):  # read outside its own module's forward
+        deepspeed.zero.register_external_parameter(module, module.head_weight)
+    groups = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            rate = rates[max((start for start in rates if name.startswith(start)), key=len)]
+            decay = args.weight_decay if parameter.dim() > 1 else 0.0
+            groups.setdefault((rate, decay, parameter.dim() > 1), []).append(parameter)
+    groups = [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay, _), params in groups.items()]
     fused = torch.cuda.is_available() and not args.offload_optimizer
     optimizer = torch.optim.AdamW(groups, betas=(args.adam_beta1, args.adam_beta2), fused=fused)
 
@@ -1185,7 +1526,7 @@ def make_reference(args: Args, module: nn.Module, dtype: torch.dtype, device: to
         return module.to(device)
     import deepspeed
 
-    deepspeed.zero.register_external_parameter(module, module.model.get_output_embeddings().weight)
+    deepspeed.zero.register_external_parameter(module, module.head_weight)
     engine, *_ = deepspeed.initialize(
         model=module, config=deepspeed_config(args, dtype, train=False), dist_init_required=False
     )
@@ -1211,22 +1552,43 @@ def optimizer_step(engine) -> tuple[float, bool]:
     return float(engine.get_global_grad_norm()) if taken else float("nan"), taken
 
 
-def gathered_state_dict(engine) -> dict[str, torch.Tensor]:
-    """Whole weights of the engine's module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call)."""
+def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
+    """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call)."""
     import deepspeed
 
-    names = set(engine.module.state_dict())
-    state = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers() if name in names}
-    for name, parameter in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
+    names = set(module.state_dict())
+    state = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name in names}
+    for name, parameter in module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=zero_stage == 3):
             state[name] = parameter.detach().clone()
     return state
 
 
-def sync_rollout_model(engine, rollout_model) -> None:
+def merged_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
+    """Weights of the plain model: adapters, if any, are added to copies of what they adapt, W + alpha / rank B A.
+
+    Out of place: merging and unmerging in bf16 would wear the base weights down, a little at every export.
+    """
+    state = gathered_state_dict(model, zero_stage)
+    for name, module in model.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        A, B = (state.pop(f"{name}.lora_{side}.default.weight") for side in "AB")  # (rank, in), (out, rank)
+        weight = state.pop(f"{name}.base_layer.weight")
+        if getattr(module.base_layer.weight, "quant_state", None) is not None:
+            from bitsandbytes.functional import dequantize_4bit
+
+            weight = dequantize_4bit(module.base_layer.weight.data, module.base_layer.weight.quant_state).to(A.dtype)
+        delta = module.scaling["default"] * (B.float() @ A.float())
+        state[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
+        if module.base_layer.bias is not None:
+            state[f"{name}.bias"] = state.pop(f"{name}.base_layer.bias")
+    return state
+
+
+def sync_rollout_model(model, rollout_model) -> None:
     """ZeRO-3 only: copy the trained weights into the unsharded model that generates."""
-    state = {n.removeprefix("model."): t for n, t in gathered_state_dict(engine).items() if n.startswith("model.")}
-    missing, unexpected = rollout_model.load_state_dict(state, strict=False)  # missing: tied weights
+    missing, unexpected = rollout_model.load_state_dict(merged_state_dict(model, 3), strict=False)
     assert not unexpected and set(missing) <= set(rollout_model.all_tied_weights_keys), (missing, unexpected)
 
 
@@ -1314,26 +1676,42 @@ def update(
 
 
 def evaluate(
-    model, processor, data: dict, args: Args, end_ids, reward_fns, ranks
+    model,
+    processor,
+    data: dict,
+    args: Args,
+    end_ids: list[int],
+    rewards: list[Reward],
+    ranks: tuple[int, int],
+    step: int,
 ) -> tuple[dict[str, float], list[dict]]:
-    """Held-out prompts, one greedy and one sampled response each, over all ranks; its own random stream, no gradients."""
+    """Held-out prompts over all ranks: one greedy response and eval_num_samples sampled ones each; its own random stream.
+
+    eval/sampled_*: mean over prompts and samples; eval/best_score: mean over prompts of the best sample's score;
+    eval/pass_at_k: prompts of which at least one of the k samples has accuracy 1.
+    """
     rank, world_size = ranks
     indices = [data["keep"][i] for i in range(rank, len(data["keep"]), world_size)]
     metrics, samples = {}, []
-    for mode, temperature in (("greedy", 0.0), ("sampled", args.temperature)):
+    for mode, temperature, count in (("greedy", 0.0, 1), ("sampled", args.temperature, args.eval_num_samples)):
         generator = torch.Generator(model.device).manual_seed(args.seed * 1_000_003 + rank)
         records, _ = generate_and_score(
-            model, processor, data, indices, 1, args, end_ids, reward_fns, temperature, generator
+            model, processor, data, indices, count, args, end_ids, rewards, temperature, generator, step
         )
         records = gather_records(records, world_size)
-        scores = np.array([record["scores"][0] for record in records])
-        metrics[f"eval/{mode}_score"] = float(np.nanmean(scores)) if not np.isnan(scores).all() else float("nan")
-        for name in sorted({name for record in records for name in record["components"]}):
-            values = np.array([record["components"].get(name, [np.nan])[0] for record in records])
-            if not np.isnan(values).all():
-                metrics[f"eval/{mode}_{name}"] = float(np.nanmean(values))
-        metrics[f"eval/{mode}_length"] = float(np.mean([len(record["response_ids"][0]) for record in records]))
+        names = sorted({name for record in records for name in record["components"]})
+        missing = np.full(count, np.nan)
+        tables = {name: np.stack([r["components"].get(name, missing) for r in records]) for name in names}
+        tables["score"] = np.stack([record["scores"] for record in records])  # (prompts, count)
+        for name, table in tables.items():
+            if not np.isnan(table).all():
+                metrics[f"eval/{mode}_{name}"] = float(np.nanmean(table))
+        lengths = [len(ids) for record in records for ids in record["response_ids"]]
+        metrics[f"eval/{mode}_length"] = float(np.mean(lengths))
         samples += [sample_record(record, 0, f"eval_{mode}") for record in records[:16]]
+    metrics["eval/best_score"] = float(np.nan_to_num(tables["score"], nan=-np.inf).max(1).mean())
+    if "accuracy" in tables:
+        metrics["eval/pass_at_k"] = float((tables["accuracy"] == 1).any(1).mean())
     return {**metrics, "eval/num_samples": len(records)}, samples
 
 
@@ -1354,15 +1732,17 @@ def sample_record(record: dict, k: int, phase: str) -> dict:
         "response": record["texts"][k],
         "score": None if math.isnan(record["scores"][k]) else float(record["scores"][k]),
         "components": components,
+        **{name: values[k] for name, values in record["extra"].items()},
     }
 
 
 def save_checkpoint(
-    args: Args, run_dir: Path, step: int, actor, critic, processor, state: dict, metrics: dict[str, float], ranks
+    args: Args, run_dir: Path, step: int, engines: dict, export: Callable, state: dict, metrics: dict[str, float], ranks
 ) -> Path:
     """checkpoint-N: a Hugging Face folder that loads by itself, and state/ with all that --resume needs.
 
-    Written under a temporary name and renamed when complete. Collective: all ranks call.
+    engines: name -> engine. export(folder) writes the Hugging Face folder. Written under a temporary name and renamed when
+    complete. Collective: all ranks call, and export too.
     """
     rank, world_size = ranks
     final, folder = run_dir / f"checkpoint-{step}", run_dir / f"checkpoint-{step}.tmp"
@@ -1370,15 +1750,11 @@ def save_checkpoint(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     barrier(world_size)
-    actor.save_checkpoint(str(folder / "state" / "actor"), tag="engine")
-    if critic is not None:
-        critic.save_checkpoint(str(folder / "state" / "critic"), tag="engine")
+    for name, engine in engines.items():
+        engine.save_checkpoint(str(folder / "state" / name), tag="engine")
     torch.save({"torch": torch.get_rng_state(), "numpy": np.random.get_state()}, folder / "state" / f"rng_{rank}.pt")
-    weights = gathered_state_dict(actor)
+    export(folder)
     if rank == 0:
-        hf_weights = {name.removeprefix("model."): t.cpu() for name, t in weights.items() if name.startswith("model.")}
-        actor.module.model.save_pretrained(folder, state_dict=hf_weights)
-        processor.save_pretrained(folder)
         (folder / "state" / "trainer_state.json").write_text(json.dumps({**state, "args": asdict(args)}, indent=2))
         (folder / "README.md").write_text(checkpoint_readme(args, step, metrics))
     barrier(world_size)
@@ -1393,35 +1769,47 @@ def save_checkpoint(
     return final
 
 
+def export_model(model, processor, folder: Path, zero_stage: int, rank: int) -> None:
+    """Weights (adapters merged), config, tokenizer, processor and chat template. Collective: all ranks call."""
+    weights = merged_state_dict(model, zero_stage)
+    if rank == 0:
+        plain = model
+        if any(hasattr(module, "lora_A") for module in model.modules()):
+            with torch.device("meta"):  # the same architecture without adapters, and without its quantization
+                plain = type(model)(model.config)
+            plain.config.__dict__.pop("quantization_config", None)
+            plain.generation_config = model.generation_config
+        plain.save_pretrained(folder, state_dict={name: tensor.cpu() for name, tensor in weights.items()})
+        processor.save_pretrained(folder)
+
+
 def checkpoint_readme(args: Args, step: int, metrics: dict[str, float]) -> str:
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in sorted(metrics.items()))
     flags = "\n".join(f"| {name} | {value} |" for name, value in asdict(args).items())
     return (
-        f"# ppo_vl, step {step}\n\nTrained by `ppo_vl.py` from `{args.model}` on `{args.dataset}`.\n\n"
+        f"# {SCRIPT}, step {step}\n\nTrained by `{SCRIPT}.py` from `{args.model}` on `{args.dataset}`.\n\n"
         f"## Metrics\n\n| metric | value |\n|---|---|\n{rows}\n\n## Arguments\n\n| argument | value |\n|---|---|\n{flags}\n"
     )
 
 
-def load_checkpoint(args: Args, actor, critic, world_size: int, rank: int) -> dict:
-    """Engine states, random states and counters of --resume -> the trainer state."""
+def load_checkpoint(args: Args, engines: dict, state: dict, world_size: int, rank: int) -> None:
+    """Engine states and random states of --resume."""
     folder = Path(args.resume)
-    state = read_trainer_state(args)
     if state["world_size"] != world_size:
         fail(f"--resume {folder} was saved by {state['world_size']} ranks, not {world_size}; start as many")
     try:
-        for engine, name in ((actor, "actor"), (critic, "critic")):
-            if engine is not None and engine.load_checkpoint(str(folder / "state" / name), tag="engine")[0] is None:
+        for name, engine in engines.items():
+            if engine.load_checkpoint(str(folder / "state" / name), tag="engine")[0] is None:
                 raise FileNotFoundError(folder / "state" / name)
         random_state = torch.load(folder / "state" / f"rng_{rank}.pt", weights_only=False)
     except Exception as error:
         fail(f"--resume {folder} does not fit this run ({one_line(error)})")
     torch.set_rng_state(random_state["torch"])
     np.random.set_state(random_state["numpy"])
-    return state
 
 
-def read_trainer_state(args: Args) -> dict:
-    """Read and check trainer_state.json before any model is loaded."""
+def read_trainer_state(args: Args, fixed: tuple[str, ...]) -> dict:
+    """Read and check trainer_state.json before any model is loaded. fixed: flags that must be as they were."""
     path = Path(args.resume) / "state" / "trainer_state.json"
     if not path.is_file():
         fail(f"--resume {args.resume}: no checkpoint of this script there ({path} is missing)")
@@ -1429,14 +1817,10 @@ def read_trainer_state(args: Args) -> dict:
         state = json.loads(path.read_text())
     except ValueError as error:
         fail(f"--resume {args.resume}: {path} can't be read ({one_line(error)})")
-    for name in ("model", "critic_share_backbone", "zero_stage", "dtype"):
-        if state["args"][name] != getattr(args, name):
-            flag = "--" + name.replace("_", "-")
-            fail(
-                f"--resume {args.resume} was saved with {flag} {state['args'][name]}, not {getattr(args, name)}; use the same"
-            )
-    if state["step"] >= args.total_steps:
-        fail(f"--resume {args.resume} has done {state['step']} steps already; raise --total-steps {args.total_steps}")
+    for name in fixed:
+        saved, flag = state["args"].get(name), "--" + name.replace("_", "-")
+        if saved != getattr(args, name):
+            fail(f"--resume {args.resume} was saved with {flag} {saved}, not {getattr(args, name)}; use the same")
     return state
 
 
@@ -1477,22 +1861,12 @@ def start_loggers(args: Args, run_dir: Path, wandb_id: str | None) -> tuple[list
     return loggers, wandb_id
 
 
-def draw_curves(run_dir: Path) -> None:
-    """curves.png from metrics.jsonl."""
+def draw_curves(run_dir: Path, panels: list[tuple[str, list[str]]]) -> None:
+    """curves.png from metrics.jsonl: one panel per (title, metrics)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     history = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    panels = [
-        ("score", ["objective/scores", "eval/sampled_score", "eval/greedy_score"]),
-        ("held-out accuracy", ["eval/sampled_accuracy", "eval/greedy_accuracy"]),
-        ("KL to the reference, nats per response", ["objective/kl"]),
-        ("response length, tokens", ["rollout/response_length_mean", "rollout/response_length_max"]),
-        ("policy entropy, nats per token", ["policy/entropy"]),
-        ("update", ["policy/approx_kl", "policy/clipfrac"]),
-        ("value loss", ["loss/value"]),
-        ("explained variance", ["val/explained_variance"]),
-    ]
     figure = Figure(figsize=(16, 7), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (title, names) in zip(figure.subplots(2, 4).flat, panels):
@@ -1506,6 +1880,39 @@ def draw_curves(run_dir: Path) -> None:
             axes.legend(fontsize=8)
     figure.suptitle(run_dir.name)
     figure.savefig(run_dir / "curves.png", dpi=90)
+
+
+def draw_samples(run_dir: Path, step: int, samples: list[dict], data: dict) -> None:
+    """samples-N.png: held-out prompts with their pictures, and what the model said."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 11), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, sample in zip(figure.subplots(3, 4).flat, samples):
+        row = get_row(data, sample["row"])
+        if row["images"]:
+            axes.imshow(load_image(row["images"][0], row["folder"], row["where"]))
+        asked = " ".join(part["text"] for part in row["messages"][-1]["content"] if part["type"] == "text")
+        score = "-" if sample["score"] is None else f"{sample['score']:.2f}"
+        lines = [asked, f"said: {sample['response']}", f"right: {sample['answer']} · score {score}"]
+        text = "\n".join(textwrap.shorten(line, 90, placeholder="...") for line in lines)
+        axes.set_title("\n".join(textwrap.fill(line, 44) for line in text.splitlines()).replace("$", r"\$"), fontsize=9)
+        axes.axis("off")
+    figure.suptitle(f"{run_dir.name}, step {step}")
+    figure.savefig(run_dir / f"samples-{step}.png", dpi=70)
+
+
+PANELS = [
+    ("score", ["objective/scores", "eval/sampled_score", "eval/greedy_score"]),
+    ("held-out accuracy", ["eval/sampled_accuracy", "eval/greedy_accuracy", "eval/pass_at_k"]),
+    ("KL to the reference, nats per response", ["objective/kl"]),
+    ("response length, tokens", ["rollout/response_length_mean", "rollout/response_length_max"]),
+    ("policy entropy, nats per token", ["policy/entropy"]),
+    ("update", ["policy/approx_kl", "policy/clipfrac"]),
+    ("value loss", ["loss/value"]),
+    ("explained variance", ["val/explained_variance"]),
+]
 
 
 # =====================================================================================================================
@@ -1523,18 +1930,14 @@ def main(args: Args) -> dict[str, float]:
     transformers.utils.logging.disable_progress_bar()
     check_args(args, int(os.environ.get("WORLD_SIZE", 1)))
     run_dir = check_output(args)
-    resumed = read_trainer_state(args) if args.resume is not None else None
-    reward_fns = [
-        *([("accuracy", args.accuracy_weight, accuracy_reward)] if args.accuracy_weight > 0 else []),
-        *([("format", args.format_weight, format_reward)] if args.format_weight > 0 else []),
-        *(
-            [(args.reward_fn.rpartition(":")[2], 1.0, load_reward_fn(args.reward_fn))]
-            if args.reward_fn is not None
-            else []
-        ),
-    ]
+    resumed = None
+    if args.resume is not None:
+        resumed = read_trainer_state(args, fixed=("model", "critic_share_backbone", "zero_stage", "dtype"))
+        if resumed["step"] >= args.total_steps:
+            fail(f"--resume {args.resume} has done {resumed['step']} steps; raise --total-steps {args.total_steps}")
     rank, world_size, device = init_distributed()
     ranks, main_rank = (rank, world_size), rank == 0
+    sources = load_rewards(args, device)
     if world_size > 1:  # the name holds a time: all ranks take rank 0's
         names = [str(run_dir)]
         dist.broadcast_object_list(names)
@@ -1565,8 +1968,12 @@ def main(args: Args) -> dict[str, float]:
         )
 
     # Reward functions once on two empty responses: one that raises is found before the engines start and the run has a folder.
-    score_responses(reward_fns, [get_row(data, data["keep"][0])[0]] * 2, ["", ""], [end_ids[:1]] * 2)
+    state = SimpleNamespace(global_step=0, max_steps=args.total_steps)
+    score_responses(
+        sources, [get_row(data, data["keep"][0])] * 2, ["", ""], [end_ids[:1]] * 2, state, args.reward_timeout, device
+    )
 
+    disable_dropout(model)
     shared = enable_packing(model)
     updates_per_step = (
         args.num_ppo_epochs * args.rollout_batch_size * args.num_samples_per_prompt // args.train_batch_size
@@ -1575,28 +1982,40 @@ def main(args: Args) -> dict[str, float]:
     critic = reference = rollout_model = None
     if args.kl_coef > 0:
         reference_model = load_model(args.model, dtype)
+        disable_dropout(reference_model)
         enable_packing(reference_model)
         reference = make_reference(args, Policy(reference_model, args.temperature), dtype, device)
     if not args.critic_share_backbone:
         critic_model = load_model(args.model, dtype)
+        disable_dropout(critic_model)
         enable_packing(critic_model)
         critic_module = Critic(critic_model)
         if args.gradient_checkpointing:
             critic_module.backbone.gradient_checkpointing_enable()
-        critic = make_engine(args, critic_module, dtype, args.critic_learning_rate, total_updates)
+        critic = make_engine(args, critic_module, dtype, {"": args.critic_learning_rate}, total_updates)
     if args.zero_stage == 3:
         rollout_model = load_model(args.model, dtype).to(device).eval()
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    policy = Policy(model, args.temperature, value_head=args.critic_share_backbone)
-    actor = make_engine(args, policy, dtype, args.learning_rate, total_updates)
+    policy = Policy(model, args.temperature, make_value_head(model) if args.critic_share_backbone else None)
+    rates = {"": args.learning_rate, "value_head": args.critic_learning_rate}
+    actor = make_engine(args, policy, dtype, rates, total_updates)
+    engines = {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
+
+    def forward(pack) -> dict[str, torch.Tensor]:
+        """Log-probs and values (M,) of a pack, for the tables of the rollout."""
+        logprobs, _, values = actor(pack)
+        results = {"logprobs": logprobs, "values": values if critic is None else critic(pack)}
+        if reference is not None:
+            results["ref_logprobs"] = reference(pack)[0]
+        return results
 
     # From here on the run has a folder.
     first_step, episode, kl_coef, skipped_in_a_row, wandb_id = 0, 0, args.kl_coef, 0, None
     if resumed is not None:
-        state = load_checkpoint(args, actor, critic, world_size, rank)
-        first_step, episode, kl_coef = state["step"], state["episode"], state["kl_coef"]
-        skipped_in_a_row, wandb_id = state["skipped_in_a_row"], state["wandb_id"]
+        load_checkpoint(args, engines, resumed, world_size, rank)
+        first_step, episode, kl_coef = resumed["step"], resumed["episode"], resumed["kl_coef"]
+        skipped_in_a_row, wandb_id = resumed["skipped_in_a_row"], resumed["wandb_id"]
     loggers = []
     if main_rank:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -1621,33 +2040,39 @@ def main(args: Args) -> dict[str, float]:
     def rollout_engine():
         """The model that generates, with the newest weights."""
         if rollout_model is not None:
-            sync_rollout_model(actor, rollout_model)
+            sync_rollout_model(model, rollout_model)
             return rollout_model
         actor.eval()
-        return actor.module.model
+        return model
+
+    def run_evaluation(step: int) -> tuple[dict[str, float], list[dict]]:
+        results, samples = evaluate(generator_model, processor, eval_data, args, end_ids, sources, ranks, step)
+        if main_rank:
+            draw_samples(run_dir, step, [sample for sample in samples if sample["phase"] == "eval_sampled"], eval_data)
+        return results, samples
 
     metrics, before, last_eval = {}, {}, {}
     generator_model = rollout_engine()
     if eval_data is not None:
-        last_eval, samples = evaluate(generator_model, processor, eval_data, args, end_ids, reward_fns, ranks)
+        last_eval, samples = run_evaluation(first_step)
         before = last_eval
         log(first_step, {"train/step": first_step, "train/episode": episode, **last_eval}, samples)
-    bar = tqdm(total=args.total_steps, initial=first_step, desc="ppo_vl", unit="step", disable=not main_rank)
+    bar = tqdm(total=args.total_steps, initial=first_step, desc=SCRIPT, unit="step", disable=not main_rank)
     train_started = time.time()
     for step in range(first_step + 1, args.total_steps + 1):
         # --- 4. rollout ----------------------------------------------------------------------------------------------
         t0 = time.time()
-        indices = [
-            data["keep"][i] for i in batch_indices(step - 1, len(data["keep"]), args.rollout_batch_size, args.seed)
-        ]
+        start = (step - 1) * args.rollout_batch_size
+        positions = batch_indices(start, args.rollout_batch_size, len(data["keep"]), args.seed)
+        indices = [data["keep"][i] for i in positions]
         share = np.array_split(np.array(indices), world_size)[rank].tolist()
         generator = torch.Generator(device).manual_seed((args.seed * 1_000_003 + step) * 10_007 + rank)
         records, encoded = generate_and_score(
-            generator_model, processor, data, share, args.num_samples_per_prompt, args, end_ids, reward_fns,
-            args.temperature, generator,
+            generator_model, processor, data, share, args.num_samples_per_prompt, args, end_ids, sources,
+            args.temperature, generator, step,
         )  # fmt: skip
         records = gather_records(records, world_size)
-        rollout = make_rollout(records, end_ids)
+        rollout = make_rollout(records)
         t1 = time.time()
 
         # --- 5. score ------------------------------------------------------------------------------------------------
@@ -1655,14 +2080,13 @@ def main(args: Args) -> dict[str, float]:
             """Prompt g of this rollout; prepared anew, once, where another rank generated its responses."""
             index = rollout.row_indices[g]
             if index not in encoded:
-                row, where = get_row(data, index)
-                encoded[index] = encode_prompt(actor.module.model, processor, row, data["folder"], where)
+                encoded[index] = encode_prompt(model, processor, get_row(data, index))
             return encoded[index]
 
         actor.eval()
         if critic is not None:
             critic.eval()
-        score_rollout(args, rollout, sample_of, actor, critic, reference, shared, ranks)
+        score_rollout(args, rollout, sample_of, forward, shared, ranks, device)
         t2 = time.time()
 
         # --- 6. advantages -------------------------------------------------------------------------------------------
@@ -1697,7 +2121,6 @@ def main(args: Args) -> dict[str, float]:
 
         # --- 9. log --------------------------------------------------------------------------------------------------
         episode += len(rollout.response_ids)
-        lengths = mask.sum(1).float()
         kl_per_response = kl.sum(1)
         metrics = {
             "train/step": step,
@@ -1705,30 +2128,19 @@ def main(args: Args) -> dict[str, float]:
             "train/learning_rate": actor.get_lr()[0],
             "train/kl_coef": kl_coef,
             **update_metrics,
-            "objective/scores": rollout.scores.mean().item(),
-            "objective/scores_std": rollout.scores.std(correction=0).item(),
+            **rollout_metrics(records),
             "objective/kl": kl_per_response.mean().item(),
             "objective/rlhf_reward": (rollout.scores - kl_coef * kl_per_response).mean().item(),
             "objective/entropy": (-(rollout.logprobs * mask).sum(1)).mean().item(),
-            **{
-                f"reward/{name}": float(np.nanmean(x))
-                for name, x in rollout.components.items()
-                if not np.isnan(x).all()
-            },
+            "rollout/engine_logprob_diff_mean": (rollout.engine_logprobs - rollout.logprobs).abs()[mask].mean().item(),
+            "rollout/engine_logprob_diff_max": (rollout.engine_logprobs - rollout.logprobs).abs()[mask].max().item(),
             "val/explained_variance": explained_variance(rollout.values, returns, mask),
-            "rollout/response_length_mean": lengths.mean().item(),
-            "rollout/response_length_min": lengths.min().item(),
-            "rollout/response_length_max": lengths.max().item(),
-            "rollout/truncated_frac": float(np.mean(rollout.truncated)),
-            "rollout/zero_std_groups_frac": float(
-                np.mean([float(rollout.scores[m].max() == rollout.scores[m].min()) for _, m in rollout.groups])
-            ),
             "time/rollout": t1 - t0,
             "time/score": t2 - t1,
             "time/update": t3 - t2,
             "time/sync": t4 - t3,
             "time/total": t4 - t0,
-            "time/tokens_per_second": lengths.sum().item() / (t4 - t0),
+            "time/tokens_per_second": mask.sum().item() / (t4 - t0),
         }
         num_sequences = len(rollout.response_ids)
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, num_sequences)
@@ -1744,12 +2156,12 @@ def main(args: Args) -> dict[str, float]:
         # --- 10. eval and save ---------------------------------------------------------------------------------------
         last = step == args.total_steps
         if eval_data is not None and (last or (args.eval_steps and step % args.eval_steps == 0)):
-            last_eval, eval_samples = evaluate(generator_model, processor, eval_data, args, end_ids, reward_fns, ranks)
+            last_eval, eval_samples = run_evaluation(step)
             metrics |= last_eval
             samples += eval_samples
         log(step, metrics, samples)
         if main_rank and (last or (args.eval_steps and step % args.eval_steps == 0)):
-            draw_curves(run_dir)
+            draw_curves(run_dir, PANELS)
         if last or (args.save_steps and step % args.save_steps == 0):
             trainer_state = {
                 "step": step,
@@ -1759,7 +2171,8 @@ def main(args: Args) -> dict[str, float]:
                 "wandb_id": wandb_id,
                 "world_size": world_size,
             }
-            saved = save_checkpoint(args, run_dir, step, actor, critic, processor, trainer_state, metrics, ranks)
+            export = partial(export_model, model, processor, zero_stage=args.zero_stage, rank=rank)
+            saved = save_checkpoint(args, run_dir, step, engines, export, trainer_state, metrics, ranks)
 
     # --- 11. finish --------------------------------------------------------------------------------------------------
     bar.close()

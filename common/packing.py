@@ -201,6 +201,7 @@ class Pack:
     mm_token_type_ids: torch.Tensor | None  # fallback of M-RoPE models: (B, T)
     layout: Layout | None  # None in the fallback
     predict_from: torch.Tensor  # (M,): flat position of the hidden state that predicts each response token
+    last: torch.Tensor  # (S,): flat position of each response's last token
     targets: torch.Tensor  # (M,): the response tokens
     rows: list[tuple[int, int]]  # (response index, R), in the order of `targets`
     media: dict[str, dict[str, torch.Tensor]]  # kind -> processor-style tensors, one entry per different picture
@@ -233,7 +234,7 @@ def build_pack(
     """
     if not shared:
         return _build_rows(plan, prompts, responses)
-    input_ids, positions, layout, predict_from, targets, rows = [], [], [], [], [], []
+    input_ids, positions, layout, predict_from, last, targets, rows = [], [], [], [], [], [], []
     cu_q, cu_k, kv_index, offset = [0], [0], [], 0
     for g, members in plan:
         prompt = prompts[g]
@@ -245,7 +246,7 @@ def build_pack(
         cu_q.append(offset + P)
         cu_k.append(cu_k[-1] + P)
         kv_index.append(prompt_slice)
-        last, offset = offset + P - 1, offset + P
+        before, offset = offset + P - 1, offset + P
         for b in members:
             response = responses[b]
             R = len(response)
@@ -253,7 +254,8 @@ def build_pack(
             here = torch.arange(offset, offset + R)
             input_ids.append(response)
             positions.append((next_position + torch.arange(R)).expand(*prompt["position_ids"].shape[:-1], R))
-            predict_from.append(torch.cat([torch.tensor([last]), here[:-1]]))
+            predict_from.append(torch.cat([torch.tensor([before]), here[:-1]]))
+            last.append(offset + R - 1)
             targets.append(response)
             rows.append((b, R))
             cu_q.append(offset + R)
@@ -280,6 +282,7 @@ def build_pack(
             max_k=max(b - a for a, b in zip(cu_k, cu_k[1:])),
         ),
         predict_from=torch.cat([empty, *predict_from]),
+        last=torch.tensor(last, dtype=torch.long),
         targets=torch.cat([empty, *targets]),
         rows=rows,
         media=media,
@@ -292,12 +295,13 @@ def _build_rows(plan: list[tuple[int, list[int]]], prompts: list[dict], response
     sequences = [torch.cat([p["prompt_ids"], responses[b]]) if b is not None else p["prompt_ids"] for p, b in flat]
     T = max(len(s) for s in sequences)
     kinds = [p.get("mm_token_type_ids") for p, _ in flat]
-    predict_from, targets, rows = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)], []
+    predict_from, targets, last, rows = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)], [], []
     for i, (prompt, b) in enumerate(flat):
         if b is None:
             continue
         start = i * T + len(prompt["prompt_ids"]) - 1
         predict_from.append(torch.arange(start, start + len(responses[b])))
+        last.append(start + len(responses[b]))
         targets.append(responses[b])
         rows.append((b, len(responses[b])))
     media = {}
@@ -312,6 +316,7 @@ def _build_rows(plan: list[tuple[int, list[int]]], prompts: list[dict], response
         mm_token_type_ids=None if kinds[0] is None else torch.stack([F.pad(k, (0, T - len(k))) for k in kinds]),
         layout=None,
         predict_from=torch.cat(predict_from),
+        last=torch.tensor(last, dtype=torch.long),
         targets=torch.cat(targets),
         rows=rows,
         media=media,
@@ -426,26 +431,27 @@ def _skip_mask_of_packs(*args, attention_mask=None, **kwargs):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def forward_hidden(model, pack: Pack) -> torch.Tensor:
-    """Hidden states (M, H) that predict the response tokens of a pack; the vision tower runs once per different picture.
+def forward_hidden(model, pack: Pack, last: bool = False) -> torch.Tensor:
+    """Hidden states (M, H) that predict the response tokens of a pack, or with last=True those of each response's last token,
+    (S, H), which a score head reads. The vision tower runs once per different picture.
 
     model: a transformers *ForCausalLM, *ForConditionalGeneration, or the backbone of one. Response tokens must not contain
     image or video placeholders: only those of the prompt receive features (encode prompts and responses accordingly).
     """
-    base = model.base_model
+    base, positions = model.base_model, pack.last if last else pack.predict_from
     if pack.layout is None:
         inputs = {name: tensor for kind in MEDIA for name, tensor in pack.media[kind].items()}
         if pack.mm_token_type_ids is not None:
             inputs["mm_token_type_ids"] = pack.mm_token_type_ids
         hidden = base(input_ids=pack.input_ids, attention_mask=pack.attention_mask, use_cache=False, **inputs)
-        return hidden.last_hidden_state.flatten(0, 1)[pack.predict_from]
+        return hidden.last_hidden_state.flatten(0, 1)[positions]
     inputs = (
         {"mm_encoder_outputs": encode_media(base, pack.media, pack.media_order)} if any(pack.media.values()) else {}
     )
     hidden = base(
         input_ids=pack.input_ids, position_ids=pack.position_ids, layout=pack.layout, use_cache=False, **inputs
     ).last_hidden_state  # (1, N, H)
-    return hidden[0, pack.predict_from]
+    return hidden[0, positions]
 
 
 def encode_media(base, media: dict[str, dict[str, torch.Tensor]], order: dict[str, list[int]]) -> dict:

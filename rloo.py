@@ -1,0 +1,2299 @@
+"""RLOO: REINFORCE with a leave-one-out baseline, for text and vision-language models, in one file.
+
+Paper: Back to Basics, https://arxiv.org/abs/2402.14740 · leave-one-out baseline: https://openreview.net/forum?id=r1lgTGL5DE.
+Reference implementation of the same interface: huggingface/trl@f2cd577 trl/trainer/rloo_trainer.py. Differences:
+- prompts and pictures run once per group of responses, packed without padding (common/packing.py); the result is the same
+- an on-policy update has ratio exactly 1 and makes no forward for old log-probs: its own forward gives them, KL included
+- truncated responses that are masked leave the siblings' baseline too; a generation config's every EOS id ends a response
+- groups without signal are counted on the scores, before the KL is subtracted
+- log-probs in fp32, in chunks over the vocabulary; evaluation is greedy and sampled, with pass@k
+
+    python rloo.py                               # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
+    python rloo.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6 ...        # one GPU
+    deepspeed rloo.py --zero-stage 3 ...         # or: torchrun --standalone --nproc_per_node=8 rloo.py ...
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import inspect
+import io
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+from torch import nn
+
+import common  # noqa: F401  before transformers: mends torchvision beside a CPU-only torch
+from common.kl import kl_estimate
+from common.packing import (
+    build_pack,
+    enable_packing,
+    encode_media,
+    encode_vision_inputs,
+    flat_to_rows,
+    forward_hidden,
+    logprobs_from_hidden,
+    media_token_ids,
+    plan_packs,
+    prompt_positions,
+    rows_to_flat,
+    unique_media,
+)
+
+ROOT = Path(__file__).resolve().parent
+SCRIPT = Path(__file__).stem
+
+
+# =====================================================================================================================
+# args
+# =====================================================================================================================
+
+
+@dataclass
+class Args:
+    # --- experiment ---
+    seed: int = 1
+    """seed of model, data order and sampling; rank r samples with its own stream"""
+    output_dir: str = "runs"
+    """folder that holds one folder per run"""
+    run_name: str | None = None
+    """name of this run's folder; None: script, model, seed and time"""
+    resume: str | None = None
+    """checkpoint folder (runs/NAME/checkpoint-N) to continue from; the run goes on in its own folder"""
+
+    # --- model and data ---
+    model: str = "assets/tiny_vl"
+    """policy and reference start here: folder or hub id of a vision-language or text model"""
+    dataset: str = "easy-vqa"
+    """training prompts: easy-vqa (embedded), a .jsonl/.json/.parquet/.csv file, a saved dataset folder, or a hub id"""
+    dataset_split: str = "train"
+    """split of a hub id or of a saved dataset folder with several splits"""
+    eval_dataset: str | None = None
+    """held-out prompts, as --dataset; None: the test split of easy-vqa if that is the dataset, else no evaluation"""
+    eval_dataset_split: str = "test"
+    """split of --eval-dataset"""
+    prompt_column: str | None = None
+    """column with a string (<image> and <video> mark places) or chat messages; None: prompt, question, problem, messages"""
+    image_column: str | None = None
+    """column with one picture or a list (path, bytes, PIL); None: images, image"""
+    video_column: str | None = None
+    """column with one video or a list (file, or list of frames); None: videos, video"""
+    answer_column: str | None = None
+    """column with the reference answer; None: answer, reference, solution, ground_truth"""
+    system_prompt: str | None = None
+    """system message put before prompts that have none"""
+    plain_prompts: bool = False
+    """string prompts go to a text model as they are, without its chat template"""
+    chat_template_kwargs: str = "{}"
+    """JSON object handed to the chat template, for example '{"enable_thinking": false}'"""
+    max_prompt_length: int = 1024
+    """tokens, picture tokens counted; longer rows are dropped at the start and counted in the log"""
+    lora_rank: int = 0
+    """train low-rank adapters of this rank instead of all weights; the reference is the model without them; 0 = off"""
+    lora_alpha: float = 32.0
+    """the adapters' output is scaled by alpha / rank"""
+    lora_targets: str | None = None
+    """regular expression on names of linear modules that get an adapter; None: all linear layers of the language model"""
+    load_in_4bit: bool = False
+    """4-bit base weights (bitsandbytes, CUDA) below the adapters of --lora-rank"""
+
+    # --- rollout ---
+    total_steps: int = 50
+    """rollouts, each followed by its updates"""
+    rollout_batch_size: int = 32
+    """prompts per rollout, over all ranks"""
+    num_samples_per_prompt: int = 8
+    """responses per prompt (G)"""
+    generation_batch_size: int = 256
+    """responses generated side by side on one rank; lower it when generation runs out of memory"""
+    max_response_length: int = 24
+    """tokens, EOS counted; longer responses are truncated"""
+    temperature: float = 1.0
+    """sampling temperature; log-probs are those of the tempered policy"""
+    top_p: float = 1.0
+    """nucleus of the sampler; below 1 it draws from another distribution than the log-probs describe"""
+    skip_zero_std_groups: bool = False
+    """leave prompts whose responses all score alike out of the update"""
+    dynamic_sampling: int = 0
+    """replace such prompts by new ones, in at most this many further rounds per step; 0 = off (DAPO)"""
+
+    # --- algorithm ---
+    rewards: tuple[str, ...] = ("accuracy", "format")
+    """sources: accuracy, format, length, overlong, repetition, path.py:function, or the folder of a reward model"""
+    reward_weights: tuple[float, ...] = (0.9, 0.1)
+    """one weight per source; the score of a response is the weighted sum"""
+    reward_timeout: float = 600.0
+    """seconds that a reward function may take for one batch of responses"""
+    reward_clip: tuple[float, float] | None = None
+    """lowest and highest score; scores are clipped to it before the KL is subtracted"""
+    kl_coef: float = 0.01
+    """weight of the KL to the reference (paper: 0.03, TRL: 0.05); 0 = no reference model"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """per-token KL estimator; with --kl-loss prefer k2 or k3"""
+    kl_loss: bool = False
+    """KL as a loss term, differentiated, instead of a part of the reward"""
+    baseline: Literal["leave_one_out", "group_mean", "none"] = "leave_one_out"
+    """what is subtracted from a response's reward: the mean of its siblings, of the whole group, or nothing"""
+    normalize_advantages: bool = False
+    """shift and scale the advantages to mean 0, standard deviation 1 over the rollout"""
+    ratio_level: Literal["sequence", "sequence_mean", "token"] = "sequence"
+    """importance ratio of the whole response, its length-normalised form (GSPO), or of each token"""
+    clip_coef: float = 0.2
+    """the ratio is clipped from below at 1 - c"""
+    clip_coef_high: float | None = None
+    """the ratio is clipped from above at 1 + c; None: as --clip-coef"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus, nats per token"""
+    mask_truncated: bool = False
+    """responses cut by the length limit leave the loss and their siblings' baseline"""
+    num_iterations: int = 1
+    """passes over each rollout (TRL: 1)"""
+    train_batch_size: int = 256
+    """responses per optimizer step, over all ranks; a multiple of --num-samples-per-prompt"""
+    ref_sync_steps: int = 0
+    """move the reference towards the policy every this many steps (TR-DPO); 0 = never"""
+    ref_sync_alpha: float = 0.6
+    """reference = alpha * policy + (1 - alpha) * reference"""
+
+    # --- optimizer ---
+    learning_rate: float = 1e-4
+    """peak learning rate; the default suits the tiny model, pretrained ones of 2B and more want about 1e-6"""
+    lr_schedule: Literal["constant", "cosine"] = "cosine"
+    """shape after the warm-up"""
+    min_lr_ratio: float = 0.1
+    """the cosine ends at this fraction of the peak"""
+    warmup_steps: int = 5
+    """optimizer steps of linear warm-up"""
+    weight_decay: float = 0.0
+    """decoupled weight decay (AdamW)"""
+    adam_beta1: float = 0.9
+    """AdamW beta 1"""
+    adam_beta2: float = 0.95
+    """AdamW beta 2"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this norm"""
+    max_skipped_updates: int = 5
+    """stop after this many optimizer steps in a row with non-finite gradients"""
+
+    # --- DeepSpeed and memory ---
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """compute type; auto: bf16 on CUDA, fp32 on CPU. bf16 keeps fp32 master weights in the optimizer"""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """what DeepSpeed shards over ranks: 1 optimizer, 2 + gradients, 3 + parameters (rollouts then use an unsharded copy)"""
+    offload_optimizer: bool = False
+    """keep optimizer states and the optimizer step on the CPU (needs --zero-stage 1 or more)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, about a third more time"""
+    micro_batch_tokens: int = 8192
+    """tokens of one packed forward and backward on one rank; at least --max-prompt-length + --max-response-length"""
+
+    # --- logging and checkpoints ---
+    eval_steps: int = 10
+    """evaluate every this many steps, and before the first and after the last; 0 = only before and after"""
+    eval_samples: int = 250
+    """held-out prompts, a fixed random subset; 0 = all"""
+    eval_num_samples: int = 8
+    """sampled responses per held-out prompt, besides the greedy one: their mean, the best of them and pass@k"""
+    save_steps: int = 0
+    """checkpoint every this many steps, and always at the end; 0 = only at the end"""
+    save_total_limit: int = 2
+    """checkpoints kept, newest first"""
+    track: bool = False
+    """log to Weights and Biases too (WANDB_MODE=offline works)"""
+    wandb_project: str = "cleanrft"
+    """project for --track"""
+    tensorboard: bool = False
+    """log to TensorBoard too"""
+
+
+def fail(message: str) -> NoReturn:
+    """Bad input: one sentence that names the sample, file or flag and what to do; exit code 2."""
+    from tqdm import tqdm
+
+    tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also while a progress bar stands there
+    raise SystemExit(2)
+
+
+def parse_args(argv: list[str]) -> Args:
+    """The `deepspeed` launcher adds --local_rank; the environment says the same."""
+    return tyro.cli(Args, args=[arg for arg in argv if not arg.startswith("--local_rank")], description=__doc__)
+
+
+def check_ranges(args: Args, positive: str, not_negative: str, unit: str) -> None:
+    """Names of flags, by blanks, that must be > 0, >= 0, or within [0, 1]; None passes."""
+    for names, ok, what in (
+        (positive, lambda x: x > 0, "must be greater than 0"),
+        (not_negative, lambda x: x >= 0, "must not be negative"),
+        (unit, lambda x: 0 <= x <= 1, "must lie between 0 and 1"),
+    ):
+        for name in names.split():
+            value = getattr(args, name)
+            if value is not None and not ok(value):
+                fail(f"--{name.replace('_', '-')} {what}, not {value}")
+    if max(args.adam_beta1, args.adam_beta2) == 1:
+        fail("--adam-beta1 and --adam-beta2 must be less than 1")
+    if args.offload_optimizer and args.zero_stage == 0:
+        fail("--offload-optimizer needs --zero-stage 1 or more")
+
+
+def check_rollout_args(args: Args, world_size: int) -> None:
+    """What the scripts that sample have in common."""
+    G = args.num_samples_per_prompt
+    if args.top_p == 0:
+        fail("--top-p must be greater than 0")
+    if args.train_batch_size % G:
+        fail(
+            f"--train-batch-size {args.train_batch_size} must be a multiple of --num-samples-per-prompt {G}: the responses "
+            "of a prompt stay in one optimizer step"
+        )
+    if (args.rollout_batch_size * G) % args.train_batch_size:
+        fail(
+            f"--rollout-batch-size x --num-samples-per-prompt = {args.rollout_batch_size * G} must be a multiple of "
+            f"--train-batch-size {args.train_batch_size}"
+        )
+    if args.rollout_batch_size < world_size:
+        fail(f"--rollout-batch-size {args.rollout_batch_size} is less than one prompt for each of {world_size} ranks")
+    if args.micro_batch_tokens < args.max_prompt_length + args.max_response_length:
+        fail(
+            f"--micro-batch-tokens {args.micro_batch_tokens} is less than --max-prompt-length {args.max_prompt_length} + "
+            f"--max-response-length {args.max_response_length}: the longest response would not fit; raise it"
+        )
+    if not args.rewards:
+        fail("--rewards is empty: name at least one source of rewards")
+    if len(args.reward_weights) != len(args.rewards):
+        fail(
+            f"--reward-weights has {len(args.reward_weights)} weights, --rewards has {len(args.rewards)} sources "
+            f"({' '.join(args.rewards)}); give one weight per source"
+        )
+    parse_template_kwargs(args)
+
+
+def check_args(args: Args, world_size: int) -> None:
+    """Everything that can be known from the flags alone."""
+    check_ranges(
+        args,
+        positive="total_steps rollout_batch_size generation_batch_size max_prompt_length max_response_length temperature "
+        "reward_timeout clip_coef clip_coef_high num_iterations train_batch_size learning_rate max_grad_norm lora_alpha "
+        "max_skipped_updates micro_batch_tokens save_total_limit eval_num_samples num_samples_per_prompt",
+        not_negative="seed kl_coef entropy_coef warmup_steps weight_decay eval_steps eval_samples save_steps lora_rank "
+        "dynamic_sampling ref_sync_steps",
+        unit="top_p min_lr_ratio adam_beta1 adam_beta2 ref_sync_alpha",
+    )
+    if args.num_samples_per_prompt < 2 and args.baseline == "leave_one_out":
+        fail("--num-samples-per-prompt 1 has no siblings to leave one out of: use 2 or more, or --baseline none")
+    check_rollout_args(args, world_size)
+    check_lora_args(args)
+    if args.reward_clip is not None and args.reward_clip[0] >= args.reward_clip[1]:
+        fail(f"--reward-clip {args.reward_clip[0]} {args.reward_clip[1]}: the first must be less than the second")
+    if args.ref_sync_steps and (args.kl_coef == 0 or args.lora_rank):
+        fail("--ref-sync-steps needs a reference model of its own: --kl-coef greater than 0 and no --lora-rank")
+
+
+def parse_template_kwargs(args: Args) -> dict:
+    """--chat-template-kwargs -> dict."""
+    try:
+        kwargs = json.loads(args.chat_template_kwargs)
+        assert isinstance(kwargs, dict)
+    except (ValueError, AssertionError):
+        fail(
+            f"--chat-template-kwargs {args.chat_template_kwargs} is not a JSON object; write it as '{{\"name\": value}}'"
+        )
+    return kwargs
+
+
+def check_lora_args(args: Args) -> None:
+    if args.lora_targets is not None:
+        if args.lora_rank == 0:
+            fail("--lora-targets needs --lora-rank greater than 0")
+        try:
+            re.compile(args.lora_targets)
+        except re.error as error:
+            fail(f"--lora-targets {args.lora_targets} is not a regular expression ({error})")
+    if args.load_in_4bit and (args.lora_rank == 0 or args.zero_stage == 3 or not torch.cuda.is_available()):
+        fail("--load-in-4bit needs CUDA, --lora-rank greater than 0 and --zero-stage 2 or less")
+
+
+def check_output(args: Args) -> Path:
+    """-> the run's folder, which does not exist yet (it is made once model and data are known to be good)."""
+    if args.resume is not None:
+        return Path(args.resume).resolve().parent
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    run_dir = Path(args.output_dir) / (args.run_name or f"{SCRIPT}-{Path(args.model).name}-seed{args.seed}-{stamp}")
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        fail(f"--run-name {args.run_name}: {run_dir} exists already; choose another name, or continue it with --resume")
+    parent = next(folder for folder in [run_dir, *run_dir.absolute().parents] if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        fail(f"--output-dir {args.output_dir} can't be written: {parent} is not a writable folder")
+    return run_dir
+
+
+# =====================================================================================================================
+# data
+# =====================================================================================================================
+
+COLUMNS = {
+    "prompt": ("prompt", "question", "problem", "messages"),
+    "image": ("images", "image"),
+    "video": ("videos", "video"),
+    "answer": ("answer", "reference", "solution", "ground_truth"),
+}
+
+
+def load_rows(source: str, split: str):
+    """A `datasets.Dataset` from easy-vqa, a local file or folder, or the hub."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said once, by fail
+    if source == "easy-vqa":
+        return load_easy_vqa(split)
+    path = Path(source)
+    formats = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+    try:
+        if path.is_dir():
+            data = datasets.load_from_disk(source)
+            if isinstance(data, datasets.DatasetDict):
+                if split not in data:
+                    fail(f"{source} has no split {split!r}; it has {', '.join(data)}")
+                data = data[split]
+            return data
+        if path.is_file():
+            if path.suffix not in formats:
+                fail(
+                    f"{source}: unknown kind of file {path.suffix!r}; use {', '.join(formats)} or a saved dataset folder"
+                )
+            return datasets.load_dataset(formats[path.suffix], data_files=str(path), split="train")
+        if path.suffix in formats or source.startswith((".", "/", "~")):
+            fail(f"{source}: no such file or folder")
+        return datasets.load_dataset(source, split=split)
+    except Exception as error:
+        fail(f"{source} can't be read as a dataset: {one_line(error)}")
+
+
+def load_easy_vqa(split: str):
+    """easy-VQA (MIT): 64 x 64 drawings with questions, 13 possible answers; images and questions lie inside the package."""
+    import datasets
+    import easy_vqa
+
+    if split not in ("train", "test"):
+        fail(f"easy-vqa has the splits train and test, not {split!r}")
+    questions, answers, image_ids = getattr(easy_vqa, f"get_{split}_questions")()
+    paths = getattr(easy_vqa, f"get_{split}_image_paths")()
+    return datasets.Dataset.from_dict(
+        {"prompt": questions, "image": [str(paths[i]) for i in image_ids], "answer": answers}
+    )
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def find_columns(args: Args, names: list[str], source: str) -> dict[str, str | None]:
+    """-> {"prompt": its column, "image": its column or None, ...}: the flag, or the first sensible name that is there."""
+    columns = {}
+    for kind, candidates in COLUMNS.items():
+        chosen = getattr(args, f"{kind}_column")
+        if chosen is not None and chosen not in names:
+            fail(f"--{kind}-column {chosen}: {source} has no such column; it has {', '.join(names)}")
+        columns[kind] = chosen or next((name for name in candidates if name in names), None)
+    if columns["prompt"] is None:
+        fail(f"{source} has no prompt column ({', '.join(COLUMNS['prompt'])}); name it with --prompt-column")
+    if "accuracy" in args.rewards and columns["answer"] is None:
+        fail(
+            f"{source} has no answer column ({', '.join(COLUMNS['answer'])}), which the accuracy reward needs: name it with "
+            "--answer-column or take accuracy out of --rewards"
+        )
+    return columns
+
+
+def as_list(value: Any, video: bool = False) -> list:
+    """One picture or clip, a list of them, or None -> a list. A list of frames is one clip."""
+    if value is None:
+        return []
+    frames = video and isinstance(value, list) and value and not isinstance(value[0], (list, str))
+    return list(value) if isinstance(value, list) and not frames else [value]
+
+
+def read_messages(chat: Any, images: list, videos: list, where: str) -> tuple[list[dict], list, list]:
+    """A string or a chat, and its media -> messages whose contents are lists of text, image and video parts; all media.
+
+    Placeholders (<image>, <video> in strings; {"type": "image"} in message contents) say where media stand. A chat without
+    any gets them before the text of its first user message.
+    """
+    if isinstance(chat, str):
+        messages = [{"role": "user", "content": chat}]
+    elif isinstance(chat, list) and chat and all(isinstance(m, dict) and "role" in m and "content" in m for m in chat):
+        messages = [dict(m) for m in chat]
+    else:
+        fail(
+            f"{where}: the prompt must be a string or a list of messages with role and content, not {str(chat)[:80]!r}"
+        )
+    inline = {"image": [], "video": []}
+    for message in messages:
+        parts = []
+        for part in message["content"] if isinstance(message["content"], list) else [message["content"]]:
+            if isinstance(part, str):
+                part = {"type": "text", "text": part}
+            if not isinstance(part, dict) or part.get("type") not in ("text", "image", "video"):
+                fail(f"{where}: a message part must be text, image or video, not {str(part)[:80]!r}")
+            if part["type"] != "text":
+                if part.get(part["type"]) is not None:
+                    inline[part["type"]].append(part[part["type"]])
+                parts.append({"type": part["type"]})
+                continue
+            for piece in re.split(r"(<image>|<video>)", part.get("text") or ""):
+                if piece in ("<image>", "<video>"):
+                    parts.append({"type": piece[1:-1]})
+                elif piece:
+                    parts.append({"type": "text", "text": piece})
+        message["content"] = parts
+    images, videos = images + inline["image"], videos + inline["video"]
+    for kind, media in (("image", images), ("video", videos)):
+        places = sum(part["type"] == kind for message in messages for part in message["content"])
+        if places == 0 and media:
+            first = next((m for m in messages if m["role"] == "user"), messages[0])
+            first["content"] = [{"type": kind}] * len(media) + first["content"]
+        elif places != len(media):
+            fail(f"{where}: {places} {kind} placeholders but {len(media)} {kind}s; make them agree")
+    if not any(part["type"] == "text" and part["text"].strip() for m in messages for part in m["content"]):
+        fail(f"{where}: the prompt has no text")
+    return messages, images, videos
+
+
+def read_row(row: dict, data: dict, where: str) -> dict:
+    """One row in one shape: messages, images, videos, answer and the raw columns; pictures are not opened yet."""
+    columns = data["columns"]
+    media = {k: as_list(row[columns[k]] if columns[k] else None, k == "video") for k in ("image", "video")}
+    prompt = row[columns["prompt"]]
+    messages, images, videos = read_messages(prompt, media["image"], media["video"], where)
+    if data["system_prompt"] and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": [{"type": "text", "text": data["system_prompt"]}]}, *messages]
+    answer = row[columns["answer"]] if columns["answer"] else None
+    if columns["answer"] and answer is None:
+        fail(f"{where}: the answer in column {columns['answer']!r} is missing")
+    return {
+        "messages": messages,
+        "images": images,
+        "videos": videos,
+        "answer": answer,
+        "prompt": prompt,
+        "columns": row,
+        "plain": data["plain_prompts"] and isinstance(prompt, str),
+        "template_kwargs": data["template_kwargs"],
+        "folder": data["folder"],
+        "where": where,
+    }
+
+
+def load_image(source: Any, folder: Path, where: str):
+    """-> RGB picture from a path (relative ones are tried beside the dataset too), bytes, {"bytes", "path"} or PIL image."""
+    from PIL import Image
+
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str) and re.match(r"[a-z]+://", source):
+        fail(f"{where}: image {source[:80]} is a URL; download it and give its path")
+    try:
+        if isinstance(source, str):
+            path = Path(source).expanduser()
+            source = Image.open(path if path.is_absolute() or path.exists() else folder / path)
+        elif isinstance(source, bytes):
+            source = Image.open(io.BytesIO(source))
+        return source.convert("RGB")  # reads every pixel: a truncated file fails here
+    except Exception as error:
+        fail(f"{where}: image can't be read ({one_line(error)})")
+
+
+def load_video(source: Any, folder: Path, where: str) -> np.ndarray:
+    """-> frames (F, height, width, 3) uint8, from a list of pictures, or from a file that PIL (GIF, WebP) or PyAV can read."""
+    from PIL import Image, ImageSequence
+
+    if isinstance(source, list):
+        return np.stack([np.asarray(load_image(frame, folder, where)) for frame in source])
+    try:
+        path = Path(source).expanduser()
+        path = path if path.is_absolute() or path.exists() else folder / path
+        if path.suffix.lower() in (".gif", ".webp"):
+            return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(Image.open(path))])
+        import av
+
+        with av.open(str(path)) as container:
+            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    except Exception as error:
+        fail(f"{where}: video can't be read ({one_line(error)})")
+
+
+def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str:
+    """The chat template's text of the row's messages, with the prompt of the answer; placeholders not yet expanded.
+
+    messages: a whole chat to render instead, answers included and no prompt of another one.
+    """
+    tokenizer, where = getattr(processor, "tokenizer", processor), row["where"]
+    whole, messages = messages is not None, messages or row["messages"]
+    for text in (part["text"] for m in messages for part in m["content"] if part["type"] == "text"):
+        for token in tokenizer.all_special_tokens if tokenizer.chat_template is not None else []:
+            if token in text:
+                fail(f"{where}: the prompt's text contains the special token {token}; take it out")
+    if tokenizer is processor:
+        if row["images"] or row["videos"]:
+            fail(f"{where}: pictures or videos in a prompt for a text model; choose a vision-language --model")
+        messages = [{**m, "content": "".join(part["text"] for part in m["content"])} for m in messages]
+        if row["plain"] or tokenizer.chat_template is None:
+            contents = [m["content"] for m in messages]
+            if not whole:
+                return "\n".join(contents)
+            return "\n".join(contents[:-1]) + contents[-1] + (tokenizer.eos_token or "")
+    elif row["plain"]:
+        fail(f"{where}: --plain-prompts is for text models; a vision-language model needs its chat template")
+    if row["videos"] and getattr(processor, "video_processor", None) is None:
+        fail(f"{where}: videos in a prompt, but the processor of --model has no video processor; take them out")
+    try:
+        return processor.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not whole, **row["template_kwargs"]
+        )
+    except Exception as error:
+        fail(f"{where}: the chat template rejects the messages ({one_line(error)})")
+
+
+def run_processor(processor, row: dict, text: str) -> dict:
+    """Rendered text and the row's media -> the processor's tensors for this one sequence, placeholders expanded."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    kwargs = {"add_special_tokens": adds_special_tokens(tokenizer, row)}
+    if tokenizer is not processor:
+        if row["images"]:
+            kwargs["images"] = [load_image(image, row["folder"], row["where"]) for image in row["images"]]
+        if row["videos"]:
+            kwargs["videos"] = [load_video(video, row["folder"], row["where"]) for video in row["videos"]]
+            kwargs["do_sample_frames"] = False
+    try:
+        return processor(text=[text], return_tensors="pt", **kwargs)
+    except Exception as error:
+        fail(f"{row['where']}: the processor rejects the prompt ({one_line(error)})")
+
+
+def adds_special_tokens(tokenizer, row: dict) -> bool:
+    """A chat template has its own BOS; plain text gets the tokenizer's."""
+    return tokenizer.chat_template is None or row["plain"]
+
+
+def encode_prompt(model, processor, row: dict) -> dict:
+    """One prompt as common/packing.py takes it: prompt_ids (P,), position_ids (P,) or (3, P), images, videos."""
+    inputs = run_processor(processor, row, render_chat(processor, row))
+    return make_sample(model, inputs, inputs["input_ids"].shape[1])
+
+
+def make_sample(model, inputs: dict, length: int) -> dict:
+    """The first `length` tokens of processed inputs, with all of their media, as common/packing.py takes them."""
+    prompt_ids = inputs["input_ids"][0, :length]
+    if "mm_token_type_ids" in inputs:
+        inputs = {**inputs, "mm_token_type_ids": torch.as_tensor(inputs["mm_token_type_ids"])[:, :length]}
+    sample = {
+        "prompt_ids": prompt_ids,
+        "position_ids": prompt_positions(model, prompt_ids, inputs),
+        **encode_vision_inputs(inputs),
+    }
+    if "mm_token_type_ids" in inputs:
+        sample["mm_token_type_ids"] = inputs["mm_token_type_ids"][0]
+    return sample
+
+
+def encode_group(model, processor, row: dict, texts: list[str]) -> tuple[dict, list[torch.Tensor]]:
+    """Several rendered texts that begin alike, over the same media -> their common first tokens as a prompt that is
+    encoded once, and what is left of each, (R,) with R >= 1. Token for token the texts as the processor sees them alone."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    ids = tokenizer(texts, add_special_tokens=adds_special_tokens(tokenizer, row))["input_ids"]  # placeholders single
+    common_length = 0
+    while common_length < min(map(len, ids)) - 1 and len({row_ids[common_length] for row_ids in ids}) == 1:
+        common_length += 1
+    inputs = run_processor(processor, row, texts[0])
+    sample = make_sample(model, inputs, inputs["input_ids"].shape[1] - (len(ids[0]) - common_length))
+    media_ids = set(media_token_ids(model.config))
+    rests = [row_ids[common_length:] for row_ids in ids]
+    if any(media_ids & set(rest) for rest in rests):
+        fail(f"{row['where']}: a picture or video stands where the answers differ already; put it into the prompt")
+    return sample, [torch.tensor(rest) for rest in rests]
+
+
+def count_prompt_tokens(
+    processor, texts: list[str], image_sizes: list[list[tuple[int, int]]], special: bool
+) -> list[int]:
+    """Prompt lengths without preparing a pixel: text tokens, and per picture the processor's own count for its (H, W)."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=special)["input_ids"]]
+    sizes = [size for row in image_sizes for size in row]
+    if sizes:
+        tokens = iter(processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"])
+        lengths = [n + sum(next(tokens) - 1 for _ in row) for n, row in zip(lengths, image_sizes)]
+    return lengths
+
+
+def prepare_data(args: Args, model, processor, source: str, split: str, limit: int, show: bool) -> dict:
+    """Read, check and length-filter a dataset before training: what is wrong with a row is said here, not after an hour.
+
+    -> {"rows": Dataset, "columns", "folder", "source", "keep": indices of the rows that fit, "dropped": how many do not}.
+    Every picture is decoded once; limit > 0 takes a fixed random subset first.
+    """
+    from tqdm import tqdm
+
+    rows = load_rows(source, split)
+    if len(rows) == 0:
+        fail(f"{source} is empty")
+    data = {
+        "rows": rows,
+        "columns": find_columns(args, rows.column_names, source),
+        "folder": Path(source).parent if Path(source).is_file() else Path("."),
+        "source": source,
+        "system_prompt": args.system_prompt,
+        "plain_prompts": args.plain_prompts,
+        "template_kwargs": parse_template_kwargs(args),
+    }
+    indices = np.arange(len(rows))
+    if 0 < limit < len(rows):
+        indices = np.sort(np.random.default_rng(0).permutation(len(rows))[:limit])
+    special = adds_special_tokens(getattr(processor, "tokenizer", processor), {"plain": args.plain_prompts})
+    texts, image_sizes, lengths, sizes_by_path = [], [], {}, {}
+    for i in tqdm(indices.tolist(), desc=f"checking {source} ({split})", disable=not show, leave=False):
+        row = get_row(data, i)
+        texts.append(render_chat(processor, row))
+        image_sizes.append([])
+        for image in row["images"]:
+            size = sizes_by_path.get(image) if isinstance(image, str) else None
+            if size is None:
+                width, height = load_image(image, row["folder"], row["where"]).size
+                size = (height, width)
+                try:
+                    count_prompt_tokens(processor, [""], [[size]], special)
+                except Exception as error:
+                    fail(
+                        f"{row['where']}: the processor rejects an image of {width} x {height} pixels ({one_line(error)})"
+                    )
+                if isinstance(image, str):
+                    sizes_by_path[image] = size
+            image_sizes[-1].append(size)
+        if row["videos"]:
+            lengths[len(texts) - 1] = len(encode_prompt(model, processor, row)["prompt_ids"])
+    counted = count_prompt_tokens(
+        processor, texts, [[] if i in lengths else s for i, s in enumerate(image_sizes)], special
+    )
+    counted = [lengths.get(i, n) for i, n in enumerate(counted)]
+    keep = [int(i) for i, n in zip(indices, counted) if n <= args.max_prompt_length]
+    if not keep:
+        fail(
+            f"all {len(counted)} rows of {source} are longer than --max-prompt-length {args.max_prompt_length} "
+            f"(the shortest has {min(counted)} tokens)"
+        )
+    encode_prompt(model, processor, get_row(data, keep[0]))  # the whole path once, pixels and positions included
+    return {**data, "keep": keep, "dropped": len(counted) - len(keep)}
+
+
+def get_row(data: dict, index: int) -> dict:
+    where = f"{data['source']} row {index}"
+    try:
+        raw = data["rows"][index]
+    except Exception as error:
+        fail(f"{where} can't be read ({one_line(error)})")
+    return read_row(raw, data, where)
+
+
+def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
+    """Rows start ... start + count - 1 of one endless stream of shuffled epochs."""
+    stream = range(start, start + count)
+    epochs = {k // num_rows for k in stream}
+    order = {e: np.random.default_rng([seed, e]).permutation(num_rows) for e in epochs}
+    return [int(order[k // num_rows][k % num_rows]) for k in stream]
+
+
+# =====================================================================================================================
+# rewards
+# =====================================================================================================================
+
+
+def text_of(completion: str | list[dict]) -> str:
+    """A completion is a string, or where the prompt is a chat, a list with one assistant message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def accuracy_reward(completions: list, answer: list[Any], **columns) -> list[float]:
+    """1 when the text of the last <answer>...</answer> equals the reference, case and outer spaces ignored, else 0."""
+    found = [re.findall(r"<answer>(.*?)</answer>", text_of(c), re.DOTALL) for c in completions]
+    same = [bool(f) and f[-1].strip().lower() == str(a).strip().lower() for f, a in zip(found, answer)]
+    return [float(s) for s in same]
+
+
+def format_reward(completions: list, **columns) -> list[float]:
+    """1 when the whole response is [<think>...</think>] <answer>...</answer> with each tag once, else 0."""
+    inner = r"(?:(?!</?think>|</?answer>).)*"
+    pattern = re.compile(rf"\s*(?:<think>{inner}</think>\s*)?<answer>{inner}</answer>\s*", re.DOTALL)
+    return [float(pattern.fullmatch(text_of(c)) is not None) for c in completions]
+
+
+def length_reward(completion_ids: list[list[int]], max_length: int, **columns) -> list[float]:
+    """0 for an empty response down to -1 at the length limit."""
+    return [-len(ids) / max_length for ids in completion_ids]
+
+
+def overlong_reward(completion_ids: list[list[int]], max_length: int, **columns) -> list[float]:
+    """0 up to 4/5 of the length limit, then down to -1 at the limit. Source: https://arxiv.org/abs/2503.14476 eq. (13)."""
+    buffer = max_length / 5
+    return [min(0.0, (max_length - buffer - len(ids)) / buffer) for ids in completion_ids]
+
+
+def repetition_reward(completion_ids: list[list[int]], **columns) -> list[float]:
+    """Minus the share of 3-grams of tokens that occurred before. Source: https://arxiv.org/abs/2502.03373 app. B."""
+    grams = [[tuple(ids[i : i + 3]) for i in range(len(ids) - 2)] for ids in completion_ids]
+    return [len(set(g)) / len(g) - 1 if g else 0.0 for g in grams]
+
+
+RULES = {
+    "accuracy": accuracy_reward,
+    "format": format_reward,
+    "length": length_reward,
+    "overlong": overlong_reward,
+    "repetition": repetition_reward,
+}
+
+
+@dataclass
+class Reward:
+    name: str
+    weight: float
+    function: Callable  # of a rule or a user: keywords -> list; of a reward model: (rows, texts) -> list
+    is_model: bool = False
+    loop: asyncio.AbstractEventLoop | None = None  # where an `async def` function runs
+
+
+def load_rewards(args: Args, device: torch.device) -> list[Reward]:
+    """--rewards and --reward-weights -> sources. Functions of path.py:function follow TRL's protocol (see score_responses)."""
+    rewards, loop = [], asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    for source, weight in zip(args.rewards, args.reward_weights, strict=True):
+        if source in RULES:
+            rewards.append(Reward(source, weight, partial(RULES[source], max_length=args.max_response_length)))
+        elif re.search(r"\.py(:\w*)?$", source):
+            function = load_reward_fn(source)
+            on_loop = loop if inspect.iscoroutinefunction(function) else None
+            rewards.append(Reward(source.rpartition(":")[2], weight, function, loop=on_loop))
+        elif (Path(source) / "config.json").is_file():
+            name = Path(source).resolve().name
+            rewards.append(Reward(name, weight, load_reward_model(args, source, device), is_model=True))
+        else:
+            fail(
+                f"--rewards {source}: neither one of {', '.join(RULES)}, nor path.py:function, nor a reward model's folder"
+            )
+    names = [reward.name for reward in rewards]
+    if len(set(names)) < len(names):
+        fail(f"--rewards {' '.join(args.rewards)}: two sources are called {max(names, key=names.count)!r}; rename one")
+    return rewards
+
+
+def load_reward_fn(spec: str) -> Callable:
+    """path.py:function -> the function."""
+    import importlib.util
+
+    path, _, name = spec.rpartition(":")
+    if not path or not Path(path).is_file():
+        fail(f"--rewards {spec}: no such file; write it as path.py:function")
+    try:
+        module_spec = importlib.util.spec_from_file_location("reward_module", path)
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        fail(f"--rewards {spec}: {path} can't be imported ({one_line(error)})")
+    function = getattr(module, name, None)
+    if not callable(function):
+        fail(f"--rewards {spec}: {path} has no function {name!r}")
+    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
+        fail(f"--rewards {spec}: {name} must take **kwargs, since it is given every column of the dataset")
+    return function
+
+
+def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable:
+    """A sequence classifier with one label, or a vision-language folder of reward_bt.py -> (rows, texts) -> scores.
+
+    The chat template is the reward model's own. The responses of a prompt share its tokens and pictures, as in training.
+    """
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+    dtype = torch.float32 if device.type == "cpu" else "auto"
+    head_file = Path(folder) / "score.safetensors"
+    try:
+        if head_file.is_file():
+            model = AutoModel.from_pretrained(folder, dtype=dtype)
+            head = load_file(head_file)["score.weight"]  # (1, H)
+        else:
+            if AutoConfig.from_pretrained(folder).num_labels != 1:
+                fail(f"--rewards {folder} has more than one label; a reward model has one")
+            model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype)
+            head = model.score.weight if hasattr(model, "score") else None
+    except Exception as error:
+        fail(f"--rewards {folder} can't be loaded as a reward model ({one_line(error)})")
+    processor = load_processor(folder)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)) or "(?!)")  # the policy may write them
+    model = model.to(device).eval().requires_grad_(False)
+    if head is not None:
+        shared, head = enable_packing(model), head.to(device, model.dtype)
+
+    @torch.no_grad()
+    def score(rows: list[dict], texts: list[str]) -> list[float]:
+        prompts, sequences, groups = [], [], []
+        # Responses of one prompt stand side by side, and share its row.
+        for _, members in groupby(range(len(rows)), key=lambda b: id(rows[b])):
+            members = list(members)
+            row = {**rows[members[0]], "plain": False, "template_kwargs": {}}
+            clean = [special.sub("", texts[b]) for b in members]
+            chats = [[*row["messages"], {"role": "assistant", "content": [{"type": "text", "text": t}]}] for t in clean]
+            sample, rests = encode_group(model, processor, row, [render_chat(processor, row, chat) for chat in chats])
+            groups.append((len(prompts), members))
+            prompts.append(sample)
+            sequences += rests
+        if head is None:  # a classifier of another build, such as BERT: its own forward, row by row of a padded batch
+            whole = [torch.cat([prompts[g]["prompt_ids"], sequences[b]]) for g, members in groups for b in members]
+            return classify(model, whole, args.micro_batch_tokens, device)
+        lengths = [len(s["prompt_ids"]) for s in prompts], [len(s) for s in sequences]
+        longest = max(lengths[0][g] + lengths[1][b] for g, members in groups for b in members)
+        scores = torch.zeros(len(rows))
+        for pieces in plan_packs(groups, *lengths, max(args.micro_batch_tokens, longest))[0]:
+            pack = build_pack(pieces, prompts, sequences, shared).to(device)
+            values = forward_hidden(model, pack, last=True) @ head[0]
+            scores[[b for b, _ in pack.rows]] = values.float().cpu()
+        return scores.tolist()
+
+    return score
+
+
+def classify(model, sequences: list[torch.Tensor], max_tokens: int, device) -> list[float]:
+    """Sequences (T,) through a classifier's own forward, right-padded, in batches of about max_tokens -> scores."""
+    scores, rows = [], max(1, max_tokens // max(map(len, sequences)))
+    for start in range(0, len(sequences), rows):
+        batch = sequences[start : start + rows]
+        lengths = torch.tensor([len(s) for s in batch])
+        input_ids = nn.utils.rnn.pad_sequence(batch, batch_first=True).to(device)  # (rows, T)
+        attention_mask = (torch.arange(input_ids.shape[1])[None] < lengths[:, None]).long().to(device)
+        scores += model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0].float().tolist()
+    return scores
+
+
+def start_call(reward: Reward, keywords: dict, device: torch.device) -> concurrent.futures.Future:
+    """Call a reward function beside this thread, so that one that hangs can be left behind."""
+    if reward.loop is not None:
+        return asyncio.run_coroutine_threadsafe(reward.function(**keywords), reward.loop)
+    future = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a new thread begins on device 0
+            future.set_result(reward.function(**keywords))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def score_responses(
+    rewards: list[Reward],
+    rows: list[dict],
+    texts: list[str],
+    completion_ids: list[list[int]],
+    trainer_state: SimpleNamespace,
+    timeout: float,
+    device: torch.device,
+) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, dict]]:
+    """Scores (B,), their named components (B,), and what functions log. NaN: not applicable; a score is NaN when all are.
+
+    A function is called with keywords prompts, completions (strings, or where the dataset's prompt is a chat, lists with
+    one assistant message), completion_ids, answer, every column of the dataset, trainer_state (global_step, max_steps),
+    log_metric(name, number) and log_extra(column, values). It returns B values, each a number, None (not applicable) or a
+    dict of named components. `async def` functions run side by side, the others in order. Protocol: huggingface/trl@f2cd577.
+    """
+    B, logged = len(texts), {"metrics": {}, "extra": {}}
+    chats = [not isinstance(row["prompt"], str) for row in rows]
+    keywords = {
+        **{name: [row["columns"].get(name) for row in rows] for name in rows[0]["columns"]},
+        "answer": [row["answer"] for row in rows],
+        "prompts": [row["prompt"] for row in rows],
+        "completions": [[{"role": "assistant", "content": t}] if chat else t for t, chat in zip(texts, chats)],
+        "completion_ids": completion_ids,
+        "trainer_state": trainer_state,
+        "log_metric": lambda name, value: logged["metrics"].setdefault(name, []).append(float(value)),
+        "log_extra": lambda column, values: logged["extra"].update({column: list(values)}),
+    }
+    results, calls = {}, {}
+    for reward in sorted(rewards, key=lambda r: r.loop is None):  # asynchronous ones first: they run while others do
+        if reward.is_model:
+            results[reward.name] = reward.function(rows, texts)
+            continue
+        calls[reward.name] = start_call(reward, keywords, device)
+        if reward.loop is None:
+            concurrent.futures.wait([calls[reward.name]], timeout)
+    for name, call in calls.items():
+        try:
+            results[name] = call.result(timeout)
+        except Exception as error:
+            if not call.done():
+                fail(f"reward function {name} gave no answer within --reward-timeout {timeout:g} seconds")
+            fail(f"reward function {name} raised {one_line(error)}")
+    components, weights, owners = {}, {}, {}
+    for reward in rewards:
+        values, name = results[reward.name], reward.name
+        if not hasattr(values, "__len__") or len(values) != B:
+            got = f"{len(values)} values" if hasattr(values, "__len__") else type(values).__name__
+            fail(f"reward function {name} returned {got} for {B} responses; return one value per response")
+        for b, value in enumerate(values):
+            for key, x in (value if isinstance(value, dict) else {name: value}).items():
+                try:
+                    number = math.nan if x is None else float(x)
+                except (TypeError, ValueError):
+                    number = math.inf
+                if math.isinf(number) or (math.isnan(number) and x is not None):
+                    fail(f"reward function {name} returned {x!r} for {texts[b][:60]!r}; return a finite number or None")
+                if owners.setdefault(key, name) != name:
+                    fail(f"reward function {name} returns a component {key!r}, and so does {owners[key]}; rename it")
+                components.setdefault(key, np.full(B, np.nan))[b] = number
+                weights[key] = reward.weight
+    components = components or {reward.name: np.full(B, np.nan) for reward in rewards}  # empty dicts only
+    stacked = np.stack([weights.get(key, 0.0) * values for key, values in components.items()])  # (components, B)
+    scores = np.where(np.isnan(stacked).all(0), np.nan, np.nansum(stacked, axis=0))
+    return scores, components, logged
+
+
+# =====================================================================================================================
+# model
+# =====================================================================================================================
+
+
+def load_model(name: str, dtype: torch.dtype, four_bit: bool = False):
+    """A transformers vision-language or text model, by what its config says, on the CPU (4-bit: on the GPU)."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
+
+    path, kwargs = resolve_model(name), {}
+    if four_bit:
+        kwargs["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+    try:
+        config = AutoConfig.from_pretrained(path)
+        auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        return auto.from_pretrained(path, dtype=dtype, **kwargs)
+    except Exception as error:
+        fail(f"--model {name} can't be loaded ({one_line(error)})")
+
+
+def load_processor(name: str):
+    """Processor (vision-language) or tokenizer (text)."""
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+    path = resolve_model(name)
+    try:
+        has_vision = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path)
+    except Exception as error:
+        fail(f"--model {name}: its processor or tokenizer can't be loaded ({one_line(error)})")
+    if has_vision and getattr(processor, "chat_template", None) is None:
+        fail(f"--model {name} has no chat template, which says where pictures stand; choose an instruction-tuned model")
+    return processor
+
+
+def resolve_model(name: str) -> str:
+    """A folder as given, or beside this script (the embedded default works from any folder), or a hub id."""
+    if not Path(name).is_dir() and (ROOT / name).is_dir():
+        return str(ROOT / name)
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        fail(f"--model {name}: no such folder")
+    return name
+
+
+def end_token_ids(model, tokenizer) -> list[int]:
+    """All ids that end a response: those of the generation config, and the tokenizer's EOS."""
+    configured = model.generation_config.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+
+
+def add_lora(args: Args, model) -> None:
+    """Low-rank adapters on the linear layers of the language model, or on those that --lora-targets names; B starts at 0."""
+    from peft import LoraConfig
+
+    torch.manual_seed(args.seed)  # the adapters are drawn here
+    text = getattr(model.base_model, "language_model", model.base_model)
+    inside = {id(module) for module in text.modules()}
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if args.lora_targets is None:
+        targets = [name for name, module in linear.items() if id(module) in inside]
+    else:
+        targets = [name for name in linear if re.search(args.lora_targets, name)]
+    if not targets:
+        fail(
+            f"--lora-targets {args.lora_targets} matches no linear layer of --model {args.model}, such as {list(linear)[0]}"
+        )
+    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets))
+
+
+@contextlib.contextmanager
+def adapters_off(model):
+    """The model as it was before its adapters."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+class Policy(nn.Module):
+    """The actor (or the frozen reference): pack -> log-probs, entropy and, on a shared backbone, values."""
+
+    def __init__(self, model, temperature: float, value_head: nn.Module | None = None):
+        super().__init__()
+        self.model = model
+        self.value_head = value_head
+        self.temperature = temperature
+        self.suppressed_ids = media_token_ids(model.config)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        return self.model.get_output_embeddings().weight
+
+    def forward(self, pack, with_entropy: bool = False):
+        hidden = forward_hidden(self.model, pack)  # (M, H)
+        logprobs, entropy = logprobs_from_hidden(
+            hidden, self.head_weight, pack.targets, self.temperature, self.suppressed_ids, with_entropy
+        )
+        values = self.value_head(hidden)[:, 0].float() if self.value_head is not None else None  # (M,)
+        return logprobs, entropy, values
+
+
+def disable_dropout(model) -> None:
+    """Rollout, old and new log-probs must be of one function."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+# =====================================================================================================================
+# pure math: tensors in, tensors and metrics out
+# =====================================================================================================================
+
+
+def compute_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, baseline: str) -> torch.Tensor:
+    """A_i = R_i - b_i over the responses of a prompt. rewards (B,), group_ids (B,) integers -> (B,)
+
+    leave_one_out   b_i = mean of the siblings of i, so A = n / (n - 1) (R - mean); a response without siblings gets 0
+    group_mean      b_i = mean of the group, i included
+    none            b_i = 0
+    A group of equal rewards gives exactly 0 (with a baseline): its spread would be rounding.
+
+    rewards [1, 2, 6], one group -> leave_one_out [-3, -1.5, 4.5], group_mean [-2, -1, 3]
+    Source: https://arxiv.org/abs/2402.14740 sec. 2.2.
+    """
+    assert rewards.shape == group_ids.shape and rewards.dim() == 1
+    if baseline == "none" or len(rewards) == 0:
+        return rewards.clone()
+    num_groups = int(group_ids.max()) + 1
+    rewards_64, zeros = rewards.double(), torch.zeros(num_groups, dtype=torch.float64, device=rewards.device)
+    count = zeros.index_add(0, group_ids, torch.ones_like(rewards_64))
+    mean = zeros.index_add(0, group_ids, rewards_64) / count.clamp(min=1)
+    highest = zeros.scatter_reduce(0, group_ids, rewards_64, "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, group_ids, rewards_64, "amin", include_self=False)
+    advantages = rewards_64 - mean[group_ids]
+    if baseline == "leave_one_out":
+        advantages = advantages * (count / (count - 1).clamp(min=1))[group_ids]
+    return torch.where((highest == lowest)[group_ids], 0.0, advantages).to(rewards.dtype)
+
+
+def normalize(advantages: torch.Tensor) -> torch.Tensor:
+    """(A - mean) / std over all responses of the rollout (B,); all equal: 0."""
+    std = advantages.double().std(correction=0)
+    if std <= 1e-8 * advantages.abs().max():
+        return torch.zeros_like(advantages)
+    return ((advantages.double() - advantages.double().mean()) / std).to(advantages.dtype)
+
+
+def compute_rloo_loss(
+    new_logprobs: torch.Tensor,
+    logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    owner: torch.Tensor,
+    ratio_level: str,
+    clip_coef: float,
+    clip_coef_high: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Clipped surrogate of each response (S,), and metrics (S,). new_logprobs, logprobs (M,) of the tokens of S responses,
+    owner (M,) the response of each token, advantages (S,).
+
+    sequence        rho = exp(sum_t logratio_t)       L = -min(rho A, clip(rho, 1 - c, 1 + c_high) A)
+    sequence_mean   rho = exp(mean_t logratio_t)      the same L, whose gradient is 1 / length of it (GSPO)
+    token           rho_t = exp(logratio_t)           L = sum_t -min(rho_t A, clip(rho_t, 1 - c, 1 + c_high) A)
+    Where new = old, rho is 1 and the gradient of `sequence` and `token` is -A grad log p(response): REINFORCE.
+
+    logratio [.1, .2] of one response, A 1, c .2 -> sequence -1.2 (rho e^.3, clipped), sequence_mean -e^.15, token -e^.1 - 1.2
+    Sources: https://arxiv.org/abs/2402.14740, GSPO https://arxiv.org/abs/2507.18071 eq. (7), PPO https://arxiv.org/abs/1707.06347.
+    """
+    S = len(advantages)
+
+    def per_response(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(S, dtype=x.dtype, device=x.device).index_add(0, owner, x)
+
+    logratio, A = new_logprobs - logprobs, advantages
+    length = per_response(torch.ones_like(logratio)).clamp(min=1)
+    if ratio_level == "token":
+        A = advantages[owner]
+    elif ratio_level == "sequence":
+        logratio = per_response(logratio)
+    else:
+        logratio = per_response(logratio) / length
+    ratio = logratio.clamp(-20, 20).exp()  # a whole response's ratio can leave fp32
+    unclipped, clipped = -A * ratio, -A * ratio.clamp(1 - clip_coef, 1 + clip_coef_high)
+    loss = torch.maximum(unclipped, clipped)
+    metrics = {
+        "policy/ratio": ratio.detach(),
+        "policy/clipfrac_low": ((ratio < 1 - clip_coef) & (A < 0)).float(),
+        "policy/clipfrac_high": ((ratio > 1 + clip_coef_high) & (A > 0)).float(),
+    }
+    if ratio_level == "token":
+        loss = per_response(loss)
+        metrics = {name: per_response(x) / length for name, x in metrics.items()}
+    return loss, metrics
+
+
+def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, schedule: str, min_ratio: float) -> float:
+    """Factor on the peak learning rate at optimizer step `step` (from 0): linear warm-up, then constant or cosine."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if schedule == "constant":
+        return 1.0
+    progress = min((step - warmup_steps) / max(1, total_steps - warmup_steps), 1.0)
+    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+# =====================================================================================================================
+# rollout
+# =====================================================================================================================
+
+
+@dataclass
+class Rollout:
+    """Responses of one step, the same on every rank. B = responses in the order of their prompts, R = longest."""
+
+    row_indices: list[int]  # dataset row of each prompt
+    groups: list[tuple[int, list[int]]]  # (prompt, its responses)
+    prompt_lengths: list[int]
+    response_ids: list[torch.Tensor]  # B x (R_b,), EOS included where it was drawn
+    response_mask: torch.Tensor  # (B, R) bool
+    scores: torch.Tensor  # (B,)
+    engine_logprobs: torch.Tensor  # (B, R) of the sampler
+    logprobs: torch.Tensor  # (B, R) of the policy at rollout
+    ref_logprobs: torch.Tensor  # (B, R) of the frozen reference
+    values: torch.Tensor | None = None  # (B, R) of a critic, where there is one
+
+    @property
+    def group_ids(self) -> torch.Tensor:  # (B,)
+        return torch.cat([torch.full((len(members),), i) for i, (_, members) in enumerate(self.groups)])
+
+
+@torch.no_grad()
+def generate(
+    model, samples: list[dict], num_samples: int, args: Args, end_ids: list[int], temperature: float, generator
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[bool]]:
+    """Sample `num_samples` responses per prompt (temperature 0: greedy) -> len(samples) * num_samples responses (R_b,), the
+    log-prob of each token (R_b,), and whether the response was cut by the length limit instead of ending by itself.
+
+    Every prompt is prefilled once, left-padded beside the others, every picture encoded once; then the cache is expanded to
+    num_samples rows per prompt. Placeholder ids are never drawn: the trainer's log-probs mask the same ids.
+    """
+    base, head, device = model.base_model, model.get_output_embeddings(), model.device
+    suppressed = media_token_ids(model.config)
+    G, P = num_samples, max(len(s["prompt_ids"]) for s in samples)
+    pad = [P - len(s["prompt_ids"]) for s in samples]
+    input_ids = torch.stack([F.pad(s["prompt_ids"], (n, 0)) for s, n in zip(samples, pad)]).to(device)  # (S, P)
+    attention_mask = torch.stack([F.pad(torch.ones(P - n, dtype=torch.long), (n, 0)) for n in pad]).to(device)  # (S, P)
+    position_ids = torch.stack([F.pad(s["position_ids"], (n, 0)) for s, n in zip(samples, pad)], dim=-2).to(device)
+    next_position = position_ids.amax(-1).amax(0) if position_ids.dim() == 3 else position_ids.amax(-1)  # (S,)
+    media, order = {}, {}
+    for kind in ("images", "videos"):
+        tensors, order[kind] = unique_media(samples, kind)
+        media[kind] = {name: tensor.to(device) for name, tensor in tensors.items()}
+    vision = {"mm_encoder_outputs": encode_media(base, media, order)} if any(media.values()) else {}
+    out = base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=True, **vision)
+    cache, hidden = out.past_key_values, out.last_hidden_state[:, -1].repeat_interleave(G, dim=0)  # (S * G, H)
+    cache.batch_repeat_interleave(G)
+    attention_mask, next_position = (x.repeat_interleave(G, dim=0) for x in (attention_mask, next_position + 1))
+    end, rows = torch.tensor(end_ids, device=device), torch.arange(len(samples) * G, device=device)
+    tokens = torch.zeros(len(rows), args.max_response_length, dtype=torch.long, device=device)  # (S * G, R)
+    logprobs = torch.zeros(tokens.shape, device=device)  # (S * G, R)
+    lengths = torch.zeros(len(rows), dtype=torch.long, device=device)
+    for t in range(args.max_response_length):
+        logits = head(hidden).float()  # (rows, V)
+        logits[:, suppressed] = float("-inf")
+        logp = (logits / (temperature or 1.0)).log_softmax(-1)
+        token = sample_token(logp, temperature, args.top_p, generator)  # (rows,)
+        tokens[rows, t], lengths[rows] = token, t + 1
+        logprobs[rows, t] = logp.gather(1, token[:, None])[:, 0]
+        alive = (~torch.isin(token, end)).nonzero()[:, 0]
+        if len(alive) < len(rows):  # finished responses leave the batch
+            cache.batch_select_indices(alive)
+            rows, token, attention_mask, next_position = (
+                x[alive] for x in (rows, token, attention_mask, next_position)
+            )
+        if len(rows) == 0 or t + 1 == args.max_response_length:
+            break
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
+        step_ids = next_position[:, None] if position_ids.dim() == 2 else next_position[:, None].expand(3, -1, 1)
+        out = base(
+            input_ids=token[:, None], attention_mask=attention_mask, position_ids=step_ids,
+            past_key_values=cache, use_cache=True,
+        )  # fmt: skip
+        hidden, next_position = out.last_hidden_state[:, -1], next_position + 1
+    cut, lengths = set(rows.tolist()), lengths.tolist()  # rows that are left have not ended
+    return (
+        [row[:n].clone() for row, n in zip(tokens.cpu(), lengths)],
+        [row[:n].clone() for row, n in zip(logprobs.cpu(), lengths)],
+        [b in cut for b in range(len(lengths))],
+    )
+
+
+def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, generator) -> torch.Tensor:
+    """logprobs (B, V) at the temperature -> ids (B,). Keeps the likeliest tokens up to and with the one that reaches top_p."""
+    if temperature == 0:
+        return logprobs.argmax(-1)
+    probs = logprobs.exp()
+    if top_p < 1:
+        ordered, order = probs.sort(-1, descending=True)
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+        probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
+    return torch.multinomial(probs, 1, generator=generator)[:, 0]
+
+
+def generate_and_score(
+    model,
+    processor,
+    data: dict,
+    indices: list[int],
+    num_samples: int,
+    args: Args,
+    end_ids: list[int],
+    rewards: list[Reward],
+    temperature: float,
+    generator,
+    step: int,
+) -> tuple[list[dict], dict[int, dict]]:
+    """This rank's share of some prompts -> one record per prompt with its responses and their rewards, and the encoded
+    prompts by dataset row."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    G, rows = num_samples, [get_row(data, index) for index in indices]
+    samples, responses, logprobs, truncated = [], [], [], []
+    prompts_at_once = max(1, args.generation_batch_size // G)
+    for start in range(0, len(rows), prompts_at_once):
+        samples += [encode_prompt(model, processor, row) for row in rows[start : start + prompts_at_once]]
+        parts = generate(model, samples[start:], G, args, end_ids, temperature, generator)
+        for everything, part in zip((responses, logprobs, truncated), parts):
+            everything += part
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    repeated = [row for row in rows for _ in range(G)]
+    state = SimpleNamespace(global_step=step, max_steps=args.total_steps, max_response_length=args.max_response_length)
+    scores, components, logged = np.zeros(0), {}, {"metrics": {}, "extra": {}}
+    if rows:
+        ids = [response.tolist() for response in responses]
+        scores, components, logged = score_responses(
+            rewards, repeated, texts, ids, state, args.reward_timeout, model.device
+        )
+    records = []
+    for i, row in enumerate(rows):
+        own = slice(i * G, (i + 1) * G)
+        records.append(
+            {
+                "row": indices[i],
+                "messages": row["messages"],
+                "images": [
+                    x if isinstance(x, str) else f"{row['where']} image {k}" for k, x in enumerate(row["images"])
+                ],
+                "answer": row["answer"],
+                "prompt_length": len(samples[i]["prompt_ids"]),
+                "response_ids": responses[own],
+                "engine_logprobs": logprobs[own],
+                "truncated": truncated[own],
+                "texts": texts[own],
+                "scores": scores[own],
+                "components": {name: values[own] for name, values in components.items()},
+                "extra": {name: values[own] for name, values in logged["extra"].items()},
+                "metrics": logged["metrics"] if i == 0 else {},
+            }
+        )
+    return records, dict(zip(indices, samples))
+
+
+def gather_records(records: list[dict], world_size: int) -> list[dict]:
+    """Records of all ranks, in the order of the ranks' shares."""
+    if world_size == 1:
+        return records
+    parts = [None] * world_size
+    dist.all_gather_object(parts, records)
+    return [record for part in parts for record in part]
+
+
+def make_rollout(records: list[dict], mask_truncated: bool = False) -> Rollout:
+    """Flatten the gathered records. Responses to which no reward applies (all None) are left out, with a warning, and with
+    mask_truncated those that the length limit cut: out of the loss and out of their siblings' baseline."""
+    groups, response_ids, scores, engine, unscored = [], [], [], [], 0
+    for g, record in enumerate(records):
+        members = []
+        for k, ids in enumerate(record["response_ids"]):
+            unscored += math.isnan(record["scores"][k])
+            if math.isnan(record["scores"][k]) or (mask_truncated and record["truncated"][k]):
+                continue
+            members.append(len(response_ids))
+            response_ids.append(ids)
+            scores.append(record["scores"][k])
+            engine.append(record["engine_logprobs"][k])
+        if members:
+            groups.append((g, members))
+    total = sum(len(record["response_ids"]) for record in records)
+    if unscored == total:
+        fail("every reward function returned None for every response of a rollout; return a number for some of them")
+    if unscored:
+        logging.getLogger(SCRIPT).warning(f"no reward for {unscored} of {total} responses: left out")
+    lengths = torch.tensor([len(ids) for ids in response_ids], dtype=torch.long)
+    mask = torch.arange(int(lengths.max()) if len(lengths) else 0)[None] < lengths[:, None]  # (B, R)
+    engine_logprobs = torch.zeros(mask.shape)
+    for b, logprobs in enumerate(engine):
+        engine_logprobs[b, : len(logprobs)] = logprobs
+    return Rollout(
+        row_indices=[record["row"] for record in records],
+        groups=groups,
+        prompt_lengths=[record["prompt_length"] for record in records],
+        response_ids=response_ids,
+        response_mask=mask,
+        scores=torch.tensor(scores, dtype=torch.float32),
+        engine_logprobs=engine_logprobs,
+        logprobs=torch.zeros(mask.shape),
+        ref_logprobs=torch.zeros(mask.shape),
+    )
+
+
+def rollout_metrics(records: list[dict]) -> dict[str, float]:
+    """What is known of all responses of a rollout, those included that are left out of the update."""
+    flat = {name: np.concatenate([record[name] for record in records]) for name in ("scores", "truncated")}
+    lengths = np.array([len(ids) for record in records for ids in record["response_ids"]])
+    groups = [s[~np.isnan(s)] for s in (np.asarray(record["scores"]) for record in records)]
+    groups = [s for s in groups if len(s)]
+    metrics = {
+        "objective/scores": float(np.nanmean(flat["scores"])),
+        "objective/scores_std": float(np.nanstd(flat["scores"])),
+        "rollout/response_length_mean": float(lengths.mean()),
+        "rollout/response_length_min": float(lengths.min()),
+        "rollout/response_length_max": float(lengths.max()),
+        "rollout/truncated_frac": float(flat["truncated"].mean()),
+        "rollout/group_std": float(np.mean([s.std() for s in groups])),
+        "rollout/zero_std_groups_frac": float(np.mean([s.max() == s.min() for s in groups])),
+    }
+    for name in sorted({name for record in records for name in record["components"]}):
+        values = np.concatenate([record["components"][name] for record in records if name in record["components"]])
+        if not np.isnan(values).all():
+            metrics[f"reward/{name}"] = float(np.nanmean(values))
+    for name in sorted({name for record in records for name in record["metrics"]}):  # of log_metric, one list per rank
+        metrics[name] = float(np.mean([x for record in records for x in record["metrics"].get(name, [])]))
+    return metrics
+
+
+def score_rollout(
+    args: Args, rollout: Rollout, sample_of: Callable, forward: Callable, shared: bool, ranks: tuple[int, int], device
+) -> None:
+    """Fill tables of the rollout: one no-grad `forward` of each packed batch gives {name of the table: (M,)}."""
+    rank, world_size = ranks
+    tables = {}
+    for pack in packs_of_rank(args, rollout, rollout.groups, sample_of, shared, rank, world_size, device):
+        with torch.no_grad():
+            results = forward(pack)
+        for name, flat in results.items():
+            table = tables.get(name, torch.zeros(rollout.response_mask.shape))
+            tables[name] = flat_to_rows(flat.cpu(), pack, table)
+    for name, table in tables.items():
+        setattr(rollout, name, sum_over_ranks(table, world_size, device))
+
+
+def sum_over_ranks(table: torch.Tensor, world_size: int, device) -> torch.Tensor:
+    """Every entry was filled in on exactly one rank."""
+    if world_size > 1:
+        table = table.to(device)
+        dist.all_reduce(table)
+    return table.cpu()
+
+
+def packs_of_rank(args: Args, rollout: Rollout, groups, sample_of, shared: bool, rank: int, world_size: int, device):
+    """Yield this rank's packs of some groups. All ranks yield equally many: collectives inside a forward need everyone."""
+    lengths = [len(ids) for ids in rollout.response_ids]
+    plan = plan_packs(groups, rollout.prompt_lengths, lengths, args.micro_batch_tokens, world_size)[rank]
+    filler = [(groups[0][0], [])]  # a prompt without responses: no loss, but the same collectives
+    with_media = None
+    if args.zero_stage == 3 and world_size > 1:  # the vision tower is gathered on all ranks or on none
+        with_media = next((g for g, _ in groups if has_media(sample_of(g))), None)
+    for pieces in plan:
+        pieces = pieces or filler
+        if with_media is not None and not any(has_media(sample_of(g)) for g, _ in pieces):
+            pieces = [*pieces, (with_media, [])]
+        yield build_pack(pieces, {g: sample_of(g) for g, _ in pieces}, rollout.response_ids, shared).to(device)
+
+
+def has_media(sample: dict) -> bool:
+    return bool(sample["images"] or sample["videos"])
+
+
+# =====================================================================================================================
+# DeepSpeed
+# =====================================================================================================================
+
+
+def init_distributed() -> tuple[int, int, torch.device]:
+    """-> rank, world size, device. Without a launcher: one process and no port, so that runs never collide."""
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ and world_size > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+    if not dist.is_initialized():
+        backend = "nccl" if cuda else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even without a launcher
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+    return rank, world_size, device
+
+
+def deepspeed_config(args: Args, dtype: torch.dtype, train: bool) -> dict:
+    """One pack is one micro-batch. Batch sizes stay 1 here: the number of packs per optimizer step varies, so
+    `set_gradient_accumulation_boundary` ends a step, and the losses carry their own global denominators."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": args.max_grad_norm if train else 0.0,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": {
+            "stage": args.zero_stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_scatter": dist.get_backend() != "gloo",  # gloo has none
+            "stage3_param_persistence_threshold": 10_000,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs on the CPU too, and needs no compiler
+        "steps_per_print": 2**31,
+    }
+    if args.offload_optimizer and train:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return config
+
+
+def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, rates: dict[str, float], total_updates: int):
+    """DeepSpeed engine with AdamW (no decay on vectors) and the schedule.
+
+    rates: peak learning rate by beginning of a parameter's name; the longest that fits counts.
+    """
+    import deepspeed
+
+    if args.zero_stage == 3 and hasattr(module, "head_weight"):  # read outside its own module's forward
+        deepspeed.zero.register_external_parameter(module, module.head_weight)
+    groups = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            rate = rates[max((start for start in rates if name.startswith(start)), key=len)]
+            decay = args.weight_decay if parameter.dim() > 1 else 0.0
+            groups.setdefault((rate, decay, parameter.dim() > 1), []).append(parameter)
+    groups = [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay, _), params in groups.items()]
+    fused = torch.cuda.is_available() and not args.offload_optimizer
+    optimizer = torch.optim.AdamW(groups, betas=(args.adam_beta1, args.adam_beta2), fused=fused)
+
+    def factor(step: int) -> float:
+        return learning_rate_factor(step, args.warmup_steps, total_updates, args.lr_schedule, args.min_lr_ratio)
+
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        lr_scheduler=lambda wrapped: torch.optim.lr_scheduler.LambdaLR(wrapped, factor),
+        config=deepspeed_config(args, dtype, train=True),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def make_reference(args: Args, module: nn.Module, dtype: torch.dtype, device: torch.device):
+    """The frozen reference: sharded like the actor under ZeRO-3, a plain module otherwise."""
+    module = module.eval().requires_grad_(False)
+    if args.zero_stage < 3:
+        return module.to(device)
+    import deepspeed
+
+    deepspeed.zero.register_external_parameter(module, module.head_weight)
+    engine, *_ = deepspeed.initialize(
+        model=module, config=deepspeed_config(args, dtype, train=False), dist_init_required=False
+    )
+    return engine
+
+
+@torch.no_grad()
+def sync_reference(args: Args, actor, reference) -> None:
+    """TR-DPO: reference = alpha * policy + (1 - alpha) * reference. Source: https://arxiv.org/abs/2404.09656 eq. (4)."""
+    import deepspeed
+
+    target, zero_3 = getattr(reference, "module", reference), args.zero_stage == 3
+    for new, old in zip(actor.module.parameters(), target.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([new, old], modifier_rank=0, enabled=zero_3):
+            old.lerp_(new.to(old.dtype), args.ref_sync_alpha)
+
+
+def optimizer_step(engine) -> tuple[float, bool]:
+    """Clip, step, advance the schedule -> gradient norm before clipping (of the global loss), whether the step was taken.
+
+    Gradients are reduced over ranks before they are looked at, so all ranks decide alike about a non-finite step. Under
+    ZeRO and bf16 DeepSpeed skips it; its plain fp32 path has no such check, which is why one stands here.
+    """
+    if not engine.zero_optimization() and not engine.bfloat16_enabled():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+        finite = bool(norm.isfinite())
+        if not finite:
+            engine.zero_grad()
+            return float("nan"), False
+        engine.step()
+        return float(norm), finite
+    engine.step()
+    taken = engine.was_step_applied()
+    return float(engine.get_global_grad_norm()) if taken else float("nan"), taken
+
+
+def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
+    """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call)."""
+    import deepspeed
+
+    names = set(module.state_dict())
+    state = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name in names}
+    for name, parameter in module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=zero_stage == 3):
+            state[name] = parameter.detach().clone()
+    return state
+
+
+def merged_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
+    """Weights of the plain model: adapters, if any, are added to copies of what they adapt, W + alpha / rank B A.
+
+    Out of place: merging and unmerging in bf16 would wear the base weights down, a little at every export.
+    """
+    state = gathered_state_dict(model, zero_stage)
+    for name, module in model.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        A, B = (state.pop(f"{name}.lora_{side}.default.weight") for side in "AB")  # (rank, in), (out, rank)
+        weight = state.pop(f"{name}.base_layer.weight")
+        if getattr(module.base_layer.weight, "quant_state", None) is not None:
+            from bitsandbytes.functional import dequantize_4bit
+
+            weight = dequantize_4bit(module.base_layer.weight.data, module.base_layer.weight.quant_state).to(A.dtype)
+        delta = module.scaling["default"] * (B.float() @ A.float())
+        state[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
+        if module.base_layer.bias is not None:
+            state[f"{name}.bias"] = state.pop(f"{name}.base_layer.bias")
+    return state
+
+
+def sync_rollout_model(model, rollout_model) -> None:
+    """ZeRO-3 only: copy the trained weights into the unsharded model that generates."""
+    missing, unexpected = rollout_model.load_state_dict(merged_state_dict(model, 3), strict=False)
+    assert not unexpected and set(missing) <= set(rollout_model.all_tied_weights_keys), (missing, unexpected)
+
+
+@torch.no_grad()
+def load_weights(module: nn.Module, file: Path, zero_stage: int) -> None:
+    """What gathered_state_dict gave, back into the module (collective under ZeRO-3)."""
+    import deepspeed
+
+    state = torch.load(file, map_location="cpu")
+    for name, parameter in module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=zero_stage == 3):
+            parameter.copy_(state[name])
+
+
+def update_policy(
+    args: Args,
+    rollout: Rollout,
+    advantages: torch.Tensor | None,
+    on_policy: bool,
+    sample_of: Callable,
+    actor,
+    shared: bool,
+    ranks: tuple[int, int],
+    step: int,
+) -> tuple[dict[str, float], list[bool]]:
+    """num_iterations passes over the rollout in shuffled mini-batches -> metrics and, per optimizer step, whether it was taken.
+
+    on_policy: there is one optimizer step, so the log-probs of its own forward are the old ones: the ratio is exactly 1, and
+    advantages=None means that they too are computed here, since the KL in the reward needs those log-probs.
+    """
+    rank, world_size = ranks
+    device, clip_high = actor.device, args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
+    sums, ratio_max, norms, taken = {}, torch.zeros((), device=device), [], []
+    totals = {"responses": 0, "tokens": 0}
+    group_ids, logprobs_table = rollout.group_ids, torch.zeros(rollout.response_mask.shape)
+    advantages_table = torch.zeros(rollout.scores.shape)
+    num_batches = args.rollout_batch_size * args.num_samples_per_prompt // args.train_batch_size
+    for iteration in range(args.num_iterations):
+        # the same order on all ranks
+        order = np.random.default_rng([args.seed, step, iteration]).permutation(len(rollout.groups))
+        for batch in np.array_split(order, num_batches):
+            groups = [rollout.groups[i] for i in batch]
+            if not groups:  # fewer groups than optimizer steps are left
+                continue
+            # The denominators: responses and tokens of the whole optimizer step, on all ranks. DeepSpeed averages gradients
+            # over ranks, hence the factor world_size; scale_wrt_gas=False keeps it from dividing again.
+            members = [b for _, own in groups for b in own]
+            num_responses, num_tokens = len(members), sum(len(rollout.response_ids[b]) for b in members)
+            totals = {"responses": totals["responses"] + num_responses, "tokens": totals["tokens"] + num_tokens}
+            packs = list(packs_of_rank(args, rollout, groups, sample_of, shared, rank, world_size, device))
+            for i, pack in enumerate(packs):
+                actor.set_gradient_accumulation_boundary(i == len(packs) - 1)
+                new_logprobs, entropy, _ = actor(pack, with_entropy=True)  # (M,)
+                rows = torch.tensor([b for b, _ in pack.rows], dtype=torch.long)  # (S,) responses of this pack
+                lengths = torch.tensor([R for _, R in pack.rows], dtype=torch.long, device=device)
+                owner = torch.repeat_interleave(lengths)  # (M,) which of them a token belongs to
+                ref_logprobs = rows_to_flat(rollout.ref_logprobs, pack).to(device)  # (M,)
+                if on_policy:
+                    logprobs = new_logprobs.detach()
+                    logprobs_table = flat_to_rows(logprobs.cpu(), pack, logprobs_table)
+                else:
+                    logprobs = rows_to_flat(rollout.logprobs, pack).to(device)
+                if advantages is None:
+                    kl = kl_estimate(logprobs, ref_logprobs, args.kl_estimator)
+                    kl = torch.zeros(len(rows), device=device).index_add(0, owner, kl).cpu()  # (S,)
+                    shaped = rollout.scores[rows] - args.kl_coef * kl
+                    A = compute_advantages(shaped, group_ids[rows], args.baseline)  # the groups of this pack are whole
+                else:
+                    A = advantages[rows]
+                advantages_table[rows] = A
+                pg_loss, metrics = compute_rloo_loss(
+                    new_logprobs, logprobs, A.to(device), owner, args.ratio_level, args.clip_coef, clip_high
+                )  # (S,)
+                loss = pg_loss.sum() / num_responses - args.entropy_coef * entropy.sum() / num_tokens
+                logratio = (new_logprobs - logprobs).detach()
+                metrics |= {
+                    "loss/policy": pg_loss,
+                    "policy/entropy": entropy,
+                    "policy/approx_kl": torch.expm1(logratio) - logratio,
+                }
+                if args.kl_loss and args.kl_coef > 0:
+                    kl = kl_estimate(new_logprobs, ref_logprobs, args.kl_estimator)
+                    loss = loss + args.kl_coef * kl.sum() / num_responses
+                    metrics["loss/kl"] = torch.zeros(len(rows), device=device).index_add(0, owner, kl)
+                actor.backward(loss * world_size, scale_wrt_gas=False)
+                for name, values in metrics.items():
+                    sums[name] = sums.get(name, 0.0) + values.detach().sum()
+                ratio_max = torch.maximum(ratio_max, metrics["policy/ratio"].max()) if len(rows) else ratio_max
+            norm, ok = optimizer_step(actor)
+            norms.append(norm)
+            taken.append(ok)
+    names = sorted(sums)
+    sums = torch.stack([sums[name] for name in names])
+    if world_size > 1:
+        dist.all_reduce(sums)
+        dist.all_reduce(ratio_max, dist.ReduceOp.MAX)
+    over = {name: "tokens" if name in ("policy/entropy", "policy/approx_kl") else "responses" for name in names}
+    metrics = {name: x / totals[over[name]] for name, x in zip(names, sums.tolist())}
+    if on_policy:
+        rollout.logprobs = sum_over_ranks(logprobs_table, world_size, device)
+    if advantages is None:
+        advantages = sum_over_ranks(advantages_table, world_size, device)
+    metrics |= {
+        "policy/ratio_max": ratio_max.item(),
+        "objective/advantages_mean": advantages.mean().item(),
+        "objective/advantages_std": advantages.std(correction=0).item(),
+        "train/grad_norm": float(np.mean([n for n in norms if math.isfinite(n)] or [0.0])),
+        "train/skipped_updates": taken.count(False),
+    }
+    return metrics, taken
+
+
+# =====================================================================================================================
+# evaluate
+# =====================================================================================================================
+
+
+def evaluate(
+    model,
+    processor,
+    data: dict,
+    args: Args,
+    end_ids: list[int],
+    rewards: list[Reward],
+    ranks: tuple[int, int],
+    step: int,
+) -> tuple[dict[str, float], list[dict]]:
+    """Held-out prompts over all ranks: one greedy response and eval_num_samples sampled ones each; its own random stream.
+
+    eval/sampled_*: mean over prompts and samples; eval/best_score: mean over prompts of the best sample's score;
+    eval/pass_at_k: prompts of which at least one of the k samples has accuracy 1.
+    """
+    rank, world_size = ranks
+    indices = [data["keep"][i] for i in range(rank, len(data["keep"]), world_size)]
+    metrics, samples = {}, []
+    for mode, temperature, count in (("greedy", 0.0, 1), ("sampled", args.temperature, args.eval_num_samples)):
+        generator = torch.Generator(model.device).manual_seed(args.seed * 1_000_003 + rank)
+        records, _ = generate_and_score(
+            model, processor, data, indices, count, args, end_ids, rewards, temperature, generator, step
+        )
+        records = gather_records(records, world_size)
+        names = sorted({name for record in records for name in record["components"]})
+        missing = np.full(count, np.nan)
+        tables = {name: np.stack([r["components"].get(name, missing) for r in records]) for name in names}
+        tables["score"] = np.stack([record["scores"] for record in records])  # (prompts, count)
+        for name, table in tables.items():
+            if not np.isnan(table).all():
+                metrics[f"eval/{mode}_{name}"] = float(np.nanmean(table))
+        lengths = [len(ids) for record in records for ids in record["response_ids"]]
+        metrics[f"eval/{mode}_length"] = float(np.mean(lengths))
+        samples += [sample_record(record, 0, f"eval_{mode}") for record in records[:16]]
+    metrics["eval/best_score"] = float(np.nan_to_num(tables["score"], nan=-np.inf).max(1).mean())
+    if "accuracy" in tables:
+        metrics["eval/pass_at_k"] = float((tables["accuracy"] == 1).any(1).mean())
+    return {**metrics, "eval/num_samples": len(records)}, samples
+
+
+# =====================================================================================================================
+# save, resume, log
+# =====================================================================================================================
+
+
+def sample_record(record: dict, k: int, phase: str) -> dict:
+    """What samples.jsonl holds of one response."""
+    components = {name: None if math.isnan(v[k]) else float(v[k]) for name, v in record["components"].items()}
+    return {
+        "phase": phase,
+        "row": record["row"],
+        "messages": record["messages"],
+        "images": record["images"],
+        "answer": record["answer"],
+        "response": record["texts"][k],
+        "score": None if math.isnan(record["scores"][k]) else float(record["scores"][k]),
+        "components": components,
+        **{name: values[k] for name, values in record["extra"].items()},
+    }
+
+
+def save_checkpoint(
+    args: Args, run_dir: Path, step: int, engines: dict, export: Callable, state: dict, metrics: dict[str, float], ranks
+) -> Path:
+    """checkpoint-N: a Hugging Face folder that loads by itself, and state/ with all that --resume needs.
+
+    engines: name -> engine. export(folder) writes the Hugging Face folder. Written under a temporary name and renamed when
+    complete. Collective: all ranks call, and export too.
+    """
+    rank, world_size = ranks
+    final, folder = run_dir / f"checkpoint-{step}", run_dir / f"checkpoint-{step}.tmp"
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    barrier(world_size)
+    for name, engine in engines.items():
+        engine.save_checkpoint(str(folder / "state" / name), tag="engine")
+    torch.save({"torch": torch.get_rng_state(), "numpy": np.random.get_state()}, folder / "state" / f"rng_{rank}.pt")
+    export(folder)
+    if rank == 0:
+        (folder / "state" / "trainer_state.json").write_text(json.dumps({**state, "args": asdict(args)}, indent=2))
+        (folder / "README.md").write_text(checkpoint_readme(args, step, metrics))
+    barrier(world_size)
+    if rank == 0:
+        if final.exists():
+            shutil.rmtree(final)
+        folder.rename(final)
+        kept = sorted(int(p.name[11:]) for p in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name))
+        for old in [n for n in kept if n <= step][: -args.save_total_limit]:  # later ones: a run that was left behind
+            shutil.rmtree(run_dir / f"checkpoint-{old}")
+    barrier(world_size)
+    return final
+
+
+def export_model(model, processor, folder: Path, zero_stage: int, rank: int) -> None:
+    """Weights (adapters merged), config, tokenizer, processor and chat template. Collective: all ranks call."""
+    weights = merged_state_dict(model, zero_stage)
+    if rank == 0:
+        plain = model
+        if any(hasattr(module, "lora_A") for module in model.modules()):
+            with torch.device("meta"):  # the same architecture without adapters, and without its quantization
+                plain = type(model)(model.config)
+            plain.config.__dict__.pop("quantization_config", None)
+            plain.generation_config = model.generation_config
+        plain.save_pretrained(folder, state_dict={name: tensor.cpu() for name, tensor in weights.items()})
+        processor.save_pretrained(folder)
+
+
+def checkpoint_readme(args: Args, step: int, metrics: dict[str, float]) -> str:
+    rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in sorted(metrics.items()))
+    flags = "\n".join(f"| {name} | {value} |" for name, value in asdict(args).items())
+    return (
+        f"# {SCRIPT}, step {step}\n\nTrained by `{SCRIPT}.py` from `{args.model}` on `{args.dataset}`.\n\n"
+        f"## Metrics\n\n| metric | value |\n|---|---|\n{rows}\n\n## Arguments\n\n| argument | value |\n|---|---|\n{flags}\n"
+    )
+
+
+def load_checkpoint(args: Args, engines: dict, state: dict, world_size: int, rank: int) -> None:
+    """Engine states and random states of --resume."""
+    folder = Path(args.resume)
+    if state["world_size"] != world_size:
+        fail(f"--resume {folder} was saved by {state['world_size']} ranks, not {world_size}; start as many")
+    try:
+        for name, engine in engines.items():
+            if engine.load_checkpoint(str(folder / "state" / name), tag="engine")[0] is None:
+                raise FileNotFoundError(folder / "state" / name)
+        random_state = torch.load(folder / "state" / f"rng_{rank}.pt", weights_only=False)
+    except Exception as error:
+        fail(f"--resume {folder} does not fit this run ({one_line(error)})")
+    torch.set_rng_state(random_state["torch"])
+    np.random.set_state(random_state["numpy"])
+
+
+def read_trainer_state(args: Args, fixed: tuple[str, ...]) -> dict:
+    """Read and check trainer_state.json before any model is loaded. fixed: flags that must be as they were."""
+    path = Path(args.resume) / "state" / "trainer_state.json"
+    if not path.is_file():
+        fail(f"--resume {args.resume}: no checkpoint of this script there ({path} is missing)")
+    try:
+        state = json.loads(path.read_text())
+    except ValueError as error:
+        fail(f"--resume {args.resume}: {path} can't be read ({one_line(error)})")
+    for name in fixed:
+        saved, flag = state["args"].get(name), "--" + name.replace("_", "-")
+        if saved != getattr(args, name):
+            fail(f"--resume {args.resume} was saved with {flag} {saved}, not {getattr(args, name)}; use the same")
+    return state
+
+
+def barrier(world_size: int) -> None:
+    if world_size > 1:
+        dist.barrier()
+
+
+def append_jsonl(path: Path, records: list[dict]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(record, default=str) + "\n" for record in records)
+
+
+def truncate_jsonl(path: Path, key: str, last_step: int) -> None:
+    """Drop what an interrupted run wrote after the checkpoint that is resumed."""
+    if path.exists():
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("")
+        append_jsonl(path, [record for record in records if record[key] <= last_step])
+
+
+def start_loggers(args: Args, run_dir: Path, wandb_id: str | None) -> tuple[list[Callable], str | None]:
+    """-> functions (step, metrics) for Weights and Biases and TensorBoard, as asked for, and the wandb run id."""
+    loggers = []
+    if args.track:
+        import wandb
+
+        run = wandb.init(
+            project=args.wandb_project, name=run_dir.name, config=asdict(args), dir=run_dir, id=wandb_id, resume="allow"
+        )
+        wandb_id = run.id
+        loggers.append(lambda step, metrics: run.log(metrics, step=step))
+    if args.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(run_dir / "tensorboard")
+        loggers.append(lambda step, metrics: [writer.add_scalar(name, x, step) for name, x in metrics.items()])
+    return loggers, wandb_id
+
+
+def draw_curves(run_dir: Path, panels: list[tuple[str, list[str]]]) -> None:
+    """curves.png from metrics.jsonl: one panel per (title, metrics)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    history = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    figure = Figure(figsize=(16, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, names) in zip(figure.subplots(2, 4).flat, panels):
+        for name in names:
+            points = [(m["train/step"], m[name]) for m in history if m.get(name) is not None]
+            if points:
+                axes.plot(*zip(*points), label=name, marker="o" if name.startswith("eval/") else None, markersize=4)
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=8)
+    figure.suptitle(run_dir.name)
+    figure.savefig(run_dir / "curves.png", dpi=90)
+
+
+def draw_samples(run_dir: Path, step: int, samples: list[dict], data: dict) -> None:
+    """samples-N.png: held-out prompts with their pictures, and what the model said."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 11), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, sample in zip(figure.subplots(3, 4).flat, samples):
+        row = get_row(data, sample["row"])
+        if row["images"]:
+            axes.imshow(load_image(row["images"][0], row["folder"], row["where"]))
+        asked = " ".join(part["text"] for part in row["messages"][-1]["content"] if part["type"] == "text")
+        score = "-" if sample["score"] is None else f"{sample['score']:.2f}"
+        lines = [asked, f"said: {sample['response']}", f"right: {sample['answer']} · score {score}"]
+        text = "\n".join(textwrap.shorten(line, 90, placeholder="...") for line in lines)
+        axes.set_title("\n".join(textwrap.fill(line, 44) for line in text.splitlines()).replace("$", r"\$"), fontsize=9)
+        axes.axis("off")
+    figure.suptitle(f"{run_dir.name}, step {step}")
+    figure.savefig(run_dir / f"samples-{step}.png", dpi=70)
+
+
+PANELS = [
+    ("score", ["objective/scores", "eval/sampled_score", "eval/greedy_score"]),
+    ("held-out accuracy", ["eval/sampled_accuracy", "eval/greedy_accuracy", "eval/pass_at_k"]),
+    ("KL to the reference, nats per response", ["objective/kl"]),
+    ("response length, tokens", ["rollout/response_length_mean", "rollout/response_length_max"]),
+    ("policy entropy, nats per token", ["policy/entropy"]),
+    ("update", ["policy/approx_kl", "policy/clipfrac_low", "policy/clipfrac_high"]),
+    ("groups without signal, truncated responses", ["rollout/zero_std_groups_frac", "rollout/truncated_frac"]),
+    ("gradient norm", ["train/grad_norm"]),
+]
+
+
+# =====================================================================================================================
+# main
+# =====================================================================================================================
+
+
+def main(args: Args) -> dict[str, float]:
+    """Train; -> the last metrics."""
+    # --- 1. setup ----------------------------------------------------------------------------------------------------
+    import transformers
+    from tqdm import tqdm
+
+    started = time.time()
+    transformers.utils.logging.disable_progress_bar()
+    check_args(args, int(os.environ.get("WORLD_SIZE", 1)))
+    run_dir = check_output(args)
+    resumed = None
+    if args.resume is not None:
+        fixed = ("model", "zero_stage", "dtype", "lora_rank", "lora_targets", "ref_sync_steps")
+        resumed = read_trainer_state(args, fixed)
+        if resumed["step"] >= args.total_steps:
+            fail(f"--resume {args.resume} has done {resumed['step']} steps; raise --total-steps {args.total_steps}")
+    rank, world_size, device = init_distributed()
+    ranks, main_rank = (rank, world_size), rank == 0
+    sources = load_rewards(args, device)
+    if world_size > 1:  # the name holds a time: all ranks take rank 0's
+        names = [str(run_dir)]
+        dist.broadcast_object_list(names)
+        run_dir = Path(names[0])
+    torch.manual_seed(args.seed)
+    np.random.seed(args.seed)
+    auto_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = {"auto": auto_dtype, "fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+
+    # --- 2. models and engines ---------------------------------------------------------------------------------------
+    processor = load_processor(args.model)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    model = load_model(args.model, dtype, args.load_in_4bit)
+    end_ids = end_token_ids(model, tokenizer)
+    if not end_ids:
+        fail(
+            f"--model {args.model}: neither its generation config nor its tokenizer has an EOS token, so no response can end"
+        )
+
+    # --- 3. data -----------------------------------------------------------------------------------------------------
+    # Before the engines: a bad row should not cost their start-up. The model is needed for its position ids only.
+    data = prepare_data(args, model, processor, args.dataset, args.dataset_split, 0, main_rank)
+    eval_source = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None)
+    eval_data = None
+    if eval_source is not None:
+        eval_data = prepare_data(
+            args, model, processor, eval_source, args.eval_dataset_split, args.eval_samples, main_rank
+        )
+
+    # Reward functions once on two empty responses: one that raises is found before the engines start and the run has a folder.
+    state = SimpleNamespace(global_step=0, max_steps=args.total_steps)
+    score_responses(
+        sources, [get_row(data, data["keep"][0])] * 2, ["", ""], [end_ids[:1]] * 2, state, args.reward_timeout, device
+    )
+
+    disable_dropout(model)
+    shared = enable_packing(model)
+    num_batches = args.rollout_batch_size * args.num_samples_per_prompt // args.train_batch_size
+    on_policy = num_batches * args.num_iterations == 1
+    total_updates = args.total_steps * num_batches * args.num_iterations
+    reference = rollout_model = None
+    if args.kl_coef > 0 and args.lora_rank == 0:
+        reference_model = load_model(args.model, dtype)
+        disable_dropout(reference_model)
+        enable_packing(reference_model)
+        reference = make_reference(args, Policy(reference_model, args.temperature), dtype, device)
+    if args.zero_stage == 3:
+        rollout_model = load_model(args.model, dtype).to(device).eval()
+    if args.lora_rank:
+        add_lora(args, model)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        if args.lora_rank:
+            model.enable_input_require_grads()  # frozen embeddings would cut the graph before the first checkpoint
+    actor = make_engine(args, Policy(model, args.temperature), dtype, {"": args.learning_rate}, total_updates)
+    reference_module = getattr(reference, "module", reference)
+
+    def forward(pack, with_policy: bool) -> dict[str, torch.Tensor]:
+        """Log-probs (M,) of a pack, for the tables of the rollout."""
+        results = {"logprobs": actor(pack)[0]} if with_policy else {}
+        if reference is not None:
+            results["ref_logprobs"] = reference(pack)[0]
+        elif args.kl_coef > 0:
+            with adapters_off(model):
+                results["ref_logprobs"] = actor(pack)[0]
+        return results
+
+    # From here on the run has a folder.
+    first_step, episode, cursor, skipped_in_a_row, wandb_id = 0, 0, 0, 0, None
+    if resumed is not None:
+        load_checkpoint(args, {"actor": actor}, resumed, world_size, rank)
+        first_step, episode, cursor = resumed["step"], resumed["episode"], resumed["cursor"]
+        skipped_in_a_row, wandb_id = resumed["skipped_in_a_row"], resumed["wandb_id"]
+        if args.ref_sync_steps:
+            load_weights(reference_module, Path(args.resume) / "state" / "reference.pt", args.zero_stage)
+    loggers = []
+    if main_rank:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        truncate_jsonl(run_dir / "metrics.jsonl", "train/step", first_step)
+        truncate_jsonl(run_dir / "samples.jsonl", "step", first_step)
+        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        loggers, wandb_id = start_loggers(args, run_dir, wandb_id)
+        print(
+            f"{run_dir}: {len(data['keep'])} training prompts ({data['dropped']} over --max-prompt-length dropped), "
+            f"{len(eval_data['keep']) if eval_data else 0} held out, {world_size} rank(s) on {device.type}, {dtype}",
+            flush=True,
+        )
+
+    def log(step: int, metrics: dict[str, float], samples: list[dict]) -> None:
+        if main_rank:
+            finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}  # JSON has no NaN
+            append_jsonl(run_dir / "metrics.jsonl", [finite])
+            append_jsonl(run_dir / "samples.jsonl", [{"step": step, **sample} for sample in samples])
+            for logger in loggers:
+                logger(step, metrics)
+
+    def rollout_engine():
+        """The model that generates, with the newest weights."""
+        if rollout_model is not None:
+            sync_rollout_model(model, rollout_model)
+            return rollout_model
+        actor.eval()
+        return model
+
+    def run_evaluation(step: int) -> tuple[dict[str, float], list[dict]]:
+        results, samples = evaluate(generator_model, processor, eval_data, args, end_ids, sources, ranks, step)
+        if main_rank:
+            draw_samples(run_dir, step, [sample for sample in samples if sample["phase"] == "eval_sampled"], eval_data)
+        return results, samples
+
+    metrics, before, last_eval = {}, {}, {}
+    generator_model = rollout_engine()
+    if eval_data is not None:
+        last_eval, samples = run_evaluation(first_step)
+        before = last_eval
+        log(first_step, {"train/step": first_step, "train/episode": episode, **last_eval}, samples)
+    bar = tqdm(total=args.total_steps, initial=first_step, desc=SCRIPT, unit="step", disable=not main_rank)
+    train_started = time.time()
+    for step in range(first_step + 1, args.total_steps + 1):
+        # --- 4. rollout ----------------------------------------------------------------------------------------------
+        t0 = time.time()
+        generator = torch.Generator(device).manual_seed((args.seed * 1_000_003 + step) * 10_007 + rank)
+        records, kept, encoded, missing = [], [], {}, args.rollout_batch_size
+        for _ in range(args.dynamic_sampling + 1):
+            positions = batch_indices(cursor, max(missing, world_size), len(data["keep"]), args.seed)
+            cursor += len(positions)
+            indices = [data["keep"][i] for i in positions]
+            share = np.array_split(np.array(indices), world_size)[rank].tolist()
+            part, prompts = generate_and_score(
+                generator_model, processor, data, share, args.num_samples_per_prompt, args, end_ids, sources,
+                args.temperature, generator, step,
+            )  # fmt: skip
+            encoded |= prompts
+            records += gather_records(part, world_size)
+            kept = records
+            if args.skip_zero_std_groups or args.dynamic_sampling:
+                kept = [record for record in records if np.nanmax(record["scores"]) > np.nanmin(record["scores"])]
+            missing = args.rollout_batch_size - len(kept)
+            if missing <= 0:
+                break
+        rollout = make_rollout(kept[: args.rollout_batch_size], args.mask_truncated)
+        t1 = time.time()
+
+        # --- 5. score ------------------------------------------------------------------------------------------------
+        def sample_of(g: int, encoded=encoded, rollout=rollout) -> dict:
+            """Prompt g of this rollout; prepared anew, once, where another rank generated its responses."""
+            index = rollout.row_indices[g]
+            if index not in encoded:
+                encoded[index] = encode_prompt(model, processor, get_row(data, index))
+            return encoded[index]
+
+        # Log-probs of the policy are needed beforehand when there are several optimizer steps, or when advantages need the KL
+        # of responses that the update sees in different packs. Otherwise the update's own forward has them.
+        actor.eval()
+        if args.reward_clip is not None:
+            rollout.scores = rollout.scores.clamp(*args.reward_clip)
+        kl_in_reward = args.kl_coef > 0 and not args.kl_loss
+        longest = max(
+            (rollout.prompt_lengths[g] + sum(len(rollout.response_ids[b]) for b in own) for g, own in rollout.groups),
+            default=0,
+        )
+        in_update = on_policy and kl_in_reward and not args.normalize_advantages and longest <= args.micro_batch_tokens
+        with_policy = not on_policy or (kl_in_reward and not in_update)
+        if rollout.groups and (with_policy or args.kl_coef > 0):
+            tables = partial(forward, with_policy=with_policy)
+            score_rollout(args, rollout, sample_of, tables, shared, ranks, device)
+        t2 = time.time()
+
+        # --- 6. advantages -------------------------------------------------------------------------------------------
+        # Every rank holds the whole rollout, so these are global without a collective.
+        def kl_per_response(rollout=rollout) -> torch.Tensor:  # (B,)
+            kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)  # (B, R)
+            return (kl * rollout.response_mask).sum(1)
+
+        advantages = None  # (B,); None: in the update
+        if rollout.groups and not in_update:
+            shaped = rollout.scores - args.kl_coef * kl_per_response() if kl_in_reward else rollout.scores
+            advantages = compute_advantages(shaped, rollout.group_ids, args.baseline)
+            if args.normalize_advantages:
+                advantages = normalize(advantages)
+
+        # --- 7. update -----------------------------------------------------------------------------------------------
+        update_metrics, taken = {}, []
+        if rollout.groups:
+            actor.train()
+            update_metrics, taken = update_policy(
+                args, rollout, advantages, on_policy, sample_of, actor, shared, ranks, step
+            )
+        else:
+            logging.getLogger(SCRIPT).warning(f"step {step}: no response is left to learn from, no update")
+        for ok in taken:
+            skipped_in_a_row = 0 if ok else skipped_in_a_row + 1
+            if skipped_in_a_row >= args.max_skipped_updates:
+                fail(
+                    f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate"
+                )
+        if args.ref_sync_steps and step % args.ref_sync_steps == 0:
+            sync_reference(args, actor, reference)
+        t3 = time.time()
+
+        # --- 8. sync weights -----------------------------------------------------------------------------------------
+        generator_model = rollout_engine()
+        t4 = time.time()
+
+        # --- 9. log --------------------------------------------------------------------------------------------------
+        mask = rollout.response_mask
+        sampled_tokens = sum(len(ids) for record in records for ids in record["response_ids"])
+        episode += sum(len(record["response_ids"]) for record in records)
+        metrics = {"train/step": step, "train/episode": episode, "train/learning_rate": actor.get_lr()[0]}
+        metrics |= update_metrics | rollout_metrics(records)
+        if rollout.groups and (on_policy or with_policy):
+            gap = (rollout.engine_logprobs - rollout.logprobs).abs()[mask]
+            metrics["objective/entropy"] = (-(rollout.logprobs * mask).sum(1)).mean().item()
+            metrics["rollout/engine_logprob_diff_mean"] = gap.mean().item()
+            metrics["rollout/engine_logprob_diff_max"] = gap.max().item()
+            if args.kl_coef > 0:
+                metrics["objective/kl"] = kl_per_response().mean().item()
+                metrics["objective/rlhf_reward"] = (rollout.scores - args.kl_coef * kl_per_response()).mean().item()
+        metrics |= {
+            "rollout/prompts_sampled": len(records),
+            "rollout/responses_trained": len(rollout.response_ids),
+            "time/rollout": t1 - t0,
+            "time/score": t2 - t1,
+            "time/update": t3 - t2,
+            "time/sync": t4 - t3,
+            "time/total": t4 - t0,
+            "time/tokens_per_second": sampled_tokens / (t4 - t0),
+        }
+        samples = [sample_record(record, 0, "train") for record in records[:2]]
+        bar.set_postfix(
+            reward=f"{metrics['objective/scores']:.3f}",
+            kl=f"{metrics.get('objective/kl', 0.0):.3f}",
+            length=f"{metrics['rollout/response_length_mean']:.1f}",
+            tok_s=f"{metrics['time/tokens_per_second']:.0f}",
+        )
+        bar.update()
+
+        # --- 10. eval and save ---------------------------------------------------------------------------------------
+        last = step == args.total_steps
+        evaluated = last or (args.eval_steps > 0 and step % args.eval_steps == 0)
+        if eval_data is not None and evaluated:
+            last_eval, eval_samples = run_evaluation(step)
+            metrics |= last_eval
+            samples += eval_samples
+        log(step, metrics, samples)
+        if main_rank and evaluated:
+            draw_curves(run_dir, PANELS)
+        if last or (args.save_steps and step % args.save_steps == 0):
+            trainer_state = {
+                "step": step,
+                "episode": episode,
+                "cursor": cursor,
+                "skipped_in_a_row": skipped_in_a_row,
+                "wandb_id": wandb_id,
+                "world_size": world_size,
+            }
+
+            def export(folder: Path) -> None:
+                export_model(model, processor, folder, args.zero_stage, rank)
+                if args.ref_sync_steps:
+                    weights = gathered_state_dict(reference_module, args.zero_stage)
+                    if main_rank:
+                        torch.save(weights, folder / "state" / "reference.pt")
+
+            saved = save_checkpoint(args, run_dir, step, {"actor": actor}, export, trainer_state, metrics, ranks)
+
+    # --- 11. finish --------------------------------------------------------------------------------------------------
+    bar.close()
+    if main_rank:
+        gain = ""
+        if eval_data is not None:
+            gain = ", ".join(
+                f"held-out {mode} reward {before[f'eval/{mode}_score']:.3f} -> {last_eval[f'eval/{mode}_score']:.3f}"
+                for mode in ("sampled", "greedy")
+            )
+        print(
+            f"{gain or 'no held-out prompts'} · training {time.time() - train_started:.0f} s, "
+            f"in all {time.time() - started:.0f} s · {saved}",
+            flush=True,
+        )
+    barrier(world_size)
+    dist.destroy_process_group()
+    return metrics
+
+
+if __name__ == "__main__":
+    main(parse_args(sys.argv[1:]))
