@@ -182,10 +182,21 @@ def media_token_ids(config) -> list[int]:
 
 
 @dataclass
+class Bucket:
+    """n groups of a pack with prompts of one length P and G responses each, which attend as one batch without varlen_attn."""
+
+    prompts: torch.Tensor  # (n, P): row positions
+    responses: torch.Tensor  # (n * G, R): row positions; padding repeats the last token of a response
+    valid: torch.Tensor  # (n * G, R): False where there is padding
+
+
+@dataclass
 class Layout:
-    """Where the segments of a pack lie. The tensors serve `varlen_attn`: one segment is a prompt or a response."""
+    """Where the segments of a pack lie. cu_* and kv_index serve `varlen_attn`: one segment is a prompt or a response."""
 
     groups: list[tuple[int, list[int]]]  # (P, [R, ...]) per group, in the order of the row
+    buckets: list[Bucket]
+    order: torch.Tensor  # (N,): where each row position lies in the buckets' outputs, one after the other
     cu_q: torch.Tensor  # (S + 1,) int32: segment boundaries of the queries, as they lie
     cu_k: torch.Tensor  # (S + 1,) int32: boundaries of the gathered keys (a response's keys begin with its prompt's)
     kv_index: torch.Tensor  # (K,): row position of every gathered key
@@ -217,11 +228,13 @@ class Pack:
                 return value.to(device, non_blocking=True)
             if isinstance(value, dict):
                 return {name: move(item) for name, item in value.items()}
-            if isinstance(value, Layout):
-                return replace(value, cu_q=move(value.cu_q), cu_k=move(value.cu_k), kv_index=move(value.kv_index))
+            if isinstance(value, list) and value and isinstance(value[0], Bucket):
+                return [move(item) for item in value]
+            if isinstance(value, (Pack, Layout, Bucket)):
+                return replace(value, **{field.name: move(getattr(value, field.name)) for field in fields(value)})
             return value
 
-        return Pack(**{field.name: move(getattr(self, field.name)) for field in fields(self)})
+        return move(self)
 
 
 def build_pack(
@@ -275,6 +288,7 @@ def build_pack(
         mm_token_type_ids=None,
         layout=Layout(
             groups=layout,
+            **_make_buckets(layout),
             cu_q=torch.tensor(cu_q, dtype=torch.int32),
             cu_k=torch.tensor(cu_k, dtype=torch.int32),
             kv_index=torch.cat(kv_index),
@@ -288,6 +302,30 @@ def build_pack(
         media=media,
         media_order=media_order,
     )
+
+
+def _make_buckets(groups: list[tuple[int, list[int]]]) -> dict:
+    """Groups by prompt length, number of responses, and longest response up to a power of two (little padding)."""
+    buckets, starts, offset = {}, [], 0
+    for P, lengths in groups:
+        starts.append(offset)
+        offset += P + sum(lengths)
+    for (P, lengths), start in zip(groups, starts):
+        key = P, len(lengths), max(lengths, default=0).bit_length()
+        prompts, responses = buckets.setdefault(key, ([], []))
+        prompts.append(torch.arange(start, start + P))
+        for i, R in enumerate(lengths):
+            first = start + P + sum(lengths[:i])
+            responses.append(torch.arange(first, first + R))
+    made, order = [], []
+    for prompts, responses in buckets.values():
+        lengths = torch.tensor([len(r) for r in responses], dtype=torch.long)
+        R = int(lengths.max()) if responses else 0
+        rows = [F.pad(r, (0, R - len(r)), value=int(r[-1])) for r in responses]
+        rows = torch.stack(rows) if rows else torch.empty(0, 0, dtype=torch.long)
+        made.append(Bucket(torch.stack(prompts), rows, torch.arange(R)[None] < lengths[:, None]))
+        order += [made[-1].prompts.flatten(), rows[made[-1].valid]]
+    return {"buckets": made, "order": torch.cat(order).argsort()}
 
 
 def _build_rows(plan: list[tuple[int, list[int]]], prompts: list[dict], responses: list[torch.Tensor]) -> Pack:
@@ -370,27 +408,23 @@ def _varlen_attention(query, key, value, scaling, layout: Layout):
 
 
 def _grouped_attention(query, key, value, scaling, layout: Layout):
-    """Two SDPA calls per group, its responses as one padded batch. The only padding is between responses of a group."""
+    """Two SDPA calls per bucket: its prompts, causal, and its responses, each after a copy of its prompt's keys and values."""
     outputs, gqa = [], query.shape[1] != key.shape[1]
-    # One split for all groups: slicing group by group would fill and add a whole (N, D) gradient for each of them.
-    sizes = [tokens for P, lengths in layout.groups for tokens in (P, sum(lengths))]
-    pieces = iter(zip(*(x.split(sizes, dim=2) for x in (query, key, value)), strict=True))
-    for P, lengths in layout.groups:
-        q, k, v = next(pieces)  # the prompt
-        outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa))
-        responses = next(pieces)
-        if not lengths:
+    tokens = [x[0].transpose(0, 1) for x in (query, key, value)]  # (N, heads, D)
+    for bucket in layout.buckets:
+        q, k, v = (x[bucket.prompts].transpose(1, 2) for x in tokens)  # (n, heads, P, D)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+        if len(bucket.responses) == 0:
             continue
-        G, R = len(lengths), max(lengths)
-        ends = torch.tensor(lengths, device=query.device).cumsum(0)[:, None]  # (G, 1)
-        starts, steps = ends - ends.diff(dim=0, prepend=ends.new_zeros(1, 1)), torch.arange(R, device=query.device)
-        rows = torch.minimum(starts + steps, ends - 1)  # (G, R): padding repeats the last token, and is dropped below
-        qr, kr, vr = (x[0][:, rows].transpose(0, 1) for x in responses)  # (G, heads, R, D)
-        kr, vr = (torch.cat([x.expand(G, -1, -1, -1), y], dim=2) for x, y in ((k, kr), (v, vr)))  # (G, heads, P + R, D)
+        G, R, P = len(bucket.responses) // len(k), bucket.responses.shape[1], k.shape[2]
+        qr, kr, vr = (x[bucket.responses].transpose(1, 2) for x in tokens)  # (n * G, heads, R, D)
+        k, v = (x[:, None].expand(-1, G, -1, -1, -1).flatten(0, 1) for x in (k, v))
+        kr, vr = torch.cat([k, kr], dim=2), torch.cat([v, vr], dim=2)  # (n * G, heads, P + R, D)
         mask = torch.ones(R, P + R, dtype=torch.bool, device=query.device).tril(P)
         out = F.scaled_dot_product_attention(qr, kr, vr, attn_mask=mask, scale=scaling, enable_gqa=gqa)
-        outputs.append(out.transpose(0, 1)[:, starts + steps < ends][None])  # (1, heads, sum of lengths, D)
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+        outputs.append(out.transpose(1, 2)[bucket.valid])
+    return torch.cat(outputs)[layout.order][None]  # (1, N, heads, D)
 
 
 def enable_packing(model) -> bool:
