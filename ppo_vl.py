@@ -138,7 +138,7 @@ class Args:
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """per-token KL estimator; with --kl-loss prefer k2 or k3"""
     kl_loss: bool = False
-    """KL as a loss term, differentiated, instead of a part of the token rewards"""
+    """KL as a loss term, differentiated, instead of a part of the rewards"""
     kl_target: float | None = None
     """KL per response (nats) that an adaptive coefficient steers to; None: fixed coefficient"""
     kl_horizon: int = 10000
@@ -810,14 +810,23 @@ def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable
         if head_file.is_file():
             model = AutoModel.from_pretrained(folder, dtype=dtype)
             head = load_file(head_file)["score.weight"]  # (1, H)
+            if head.shape != (1, model.config.get_text_config().hidden_size):
+                fail(f"--rewards {folder}: score.weight of score.safetensors has shape {tuple(head.shape)}, not (1, H)")
         else:
             if AutoConfig.from_pretrained(folder).num_labels != 1:
                 fail(f"--rewards {folder} has more than one label; a reward model has one")
-            model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype)
-            head = model.score.weight if hasattr(model, "score") else None
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True
+            )
+            if info["missing_keys"]:
+                fail(
+                    f"--rewards {folder} has no weights for {sorted(info['missing_keys'])[0]}: no trained reward model"
+                )
+            linear = isinstance(getattr(model, "score", None), nn.Linear) and model.score.bias is None
+            head = model.score.weight if linear else None
     except Exception as error:
         fail(f"--rewards {folder} can't be loaded as a reward model ({one_line(error)})")
-    processor = load_processor(folder)
+    processor = load_processor(folder, "--rewards")
     tokenizer = getattr(processor, "tokenizer", processor)
     special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)) or "(?!)")  # the policy may write them
     model = model.to(device).eval().requires_grad_(False)
@@ -858,7 +867,8 @@ def classify(model, sequences: list[torch.Tensor], max_tokens: int, device) -> l
     for start in range(0, len(sequences), rows):
         batch = sequences[start : start + rows]
         lengths = torch.tensor([len(s) for s in batch])
-        input_ids = nn.utils.rnn.pad_sequence(batch, batch_first=True).to(device)  # (rows, T)
+        pad = getattr(model.config, "pad_token_id", None) or 0  # some classifiers look for it
+        input_ids = nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=pad).to(device)  # (rows, T)
         attention_mask = (torch.arange(input_ids.shape[1])[None] < lengths[:, None]).long().to(device)
         scores += model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0].float().tolist()
     return scores
@@ -910,21 +920,26 @@ def score_responses(
         "log_metric": lambda name, value: logged["metrics"].setdefault(name, []).append(float(value)),
         "log_extra": lambda column, values: logged["extra"].update({column: list(values)}),
     }
-    results, calls = {}, {}
+    results, calls, deadlines = {}, {}, {}
     for reward in sorted(rewards, key=lambda r: r.loop is None):  # asynchronous ones first: they run while others do
         if reward.is_model:
             results[reward.name] = reward.function(rows, texts)
             continue
-        calls[reward.name] = start_call(reward, keywords, device)
-        if reward.loop is None:
-            concurrent.futures.wait([calls[reward.name]], timeout)
+        calls[reward.name], deadlines[reward.name] = start_call(reward, keywords, device), time.monotonic() + timeout
+        if reward.loop is None and not concurrent.futures.wait([calls[reward.name]], timeout).done:
+            break
     for name, call in calls.items():
         try:
-            results[name] = call.result(timeout)
+            results[name] = call.result(max(0.0, deadlines[name] - time.monotonic()))
         except Exception as error:
             if not call.done():
                 fail(f"reward function {name} gave no answer within --reward-timeout {timeout:g} seconds")
             fail(f"reward function {name} raised {one_line(error)}")
+    for column, values in logged["extra"].items():
+        if len(values) != B:
+            fail(
+                f"a reward function gave log_extra {len(values)} values of {column!r} for {B} responses; give one each"
+            )
     components, weights, owners = {}, {}, {}
     for reward in rewards:
         values, name = results[reward.name], reward.name
@@ -971,7 +986,7 @@ def load_model(name: str, dtype: torch.dtype, four_bit: bool = False):
         fail(f"--model {name} can't be loaded ({one_line(error)})")
 
 
-def load_processor(name: str):
+def load_processor(name: str, flag: str = "--model"):
     """Processor (vision-language) or tokenizer (text)."""
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
@@ -980,9 +995,11 @@ def load_processor(name: str):
         has_vision = hasattr(AutoConfig.from_pretrained(path), "vision_config")
         processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path)
     except Exception as error:
-        fail(f"--model {name}: its processor or tokenizer can't be loaded ({one_line(error)})")
+        fail(f"{flag} {name}: its processor or tokenizer can't be loaded ({one_line(error)})")
+    if not getattr(processor, "tokenizer", processor)("a")["input_ids"]:  # made up from the config alone
+        fail(f"{flag} {name} has no tokenizer files")
     if has_vision and getattr(processor, "chat_template", None) is None:
-        fail(f"--model {name} has no chat template, which says where pictures stand; choose an instruction-tuned model")
+        fail(f"{flag} {name} has no chat template, which says where pictures stand; choose an instruction-tuned model")
     return processor
 
 
@@ -1343,7 +1360,7 @@ def make_rollout(records: list[dict], mask_truncated: bool = False) -> Rollout:
         if members:
             groups.append((g, members))
     total = sum(len(record["response_ids"]) for record in records)
-    if unscored == total:
+    if total and unscored == total:
         fail("every reward function returned None for every response of a rollout; return a number for some of them")
     if unscored:
         logging.getLogger(SCRIPT).warning(f"no reward for {unscored} of {total} responses: left out")
@@ -1709,7 +1726,9 @@ def evaluate(
         lengths = [len(ids) for record in records for ids in record["response_ids"]]
         metrics[f"eval/{mode}_length"] = float(np.mean(lengths))
         samples += [sample_record(record, 0, f"eval_{mode}") for record in records[:16]]
-    metrics["eval/best_score"] = float(np.nan_to_num(tables["score"], nan=-np.inf).max(1).mean())
+    best = np.nan_to_num(tables["score"], nan=-np.inf).max(1)  # (prompts,); -inf: no reward applies
+    if np.isfinite(best).any():
+        metrics["eval/best_score"] = float(best[np.isfinite(best)].mean())
     if "accuracy" in tables:
         metrics["eval/pass_at_k"] = float((tables["accuracy"] == 1).any(1).mean())
     return {**metrics, "eval/num_samples": len(records)}, samples
@@ -1968,7 +1987,7 @@ def main(args: Args) -> dict[str, float]:
         )
 
     # Reward functions once on two empty responses: one that raises is found before the engines start and the run has a folder.
-    state = SimpleNamespace(global_step=0, max_steps=args.total_steps)
+    state = SimpleNamespace(global_step=0, max_steps=args.total_steps, max_response_length=args.max_response_length)
     score_responses(
         sources, [get_row(data, data["keep"][0])] * 2, ["", ""], [end_ids[:1]] * 2, state, args.reward_timeout, device
     )
@@ -2180,7 +2199,8 @@ def main(args: Args) -> dict[str, float]:
         gain = ""
         if eval_data is not None:
             gain = ", ".join(
-                f"held-out {mode} reward {before[f'eval/{mode}_score']:.3f} -> {last_eval[f'eval/{mode}_score']:.3f}"
+                f"held-out {mode} reward "
+                + " -> ".join(f"{x.get(f'eval/{mode}_score', math.nan):.3f}" for x in (before, last_eval))
                 for mode in ("sampled", "greedy")
             )
         print(

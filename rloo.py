@@ -151,7 +151,7 @@ class Args:
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """per-token KL estimator; with --kl-loss prefer k2 or k3"""
     kl_loss: bool = False
-    """KL as a loss term, differentiated, instead of a part of the reward"""
+    """KL as a loss term, differentiated, instead of a part of the rewards"""
     baseline: Literal["leave_one_out", "group_mean", "none"] = "leave_one_out"
     """what is subtracted from a response's reward: the mean of its siblings, of the whole group, or nothing"""
     normalize_advantages: bool = False
@@ -166,9 +166,9 @@ class Args:
     """weight of the entropy bonus, nats per token"""
     mask_truncated: bool = False
     """responses cut by the length limit leave the loss and their siblings' baseline"""
-    num_iterations: int = 1
-    """passes over each rollout (TRL: 1)"""
-    train_batch_size: int = 256
+    num_iterations: int = 2
+    """passes over each rollout (TRL: 1); 1, with --train-batch-size the whole rollout, is on-policy: no old log-probs"""
+    train_batch_size: int = 128
     """responses per optimizer step, over all ranks; a multiple of --num-samples-per-prompt"""
     ref_sync_steps: int = 0
     """move the reference towards the policy every this many steps (TR-DPO); 0 = never"""
@@ -299,8 +299,8 @@ def check_args(args: Args, world_size: int) -> None:
         "dynamic_sampling ref_sync_steps",
         unit="top_p min_lr_ratio adam_beta1 adam_beta2 ref_sync_alpha",
     )
-    if args.num_samples_per_prompt < 2 and args.baseline == "leave_one_out":
-        fail("--num-samples-per-prompt 1 has no siblings to leave one out of: use 2 or more, or --baseline none")
+    if args.num_samples_per_prompt < 2 and args.baseline != "none":
+        fail("--num-samples-per-prompt 1 has no siblings for the baseline: use 2 or more, or --baseline none")
     check_rollout_args(args, world_size)
     check_lora_args(args)
     if args.reward_clip is not None and args.reward_clip[0] >= args.reward_clip[1]:
@@ -841,14 +841,23 @@ def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable
         if head_file.is_file():
             model = AutoModel.from_pretrained(folder, dtype=dtype)
             head = load_file(head_file)["score.weight"]  # (1, H)
+            if head.shape != (1, model.config.get_text_config().hidden_size):
+                fail(f"--rewards {folder}: score.weight of score.safetensors has shape {tuple(head.shape)}, not (1, H)")
         else:
             if AutoConfig.from_pretrained(folder).num_labels != 1:
                 fail(f"--rewards {folder} has more than one label; a reward model has one")
-            model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype)
-            head = model.score.weight if hasattr(model, "score") else None
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True
+            )
+            if info["missing_keys"]:
+                fail(
+                    f"--rewards {folder} has no weights for {sorted(info['missing_keys'])[0]}: no trained reward model"
+                )
+            linear = isinstance(getattr(model, "score", None), nn.Linear) and model.score.bias is None
+            head = model.score.weight if linear else None
     except Exception as error:
         fail(f"--rewards {folder} can't be loaded as a reward model ({one_line(error)})")
-    processor = load_processor(folder)
+    processor = load_processor(folder, "--rewards")
     tokenizer = getattr(processor, "tokenizer", processor)
     special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)) or "(?!)")  # the policy may write them
     model = model.to(device).eval().requires_grad_(False)
@@ -889,7 +898,8 @@ def classify(model, sequences: list[torch.Tensor], max_tokens: int, device) -> l
     for start in range(0, len(sequences), rows):
         batch = sequences[start : start + rows]
         lengths = torch.tensor([len(s) for s in batch])
-        input_ids = nn.utils.rnn.pad_sequence(batch, batch_first=True).to(device)  # (rows, T)
+        pad = getattr(model.config, "pad_token_id", None) or 0  # some classifiers look for it
+        input_ids = nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=pad).to(device)  # (rows, T)
         attention_mask = (torch.arange(input_ids.shape[1])[None] < lengths[:, None]).long().to(device)
         scores += model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0].float().tolist()
     return scores
@@ -941,21 +951,26 @@ def score_responses(
         "log_metric": lambda name, value: logged["metrics"].setdefault(name, []).append(float(value)),
         "log_extra": lambda column, values: logged["extra"].update({column: list(values)}),
     }
-    results, calls = {}, {}
+    results, calls, deadlines = {}, {}, {}
     for reward in sorted(rewards, key=lambda r: r.loop is None):  # asynchronous ones first: they run while others do
         if reward.is_model:
             results[reward.name] = reward.function(rows, texts)
             continue
-        calls[reward.name] = start_call(reward, keywords, device)
-        if reward.loop is None:
-            concurrent.futures.wait([calls[reward.name]], timeout)
+        calls[reward.name], deadlines[reward.name] = start_call(reward, keywords, device), time.monotonic() + timeout
+        if reward.loop is None and not concurrent.futures.wait([calls[reward.name]], timeout).done:
+            break
     for name, call in calls.items():
         try:
-            results[name] = call.result(timeout)
+            results[name] = call.result(max(0.0, deadlines[name] - time.monotonic()))
         except Exception as error:
             if not call.done():
                 fail(f"reward function {name} gave no answer within --reward-timeout {timeout:g} seconds")
             fail(f"reward function {name} raised {one_line(error)}")
+    for column, values in logged["extra"].items():
+        if len(values) != B:
+            fail(
+                f"a reward function gave log_extra {len(values)} values of {column!r} for {B} responses; give one each"
+            )
     components, weights, owners = {}, {}, {}
     for reward in rewards:
         values, name = results[reward.name], reward.name
@@ -1002,7 +1017,7 @@ def load_model(name: str, dtype: torch.dtype, four_bit: bool = False):
         fail(f"--model {name} can't be loaded ({one_line(error)})")
 
 
-def load_processor(name: str):
+def load_processor(name: str, flag: str = "--model"):
     """Processor (vision-language) or tokenizer (text)."""
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
@@ -1011,9 +1026,11 @@ def load_processor(name: str):
         has_vision = hasattr(AutoConfig.from_pretrained(path), "vision_config")
         processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path)
     except Exception as error:
-        fail(f"--model {name}: its processor or tokenizer can't be loaded ({one_line(error)})")
+        fail(f"{flag} {name}: its processor or tokenizer can't be loaded ({one_line(error)})")
+    if not getattr(processor, "tokenizer", processor)("a")["input_ids"]:  # made up from the config alone
+        fail(f"{flag} {name} has no tokenizer files")
     if has_vision and getattr(processor, "chat_template", None) is None:
-        fail(f"--model {name} has no chat template, which says where pictures stand; choose an instruction-tuned model")
+        fail(f"{flag} {name} has no chat template, which says where pictures stand; choose an instruction-tuned model")
     return processor
 
 
@@ -1040,7 +1057,8 @@ def add_lora(args: Args, model) -> None:
     torch.manual_seed(args.seed)  # the adapters are drawn here
     text = getattr(model.base_model, "language_model", model.base_model)
     inside = {id(module) for module in text.modules()}
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    head = model.get_output_embeddings()  # its weight is read as it is, so it gets no adapter
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     if args.lora_targets is None:
         targets = [name for name, module in linear.items() if id(module) in inside]
     else:
@@ -1105,7 +1123,7 @@ def compute_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, baseline:
     leave_one_out   b_i = mean of the siblings of i, so A = n / (n - 1) (R - mean); a response without siblings gets 0
     group_mean      b_i = mean of the group, i included
     none            b_i = 0
-    A group of equal rewards gives exactly 0 (with a baseline): its spread would be rounding.
+    A group of equal fp32 rewards gives exactly 0 (with a baseline): in float64 their sum, and so their mean, is exact.
 
     rewards [1, 2, 6], one group -> leave_one_out [-3, -1.5, 4.5], group_mean [-2, -1, 3]
     Source: https://arxiv.org/abs/2402.14740 sec. 2.2.
@@ -1117,12 +1135,10 @@ def compute_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, baseline:
     rewards_64, zeros = rewards.double(), torch.zeros(num_groups, dtype=torch.float64, device=rewards.device)
     count = zeros.index_add(0, group_ids, torch.ones_like(rewards_64))
     mean = zeros.index_add(0, group_ids, rewards_64) / count.clamp(min=1)
-    highest = zeros.scatter_reduce(0, group_ids, rewards_64, "amax", include_self=False)
-    lowest = zeros.scatter_reduce(0, group_ids, rewards_64, "amin", include_self=False)
     advantages = rewards_64 - mean[group_ids]
     if baseline == "leave_one_out":
         advantages = advantages * (count / (count - 1).clamp(min=1))[group_ids]
-    return torch.where((highest == lowest)[group_ids], 0.0, advantages).to(rewards.dtype)
+    return advantages.to(rewards.dtype)
 
 
 def normalize(advantages: torch.Tensor) -> torch.Tensor:
@@ -1372,7 +1388,7 @@ def make_rollout(records: list[dict], mask_truncated: bool = False) -> Rollout:
         if members:
             groups.append((g, members))
     total = sum(len(record["response_ids"]) for record in records)
-    if unscored == total:
+    if total and unscored == total:
         fail("every reward function returned None for every response of a rollout; return a number for some of them")
     if unscored:
         logging.getLogger(SCRIPT).warning(f"no reward for {unscored} of {total} responses: left out")
@@ -1392,6 +1408,12 @@ def make_rollout(records: list[dict], mask_truncated: bool = False) -> Rollout:
         logprobs=torch.zeros(mask.shape),
         ref_logprobs=torch.zeros(mask.shape),
     )
+
+
+def has_signal(record: dict, mask_truncated: bool) -> bool:
+    """Whether those responses of a prompt that the update would see do not all score alike."""
+    pairs = zip(record["scores"], record["truncated"])
+    return len({s for s, cut in pairs if not math.isnan(s) and not (mask_truncated and cut)}) > 1
 
 
 def rollout_metrics(records: list[dict]) -> dict[str, float]:
@@ -1780,7 +1802,9 @@ def evaluate(
         lengths = [len(ids) for record in records for ids in record["response_ids"]]
         metrics[f"eval/{mode}_length"] = float(np.mean(lengths))
         samples += [sample_record(record, 0, f"eval_{mode}") for record in records[:16]]
-    metrics["eval/best_score"] = float(np.nan_to_num(tables["score"], nan=-np.inf).max(1).mean())
+    best = np.nan_to_num(tables["score"], nan=-np.inf).max(1)  # (prompts,); -inf: no reward applies
+    if np.isfinite(best).any():
+        metrics["eval/best_score"] = float(best[np.isfinite(best)].mean())
     if "accuracy" in tables:
         metrics["eval/pass_at_k"] = float((tables["accuracy"] == 1).any(1).mean())
     return {**metrics, "eval/num_samples": len(records)}, samples
@@ -2003,7 +2027,7 @@ def main(args: Args) -> dict[str, float]:
     run_dir = check_output(args)
     resumed = None
     if args.resume is not None:
-        fixed = ("model", "zero_stage", "dtype", "lora_rank", "lora_targets", "ref_sync_steps")
+        fixed = ("model", "zero_stage", "dtype", "lora_rank", "lora_alpha", "lora_targets", "ref_sync_steps")
         resumed = read_trainer_state(args, fixed)
         if resumed["step"] >= args.total_steps:
             fail(f"--resume {args.resume} has done {resumed['step']} steps; raise --total-steps {args.total_steps}")
@@ -2040,7 +2064,7 @@ def main(args: Args) -> dict[str, float]:
         )
 
     # Reward functions once on two empty responses: one that raises is found before the engines start and the run has a folder.
-    state = SimpleNamespace(global_step=0, max_steps=args.total_steps)
+    state = SimpleNamespace(global_step=0, max_steps=args.total_steps, max_response_length=args.max_response_length)
     score_responses(
         sources, [get_row(data, data["keep"][0])] * 2, ["", ""], [end_ids[:1]] * 2, state, args.reward_timeout, device
     )
@@ -2145,8 +2169,9 @@ def main(args: Args) -> dict[str, float]:
             encoded |= prompts
             records += gather_records(part, world_size)
             kept = records
-            if args.skip_zero_std_groups or args.dynamic_sampling:
-                kept = [record for record in records if np.nanmax(record["scores"]) > np.nanmin(record["scores"])]
+            scored = not all(np.isnan(record["scores"]).all() for record in records)  # else make_rollout stops the run
+            if scored and (args.skip_zero_std_groups or args.dynamic_sampling):
+                kept = [record for record in records if has_signal(record, args.mask_truncated)]
             missing = args.rollout_batch_size - len(kept)
             if missing <= 0:
                 break
@@ -2282,7 +2307,8 @@ def main(args: Args) -> dict[str, float]:
         gain = ""
         if eval_data is not None:
             gain = ", ".join(
-                f"held-out {mode} reward {before[f'eval/{mode}_score']:.3f} -> {last_eval[f'eval/{mode}_score']:.3f}"
+                f"held-out {mode} reward "
+                + " -> ".join(f"{x.get(f'eval/{mode}_score', math.nan):.3f}" for x in (before, last_eval))
                 for mode in ("sampled", "greedy")
             )
         print(

@@ -1,5 +1,6 @@
-"""Shared by the tests: the tiny model, a small easy-VQA file, and runs of ppo_vl inside the test process."""
+"""Shared by the tests: the tiny model, a small easy-VQA file, and runs of a script inside the test process."""
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "assets/tiny_vl")
+SCRIPTS = [name for name in ("ppo_vl", "rloo", "reward_bt", "grm_sft") if (ROOT / f"{name}.py").is_file()]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,11 +56,11 @@ def vqa(vqa_rows, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
-def any_reward(tmp_path_factory) -> str:
-    """A --reward-fn that differs from response to response, whatever the model says."""
+def any_reward(tmp_path_factory) -> dict:
+    """Flags: the rules, and a reward that differs from response to response, whatever the model says."""
     path = tmp_path_factory.mktemp("reward") / "reward.py"
     path.write_text("def score(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n")
-    return f"{path}:score"
+    return {"rewards": ("accuracy", "format", f"{path}:score"), "reward_weights": (0.9, 0.1, 1)}
 
 
 SHORT = {
@@ -77,7 +79,7 @@ SHORT = {
 
 
 def to_argv(flags: dict) -> list[str]:
-    """{"zero_stage": 2, "kl_loss": True, "resume": None} -> ["--zero-stage", "2", "--kl-loss"]"""
+    """{"zero_stage": 2, "kl_loss": True, "resume": None, "rewards": ["a", "b"]} -> ["--zero-stage", "2", "--kl-loss", ...]"""
     argv = []
     for name, value in flags.items():
         flag = "--" + name.replace("_", "-")
@@ -85,6 +87,8 @@ def to_argv(flags: dict) -> list[str]:
             argv.append(flag)
         elif value is False:
             argv.append(flag.replace("--", "--no-", 1))
+        elif isinstance(value, (list, tuple)):
+            argv += [flag, *map(str, value)]
         elif value is not None:
             argv += [flag, str(value)]
     return argv
@@ -92,25 +96,29 @@ def to_argv(flags: dict) -> list[str]:
 
 @pytest.fixture
 def argv(tmp_path, tiny, vqa):
-    """Flags of a short run in tmp_path/runs/run, changed by keywords -> list of command line words."""
+    """Flags of a short run in tmp_path/runs/run, changed by keywords -> list of command line words.
 
-    def build(**flags) -> list[str]:
+    script: another one than ppo_vl; what it has no flags for is left out of the base.
+    """
+
+    def build(script: str = "ppo_vl", **flags) -> list[str]:
         base = {"model": tiny, "dataset": vqa, "eval_dataset": vqa, "output_dir": tmp_path / "runs", **SHORT}
-        return to_argv({**base, **flags})
+        known = importlib.import_module(script).Args.__dataclass_fields__
+        return to_argv({**{name: value for name, value in base.items() if name in known}, **flags})
 
     return build
 
 
 @pytest.fixture
 def run(argv, tmp_path, monkeypatch):
-    """A short run of ppo_vl in this process -> its folder. No curves: drawing takes longer than two steps."""
-    import ppo_vl
+    """A short run of ppo_vl (or script) in this process -> its folder. Nothing is drawn: that takes longer than two steps."""
 
-    monkeypatch.setattr(ppo_vl, "draw_curves", lambda run_dir: None)
-
-    def go(**flags) -> Path:
-        args = ppo_vl.parse_args(argv(**flags))
-        ppo_vl.main(args)
+    def go(script: str = "ppo_vl", **flags) -> Path:
+        module = importlib.import_module(script)
+        for name in ("draw_curves", "draw_samples"):
+            monkeypatch.setattr(module, name, lambda *args: None)
+        args = module.parse_args(argv(script, **flags))
+        module.main(args)
         return tmp_path / "runs" / args.run_name if args.resume is None else Path(args.resume).parent
 
     return go

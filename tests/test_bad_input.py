@@ -37,7 +37,11 @@ def text_file(tmp: Path, name: str, text: str) -> str:
 
 def reward(tmp: Path, body: str, name: str = "score") -> dict:
     path = text_file(tmp, "reward.py", f"def {name}(completions, **columns):\n    {body}\n")
-    return {"reward_fn": f"{path}:{name}", "accuracy_weight": 0, "format_weight": 0}
+    return {"rewards": [f"{path}:{name}"], "reward_weights": [1]}
+
+
+def own(source: str) -> dict:
+    return {"rewards": [source], "reward_weights": [1]}
 
 
 def model_copy(tmp: Path, tiny: str, **texts: str) -> dict:
@@ -81,7 +85,10 @@ CASES = {
     "negative kl_target": (["--kl-target"], lambda t, m: {"kl_target": -1}),
     "kl_target without kl": (["--kl-target", "--kl-coef"], lambda t, m: {"kl_target": 1, "kl_coef": 0}),
     "offload without zero": (["--offload-optimizer", "--zero-stage"], lambda t, m: {"offload_optimizer": True}),
-    "no reward left": (["--reward-fn"], lambda t, m: {"accuracy_weight": 0, "format_weight": 0}),
+    "weights do not fit rewards": (["--reward-weights", "2 weights", "3 sources"], lambda t, m: {"rewards": ["accuracy", "format", "length"]}),
+    "template kwargs are no JSON": (["--chat-template-kwargs", "JSON"], lambda t, m: {"chat_template_kwargs": "{a: 1}"}),
+    "template kwargs are no object": (["--chat-template-kwargs", "JSON"], lambda t, m: {"chat_template_kwargs": "[1]"}),
+    "plain prompts for pictures": (["--plain-prompts", "text models"], lambda t, m: {"plain_prompts": True}),
     # output
     "output below a file": (["--output-dir"], lambda t, m: {"output_dir": text_file(t, "file", "") + "/runs"}),
     "output is a file": (["--output-dir"], lambda t, m: {"output_dir": text_file(t, "file", "")}),
@@ -106,7 +113,6 @@ CASES = {
     "wrong image column": (["--image-column", "picture"], lambda t, m: {"image_column": "picture"}),
     "wrong video column": (["--video-column", "clip"], lambda t, m: {"video_column": "clip"}),
     "wrong answer column": (["--answer-column", "gold"], lambda t, m: {"answer_column": "gold"}),
-    "wrong label column": (["--label-column", "kind"], lambda t, m: {"label_column": "kind"}),
     # rows
     "prompt is a number": (["row 1", "prompt"], lambda t, m: rows_file(t, row(), row(prompt=None))),
     "prompt is empty": (["row 1", "no text"], lambda t, m: rows_file(t, row(), row(prompt=" "))),
@@ -146,11 +152,15 @@ CASES = {
     "resume from half a state": (["--resume", "trainer_state.json"], lambda t, m: checkpoint(t, text='{"step": 1, ')),
     "resume without engine state": (["--resume"], lambda t, m: checkpoint(t, model=m)),
     # reward functions
-    "no reward file": (["--reward-fn", "nope.py"], lambda t, m: {"reward_fn": "nope.py:score"}),
-    "reward without function name": (["--reward-fn", "path.py:function"], lambda t, m: {"reward_fn": text_file(t, "r.py", "")}),
-    "unknown reward function": (["--reward-fn", "scores"], lambda t, m: {"reward_fn": reward(t, "pass")["reward_fn"] + "s"}),
-    "reward with a syntax error": (["--reward-fn", "SyntaxError"], lambda t, m: reward(t, "return [")),
-    "reward imports what is not there": (["--reward-fn", "none_such"], lambda t, m: {"reward_fn": text_file(t, "r.py", "import none_such") + ":f"}),
+    "no reward file": (["--rewards", "nope.py"], lambda t, m: own("nope.py:score")),
+    "reward without function name": (["--rewards", "path.py:function"], lambda t, m: own(text_file(t, "r.py", ""))),
+    "unknown reward function": (["--rewards", "scores"], lambda t, m: own(reward(t, "pass")["rewards"][0] + "s")),
+    "reward with a syntax error": (["--rewards", "SyntaxError"], lambda t, m: reward(t, "return [")),
+    "reward imports what is not there": (["--rewards", "none_such"], lambda t, m: own(text_file(t, "r.py", "import none_such") + ":f")),
+    "reward of no kind": (["--rewards", "nonsense", "repetition"], lambda t, m: own("nonsense")),
+    "reward without **kwargs": (["--rewards", "**kwargs"], lambda t, m: own(text_file(t, "r.py", "def f(completions): return [1] * len(completions)") + ":f")),
+    "reward hangs": (["score", "--reward-timeout"], lambda t, m: {**reward(t, "import time; time.sleep(60)"), "reward_timeout": 0.5}),
+    "reward raises a time-out of its own": (["score", "raised", "slow server"], lambda t, m: reward(t, "raise TimeoutError('slow server')")),
     "reward raises": (["score", "KeyError", "colour"], lambda t, m: reward(t, "return columns['colour']")),
     "reward of wrong length": (["score", "one value per response"], lambda t, m: reward(t, "return [1.0]")),
     "reward is one number": (["score", "float"], lambda t, m: reward(t, "return 1.0")),
@@ -158,7 +168,7 @@ CASES = {
     "reward is infinite": (["score", "inf"], lambda t, m: reward(t, "return [{'a': 1, 'b': 1e999}] * len(completions)")),
     "reward is a string": (["score", "good"], lambda t, m: reward(t, "return ['good'] * len(completions)")),
     "reward is always None": (["None"], lambda t, m: reward(t, "return [None] * len(completions)")),
-    "reward named like a built-in": (["accuracy"], lambda t, m: {"reward_fn": reward(t, "return [1.0] * len(completions)", "accuracy")["reward_fn"]}),
+    "reward named like a built-in": (["accuracy", "rename"], lambda t, m: {"rewards": ["accuracy", *reward(t, "pass", "accuracy")["rewards"]], "reward_weights": [1, 1]}),
 }  # fmt: skip
 
 
@@ -189,7 +199,14 @@ def test_bad_input(name, argv, tmp_path, tiny, capfd):
     assert_one_sentence(capfd.readouterr().err, words)
     after = [path for path in listing(tmp_path) if "__pycache__" not in path]
     if name in STOPS_LATER:
-        before += ["runs", "runs/run", "runs/run/args.json", "runs/run/metrics.jsonl", "runs/run/samples.jsonl"]
+        before += [
+            "runs",
+            "runs/run",
+            "runs/run/args.json",
+            "runs/run/metrics.jsonl",
+            "runs/run/samples-0.png",
+            "runs/run/samples.jsonl",
+        ]
     assert after == sorted(before), "nothing may be left behind"
 
 

@@ -23,11 +23,12 @@ METRICS = """
     reward/accuracy reward/format policy/ratio policy/approx_kl policy/clipfrac policy/entropy
     loss/policy loss/value val/clipfrac val/explained_variance
     rollout/response_length_mean rollout/response_length_min rollout/response_length_max rollout/truncated_frac
-    rollout/zero_std_groups_frac time/rollout time/score time/update time/sync time/total time/tokens_per_second
+    rollout/zero_std_groups_frac rollout/group_std rollout/engine_logprob_diff_mean rollout/engine_logprob_diff_max
+    time/rollout time/score time/update time/sync time/total time/tokens_per_second
 """.split()
 EVAL_METRICS = [
     f"eval/{mode}_{what}" for mode in ("greedy", "sampled") for what in ("score", "accuracy", "format", "length")
-]
+] + ["eval/best_score", "eval/pass_at_k"]
 
 
 def read_metrics(folder: Path) -> list[dict]:
@@ -56,7 +57,7 @@ def assert_same_metrics(metrics: dict, others: dict, tolerance: float, but: tupl
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, tiny, vqa, any_reward) -> tuple[Path, ppo_vl.Args]:
     """Folder of a run of 3 steps that saved and evaluated at each, and its arguments."""
-    changes = {"total_steps": 3, "save_steps": 1, "eval_steps": 1, "max_response_length": 16, "reward_fn": any_reward}
+    changes = {"total_steps": 3, "save_steps": 1, "eval_steps": 1, "max_response_length": 16, **any_reward}
     changes |= {"kl_target": 0.1, "kl_horizon": 100}  # a coefficient that moves, so that resuming must restore it
     flags = {"model": tiny, "dataset": vqa, "eval_dataset": vqa, "output_dir": tmp_path_factory.mktemp("runs"), **SHORT}
     args = ppo_vl.parse_args(to_argv({**flags, **changes}))
@@ -93,7 +94,8 @@ def test_samples_show_prompt_response_rewards_and_picture(finished):
 
 def test_curves_and_arguments_are_written(finished):
     folder, args = finished
-    assert min(Image.open(folder / "curves.png").size) > 300
+    for name in ("curves", "samples-0", "samples-3"):
+        assert min(Image.open(folder / f"{name}.png").size) > 300
     assert json.loads((folder / "args.json").read_text()) == asdict(args)
 
 
@@ -136,7 +138,7 @@ def test_reloaded_checkpoint_answers_as_the_run_did_at_its_end(finished, vqa_row
 
 def test_a_run_that_starts_from_the_checkpoint_begins_with_its_last_evaluation(finished, run, any_reward):
     folder, _ = finished
-    again = run(model=folder / "checkpoint-3", total_steps=1, max_response_length=16, reward_fn=any_reward)
+    again = run(model=folder / "checkpoint-3", total_steps=1, max_response_length=16, **any_reward)
     before, last = read_metrics(again)[0], read_metrics(folder)[-1]
     assert {name: before[name] for name in EVAL_METRICS} == {name: last[name] for name in EVAL_METRICS}
 
@@ -172,7 +174,7 @@ SAME = {"total_steps": 2, "lr_schedule": "constant", "eval_dataset": None}
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, tiny, vqa, any_reward) -> list[dict]:
     """Metrics of a run without any of the flags that save memory."""
-    flags = {**SHORT, **SAME, "model": tiny, "dataset": vqa, "reward_fn": any_reward}
+    flags = {**SHORT, **SAME, "model": tiny, "dataset": vqa, **any_reward}
     folder = tmp_path_factory.mktemp("plain")
     ppo_vl.main(ppo_vl.parse_args(to_argv({**flags, "output_dir": folder})))
     return steps_of(folder / "run")
@@ -196,7 +198,7 @@ def test_memory_flags_do_not_change_the_result(flags, plain, run, any_reward, mo
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(Layer, "forward", spy)
-    changed = steps_of(run(**SAME, **flags, reward_fn=any_reward))
+    changed = steps_of(run(**SAME, **flags, **any_reward))
     for a, b in zip(plain, changed, strict=True):
         assert_same_metrics(a, b, tolerance=1e-4)
     if "gradient_checkpointing" in flags:
@@ -206,7 +208,7 @@ def test_memory_flags_do_not_change_the_result(flags, plain, run, any_reward, mo
 
 def test_shared_backbone_with_kl_loss_and_adaptive_coefficient(run, any_reward):
     flags = {"critic_share_backbone": True, "kl_loss": True, "kl_estimator": "k3", "kl_target": 0.5, "kl_horizon": 100}
-    folder = run(total_steps=3, reward_fn=any_reward, tensorboard=True, learning_rate=1e-3, warmup_steps=0, **flags)
+    folder = run(total_steps=3, **any_reward, tensorboard=True, learning_rate=1e-3, warmup_steps=0, **flags)
     steps = steps_of(folder)
     assert all(math.isfinite(v) for m in steps for v in m.values())
     assert len({m["train/kl_coef"] for m in steps}) == 3
@@ -216,7 +218,7 @@ def test_shared_backbone_with_kl_loss_and_adaptive_coefficient(run, any_reward):
 
 
 def test_bf16_without_reference(run, any_reward):
-    folder = run(dtype="bf16", kl_coef=0, whiten_advantages=False, value_clip=0, top_p=0.9, reward_fn=any_reward)
+    folder = run(dtype="bf16", kl_coef=0, whiten_advantages=False, value_clip=0, top_p=0.9, **any_reward)
     steps = steps_of(folder)
     assert all(math.isfinite(v) for m in steps for v in m.values())
     assert all(m["objective/kl"] == 0 and m["val/clipfrac"] == 0 for m in steps)
@@ -228,13 +230,13 @@ def test_bf16_without_reference(run, any_reward):
 
 @pytest.mark.slow
 def test_zero_3_saves_whole_weights_and_resumes(run, any_reward):
-    flags = {"zero_stage": 3, "reward_fn": any_reward, "save_steps": 1, "eval_steps": 1}
+    flags = {"zero_stage": 3, **any_reward, "save_steps": 1, "eval_steps": 1}
     whole = run(**flags)
     last = steps_of(whole)[-1]
     shutil.rmtree(whole / "checkpoint-2")
     resumed = steps_of(run(**flags, resume=whole / "checkpoint-1"))
     assert_same_metrics(resumed[-1], last, tolerance=1e-5)
-    plain = run(reward_fn=any_reward, eval_steps=1, run_name="plain")
+    plain = run(**any_reward, eval_steps=1, run_name="plain")
     assert_same_metrics(steps_of(plain)[-1], last, tolerance=1e-4)
     from transformers import AutoModelForImageTextToText
 
@@ -268,8 +270,7 @@ def prepare(model_and_processor):
         data = ppo_vl.prepare_data(ppo_vl.Args(**flags), *model_and_processor, str(source), split, limit, False)
 
         def encoded(index: int) -> dict:
-            row, where = ppo_vl.get_row(data, index)
-            return ppo_vl.encode_prompt(*model_and_processor, row, data["folder"], where)
+            return ppo_vl.encode_prompt(*model_and_processor, ppo_vl.get_row(data, index))
 
         return data, encoded
 
@@ -323,7 +324,7 @@ def test_every_kind_of_data_gives_the_same_prompt(kind, prepare, vqa, vqa_rows, 
         a, b = encoded(i), expected(i)
         assert torch.equal(a["prompt_ids"], b["prompt_ids"]) and torch.equal(a["position_ids"], b["position_ids"])
         assert [x["key"] for x in a["images"]] == [x["key"] for x in b["images"]] and len(a["images"]) == 1
-        assert ppo_vl.get_row(data, i)[0]["answer"] == vqa_rows[i]["answer"]
+        assert ppo_vl.get_row(data, i)["answer"] == vqa_rows[i]["answer"]
 
 
 def frames(folder: Path, count: int = 4) -> list[str]:
@@ -347,7 +348,7 @@ def mixed_file(folder: Path, vqa_rows: list[dict]) -> str:
 
 def test_media_stand_where_the_prompt_puts_them(prepare, model_and_processor, vqa_rows, tmp_path):
     data, _ = prepare(mixed_file(tmp_path, vqa_rows))
-    texts = [ppo_vl.render_prompt(model_and_processor[1], *ppo_vl.get_row(data, i)) for i in range(5)]
+    texts = [ppo_vl.render_chat(model_and_processor[1], ppo_vl.get_row(data, i)) for i in range(5)]
     marks = [re.sub(r"<\|vision_start\|><\|(image|video)_pad\|><\|vision_end\|>", r"[\1]", text) for text in texts]
     expected = [
         "is grass green?",
@@ -375,7 +376,7 @@ def test_system_prompt_is_put_before_prompts_that_have_none(prepare, model_and_p
     own = [{"role": "system", "content": "own rules"}, {"role": "user", "content": "a"}]
     rows = [{"messages": own, "answer": "x"}, {"messages": own[1:], "answer": "x"}]
     data, _ = prepare(write_jsonl(tmp_path / "a.jsonl", rows), system_prompt="be brief")
-    texts = [ppo_vl.render_prompt(model_and_processor[1], *ppo_vl.get_row(data, i)) for i in range(2)]
+    texts = [ppo_vl.render_chat(model_and_processor[1], ppo_vl.get_row(data, i)) for i in range(2)]
     assert "own rules" in texts[0] and "be brief" not in texts[0]
     assert texts[1].index("be brief") < texts[1].index("user")
 
@@ -394,16 +395,16 @@ def test_easy_vqa_is_there_without_network():
 def test_columns_named_by_flags(prepare, vqa_rows, tmp_path):
     renamed = [{"q": r["prompt"], "pic": r["image"], "gold": r["answer"]} for r in vqa_rows[:2]]
     rows = [{**row, "kind": "easy", "prompt": "decoy"} for row in renamed]
-    flags = {"prompt_column": "q", "image_column": "pic", "answer_column": "gold", "label_column": "kind"}
+    flags = {"prompt_column": "q", "image_column": "pic", "answer_column": "gold"}
     data, _ = prepare(write_jsonl(tmp_path / "a.jsonl", rows), **flags)
-    row, _ = ppo_vl.get_row(data, 1)
+    row = ppo_vl.get_row(data, 1)
     assert row["messages"][0]["content"][-1]["text"] == rows[1]["q"]
-    assert (row["images"], row["answer"], row["label"]) == ([rows[1]["pic"]], rows[1]["gold"], "easy")
+    assert (row["images"], row["answer"], row["columns"]["kind"]) == ([rows[1]["pic"]], rows[1]["gold"], "easy")
 
 
 def test_run_on_mixed_media(run, vqa_rows, tmp_path, any_reward):
     source = mixed_file(tmp_path, vqa_rows)
-    folder = run(dataset=source, eval_dataset=source, rollout_batch_size=6, train_batch_size=12, reward_fn=any_reward)
+    folder = run(dataset=source, eval_dataset=source, rollout_batch_size=6, train_batch_size=12, **any_reward)
     assert [m["train/episode"] for m in steps_of(folder)] == [24, 48]
     assert all(math.isfinite(v) for m in steps_of(folder) for v in m.values())
     assert steps_of(folder)[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
@@ -412,7 +413,7 @@ def test_run_on_mixed_media(run, vqa_rows, tmp_path, any_reward):
 def test_run_of_a_text_model(run, tiny_text_model, tmp_path, any_reward):
     rows = [{"question": f"what is {i} + {i}?", "answer": str(2 * i)} for i in range(12)]
     source = write_jsonl(tmp_path / "sums.jsonl", rows)
-    folder = run(model=tiny_text_model, dataset=source, eval_dataset=source, reward_fn=any_reward)
+    folder = run(model=tiny_text_model, dataset=source, eval_dataset=source, **any_reward)
     assert all(math.isfinite(v) for m in steps_of(folder) for v in m.values())
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -423,7 +424,7 @@ def test_run_of_a_text_model(run, tiny_text_model, tmp_path, any_reward):
 def test_reward_that_is_none_for_some_rows_trains_on_the_others(run, tmp_path):
     body = "return [None if i % 4 == 0 else float(i % 3) for i in range(len(completion_ids))]"
     (tmp_path / "r.py").write_text(f"def score(completion_ids, **columns):\n    {body}\n")
-    folder = run(accuracy_weight=0, format_weight=0, reward_fn=f"{tmp_path}/r.py:score")
+    folder = run(rewards=[f"{tmp_path}/r.py:score"], reward_weights=[1])
     assert [m["train/episode"] for m in steps_of(folder)] == [12, 24]
     assert read_metrics(folder)
 
@@ -432,7 +433,7 @@ def test_held_out_rows_to_which_no_reward_applies(run, vqa_rows, tmp_path):
     held_out = write_jsonl(tmp_path / "held_out.jsonl", [{**row, "answer": "unknown"} for row in vqa_rows[:8]])
     body = "return [None if a == 'unknown' else float(i % 3) for i, a in enumerate(answer)]"
     (tmp_path / "r.py").write_text(f"def score(answer, **columns):\n    {body}\n")
-    flags = {"accuracy_weight": 0, "format_weight": 0, "reward_fn": f"{tmp_path}/r.py:score"}
+    flags = {"rewards": [f"{tmp_path}/r.py:score"], "reward_weights": [1]}
     before, *_ = read_metrics(run(eval_dataset=held_out, total_steps=1, **flags))
     assert before.get("eval/greedy_score") is None and before["eval/greedy_length"] > 0
 

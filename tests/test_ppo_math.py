@@ -1,7 +1,12 @@
 """The pure functions of ppo_vl against values worked out by hand, the examples of their docstrings among them."""
 
+import asyncio
+import inspect
 import math
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -184,7 +189,7 @@ def test_learning_rate_warms_up_then_falls_to_its_floor():
 
 @pytest.mark.parametrize("num_rows, batch", [(12, 4), (10, 4), (3, 8)])
 def test_batches_walk_through_shuffled_epochs_without_repeats(num_rows, batch):
-    stream = [i for step in range(30) for i in ppo_vl.batch_indices(step, num_rows, batch, seed=1)]
+    stream = [i for step in range(30) for i in ppo_vl.batch_indices(step * batch, batch, num_rows, seed=1)]
     epochs = [stream[i : i + num_rows] for i in range(0, len(stream) - num_rows + 1, num_rows)]
     assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
     assert len(stream) == 30 * batch
@@ -192,8 +197,8 @@ def test_batches_walk_through_shuffled_epochs_without_repeats(num_rows, batch):
 
 
 def test_batches_depend_on_the_seed_alone():
-    assert ppo_vl.batch_indices(3, 100, 8, seed=1) == ppo_vl.batch_indices(3, 100, 8, seed=1)
-    assert ppo_vl.batch_indices(3, 100, 8, seed=1) != ppo_vl.batch_indices(3, 100, 8, seed=2)
+    assert ppo_vl.batch_indices(24, 8, 100, seed=1) == ppo_vl.batch_indices(24, 8, 100, seed=1)
+    assert ppo_vl.batch_indices(24, 8, 100, seed=1) != ppo_vl.batch_indices(24, 8, 100, seed=2)
 
 
 # --- sampler ---------------------------------------------------------------------------------------------------------
@@ -204,7 +209,8 @@ PROBS = tensor([[0.5, 0.3, 0.15, 0.05]])
 def draw(temperature=1.0, top_p=1.0, n=4000) -> torch.Tensor:
     """Frequencies of n draws from PROBS."""
     generator = torch.Generator().manual_seed(0)
-    tokens = ppo_vl.sample_token(PROBS.log().expand(n, -1), temperature, top_p, generator)
+    logprobs = (PROBS.log() / temperature).log_softmax(-1).expand(n, -1)
+    tokens = ppo_vl.sample_token(logprobs, temperature, top_p, generator)
     return tokens.bincount(minlength=4) / n
 
 
@@ -259,42 +265,56 @@ def test_accuracy_and_format_rules(text, answer, accuracy, well_formed):
     assert ppo_vl.format_reward([text]) == [well_formed]
 
 
-def score(functions, completions):
-    messages = [{"role": "user", "content": "<answer>a</answer>"}]
-    row = {"messages": messages, "answer": "a", "label": None, "columns": {"level": 3}}
-    B = len(completions)
-    return ppo_vl.score_responses(functions, [row] * B, completions, [[1]] * B)
+RULES = (("accuracy", 0.9, ppo_vl.accuracy_reward), ("format", 0.1, ppo_vl.format_reward))
+LOOP = asyncio.new_event_loop()  # as load_rewards makes one
+threading.Thread(target=LOOP.run_forever, daemon=True).start()
+
+
+def score(functions, texts, prompt: str | list = "<answer>a</answer>", timeout=5.0):
+    """-> scores, components, what functions logged. functions: (name, weight, function)."""
+    row = {"prompt": prompt, "answer": "a", "columns": {"level": 3}}
+    state = SimpleNamespace(global_step=4, max_steps=9)
+    loops = [LOOP if inspect.iscoroutinefunction(function) else None for _, _, function in functions]
+    sources = [ppo_vl.Reward(*source, loop=loop) for source, loop in zip(functions, loops)]
+    B = len(texts)
+    return ppo_vl.score_responses(sources, [row] * B, texts, [[1]] * B, state, timeout, torch.device("cpu"))
 
 
 def test_rules_never_see_the_prompt():
-    scores, _ = score([("accuracy", 0.9, ppo_vl.accuracy_reward), ("format", 0.1, ppo_vl.format_reward)], ["no tags"])
-    assert scores.tolist() == [0.0]
+    assert score(RULES, ["no tags"])[0].tolist() == [0.0]
 
 
 def test_scores_are_weighted_sums_and_components_are_not_weighted():
-    rules = [("accuracy", 0.9, ppo_vl.accuracy_reward), ("format", 0.1, ppo_vl.format_reward)]
-    scores, components = score(rules, ["<answer>a</answer>", "<answer>b</answer>", "x <answer>a</answer>", "x"])
-    assert scores.tolist() == pytest.approx([1.0, 0.1, 0.9, 0.0])
-    assert components["accuracy"].tolist() == [1, 0, 1, 0] and components["format"].tolist() == [1, 1, 0, 0]
+    texts = ["<answer>a</answer>", "<answer>b</answer>", "x <answer>a</answer>", "x"]
+    for prompt in ("what?", [{"role": "user", "content": "what?"}]):  # completions are strings, then chats
+        scores, components, _ = score(RULES, texts, prompt)
+        assert scores.tolist() == pytest.approx([1.0, 0.1, 0.9, 0.0])
+        assert components["accuracy"].tolist() == [1, 0, 1, 0] and components["format"].tolist() == [1, 1, 0, 0]
 
 
-def test_reward_functions_get_texts_ids_and_every_column():
+@pytest.mark.parametrize("chat", [False, True])
+def test_reward_functions_get_what_trl_gives_them(chat):
     seen = {}
 
-    def own(**columns):
-        seen.update(columns)
+    def own(completions, log_metric, log_extra, **columns):
+        seen.update(columns, completions=completions)
+        log_metric("length", 2.0)
+        log_metric("length", 4)
+        log_extra("first", [text[0] for text in ("x", "y")])
         return [0.0, 0.0]
 
-    score([("own", 1.0, own)], ["x", "y"])
-    assert seen["completions"] == ["x", "y"] and seen["completion_ids"] == [[1], [1]]
-    assert seen["level"] == [3, 3] and seen["answer"] == ["a", "a"] and seen["label"] == [None, None]
-    assert [m[0]["role"] for m in seen["prompts"]] == ["user", "user"]
+    prompt = [{"role": "user", "content": "what?"}] if chat else "what?"
+    _, _, logged = score([("own", 1.0, own)], ["x", "y"], prompt)
+    assert seen["completions"] == ([[{"role": "assistant", "content": t}] for t in "xy"] if chat else ["x", "y"])
+    assert seen["prompts"] == [prompt] * 2 and seen["completion_ids"] == [[1], [1]]
+    assert seen["level"] == [3, 3] and seen["answer"] == ["a", "a"]
+    assert (seen["trainer_state"].global_step, seen["trainer_state"].max_steps) == (4, 9)
+    assert logged == {"metrics": {"length": [2.0, 4.0]}, "extra": {"first": ["x", "y"]}}
 
 
 def test_none_is_left_out_and_all_none_is_nan():
-    scores, components = score(
-        [("a", 1.0, lambda **_: [1.0, None, None]), ("b", 2.0, lambda **_: [None, 3.0, None])], ["x", "y", "z"]
-    )
+    functions = [("a", 1.0, lambda **_: [1.0, None, None]), ("b", 2.0, lambda **_: [None, 3.0, None])]
+    scores, components, _ = score(functions, ["x", "y", "z"])
     assert scores[:2].tolist() == [1.0, 6.0] and math.isnan(scores[2])
     assert np.isnan(components["a"]).tolist() == [False, True, True]
 
@@ -305,7 +325,7 @@ def test_empty_dicts_are_as_none():
 
 def test_dicts_become_named_components():
     values = [{"x": 1, "y": 0.5}, {"x": True, "z": None}, None]
-    scores, components = score([("own", 1.0, lambda **_: values)], ["p", "q", "r"])
+    scores, components, _ = score([("own", 1.0, lambda **_: values)], ["p", "q", "r"])
     assert scores[:2].tolist() == [1.5, 1.0] and math.isnan(scores[2])
     assert components["x"].tolist()[:2] == [1.0, 1.0] and np.isnan(components["y"]).tolist() == [False, True, True]
 
@@ -315,52 +335,90 @@ def test_tensors_and_arrays_are_values_too():
     assert score([("own", 1.0, lambda **_: np.array([1.0, 2.0]))], ["x", "y"])[0].tolist() == [1.0, 2.0]
 
 
+def test_asynchronous_functions_run_side_by_side_and_beside_others():
+    async def slow(completions, **_):
+        await asyncio.sleep(0.4)
+        return [1.0] * len(completions)
+
+    def busy(completions, **_):
+        time.sleep(0.4)
+        return [2.0] * len(completions)
+
+    started = time.time()
+    scores, _, _ = score([("a", 1.0, slow), ("b", 10.0, slow), ("c", 100.0, busy)], ["x"])
+    assert scores.tolist() == [211.0] and time.time() - started < 0.75
+
+
+async def hang(**_):
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("function", [hang, lambda **_: time.sleep(60)])
+def test_a_function_that_hangs_is_named_after_the_time_out(function, capfd):
+    started = time.time()
+    with pytest.raises(SystemExit) as stopped:
+        score([("fine", 1.0, lambda **_: [1.0]), ("sleeper", 1.0, function)], ["x"], timeout=0.3)
+    assert stopped.value.code == 2 and time.time() - started < 3
+    assert "sleeper gave no answer within --reward-timeout 0.3" in capfd.readouterr().err
+
+
+def test_rules_about_the_form_of_a_response():
+    ids = [[], [1] * 5, [1, 2, 3, 4, 5, 6, 7, 8, 9], list(range(10))]
+    assert ppo_vl.length_reward(ids, max_length=10) == [0, -0.5, -0.9, -1]
+    assert ppo_vl.overlong_reward(ids, max_length=10) == [0, 0, -0.5, -1]  # the last two of ten tokens cost
+    repeated = [[1, 2], [1, 2, 3, 4], [1, 2, 1, 2, 1, 2], [7] * 6]
+    assert ppo_vl.repetition_reward(repeated) == [0, 0, pytest.approx(-0.5), pytest.approx(-0.75)]
+
+
 # --- rollout ---------------------------------------------------------------------------------------------------------
 
 
-def record(responses: list[list[int]], scores: list[float]) -> dict:
-    ids = [torch.tensor(r) for r in responses]
-    scores = np.array(scores)
-    return {"row": 7, "prompt_length": 3, "response_ids": ids, "scores": scores, "components": {"own": scores}}
+def record(responses: list[list[int]], scores: list[float], truncated: list[bool] | None = None) -> dict:
+    ids, scores = [torch.tensor(r) for r in responses], np.array(scores)
+    engine = {"engine_logprobs": [-r / 10 for r in ids], "truncated": truncated or [False] * len(ids)}
+    scored = {"scores": scores, "components": {"own": scores}, "metrics": {}}
+    return {"row": 7, "prompt_length": 3, "response_ids": ids, **engine, **scored}
 
 
-def test_rollout_keeps_eos_and_marks_the_truncated():
-    rollout = ppo_vl.make_rollout([record([[5, 6, 0], [5, 6, 7], [0]], [1, 2, 3])], end_ids=[0, 9])
-    assert rollout.truncated == [False, True, False]
-    # nothing overwritten, no EOS invented
+def test_rollout_keeps_every_token():
+    """An EOS (= pad) that was drawn stays a trained token, none is invented: masks come from lengths."""
+    rollout = ppo_vl.make_rollout([record([[5, 6, 0], [5, 6, 7], [0]], [1, 2, 3])])
     assert [r.tolist() for r in rollout.response_ids] == [[5, 6, 0], [5, 6, 7], [0]]
     assert rollout.response_mask.tolist() == [[True] * 3, [True] * 3, [True, False, False]]
     assert rollout.scores.tolist() == [1, 2, 3]
+    assert_close(rollout.engine_logprobs, tensor([[-0.5, -0.6, 0], [-0.5, -0.6, -0.7], [0, 0, 0]]))
 
 
-def test_every_end_id_ends_a_response():
-    rollout = ppo_vl.make_rollout([record([[5, 9], [5, 0], [5, 5]], [1, 1, 1])], end_ids=[0, 9])
-    assert rollout.truncated == [False, False, True]
-
-
-def test_pad_id_plays_no_part_in_the_mask():
-    """The mask comes from lengths: an EOS (= pad) that was drawn stays a trained token, in mid-response too."""
-    rollout = ppo_vl.make_rollout([record([[0, 5, 0], [5]], [1, 1])], end_ids=[0])
-    assert rollout.response_mask.sum(1).tolist() == [3, 1]
+def test_masked_truncated_responses_leave_the_rollout_but_not_its_statistics():
+    records = [record([[5, 0], [5, 6, 7], [0]], [1, 5, 3], [False, True, False])]
+    assert len(ppo_vl.make_rollout(records).response_ids) == 3
+    rollout = ppo_vl.make_rollout(records, mask_truncated=True)
+    assert rollout.groups == [(0, [0, 1])] and rollout.scores.tolist() == [1, 3]
+    metrics = ppo_vl.rollout_metrics(records)
+    assert metrics["rollout/truncated_frac"] == pytest.approx(1 / 3) and metrics["objective/scores"] == 3
+    assert metrics["rollout/response_length_max"] == 3 and metrics["rollout/zero_std_groups_frac"] == 0
 
 
 def test_responses_without_reward_are_left_out():
     nan = float("nan")
     records = [record([[1], [2, 0]], [nan, 1.0]), record([[3]], [nan]), record([[4], [5]], [2.0, 3.0])]
-    rollout = ppo_vl.make_rollout(records, end_ids=[0])
+    rollout = ppo_vl.make_rollout(records)
     assert rollout.groups == [(0, [0]), (2, [1, 2])]
     assert [r.tolist() for r in rollout.response_ids] == [[2, 0], [4], [5]]
-    assert rollout.scores.tolist() == [1.0, 2.0, 3.0] and rollout.components["own"].tolist() == [1.0, 2.0, 3.0]
+    assert rollout.scores.tolist() == [1.0, 2.0, 3.0]
+    assert ppo_vl.rollout_metrics(records)["reward/own"] == 2
 
 
 def test_a_rollout_without_any_reward_stops_the_run():
     with pytest.raises(SystemExit):
-        ppo_vl.make_rollout([record([[1]], [float("nan")])], end_ids=[0])
+        ppo_vl.make_rollout([record([[1]], [float("nan")])])
 
 
 def test_example_reward_is_scored_as_its_docstring_says():
-    function = ppo_vl.load_reward_fn(str(Path(ppo_vl.__file__).parent / "examples" / "custom_reward.py") + ":short_and_right")
-    rows = [{"columns": {}, "messages": [], "answer": "red", "label": None}] * 2
-    scores, components = ppo_vl.score_responses([("own", 1.0, function)], rows, ["It is red.", "blue"], [[1, 2], [3]])
+    function = ppo_vl.load_reward_fn(
+        str(Path(ppo_vl.__file__).parent / "examples" / "custom_reward.py") + ":short_and_right"
+    )
+    values = function(completions=["It is red.", "blue"], completion_ids=[[1, 2], [3]], answer=["red", "red"])
+    scores, components, _ = score([("own", 1.0, lambda **_: values)], ["It is red.", "blue"])
     assert scores.tolist() == pytest.approx([1 - 0.02, -0.01])
     assert set(components) == {"mentions_answer", "brevity"}

@@ -98,7 +98,7 @@ def group_tokens(rollout) -> list[int]:
 
 @pytest.mark.parametrize("flags", [{}, {"critic_share_backbone": True, "kl_loss": True, "kl_estimator": "k2"}])
 def test_gradient_does_not_depend_on_the_split_into_packs(flags, caught, monkeypatch, any_reward, value_head_is_random):
-    call = caught("update", reward_fn=any_reward, **ONE_STEP, **flags)
+    call = caught("update", **any_reward, **ONE_STEP, **flags)
     rollout, tokens = call["rollout"], group_tokens(call["rollout"])
     noise = torch.randn(rollout.logprobs.shape, generator=torch.Generator().manual_seed(0))
     rollout.logprobs = rollout.logprobs + 0.3 * noise  # so that some tokens are clipped
@@ -124,7 +124,7 @@ def test_first_minibatch_is_on_policy_and_later_ones_are_not(run, monkeypatch, a
         return losses, per_token
 
     monkeypatch.setattr(ppo_vl, "compute_policy_loss", spy)
-    run(reward_fn=any_reward, total_steps=1, temperature=0.8, warmup_steps=0)
+    run(**any_reward, total_steps=1, temperature=0.8, warmup_steps=0)
     first, last = metrics[0], metrics[-1]
     assert (first["policy/ratio"] - 1).abs().max() < 1e-4
     assert first["policy/approx_kl"].abs().max() < 1e-8
@@ -147,7 +147,7 @@ def test_kl_loss_alone_moves_the_policy(caught, monkeypatch):
 
 
 def test_vf_coef_does_not_touch_the_policy_of_a_critic_apart(caught, monkeypatch, any_reward, value_head_is_random):
-    call = caught("update", reward_fn=any_reward, **ONE_STEP)
+    call = caught("update", **any_reward, **ONE_STEP)
     small, _ = gradients_of_update(monkeypatch, call, args=replace(call["args"], vf_coef=0.5))
     large, _ = gradients_of_update(monkeypatch, call, args=replace(call["args"], vf_coef=5.0))
     actor = [name for name in small if name.startswith("model.")]
@@ -179,8 +179,8 @@ def test_every_epoch_trains_every_group_once_in_an_order_of_its_own(caught, monk
 
 @pytest.mark.parametrize("whitened", [True, False])
 def test_advantages_are_whitened_once_over_the_rollout_and_returns_are_not(whitened, caught, any_reward):
-    flags = {"kl_coef": 0, "gae_lambda": 1.0, "accuracy_weight": 0, "format_weight": 0, "whiten_advantages": whitened}
-    call = caught("update", reward_fn=any_reward, **flags)
+    flags = {"kl_coef": 0, "gae_lambda": 1.0, "whiten_advantages": whitened}
+    call = caught("update", **{**any_reward, **flags})
     rollout, mask = call["rollout"], call["rollout"].response_mask
     scores = rollout.scores[:, None].expand(mask.shape)[mask]  # values start at 0: every return is the score
     torch.testing.assert_close(call["returns"][mask], scores)
@@ -190,7 +190,7 @@ def test_advantages_are_whitened_once_over_the_rollout_and_returns_are_not(white
 
 @pytest.mark.parametrize("dtype, zero_stage", [("fp32", 0), ("bf16", 0), ("fp32", 2)])
 def test_gradients_of_actor_and_critic_are_clipped_apart(dtype, zero_stage, caught, any_reward, value_head_is_random):
-    call = caught("update", reward_fn=any_reward, dtype=dtype, zero_stage=zero_stage, max_grad_norm=1e-3, **ONE_STEP)
+    call = caught("update", **any_reward, dtype=dtype, zero_stage=zero_stage, max_grad_norm=1e-3, **ONE_STEP)
     norms = {}  # per optimizer; under ZeRO one group of parameters at a time
 
     def look(optimizer, args, kwargs):
@@ -281,6 +281,7 @@ def test_logprobs_equal_those_of_the_plain_model(caught, mixed, vqa_rows, plain_
             expected = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
             torch.testing.assert_close(rollout.logprobs[b, : len(response)], expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(rollout.ref_logprobs, rollout.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(rollout.engine_logprobs, rollout.logprobs, atol=1e-4, rtol=0)
 
 
 def test_greedy_generation_equals_transformers(caught, mixed, vqa_rows, plain_model):
@@ -288,7 +289,7 @@ def test_greedy_generation_equals_transformers(caught, mixed, vqa_rows, plain_mo
     model, processor = plain_model
     rows, order = mixed_rows(vqa_rows), ppo_vl.batch_indices(0, 4, 4, seed=SHORT["seed"])
     args = replace(call["args"], max_response_length=16)
-    responses = ppo_vl.generate(**{**call, "args": args, "num_samples": 2, "temperature": 0.0})
+    responses, _, _ = ppo_vl.generate(**{**call, "args": args, "num_samples": 2, "temperature": 0.0})
     for i, row in enumerate(order):
         inputs = plain_inputs(processor, rows[row])
         P = inputs["input_ids"].shape[1]
@@ -309,7 +310,7 @@ def test_placeholder_ids_are_never_drawn(temperature, caught, mixed):
         return logits
 
     hook = model.get_output_embeddings().register_forward_hook(favour)
-    responses = ppo_vl.generate(**{**call, "temperature": temperature})
+    responses, _, _ = ppo_vl.generate(**{**call, "temperature": temperature})
     hook.remove()
     assert responses and not any(set(response.tolist()) & set(banned) for response in responses)
 
@@ -317,11 +318,13 @@ def test_placeholder_ids_are_never_drawn(temperature, caught, mixed):
 def test_responses_end_at_the_first_end_id_and_differ_within_a_group(caught, mixed):
     call = caught("generate", **mixed)
     args = replace(call["args"], max_response_length=64)
-    responses = [r.tolist() for r in ppo_vl.generate(**{**call, "args": args, "num_samples": 8})]
+    responses, logprobs, truncated = ppo_vl.generate(**{**call, "args": args, "num_samples": 8})
+    responses = [r.tolist() for r in responses]
     assert len(responses) == 8 * len(call["samples"])
-    for response in responses:
+    for response, cut, own in zip(responses, truncated, logprobs, strict=True):
         assert not set(response[:-1]) & set(call["end_ids"])
-        assert len(response) == 64 or response[-1] in call["end_ids"]
+        assert cut == (response[-1] not in call["end_ids"]) and (len(response) == 64 or not cut)
+        assert len(own) == len(response) and (own <= 0).all()
     assert all(len({tuple(r) for r in responses[i : i + 8]}) > 1 for i in range(0, len(responses), 8))
 
 
@@ -348,7 +351,8 @@ def test_each_picture_is_encoded_once_per_pass_in_policy_reference_and_critic(ca
     call = caught("score_rollout", **mixed)
     samples = [call["sample_of"](g) for g, _ in call["rollout"].groups]
     assert sum(len(s["images"]) for s in samples) == 4 and len({i["key"] for s in samples for i in s["images"]}) == 2
-    seen = [count_patches(module) for module in (call["actor"].module, call["reference"], call["critic"].module)]
+    engines = inspect.getclosurevars(call["forward"]).nonlocals
+    seen = [count_patches(m) for m in (engines["actor"].module, engines["reference"], engines["critic"].module)]
     ppo_vl.score_rollout(**call)
     assert seen == [[unique_patches(samples)]] * 3
 
@@ -384,7 +388,12 @@ def spoil(monkeypatch, spoiled) -> None:
 
 
 def weights(engine) -> torch.Tensor:
-    return torch.cat([t.flatten().float() for t in ppo_vl.gathered_state_dict(engine).values()]).clone()
+    return torch.cat(
+        [
+            t.flatten().float()
+            for t in ppo_vl.gathered_state_dict(engine.module, engine.zero_optimization_stage()).values()
+        ]
+    ).clone()
 
 
 ENGINES = [("fp32", 0), ("bf16", 0), ("fp32", 1), ("fp32", 2), ("bf16", 2), ("fp32", 3)]
@@ -393,7 +402,7 @@ ENGINES = [("fp32", 0), ("bf16", 0), ("fp32", 1), ("fp32", 2), ("bf16", 2), ("fp
 @pytest.mark.parametrize("dtype, zero_stage", ENGINES)
 def test_step_with_nan_gradient_is_skipped_and_leaves_no_trace(dtype, zero_stage, caught, monkeypatch, any_reward):
     flags = {"dtype": dtype, "zero_stage": zero_stage, "warmup_steps": 0, "learning_rate": 1e-2}
-    call = caught("update", reward_fn=any_reward, **flags)  # 2 epochs of 2 steps
+    call = caught("update", **any_reward, **flags)  # 2 epochs of 2 steps
     before = weights(call["actor"])
     with monkeypatch.context() as patch:
         spoil(patch, lambda step: True)
@@ -476,7 +485,7 @@ def test_one_and_two_ranks_have_the_same_gradient(shared, argv, tmp_path, any_re
         **ONE_STEP,
         "total_steps": 1,
         "eval_dataset": None,
-        "reward_fn": any_reward,
+        **any_reward,
         "critic_share_backbone": shared,
     }
     for ranks in (1, 2):
@@ -499,7 +508,7 @@ def assert_same_trajectory(folder, other, tolerance=1e-4):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_zero_stages_have_the_same_loss_trajectory(ranks, argv, tmp_path, any_reward):
-    flags = {"total_steps": 4, "reward_fn": any_reward, "eval_dataset": None}
+    flags = {"total_steps": 4, **any_reward, "eval_dataset": None}
     for stage in (0, 2, 3):
         torchrun(ranks, ROOT / "ppo_vl.py", *argv(**flags, zero_stage=stage, run_name=f"zero{stage}"))
     assert_same_trajectory(tmp_path / "runs/zero0", tmp_path / "runs/zero2")

