@@ -625,12 +625,12 @@ def encode_group(model, processor, row: dict, texts: list[str]) -> tuple[dict, l
     common_length = 0
     while common_length < min(map(len, ids)) - 1 and len({row_ids[common_length] for row_ids in ids}) == 1:
         common_length += 1
-    inputs = run_processor(processor, row, texts[0])
-    sample = make_sample(model, inputs, inputs["input_ids"].shape[1] - (len(ids[0]) - common_length))
     media_ids = set(media_token_ids(model.config))
     rests = [row_ids[common_length:] for row_ids in ids]
     if any(media_ids & set(rest) for rest in rests):
         fail(f"{row['where']}: a picture or video stands where the answers differ already; put it into the prompt")
+    inputs = run_processor(processor, row, texts[0])
+    sample = make_sample(model, inputs, inputs["input_ids"].shape[1] - (len(ids[0]) - common_length))
     return sample, [torch.tensor(rest) for rest in rests]
 
 
@@ -815,7 +815,7 @@ def load_reward_fn(spec: str) -> Callable:
         fail(f"--rewards {spec}: no such file; write it as path.py:function")
     try:
         module_spec = importlib.util.spec_from_file_location("reward_module", path)
-        module = importlib.util.module_from_spec(module_spec)
+        module = sys.modules["reward_module"] = importlib.util.module_from_spec(module_spec)  # dataclasses look there
         module_spec.loader.exec_module(module)
     except Exception as error:
         fail(f"--rewards {spec}: {path} can't be imported ({one_line(error)})")
@@ -2086,8 +2086,6 @@ def main(args: Args) -> dict[str, float]:
         add_lora(args, model)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-        if args.lora_rank:
-            model.enable_input_require_grads()  # frozen embeddings would cut the graph before the first checkpoint
     actor = make_engine(args, Policy(model, args.temperature), dtype, {"": args.learning_rate}, total_updates)
     reference_module = getattr(reference, "module", reference)
 
