@@ -167,6 +167,9 @@ CASES = {
     "reward is NaN": (["score", "nan"], lambda t, m: reward(t, "return [float('nan')] * len(completions)")),
     "reward is infinite": (["score", "inf"], lambda t, m: reward(t, "return [{'a': 1, 'b': 1e999}] * len(completions)")),
     "reward is a string": (["score", "good"], lambda t, m: reward(t, "return ['good'] * len(completions)")),
+    "log_extra of wrong length": (["log_extra", "'seen'", "2 responses"], lambda t, m: reward(t, "columns['log_extra']('seen', [1]); return [1.0] * len(completions)")),
+    "component named like a built-in": (["accuracy", "rename"], lambda t, m: {"rewards": ["accuracy", *reward(t, "return [{'accuracy': 1}] * len(completions)")["rewards"]], "reward_weights": [1, 1]}),
+    "no rewards": (["--rewards"], lambda t, m: {"rewards": [], "reward_weights": []}),
     "reward is always None": (["None"], lambda t, m: reward(t, "return [None] * len(completions)")),
     "reward named like a built-in": (["accuracy", "rename"], lambda t, m: {"rewards": ["accuracy", *reward(t, "pass", "accuracy")["rewards"]], "reward_weights": [1, 1]}),
 }  # fmt: skip

@@ -271,6 +271,27 @@ def test_packed_equals_one_by_one(family):
     assert_same(packed(model, packs, batch[2]), expected)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
+def test_last_hidden_states_equal_one_by_one(family, shared):
+    """What a score head reads: the hidden state of each response's last token."""
+    model = make_model(family)
+    groups, prompts, responses = make_batch(family, model)
+    expected = {}
+    model.model.register_forward_hook(lambda module, args, output: seen.append(output.last_hidden_state[0, -1]))
+    for g, members in groups:
+        for b in members:
+            seen = []
+            one_by_one(model, [(g, [b])], prompts, responses)
+            expected[b] = seen[0].detach()
+    model = make_model(family)
+    enable_packing(model)
+    for pack in make_packs(groups, prompts, responses, max_tokens=80, shared=shared):
+        hidden = forward_hidden(model, pack, last=True)
+        assert hidden.shape == (len(pack.rows), 64)
+        torch.testing.assert_close(hidden, torch.stack([expected[b] for b, _ in pack.rows]), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", QWEN_VL)
 def test_two_dimensional_positions_would_be_seen(family):
     """The comparison can fail: plain positions, the silent defect of M-RoPE training, are far outside the tolerance."""
@@ -688,5 +709,7 @@ def test_probabilities_kept_or_recomputed_give_the_same_gradients(kept, monkeypa
     logprobs, entropy = logprobs_from_hidden(hidden, weight, targets, 0.7, None, True, chunk_tokens=4)
     logp = (hidden @ weight.T / 0.7).log_softmax(-1)
     dense = (logp.gather(1, targets[:, None])[:, 0].square() - (logp.exp() * logp).sum(-1).pow(3)).sum()
-    for a, b in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in ((logprobs**2 + entropy**3).sum(), dense))):
+    for a, b in zip(
+        *(torch.autograd.grad(loss, (hidden, weight)) for loss in ((logprobs**2 + entropy**3).sum(), dense))
+    ):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)

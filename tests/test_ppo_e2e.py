@@ -96,7 +96,8 @@ def test_curves_and_arguments_are_written(finished):
     folder, args = finished
     for name in ("curves", "samples-0", "samples-3"):
         assert min(Image.open(folder / f"{name}.png").size) > 300
-    assert json.loads((folder / "args.json").read_text()) == asdict(args)
+    as_json = json.loads(json.dumps(asdict(args)))  # tuples become lists
+    assert json.loads((folder / "args.json").read_text()) == as_json
 
 
 def test_newest_checkpoints_are_kept_and_no_temporary_is_left(finished):
@@ -400,6 +401,52 @@ def test_columns_named_by_flags(prepare, vqa_rows, tmp_path):
     row = ppo_vl.get_row(data, 1)
     assert row["messages"][0]["content"][-1]["text"] == rows[1]["q"]
     assert (row["images"], row["answer"], row["columns"]["kind"]) == ([rows[1]["pic"]], rows[1]["gold"], "easy")
+
+
+ANSWERS = [
+    ["<answer>circle</answer>", "<answer>square</answer>", "<answer>circle"],  # alike beyond the prompt
+    ["it is", "it is", "it is red", "no"],
+    ["alone"],
+]
+
+
+@pytest.mark.parametrize("answers", ANSWERS, ids=len)
+@pytest.mark.parametrize("kind", ["pictures", "text", "plain text"])
+def test_a_group_of_texts_is_encoded_as_each_of_them_alone(kind, answers, tiny, tiny_text_model, vqa_rows, tmp_path):
+    model_name = tiny if kind == "pictures" else tiny_text_model
+    model, processor = ppo_vl.load_model(model_name, torch.float32), ppo_vl.load_processor(model_name)
+    source, args = mixed_file(tmp_path, vqa_rows), ppo_vl.Args(plain_prompts=kind == "plain text")
+    if kind != "pictures":
+        source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "what is 2 + 2?", "answer": "4"}])
+    data = ppo_vl.prepare_data(args, model, processor, source, "train", 0, False)
+    for index in range(len(data["rows"])):
+        row = ppo_vl.get_row(data, index)
+        chats = [
+            [*row["messages"], {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+            for answer in answers
+        ]
+        texts = [ppo_vl.render_chat(processor, row, chat) for chat in chats]
+        sample, rests = ppo_vl.encode_group(model, processor, row, texts)
+        assert min(map(len, rests)) == 1 or len({int(rest[0]) for rest in rests}) > 1, "nothing more is common"
+        for text, rest in zip(texts, rests, strict=True):
+            inputs = ppo_vl.run_processor(processor, row, text)
+            alone = ppo_vl.make_sample(model, inputs, inputs["input_ids"].shape[1])
+            assert torch.equal(torch.cat([sample["prompt_ids"], rest]), alone["prompt_ids"])
+            positions = int(sample["position_ids"].max()) + 1 + torch.arange(len(rest))  # as a pack goes on
+            positions = torch.cat(
+                [sample["position_ids"], positions.expand(*sample["position_ids"].shape[:-1], -1)], -1
+            )
+            assert torch.equal(positions, alone["position_ids"])
+            for media in ("images", "videos"):
+                assert [item["key"] for item in sample[media]] == [item["key"] for item in alone[media]]
+
+
+def test_a_picture_in_answers_that_differ_is_refused(prepare, model_and_processor, vqa, capfd):
+    row = ppo_vl.get_row(prepare(vqa)[0], 3)
+    picture = "<|vision_start|><|image_pad|><|vision_end|>"
+    with pytest.raises(SystemExit):
+        ppo_vl.encode_group(*model_and_processor, row, [f"what? a {picture}", f"what? b {picture}"])
+    assert "row 3: a picture or video stands where the answers differ" in capfd.readouterr().err
 
 
 def test_run_on_mixed_media(run, vqa_rows, tmp_path, any_reward):

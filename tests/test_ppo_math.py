@@ -414,6 +414,15 @@ def test_a_rollout_without_any_reward_stops_the_run():
         ppo_vl.make_rollout([record([[1]], [float("nan")])])
 
 
+def test_a_reward_file_may_define_dataclasses(tmp_path):
+    """With annotations as strings, dataclasses look for their module in sys.modules."""
+    head = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    body = "@dataclass\nclass Verdict:\n    x: float\n"
+    body += "def f(completions, **_):\n    return [Verdict(1.5).x] * len(completions)\n"
+    (tmp_path / "r.py").write_text(head + body)
+    assert ppo_vl.load_reward_fn(f"{tmp_path}/r.py:f")(completions=["a", "b"]) == [1.5, 1.5]
+
+
 def test_example_reward_is_scored_as_its_docstring_says():
     function = ppo_vl.load_reward_fn(
         str(Path(ppo_vl.__file__).parent / "examples" / "custom_reward.py") + ":short_and_right"

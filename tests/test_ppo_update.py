@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -326,6 +327,29 @@ def test_responses_end_at_the_first_end_id_and_differ_within_a_group(caught, mix
         assert cut == (response[-1] not in call["end_ids"]) and (len(response) == 64 or not cut)
         assert len(own) == len(response) and (own <= 0).all()
     assert all(len({tuple(r) for r in responses[i : i + 8]}) > 1 for i in range(0, len(responses), 8))
+
+
+def test_any_end_id_ends_a_response_also_at_the_limit(caught, mixed):
+    call = caught("generate", **mixed)
+
+    def greedy(limit: int, *more_ends: int) -> tuple[list[int], bool]:
+        """The first response, and whether it was cut."""
+        changes = {"num_samples": 1, "temperature": 0.0, "end_ids": [*call["end_ids"], *more_ends]}
+        args = replace(call["args"], max_response_length=limit)
+        responses, _, truncated = ppo_vl.generate(**{**call, **changes, "args": args})
+        return responses[0].tolist(), truncated[0]
+
+    whole, cut = greedy(64)
+    assert not cut and 2 < len(whole) < 64
+    assert greedy(len(whole)) == (whole, False)
+    assert greedy(len(whole) - 1) == (whole[:-1], True)
+    assert greedy(64, whole[2]) == (whole[: whole.index(whole[2]) + 1], False)
+
+
+@pytest.mark.parametrize("configured, expected", [([5, 2], [2, 3, 5]), (3, [3]), (None, [3])])
+def test_end_ids_are_those_of_the_generation_config_and_the_tokenizer(configured, expected):
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
+    assert ppo_vl.end_token_ids(model, SimpleNamespace(eos_token_id=3)) == expected
 
 
 # --- what the vision tower sees --------------------------------------------------------------------------------------

@@ -20,13 +20,19 @@ Against TRL: our script and TRL's trainer (tools/bench_trl.py says in which envi
 rloo      rloo.py and RLOOTrainer: same model, prompts, G, lengths, reward, fp32, generation with the model's own forward
           (200-token and 600-token prompts on SmolLM2-135M, pictures on the tiny VLM). The update is timed on the same
           responses, which ours samples and TRL replays
+reward    reward_bt.py and RewardTrainer on SmolLM2-135M: 16 pairs with prompts of 100 and of 300 words, and 4 prompts with
+          four ranked responses each, which TRL takes as six pairs a prompt
+sft       grm_sft.py and SFTTrainer on the tiny VLM: 64 questions about easy-VQA pictures, all of different pictures, and
+          grouped by picture
 """
 
 import gc
+import itertools
 import json
 import os
 import platform
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -57,7 +63,7 @@ VOCAB, HIDDEN = 151_936, 256  # of the memory part
 
 @dataclass
 class Args:
-    parts: tyro.conf.Positional[tuple[Literal["vlm", "vlm_long", "text", "memory", "rloo"], ...]] = (
+    parts: tyro.conf.Positional[tuple[Literal["vlm", "vlm_long", "text", "memory", "rloo", "reward", "sft"], ...]] = (
         "vlm", "vlm_long", "text", "memory",
     )  # fmt: skip
     """what to measure"""
@@ -320,21 +326,69 @@ def rloo_cases(args: Args) -> dict[str, dict]:
     }
 
 
-def compare_rloo(args: Args) -> list[dict]:
+def reward_cases(args: Args) -> dict[str, dict]:
+    """Rankings, best response first. TRL gets every pair of a ranking."""
+
+    def rankings(count: int, prompt_words: int, responses: int) -> list[dict]:
+        prompts = words(args, count, prompt_words)
+        texts = [" " + text for text in words(args, count * responses, 60)]
+        spread = [
+            text[: len(text) * (40 + 60 * (7 * i % 10) // 10) // 100] for i, text in enumerate(texts)
+        ]  # up to 100 words
+        return [{"prompt": p, "responses": spread[i * responses : (i + 1) * responses]} for i, p in enumerate(prompts)]
+
+    common = {"job": "reward", "model": args.text_model, "pad_token": "<|endoftext|>"}
+    made = {"pairs_100": rankings(16, 100, 2), "pairs_300": rankings(16, 300, 2), "ranked_4": rankings(4, 100, 4)}
+    cases = {}
+    for name, rows in made.items():
+        pairs = [
+            {"prompt": row["prompt"], "chosen": chosen, "rejected": rejected}
+            for row in rows
+            for chosen, rejected in itertools.combinations(row["responses"], 2)
+        ]
+        cases[name] = {**common, "rows": rows, "pairs": pairs, "batch": len(pairs), "micro_rows": 2}
+    return cases
+
+
+def sft_cases(args: Args) -> dict[str, dict]:
+    """The same number of rows; TRL takes them as they come."""
+    import easy_vqa
+
+    questions, answers, image_ids = easy_vqa.get_train_questions()
+    paths = easy_vqa.get_train_image_paths()
+
+    def rows(indices) -> list[dict]:
+        return [
+            {"image": str(paths[image_ids[i]]), "prompt": questions[i], "completion": f"<answer>{answers[i]}</answer>"}
+            for i in indices
+        ]
+
+    by_picture = sorted(range(len(questions)), key=lambda i: image_ids[i])
+    first = {image: i for i, image in reversed(list(enumerate(image_ids)))}
+    common = {"job": "sft", "model": args.vlm, "batch": 64}
+    return {
+        "different": {**common, "rows": rows(list(first.values())[:64])},
+        "by_picture": {**common, "rows": rows(by_picture[:64])},
+    }
+
+
+def compare_with_trl(args: Args, part: str) -> list[dict]:
     results = []
-    for name, case in rloo_cases(args).items():
+    for name, case in {"rloo": rloo_cases, "reward": reward_cases, "sft": sft_cases}[part](args).items():
         if args.cases and name not in args.cases:
             continue
-        job = {"job": "rloo", "beta": 0.05, "steps": args.steps + 1, "seed": args.seed, "threads": args.threads, **case}
-        ours = run_side(args, {**job, "keep_responses": True}, ours=True)
-        theirs = run_side(args, job, ours=False)
-        replay = {**job, "completions": ours["completions"]}
-        replays = [run_side(args, replay, ours=own) for own in (True, False)]
-        if replays[1]["prompt_ids"] != ours["prompt_ids"]:
-            sys.exit(f"case {name}: the two sides have different prompt tokens")
-        results.append({"part": f"rloo {name}", **ratios(ours, theirs, "seconds", "step")})
-        results[-1] |= ratios(*replays, "update_seconds", "update")
+        job = {"job": part, "beta": 0.05, "steps": args.steps + 1, "seed": args.seed, "threads": args.threads, **case}
+        ours, theirs = (run_side(args, job, ours=own) for own in (True, False))
+        results.append({"part": f"{part} {name}", **ratios(ours, theirs, "seconds", "step")})
         results[-1] |= ratios(ours, theirs, "peak_rss_bytes", "memory")
+        results[-1] |= {"loss_ours": ours["steps"][0]["loss"], "loss_trl": theirs["steps"][0]["loss"]}
+        if part == "rloo":
+            replay = {**job, "completions": ours["completions"]}
+            replays = [run_side(args, replay, ours=own) for own in (True, False)]
+            if replays[1]["prompt_ids"] != ours["prompt_ids"]:
+                sys.exit(f"case {name}: the two sides have different prompt tokens")
+            results[-1] |= ratios(*replays, "update_seconds", "update")
+            results[-1] |= {"grad_norms": [replays[own]["steps"][0]["grad_norm"] for own in (0, 1)]}
     return results
 
 
@@ -348,6 +402,10 @@ def run_side(args: Args, job: dict, ours: bool) -> dict:
     """One side in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         job_file, out = Path(folder) / "job.json", Path(folder) / "out.json"
+        if job["job"] == "sft":  # TRL trains on the template's newline after the end token too: leave it out for both
+            job = {**job, "model": str(shutil.copytree(job["model"], Path(folder) / "model"))}
+            template = Path(job["model"]) / "chat_template.jinja"
+            template.write_text(template.read_text().replace("'<|im_end|>\\n'", "'<|im_end|>'"))
         job_file.write_text(json.dumps(job))
         if ours:
             command = [sys.executable, __file__, "--child", str(job_file), "--json", str(out)]
@@ -367,59 +425,95 @@ def run_side(args: Args, job: dict, ours: bool) -> dict:
 
 
 def run_ours(job: dict, folder: Path) -> dict:
-    """rloo.py's own main on the job's prompts; its own clock. A token id that is never drawn as the end: full lengths."""
+    """The script's own main on the job's rows, as a user runs it, and its own clock."""
+    run = {"rloo": run_rloo, "reward": run_reward, "sft": run_sft}[job["job"]]
+    kept = run(job, folder, {"output_dir": str(folder), "run_name": "run", "seed": job["seed"], "eval_steps": 0})
+    steps = []
+    for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
+        m = json.loads(line)
+        if "time/total" in m:
+            update = m.get("time/score", 0.0) + m.get("time/update", m["time/total"])
+            loss = next(m[name] for name in ("rm/loss", "loss/sft", "loss/policy") if name in m)
+            steps.append({"seconds": m["time/total"], "update_seconds": update, "loss": loss})
+            steps[-1] |= {"grad_norm": m["train/grad_norm"], "peak_rss_bytes": peak_memory(Args())}
+    return {"steps": steps, **kept}
+
+
+def write_rows(folder: Path, rows: list[dict]) -> str:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "rows.jsonl")
+
+
+def run_reward(job: dict, folder: Path, common: dict) -> dict:
+    import reward_bt
+
+    reward_bt.main(
+        reward_bt.Args(
+            model=job["model"], dataset=write_rows(folder, job["rows"]), plain_prompts=True, max_steps=job["steps"],
+            epochs=job["steps"], batch_size=len(job["rows"]), learning_rate=1e-6, lr_schedule="constant", warmup_steps=0,
+            label_smoothing=0.0, **common,
+        )
+    )  # fmt: skip
+    return {}
+
+
+def run_sft(job: dict, folder: Path, common: dict) -> dict:
+    import grm_sft
+
+    def chat(row: dict) -> dict:
+        turns = [("user", "<image>" + row["prompt"]), ("assistant", row["completion"])]
+        return {"messages": [{"role": role, "content": text} for role, text in turns], "images": [row["image"]]}
+
+    grm_sft.main(
+        grm_sft.Args(
+            model=job["model"], dataset=write_rows(folder, [chat(row) for row in job["rows"]]), max_steps=job["steps"],
+            epochs=job["steps"], train_samples=0, batch_size=job["batch"], learning_rate=1e-6, lr_schedule="constant",
+            warmup_steps=0, freeze_vision=False, freeze_projector=False, logging_steps=1, **common,
+        )
+    )  # fmt: skip
+    return {}
+
+
+def run_rloo(job: dict, folder: Path, common: dict) -> dict:
+    """-> the responses and the prompts' tokens too. For full lengths: an end token that is never drawn."""
     import rloo
 
     rows = [
         {"prompt": p} if isinstance(p, str) else {"prompt": p["question"], "image": p["image"]} for p in job["prompts"]
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(
         "def f(completion_ids, **kw):\n    return [float(sum(x) % 7) for x in completion_ids]\n"
     )
     args = rloo.Args(
-        model=job["model"], dataset=str(folder / "rows.jsonl"), plain_prompts=job["kind"] == "text",
+        model=job["model"], dataset=write_rows(folder, rows), plain_prompts=job["kind"] == "text", num_iterations=1,
         rewards=(f"{folder}/reward.py:f",), reward_weights=(1.0,), kl_coef=job["beta"], total_steps=job["steps"],
         rollout_batch_size=len(rows), num_samples_per_prompt=job["G"], train_batch_size=len(rows) * job["G"],
-        max_response_length=job["max_new_tokens"], learning_rate=1e-6, lr_schedule="constant", warmup_steps=0,
-        output_dir=str(folder), run_name="run", eval_steps=0, seed=job["seed"],
+        max_response_length=job["max_new_tokens"], learning_rate=1e-6, lr_schedule="constant", warmup_steps=0, **common,
     )  # fmt: skip
-    kept, make_rollout, end_ids = {}, rloo.make_rollout, rloo.end_token_ids
+    kept, G = {"prompt_ids": [None] * len(rows)}, job["G"]
+    make_rollout, end_ids, encode = rloo.make_rollout, rloo.end_token_ids, rloo.encode_prompt
 
-    def look(records, *rest):
-        rollout = make_rollout(sorted(records, key=lambda r: r["row"]), *rest)
-        kept["completions"] = [
-            ids.tolist() for record in sorted(records, key=lambda r: r["row"]) for ids in record["response_ids"]
-        ]
-        return rollout
+    def keep_responses(records, *rest):
+        ordered = sorted(records, key=lambda record: record["row"])
+        kept["completions"] = [ids.tolist() for record in ordered for ids in record["response_ids"]]
+        return make_rollout(records, *rest)
 
-    rloo.make_rollout = look
+    def keep_prompt(model, processor, row):
+        sample, index = encode(model, processor, row), int(row["where"].split()[-1])
+        kept["prompt_ids"][index] = sample["prompt_ids"].tolist()
+        return {**sample, "row": index}
+
+    def replay(model, samples, *rest):
+        ids = [torch.tensor(ids) for s in samples for ids in job["completions"][s["row"] * G : (s["row"] + 1) * G]]
+        return ids, [torch.zeros(len(x)) for x in ids], [False] * len(ids)
+
+    rloo.make_rollout, rloo.encode_prompt = keep_responses, keep_prompt
     if job.get("min_new_tokens"):
         rloo.end_token_ids = lambda model, tokenizer: [max(end_ids(model, tokenizer)) + 10**6]
-    encode, kept["prompt_ids"] = rloo.encode_prompt, [None] * len(rows)
-
-    def remember(model, processor, row):
-        sample = encode(model, processor, row)
-        kept["prompt_ids"][int(row["where"].split()[-1])] = sample["prompt_ids"].tolist()
-        return sample | {"row": int(row["where"].split()[-1])}
-
-    rloo.encode_prompt = remember
     if "completions" in job:
-        G = job["G"]
-
-        def replay(model, samples, *rest):
-            ids = [torch.tensor(ids) for s in samples for ids in job["completions"][s["row"] * G : (s["row"] + 1) * G]]
-            return ids, [torch.zeros(len(x)) for x in ids], [False] * len(ids)
-
         rloo.generate = replay
     rloo.main(args)
-    steps = []
-    for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
-        m = json.loads(line)
-        update = m["time/score"] + m["time/update"]
-        steps.append({"seconds": m["time/total"], "update_seconds": update, "generate_seconds": m["time/rollout"]})
-        steps[-1] |= {"peak_rss_bytes": peak_memory(Args()), "grad_norm": m["train/grad_norm"], "kl": m["objective/kl"]}
-    return {"steps": steps, **kept}
+    return kept
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
@@ -464,7 +558,8 @@ def report(machine: dict, results: list[dict]) -> None:
         )
         print("|---|---|---|---|---|---|---|---|---|")
         for r in against:
-            cells = [f"{r[f'{what}_{side}']:.2f}" for what in ("step", "update") for side in ("ours", "trl", "ratio")]
+            keys = [f"{what}_{side}" for what in ("step", "update") for side in ("ours", "trl", "ratio")]
+            cells = [f"{r[key]:.2f}" if key in r else "" for key in keys]
             cells += [f"{r[f'memory_{side}'] / 1e9:.2f}" for side in ("ours", "trl")]
             print(f"| {r['part']} | {' | '.join(cells)} |")
     for r in results:
@@ -496,8 +591,8 @@ def main(args: Args) -> None:
     for part in args.parts:
         if part == "memory":
             results.append(compare_memory(args))
-        elif part == "rloo":
-            results += compare_rloo(args)
+        elif part in ("rloo", "reward", "sft"):
+            results += compare_with_trl(args, part)
         else:
             if part == "text":
                 model = load_smollm2(args)
