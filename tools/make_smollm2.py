@@ -39,7 +39,8 @@ def main(args: Args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     source = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    model = LlamaForCausalLM(source.config)  # the source itself can't be saved: it still carries its GGUF quantization
+    del source.config.quantization_config  # the weights are fp32 by now
+    model = LlamaForCausalLM(source.config)
     model.load_state_dict(source.state_dict())
     model.config.eos_token_id = model.generation_config.eos_token_id = end
     model.generation_config.pad_token_id = tokenizer.pad_token_id = end

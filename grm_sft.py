@@ -1,0 +1,2089 @@
+"""GRM SFT: a vision-language model learns to write its judgement, by next-token prediction, in one file.
+
+A generative reward model reads a question with two candidates (or one, to be scored), thinks, and writes a verdict:
+`<think>...</think><answer>Image 1 is better</answer>`. Papers: https://arxiv.org/abs/2408.15240 (generative verifiers),
+https://arxiv.org/abs/2505.03318 (multimodal, with reasoning).
+Reference implementation: opendilab/LightRFT@49e62cb, GRMTrainerVL and examples/grm_training. Differences:
+- trained are the assistant's tokens of every turn and one EOS each, found through the chat template; user turns never are
+- a step's loss is averaged over its trained tokens, on all packs and ranks; rows lie packed, without padding
+- rows that begin with the same tokens and pictures share them (--group-by-image); the result is the same
+- true 3-D positions in training, too; sides and order come from the seed, so that a run can be repeated
+- evaluation decodes greedily, asks in both orders, and tells an unparsable verdict from a wrong one
+
+--dataset takes several sources, separated by commas; the columns of each tell its format (see FORMATS).
+
+    python grm_sft.py                            # embedded default: tiny VLM judges answers on easy-VQA, on two CPU cores
+    python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset hpdv3.json,cot.json --learning-rate 1e-5 ...   # one GPU
+    deepspeed grm_sft.py --zero-stage 3 ...      # or: torchrun --standalone --nproc_per_node=8 grm_sft.py ...
+"""
+
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+from torch import nn
+
+import common  # noqa: F401  before transformers: mends torchvision beside a CPU-only torch
+from common.packing import (
+    Pack,
+    build_pack,
+    enable_packing,
+    encode_media,
+    encode_vision_inputs,
+    forward_hidden,
+    logprobs_from_hidden,
+    media_token_ids,
+    plan_packs,
+    prompt_positions,
+    unique_media,
+)
+
+ROOT = Path(__file__).resolve().parent
+SCRIPT = Path(__file__).stem
+
+
+# =====================================================================================================================
+# args
+# =====================================================================================================================
+
+
+@dataclass
+class Args:
+    # --- experiment ---
+    seed: int = 1
+    """seed of model, data order and sampling; rank r samples with its own stream"""
+    output_dir: str = "runs"
+    """folder that holds one folder per run"""
+    run_name: str | None = None
+    """name of this run's folder; None: script, model, seed and time"""
+    resume: str | None = None
+    """checkpoint folder (runs/NAME/checkpoint-N) to continue from; the run goes on in its own folder"""
+
+    # --- model and data ---
+    model: str = "assets/tiny_vl"
+    """where training starts: folder or hub id of a vision-language or text model"""
+    dataset: str = "easy-vqa"
+    """training prompts: easy-vqa (embedded), a .jsonl/.json/.parquet/.csv file, a saved dataset folder, or a hub id"""
+    dataset_split: str = "train"
+    """split of a hub id or of a saved dataset folder with several splits"""
+    eval_dataset: str | None = None
+    """held-out prompts, as --dataset; None: the test split of easy-vqa if that is the dataset, else no evaluation"""
+    eval_dataset_split: str = "test"
+    """split of --eval-dataset"""
+    train_samples: int = 8000
+    """training rows of each source, a fixed random subset; 0 = all"""
+    system_prompt: str | None = None
+    """system message put before prompts that have none"""
+    instruction: str | None = None
+    """what HPDv3 and OmniReward rows, which have none of their own, ask; {prompt} stands for the row's; None: INSTRUCTION"""
+    swap_sides: bool = True
+    """train on every pair twice, as it is and with its sides exchanged: the verdict follows, a bias to one side can't pay"""
+    chat_template_kwargs: str = "{}"
+    """JSON object handed to the chat template, for example '{"enable_thinking": false}'"""
+    max_length: int = 2048
+    """tokens of a whole row, picture tokens and answer counted; nothing is ever cut"""
+    overlong: Literal["drop", "error"] = "drop"
+    """rows over --max-length: dropped and counted at the start, or an error"""
+    freeze_vision: bool = True
+    """leave the vision tower as it is"""
+    freeze_projector: bool = True
+    """leave the layers between vision tower and language model as they are"""
+    freeze_text: bool = False
+    """leave the language model as it is"""
+    lora_rank: int = 0
+    """train low-rank adapters of this rank instead of all weights; the reference is the model without them; 0 = off"""
+    lora_alpha: float = 32.0
+    """the adapters' output is scaled by alpha / rank"""
+    lora_targets: str | None = None
+    """regular expression on names of linear modules that get an adapter; None: all linear layers of the language model"""
+    load_in_4bit: bool = False
+    """4-bit base weights (bitsandbytes, CUDA) below the adapters of --lora-rank"""
+
+    # --- rollout ---
+    generation_batch_size: int = 64
+    """responses generated side by side on one rank; lower it when generation runs out of memory"""
+    max_response_length: int = 16
+    """tokens, EOS counted; longer responses are truncated"""
+    eval_temperature: float = 0.0
+    """temperature of the judgements written in evaluation; 0 = greedy"""
+    top_p: float = 1.0
+    """nucleus of the sampler; below 1 it draws from another distribution than the log-probs describe"""
+
+    # --- algorithm ---
+    epochs: float = 1.0
+    """passes over the training rows"""
+    max_steps: int = 500
+    """optimizer steps; 0 = as --epochs says"""
+    batch_size: int = 32
+    """rows per optimizer step, over all ranks"""
+    group_by_image: bool = True
+    """rows with the same pictures and first tokens stand side by side in the data order, and share them in a pack"""
+
+    # --- optimizer ---
+    learning_rate: float = 1e-3
+    """peak learning rate; the default suits the tiny model, pretrained ones want about 1e-5 (with LoRA 1e-4)"""
+    lr_schedule: Literal["constant", "cosine"] = "cosine"
+    """shape after the warm-up"""
+    min_lr_ratio: float = 0.1
+    """the cosine ends at this fraction of the peak"""
+    warmup_steps: int = 20
+    """optimizer steps of linear warm-up"""
+    weight_decay: float = 0.0
+    """decoupled weight decay (AdamW)"""
+    adam_beta1: float = 0.9
+    """AdamW beta 1"""
+    adam_beta2: float = 0.95
+    """AdamW beta 2"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this norm"""
+    max_skipped_updates: int = 5
+    """stop after this many optimizer steps in a row with non-finite gradients"""
+
+    # --- DeepSpeed and memory ---
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """compute type; auto: bf16 on CUDA, fp32 on CPU. bf16 keeps fp32 master weights in the optimizer"""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """what DeepSpeed shards over ranks: 1 optimizer, 2 + gradients, 3 + parameters (rollouts then use an unsharded copy)"""
+    offload_optimizer: bool = False
+    """keep optimizer states and the optimizer step on the CPU (needs --zero-stage 1 or more)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, about a third more time"""
+    micro_batch_tokens: int = 8192
+    """tokens of one packed forward and backward on one rank; at least --max-length"""
+
+    # --- logging and checkpoints ---
+    logging_steps: int = 10
+    """write a line of metrics, means over these steps"""
+    eval_steps: int = 100
+    """evaluate every this many steps, and before the first and after the last; 0 = only before and after"""
+    eval_samples: int = 500
+    """held-out prompts, a fixed random subset; 0 = all"""
+    best_metric: Literal["accuracy", "soft_accuracy", "swap_consistency", "loss"] = "accuracy"
+    """the evaluation with the best eval/... keeps its model in checkpoint-best (loss: lowest, else: highest)"""
+    save_steps: int = 0
+    """checkpoint every this many steps, and always at the end; 0 = only at the end"""
+    save_total_limit: int = 2
+    """checkpoints kept, newest first"""
+    track: bool = False
+    """log to Weights and Biases too (WANDB_MODE=offline works)"""
+    wandb_project: str = "cleanrft"
+    """project for --track"""
+    tensorboard: bool = False
+    """log to TensorBoard too"""
+
+
+def fail(message: str) -> NoReturn:
+    """Bad input: one sentence that names the sample, file or flag and what to do; exit code 2."""
+    from tqdm import tqdm
+
+    tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also while a progress bar stands there
+    raise SystemExit(2)
+
+
+def parse_args(argv: list[str]) -> Args:
+    """The `deepspeed` launcher adds --local_rank; the environment says the same."""
+    return tyro.cli(Args, args=[arg for arg in argv if not arg.startswith("--local_rank")], description=__doc__)
+
+
+def check_ranges(args: Args, positive: str, not_negative: str, unit: str) -> None:
+    """Names of flags, by blanks, that must be > 0, >= 0, or within [0, 1]; None passes."""
+    for names, ok, what in (
+        (positive, lambda x: x > 0, "must be greater than 0"),
+        (not_negative, lambda x: x >= 0, "must not be negative"),
+        (unit, lambda x: 0 <= x <= 1, "must lie between 0 and 1"),
+    ):
+        for name in names.split():
+            value = getattr(args, name)
+            if value is not None and not ok(value):
+                fail(f"--{name.replace('_', '-')} {what}, not {value}")
+    if max(args.adam_beta1, args.adam_beta2) == 1:
+        fail("--adam-beta1 and --adam-beta2 must be less than 1")
+    if args.offload_optimizer and args.zero_stage == 0:
+        fail("--offload-optimizer needs --zero-stage 1 or more")
+
+
+def check_args(args: Args, world_size: int) -> None:
+    """Everything that can be known from the flags alone."""
+    check_ranges(
+        args,
+        positive="max_length generation_batch_size max_response_length top_p epochs batch_size learning_rate "
+        "max_grad_norm max_skipped_updates micro_batch_tokens logging_steps save_total_limit lora_alpha",
+        not_negative="seed max_steps train_samples eval_temperature warmup_steps weight_decay eval_steps eval_samples "
+        "save_steps lora_rank",
+        unit="top_p min_lr_ratio adam_beta1 adam_beta2",
+    )
+    if args.micro_batch_tokens < args.max_length:
+        fail(
+            f"--micro-batch-tokens {args.micro_batch_tokens} is less than --max-length {args.max_length}: the longest row "
+            "would not fit; raise it"
+        )
+    if args.batch_size < world_size:
+        fail(f"--batch-size {args.batch_size} is less than one row for each of {world_size} ranks")
+    parse_template_kwargs(args)
+    check_lora_args(args)
+
+
+def parse_template_kwargs(args: Args) -> dict:
+    """--chat-template-kwargs -> dict."""
+    try:
+        kwargs = json.loads(args.chat_template_kwargs)
+        assert isinstance(kwargs, dict)
+    except (ValueError, AssertionError):
+        fail(
+            f"--chat-template-kwargs {args.chat_template_kwargs} is not a JSON object; write it as '{{\"name\": value}}'"
+        )
+    return kwargs
+
+
+def check_lora_args(args: Args) -> None:
+    if args.lora_targets is not None:
+        if args.lora_rank == 0:
+            fail("--lora-targets needs --lora-rank greater than 0")
+        try:
+            re.compile(args.lora_targets)
+        except re.error as error:
+            fail(f"--lora-targets {args.lora_targets} is not a regular expression ({error})")
+    if args.load_in_4bit and (args.lora_rank == 0 or args.zero_stage == 3 or not torch.cuda.is_available()):
+        fail("--load-in-4bit needs CUDA, --lora-rank greater than 0 and --zero-stage 2 or less")
+
+
+def check_output(args: Args) -> Path:
+    """-> the run's folder, which does not exist yet (it is made once model and data are known to be good)."""
+    if args.resume is not None:
+        return Path(args.resume).resolve().parent
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    run_dir = Path(args.output_dir) / (args.run_name or f"{SCRIPT}-{Path(args.model).name}-seed{args.seed}-{stamp}")
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        fail(f"--run-name {args.run_name}: {run_dir} exists already; choose another name, or continue it with --resume")
+    parent = next(folder for folder in [run_dir, *run_dir.absolute().parents] if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        fail(f"--output-dir {args.output_dir} can't be written: {parent} is not a writable folder")
+    return run_dir
+
+
+# =====================================================================================================================
+# data
+# =====================================================================================================================
+
+INSTRUCTION = (
+    "Two images were made for the prompt below. Compare how well they follow it and how good they look, and give your "
+    "verdict as <answer>Image 1 is better</answer> or <answer>Image 2 is better</answer>.\nPrompt: {prompt}"
+)
+EASY_VQA_KINDS = (
+    ("yes", "no"),
+    ("circle", "rectangle", "triangle"),
+    ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow"),
+)
+
+
+def load_rows(source: str, split: str):
+    """A `datasets.Dataset` from easy-vqa, a local file or folder, or the hub."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said once, by fail
+    if source == "easy-vqa":
+        return load_easy_vqa(split)
+    path = Path(source)
+    formats = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+    try:
+        if path.is_dir():
+            data = datasets.load_from_disk(source)
+            if isinstance(data, datasets.DatasetDict):
+                if split not in data:
+                    fail(f"{source} has no split {split!r}; it has {', '.join(data)}")
+                data = data[split]
+            return data
+        if path.is_file():
+            if path.suffix not in formats:
+                fail(
+                    f"{source}: unknown kind of file {path.suffix!r}; use {', '.join(formats)} or a saved dataset folder"
+                )
+            return datasets.load_dataset(formats[path.suffix], data_files=str(path), split="train")
+        if path.suffix in formats or source.startswith((".", "/", "~")):
+            fail(f"{source}: no such file or folder")
+        return datasets.load_dataset(source, split=split)
+    except Exception as error:
+        fail(f"{source} can't be read as a dataset: {one_line(error)}")
+
+
+def load_easy_vqa(split: str):
+    """easy-VQA (MIT): 64 x 64 drawings with questions, 13 possible answers; images and questions lie inside the package."""
+    import datasets
+    import easy_vqa
+
+    if split not in ("train", "test"):
+        fail(f"easy-vqa has the splits train and test, not {split!r}")
+    questions, answers, image_ids = getattr(easy_vqa, f"get_{split}_questions")()
+    paths = getattr(easy_vqa, f"get_{split}_image_paths")()
+    return datasets.Dataset.from_dict(
+        {"prompt": questions, "image": [str(paths[i]) for i in image_ids], "answer": answers}
+    )
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def as_list(value: Any, video: bool = False) -> list:
+    """One picture or clip, a list of them, or None -> a list. A list of frames is one clip."""
+    if value is None:
+        return []
+    frames = video and isinstance(value, list) and value and not isinstance(value[0], (list, str))
+    return list(value) if isinstance(value, list) and not frames else [value]
+
+
+def read_messages(chat: Any, images: list, videos: list, where: str) -> tuple[list[dict], list, list]:
+    """A string or a chat, and its media -> messages whose contents are lists of text, image and video parts; all media.
+
+    Placeholders (<image>, <video> in strings; {"type": "image"} in message contents) say where media stand. A chat without
+    any gets them before the text of its first user message.
+    """
+    if isinstance(chat, str):
+        messages = [{"role": "user", "content": chat}]
+    elif isinstance(chat, list) and chat and all(isinstance(m, dict) and "role" in m and "content" in m for m in chat):
+        messages = [dict(m) for m in chat]
+    else:
+        fail(
+            f"{where}: the prompt must be a string or a list of messages with role and content, not {str(chat)[:80]!r}"
+        )
+    inline = {"image": [], "video": []}
+    for message in messages:
+        parts = []
+        for part in message["content"] if isinstance(message["content"], list) else [message["content"]]:
+            if isinstance(part, str):
+                part = {"type": "text", "text": part}
+            if not isinstance(part, dict) or part.get("type") not in ("text", "image", "video"):
+                fail(f"{where}: a message part must be text, image or video, not {str(part)[:80]!r}")
+            if part["type"] != "text":
+                if part.get(part["type"]) is not None:
+                    inline[part["type"]].append(part[part["type"]])
+                parts.append({"type": part["type"]})
+                continue
+            for piece in re.split(r"(<image>|<video>)", part.get("text") or ""):
+                if piece in ("<image>", "<video>"):
+                    parts.append({"type": piece[1:-1]})
+                elif piece:
+                    parts.append({"type": "text", "text": piece})
+        message["content"] = parts
+    images, videos = images + inline["image"], videos + inline["video"]
+    for kind, media in (("image", images), ("video", videos)):
+        places = sum(part["type"] == kind for message in messages for part in message["content"])
+        if places == 0 and media:
+            first = next((m for m in messages if m["role"] == "user"), messages[0])
+            first["content"] = [{"type": kind}] * len(media) + first["content"]
+        elif places != len(media):
+            fail(f"{where}: {places} {kind} placeholders but {len(media)} {kind}s; make them agree")
+    if not any(part["type"] == "text" and part["text"].strip() for m in messages for part in m["content"]):
+        fail(f"{where}: the prompt has no text")
+    return messages, images, videos
+
+
+# A reader of a format takes a row, a random stream of this very row, the source and the row's name, and returns messages up to
+# the judgement, in which {"type": "side", "index": 0 or 1} marks where the candidates of a pair stand; the candidates (`sides`,
+# lists of message parts); what is to be written (`answer`); and what the candidates are called (`noun`).
+
+
+def read_pairs(row: dict, rng, data: dict, where: str) -> dict:
+    """Generic pairs: prompt, response, and image_0 and image_1 (or images: two), or the same with video; or, to judge texts,
+    answer_0 and answer_1, with or without pictures of the question in image or images. Optional: system."""
+    prompt, response = required_text(row, "prompt", where), required_text(row, "response", where)
+    kind = next((kind for kind in ("image", "video", "answer") if row.get(f"{kind}_0") is not None), None)
+    if kind is not None:
+        candidates = [row[f"{kind}_0"], row.get(f"{kind}_1")]
+    else:
+        kind = "video" if row.get("videos") else "image"
+        candidates = as_list(row.get(f"{kind}s"), kind == "video")
+    if len(candidates) != 2 or None in candidates:
+        fail(
+            f"{where}: a pair needs two candidates: image_0 and image_1, video_0 and video_1, answer_0 and answer_1, or images"
+        )
+    messages = system_message(row.get("system"))
+    if kind == "answer":
+        context = as_list(row.get("images") or row.get("image"))
+        return text_pair(messages, context, prompt, [str(c) for c in candidates], response)
+    noun = kind.capitalize()
+    parts = [{"type": "text", "text": f"{prompt}\n**{noun} 1:**"}, {"type": "side", "index": 0}]
+    parts += [{"type": "text", "text": f"**{noun} 2:**"}, {"type": "side", "index": 1}]
+    sides = [[{"type": kind, kind: c}] for c in candidates]
+    return {
+        "messages": [*messages, {"role": "user", "content": parts}],
+        "sides": sides,
+        "answer": response,
+        "noun": noun,
+    }
+
+
+def read_easy_vqa(row: dict, rng, data: dict, where: str) -> dict:
+    """easy-VQA as a judge's task: the right answer against a wrong one of its kind, drawn with its side from the seed."""
+    answer = str(row["answer"])
+    kind = next((kind for kind in EASY_VQA_KINDS if answer in kind), None)
+    if kind is None:
+        fail(
+            f"{where}: the answer {answer!r} is none of easy-VQA's, so no wrong one can be drawn; give pairs with a response"
+        )
+    wrong = str(rng.choice([other for other in kind if other != answer]))
+    first = int(rng.integers(2)) == 0
+    verdict = f"<think>{answer}</think>{write_verdict('1' if first else '2', 'Answer')}"
+    candidates = [answer, wrong] if first else [wrong, answer]
+    return text_pair([], as_list(row["image"]), required_text(row, "prompt", where), candidates, verdict)
+
+
+def read_imagegen_cot(row: dict, rng, data: dict, where: str) -> dict:
+    """ImageGen-CoT-Reward-5K: two images; the first of conversations is the instruction, the last reasoning and verdict."""
+    turns = [turn.get("value") if isinstance(turn, dict) else None for turn in as_list(row["conversations"])]
+    if len(turns) < 2 or not all(isinstance(turn, str) and turn for turn in turns):
+        fail(f"{where}: conversations must hold an instruction and an answer, each with a value")
+    instruction = turns[0].replace("<image>", "")  # the pictures get turns of their own
+    return picture_pair(instruction, as_list(row["images"]), turns[-1], where)
+
+
+def read_hpdv3(row: dict, rng, data: dict, where: str) -> dict:
+    """HPDv3: path1 is the preferred image, path2 the other. The side that path1 is shown on is drawn once, from the seed."""
+    paths = [row["path1"], row["path2"]]
+    first = int(rng.integers(2)) == 0
+    instruction = data["instruction"].replace("{prompt}", required_text(row, "prompt", where))
+    return picture_pair(
+        instruction, paths if first else paths[::-1], write_verdict("1" if first else "2", "Image"), where
+    )
+
+
+def read_omnireward(row: dict, rng, data: dict, where: str) -> dict:
+    """OmniReward-Bench, text to image: response1_path, response2_path, a criterion, and A, B or C (tie), or those in words."""
+    names = {"a": "1", "response1": "1", "b": "2", "response2": "2", "c": "tie", "tie": "tie"}
+    preference = str(row["criteria_preference"]).strip().lower()
+    if preference not in names:
+        fail(
+            f"{where}: criteria_preference must be A, B, C, response1, response2 or tie, not {row['criteria_preference']!r}"
+        )
+    instruction = data["instruction"].replace("{prompt}", required_text(row, "prompt", where))
+    pair = picture_pair(
+        instruction,
+        [row.get("response1_path"), row.get("response2_path")],
+        write_verdict(names[preference], "Image"),
+        where,
+    )
+    if row.get("criteria"):
+        pair["messages"][1:1] = system_message(str(row["criteria"]))
+    return pair
+
+
+def read_scores(row: dict, rng, data: dict, where: str) -> dict:
+    """One candidate and its score: prompt, score, and images or image; optional: reasoning, system."""
+    try:
+        score = f"{float(row['score']):g}"
+    except (TypeError, ValueError):
+        fail(f"{where}: the score must be a number, not {row['score']!r}")
+    if not math.isfinite(float(score)):
+        fail(f"{where}: the score must be a finite number, not {score}")
+    thought = f"<think>{row['reasoning']}</think>" if row.get("reasoning") else ""
+    parts = [{"type": "image", "image": image} for image in as_list(row.get("images") or row.get("image"))]
+    parts.append({"type": "text", "text": required_text(row, "prompt", where)})
+    messages = [*system_message(row.get("system")), {"role": "user", "content": parts}]
+    return {"messages": messages, "sides": None, "answer": f"{thought}<answer>{score}</answer>", "noun": "Answer"}
+
+
+def read_dialogue(row: dict, rng, data: dict, where: str) -> dict:
+    """Chat messages, pictures and videos in any but the last. Every assistant turn is trained; the last is the judgement."""
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        fail(f"{where}: messages must be a list of messages with role and content")
+    if messages[-1].get("role") != "assistant" or messages[0].get("role") == "assistant":
+        fail(f"{where}: messages must begin with a system or user message and end with the assistant's")
+    media = {"images": as_list(row.get("images")), "videos": as_list(row.get("videos"), video=True)}
+    content = messages[-1].get("content")
+    for part in content if isinstance(content, list) else []:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            fail(f"{where}: the assistant's last message must be text")
+    answer = content if isinstance(content, str) else "".join(part["text"] or "" for part in content or [])
+    return {"messages": messages[:-1], "sides": None, "answer": answer, "noun": "Answer", **media}
+
+
+FORMATS = {  # the first whose columns are all there
+    "hpdv3": (("path1", "path2", "prompt"), read_hpdv3),
+    "imagegen-cot": (("images", "conversations"), read_imagegen_cot),
+    "omnireward": (("criteria_preference", "prompt"), read_omnireward),
+    "chat": (("messages",), read_dialogue),
+    "scores": (("prompt", "score"), read_scores),
+    "pairs": (("prompt", "response"), read_pairs),
+    "easy-vqa": (("prompt", "image", "answer"), read_easy_vqa),
+}
+
+
+def required_text(row: dict, column: str, where: str) -> str:
+    if not isinstance(row[column], str) or not row[column].strip():
+        fail(f"{where}: {column} must be a text, not {row[column]!r}")
+    return row[column]
+
+
+def system_message(text: str | None) -> list[dict]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def text_pair(messages: list[dict], context: list, question: str, candidates: list[str], answer: str) -> dict:
+    """Two texts that answer a question, with or without pictures."""
+    parts = [{"type": "image", "image": image} for image in context]
+    parts += [{"type": "text", "text": question + "\nAnswer 1: "}, {"type": "side", "index": 0}]
+    parts += [{"type": "text", "text": "\nAnswer 2: "}, {"type": "side", "index": 1}]
+    sides = [[{"type": "text", "text": text}] for text in candidates]
+    return {
+        "messages": [*messages, {"role": "user", "content": parts}],
+        "sides": sides,
+        "answer": answer,
+        "noun": "Answer",
+    }
+
+
+def picture_pair(instruction: str, images: list, answer: str, where: str) -> dict:
+    """The reference's layout: the instruction as system message, one user turn per image."""
+    if len(images) != 2 or None in images:
+        fail(f"{where}: a pair needs two images, not {sum(image is not None for image in images)}")
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": f"**Image {k + 1}:**"}, {"type": "side", "index": k}]}
+        for k in range(2)
+    ]
+    sides = [[{"type": "image", "image": image}] for image in images]
+    return {"messages": [*system_message(instruction), *turns], "sides": sides, "answer": answer, "noun": "Image"}
+
+
+def write_verdict(verdict: str, noun: str) -> str:
+    """'1', '2' or 'tie' -> the sentence that is trained and parsed."""
+    sentence = "Both are equally good" if verdict == "tie" else f"{noun} {verdict} is better"
+    return f"<answer>{sentence}</answer>"
+
+
+def parse_verdict(text: str) -> str | float | None:
+    """What a judgement says: '1', '2', 'tie', a score, or None where it has not exactly one <answer> that can be read."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    if len(found) != 1:
+        return None
+    said = " ".join(found[0].split()).rstrip(".").lower()
+    if side := re.fullmatch(r"(?:image|video|answer) ([12]) is better", said):
+        return side[1]
+    if re.fullmatch(r"both (?:(?:images|videos|answers) )?are equally good", said):
+        return "tie"
+    return float(said) if re.fullmatch(r"[+-]?\d+(\.\d+)?", said) else None
+
+
+def swap_verdict(verdict: str | float | None) -> str | float | None:
+    """The same judgement of a pair whose sides are exchanged."""
+    return {"1": "2", "2": "1"}.get(verdict, verdict)
+
+
+def swap_words(text: str) -> str:
+    """Exchange what a judgement calls its sides: 'Image 1' and 'Image 2', 'the first image' and 'the second image'. Applied
+    twice it gives the text back."""
+    digits, ranks = {"1": "2", "2": "1"}, {"first": "second", "second": "first", "First": "Second", "Second": "First"}
+    nouns = r"[Ii]mage|[Vv]ideo|[Aa]nswer"
+    text = re.sub(rf"\b({nouns})([ _-]?)([12])\b", lambda m: m[1] + m[2] + digits[m[3]], text)
+    return re.sub(rf"\b([Ff]irst|[Ss]econd)( (?:{nouns}))\b", lambda m: ranks[m[1]] + m[2], text)
+
+
+def read_judged(data: dict, index: int, swap: bool = False) -> dict:
+    """Row `index` in one shape: messages up to the judgement, images, videos, answer and truth; pictures are not opened yet."""
+    where = f"{data['source']} row {index}"
+    try:
+        raw = data["rows"][index]
+    except Exception as error:
+        fail(f"{where} can't be read ({one_line(error)})")
+    judged = data["read"](raw, np.random.default_rng([data["seed"], index]), data, where)
+    sides, answer = judged["sides"], judged["answer"]
+    if swap:
+        sides, answer = sides[::-1], swap_words(answer)
+    messages = []
+    for message in judged["messages"]:
+        parts = message.get("content")
+        if sides is not None and isinstance(parts, list):
+            parts = [piece for part in parts for piece in (sides[part["index"]] if part["type"] == "side" else [part])]
+        messages.append({**message, "content": parts})
+    messages, images, videos = read_messages(messages, judged.get("images", []), judged.get("videos", []), where)
+    if data["system_prompt"] and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": [{"type": "text", "text": data["system_prompt"]}]}, *messages]
+    if not answer.strip():
+        fail(f"{where}: the judgement that is to be learnt is empty")
+    truth = parse_verdict(answer)
+    if sides is not None and not isinstance(truth, str):
+        fail(
+            f"{where}: the answer to a pair must hold one <answer>{judged['noun']} 1 is better</answer>, ... 2 is better, or "
+            f"Both are equally good; it is {textwrap.shorten(answer, 80)!r}"
+        )
+    return {
+        "messages": messages,
+        "images": images,
+        "videos": videos,
+        "answer": answer,
+        "truth": truth,
+        "noun": judged["noun"],
+        "is_pair": sides is not None,
+        "options": data["options"] if isinstance(truth, str) else (),
+        "info": {name: value for name, value in raw.items() if isinstance(value, (str, int, float, bool))},
+        "source": data["source"],
+        "plain": False,
+        "template_kwargs": data["template_kwargs"],
+        "folder": data["folder"],
+        "where": where,
+    }
+
+
+def load_image(source: Any, folder: Path, where: str):
+    """-> RGB picture from a path (relative ones are tried beside the dataset too), bytes, {"bytes", "path"} or PIL image."""
+    from PIL import Image
+
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str) and re.match(r"[a-z]+://", source):
+        fail(f"{where}: image {source[:80]} is a URL; download it and give its path")
+    try:
+        if isinstance(source, str):
+            path = Path(source).expanduser()
+            source = Image.open(path if path.is_absolute() or path.exists() else folder / path)
+        elif isinstance(source, bytes):
+            source = Image.open(io.BytesIO(source))
+        return source.convert("RGB")  # reads every pixel: a truncated file fails here
+    except Exception as error:
+        fail(f"{where}: image can't be read ({one_line(error)})")
+
+
+def load_video(source: Any, folder: Path, where: str) -> np.ndarray:
+    """-> frames (F, height, width, 3) uint8, from a list of pictures, or from a file that PIL (GIF, WebP) or PyAV can read."""
+    from PIL import Image, ImageSequence
+
+    if isinstance(source, list):
+        return np.stack([np.asarray(load_image(frame, folder, where)) for frame in source])
+    try:
+        path = Path(source).expanduser()
+        path = path if path.is_absolute() or path.exists() else folder / path
+        if path.suffix.lower() in (".gif", ".webp"):
+            return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(Image.open(path))])
+        import av
+
+        with av.open(str(path)) as container:
+            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    except Exception as error:
+        fail(f"{where}: video can't be read ({one_line(error)})")
+
+
+def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str:
+    """The chat template's text of the row's messages, with the prompt of the answer; placeholders not yet expanded.
+
+    messages: a whole chat to render instead, answers included and no prompt of another one.
+    """
+    tokenizer, where = getattr(processor, "tokenizer", processor), row["where"]
+    whole, messages = messages is not None, messages or row["messages"]
+    for text in (part["text"] for m in messages for part in m["content"] if part["type"] == "text"):
+        for token in tokenizer.all_special_tokens if tokenizer.chat_template is not None else []:
+            if token in text:
+                fail(f"{where}: the prompt's text contains the special token {token}; take it out")
+    if tokenizer is processor:
+        if row["images"] or row["videos"]:
+            fail(f"{where}: pictures or videos in a prompt for a text model; choose a vision-language --model")
+        messages = [{**m, "content": "".join(part["text"] for part in m["content"])} for m in messages]
+        if row["plain"] or tokenizer.chat_template is None:
+            contents = [m["content"] for m in messages]
+            if not whole:
+                return "\n".join(contents)
+            return "\n".join(contents[:-1]) + contents[-1] + (tokenizer.eos_token or "")
+    elif row["plain"]:
+        fail(f"{where}: --plain-prompts is for text models; a vision-language model needs its chat template")
+    if row["videos"] and getattr(processor, "video_processor", None) is None:
+        fail(f"{where}: videos in a prompt, but the processor of --model has no video processor; take them out")
+    try:
+        return processor.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not whole, **row["template_kwargs"]
+        )
+    except Exception as error:
+        fail(f"{where}: the chat template rejects the messages ({one_line(error)})")
+
+
+def run_processor(processor, row: dict, text: str) -> dict:
+    """Rendered text and the row's media -> the processor's tensors for this one sequence, placeholders expanded."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    kwargs = {"add_special_tokens": adds_special_tokens(tokenizer, row)}
+    if tokenizer is not processor:
+        if row["images"]:
+            kwargs["images"] = [load_image(image, row["folder"], row["where"]) for image in row["images"]]
+        if row["videos"]:
+            kwargs["videos"] = [load_video(video, row["folder"], row["where"]) for video in row["videos"]]
+            kwargs["do_sample_frames"] = False
+    try:
+        return processor(text=[text], return_tensors="pt", **kwargs)
+    except Exception as error:
+        fail(f"{row['where']}: the processor rejects the prompt ({one_line(error)})")
+
+
+def adds_special_tokens(tokenizer, row: dict) -> bool:
+    """A chat template has its own BOS; plain text gets the tokenizer's."""
+    return tokenizer.chat_template is None or row["plain"]
+
+
+def encode_prompt(model, processor, row: dict) -> dict:
+    """One prompt as common/packing.py takes it: prompt_ids (P,), position_ids (P,) or (3, P), images, videos."""
+    inputs = run_processor(processor, row, render_chat(processor, row))
+    return make_sample(model, inputs, inputs["input_ids"].shape[1])
+
+
+def make_sample(model, inputs: dict, length: int) -> dict:
+    """The first `length` tokens of processed inputs, with all of their media, as common/packing.py takes them."""
+    prompt_ids = inputs["input_ids"][0, :length]
+    if "mm_token_type_ids" in inputs:
+        inputs = {**inputs, "mm_token_type_ids": torch.as_tensor(inputs["mm_token_type_ids"])[:, :length]}
+    sample = {
+        "prompt_ids": prompt_ids,
+        "position_ids": prompt_positions(model, prompt_ids, inputs),
+        **encode_vision_inputs(inputs),
+    }
+    if "mm_token_type_ids" in inputs:
+        sample["mm_token_type_ids"] = inputs["mm_token_type_ids"][0]
+    return sample
+
+
+def count_prompt_tokens(
+    processor, texts: list[str], image_sizes: list[list[tuple[int, int]]], special: bool
+) -> list[int]:
+    """Prompt lengths without preparing a pixel: text tokens, and per picture the processor's own count for its (H, W)."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=special)["input_ids"]]
+    sizes = [size for row in image_sizes for size in row]
+    if sizes:
+        tokens = iter(processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"])
+        lengths = [n + sum(next(tokens) - 1 for _ in row) for n, row in zip(lengths, image_sizes)]
+    return lengths
+
+
+def chat_of(row: dict) -> list[dict]:
+    """The messages with the judgement."""
+    return [*row["messages"], {"role": "assistant", "content": [{"type": "text", "text": row["answer"]}]}]
+
+
+def label_chat(processor, row: dict, end_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (T,) of a whole chat, a picture being one placeholder, and which of them are trained (T,): the text of every
+    assistant message and the one EOS after it. Not its header, nor what the template writes after the EOS.
+
+    The template renders the chat up to each assistant message (with the prompt of an answer) and up to its end. Both texts,
+    and their tokens, must be the beginning of the whole: then the counts say where the message lies. Decoded text is never
+    searched. Where a template writes no EOS, the last message gets the tokenizer's, in place of what the template puts there.
+    """
+    tokenizer, where, chat = getattr(processor, "tokenizer", processor), row["where"], chat_of(row)
+    special = adds_special_tokens(tokenizer, row)
+
+    def tokens(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=special)["input_ids"]
+
+    whole = render_chat(processor, row, chat)
+    ids = tokens(whole)
+    mask = np.zeros(len(ids), dtype=bool)
+    for k, message in enumerate(chat):
+        if message["role"] != "assistant":
+            continue
+        before = render_chat(processor, {**row, "messages": chat[:k]})
+        after = whole if k == len(chat) - 1 else render_chat(processor, row, chat[: k + 1])
+        if not (whole.startswith(before) and whole.startswith(after)):
+            fail(f"{where}: the chat template writes message {k} differently when others follow; use another template")
+        head, body = tokens(before), ids if k == len(chat) - 1 else tokens(after)
+        start, end = len(head), len(body)
+        if ids[:start] != head or ids[:end] != body:
+            fail(
+                f"{where}: the tokenizer joins the ends of message {k} with what the template puts around it; strip its blanks"
+            )
+        ends = [t for t in range(start, end) if ids[t] in end_ids]
+        if ends:
+            mask[start : ends[0] + 1] = True
+            continue
+        content = "".join(part.get("text", "") for part in message["content"])
+        bare = next(
+            (tokens(before + text) for text in (content, content.strip()) if after.startswith(before + text)), None
+        )
+        if bare is None or ids[: len(bare)] != bare:
+            fail(f"{where}: message {k} can't be found in what the chat template makes of it; use another template")
+        mask[start : len(bare)] = True
+        if k == len(chat) - 1:
+            ids, mask = [*bare, end_ids[0]], np.append(mask[: len(bare)], True)
+    length = int(mask.nonzero()[0][-1]) + 1
+    return np.array(ids[:length], dtype=np.int32), mask[:length]
+
+
+def align_expanded(ids: np.ndarray, expanded: list[int], placeholders: list[int], where: str) -> np.ndarray:
+    """Where each of `ids` (T,), a picture or clip being one placeholder, begins among the tokens that the processor makes of
+    them -> (T,). What follows a placeholder, up to the next one, tells where its tokens end.
+
+    ids [1, 9, 2, 3], expanded [1, 9, 9, 9, 2, 3, 4], placeholders [9] -> [0, 1, 4, 5]
+    """
+    ids, places, j = ids.tolist(), [], 0
+    for i, token in enumerate(ids):
+        if token in placeholders:
+            places.append(j)
+            stop = next((k for k in range(i + 1, len(ids)) if ids[k] in placeholders), len(ids))
+            following = ids[i + 1 : stop]
+            j = next(
+                (k for k in range(j + 1, len(expanded)) if expanded[k : k + len(following)] == following), len(expanded)
+            )
+            continue
+        if j >= len(expanded) or expanded[j] != token:
+            fail(f"{where}: the tokens around a picture or video can't be told apart from those that stand for it")
+        places.append(j)
+        j += 1
+    return np.array(places)
+
+
+def media_key(source: Any, folder: Path) -> str:
+    """One name for equal pictures: a path, or a digest of what was given."""
+    if isinstance(source, str):
+        return f"{folder}/{source}"
+    content = repr(source).encode()
+    if hasattr(source, "tobytes"):  # an opened picture: equal bytes of another shape are another picture
+        content = repr((source.size, getattr(source, "mode", None))).encode() + source.tobytes()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def open_source(args: Args, name: str, split: str, seed: int) -> dict:
+    """A dataset and all that reading a row of it takes; its columns tell the format."""
+    rows = load_rows(name, split)
+    if len(rows) == 0:
+        fail(f"{name} is empty")
+    read = next((read for columns, read in FORMATS.values() if set(columns) <= set(rows.column_names)), None)
+    if read is None:
+        known = "; ".join(f"{form}: {', '.join(columns)}" for form, (columns, _) in FORMATS.items())
+        fail(f"{name} has the columns {', '.join(rows.column_names)}, which make none of the known formats ({known})")
+    return {
+        "rows": rows,
+        "read": read,
+        "source": name,
+        "folder": Path(name).parent if Path(name).is_file() else Path("."),
+        "seed": seed,
+        "instruction": args.instruction or INSTRUCTION,
+        "system_prompt": args.system_prompt,
+        "template_kwargs": parse_template_kwargs(args),
+        "options": ("1", "2", "tie"),
+    }
+
+
+def make_entry(processor, row: dict, end_ids: list[int], media_ids: list[int], extra_tokens: dict[str, int]) -> dict:
+    """A row's tokens, and how it can be packed: ids and mask (T,) with single placeholders, `length` with all picture tokens,
+    `media` (its kinds), `start` (the tokens before it hold all pictures, those from it on are packed as the "response"), and
+    `beginning`, equal for rows that may share one. Every picture is decoded here once; extra_tokens remembers its tokens."""
+    ids, mask = label_chat(processor, row, end_ids)
+    mask = mask & ~np.isin(ids, media_ids)  # an assistant can show pictures, not write them
+    keys, extra = [media_key(media, row["folder"]) for media in row["images"] + row["videos"]], 0
+    for key, image in zip(keys, row["images"]):
+        if key not in extra_tokens:
+            extra_tokens[key] = count_image_tokens(processor, load_image(image, row["folder"], row["where"]), row)
+        extra += extra_tokens[key]
+    if row["videos"]:  # the processor alone knows how many tokens it makes of a clip
+        text, tokenizer = render_chat(processor, row, chat_of(row)), processor.tokenizer
+        single = tokenizer(text, add_special_tokens=adds_special_tokens(tokenizer, row))["input_ids"]
+        extra = run_processor(processor, row, text)["input_ids"].shape[1] - len(single)
+    after_media = max((t + 1 for t, token in enumerate(ids.tolist()) if token in media_ids), default=0)
+    first = int(mask.argmax())
+    # Equal pictures, equal tokens up to the last of them, and no answer in between.
+    beginning = (tuple(keys), ids[:after_media].tobytes()) if keys and first >= after_media else None
+    return {
+        "ids": ids,
+        "mask": mask,
+        "length": len(ids) + extra,
+        "media": {kind for kind in ("images", "videos") if row[kind]},
+        "start": max(first, after_media),
+        "beginning": beginning,
+        "truth": row["truth"],
+        "is_pair": row["is_pair"],
+    }
+
+
+def prepare_judged(
+    args: Args, model, processor, end_ids: list[int], sources: str, split: str, training: bool, show: bool
+) -> dict:
+    """Read, check, tokenise and length-filter the rows of all sources before training: what is wrong is said here, not after
+    an hour.
+
+    -> {"sources", "entries": the rows that fit, in order, with where they come from (source, index, swap), "groups": the
+    entries that share a beginning, "dropped": how many do not fit, "placeholders"}
+    """
+    from tqdm import tqdm
+
+    limit, media_ids = args.train_samples if training else args.eval_samples, media_token_ids(model.config)
+    data = {"sources": [], "entries": [], "dropped": 0, "placeholders": placeholder_ids(model.config)}
+    extra_tokens, groups, shortest = {}, {}, math.inf
+    for s, name in enumerate(sources.split(",")):
+        source = open_source(args, name, split, args.seed if training else 0)
+        data["sources"].append(source)
+        indices = np.arange(len(source["rows"]))
+        if 0 < limit < len(indices):
+            indices = np.sort(np.random.default_rng(0).permutation(len(indices))[:limit])
+        has_ties = False
+        for i in tqdm(indices.tolist(), desc=f"checking {name} ({split})", disable=not show, leave=False):
+            row = read_judged(source, i)
+            has_ties |= row["truth"] == "tie"
+            for swap in (False, True) if training and args.swap_sides and row["is_pair"] else (False,):
+                entry = make_entry(
+                    processor, read_judged(source, i, True) if swap else row, end_ids, media_ids, extra_tokens
+                )
+                entry |= {"source": s, "index": i, "swap": swap}
+                shortest = min(shortest, entry["length"])
+                if entry["length"] > args.max_length:
+                    if args.overlong == "error":
+                        too_long = (
+                            f"{row['where']} has {entry['length']} tokens, more than --max-length {args.max_length}"
+                        )
+                        fail(f"{too_long}; raise it, or leave such rows out with --overlong drop")
+                    data["dropped"] += 1
+                    continue
+                shares = args.group_by_image and entry["beginning"] is not None
+                members = groups.setdefault(entry["beginning"] if shares else len(data["entries"]), [])
+                entry["group"] = members[0] if members else len(data["entries"])  # named after its first entry
+                members.append(len(data["entries"]))
+                data["entries"].append(entry)
+        if not has_ties:
+            source["options"] = ("1", "2")
+    if not data["entries"]:
+        fail(
+            f"all rows of {sources} are longer than --max-length {args.max_length} (the shortest has {shortest} tokens)"
+        )
+    data["groups"] = list(groups.values())
+    encode_entries(model, processor, data, [0])  # the whole path once, pixels and positions included
+    return data
+
+
+def placeholder_ids(config) -> list[int]:
+    """Ids that the processor replaces by as many as a picture or clip has features."""
+    ids = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
+    return [i for i in ids if isinstance(i, int)]
+
+
+def count_image_tokens(processor, image, row: dict) -> int:
+    """Tokens that a picture adds to its placeholder, by the processor's own count."""
+    if not hasattr(processor, "tokenizer"):
+        return 0  # a text model: refused when the row is rendered
+    width, height = image.size
+    try:
+        return count_prompt_tokens(processor, [""], [[(height, width)]], False)[0]
+    except Exception as error:
+        fail(f"{row['where']}: the processor rejects an image of {width} x {height} pixels ({one_line(error)})")
+
+
+def get_judged(data: dict, number: int, swap: bool = False) -> dict:
+    """The row of an entry; swap: with its sides exchanged once more."""
+    entry = data["entries"][number]
+    return read_judged(data["sources"][entry["source"]], entry["index"], entry["swap"] != swap)
+
+
+def common_start(data: dict, members: list[int]) -> int:
+    """Tokens, a picture being one, that entries of a group share: up to where they differ, or the first one is trained."""
+    entries = [data["entries"][m] for m in members]
+    if len(entries) == 1:
+        return entries[0]["start"]
+    length = min(entry["start"] for entry in entries)
+    first = entries[0]["ids"][:length]
+    same = np.all([entry["ids"][:length] == first for entry in entries], axis=0)
+    return length if same.all() else int(same.argmin())
+
+
+def encode_entries(
+    model, processor, data: dict, members: list[int]
+) -> tuple[dict, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Entries that begin alike -> their common first tokens with all pictures as a prompt for common/packing.py, which of its
+    tokens (P,) are trained (answers before a later picture; a row of its own only), and the rest of each: ids and mask (R,)."""
+    entries = [data["entries"][m] for m in members]
+    start, first, row = common_start(data, members), entries[0], get_judged(data, members[0])
+    inputs = run_processor(processor, row, render_chat(processor, row, chat_of(row)))
+    length = start + first["length"] - len(first["ids"])
+    expanded = inputs["input_ids"][0].tolist()
+    if len(expanded) < length or expanded[length - 1] != first["ids"][start - 1]:
+        fail(f"{row['where']}: the processor makes another number of picture tokens than it said")
+    sample = make_sample(model, inputs, length)
+    trained = torch.zeros(length, dtype=torch.bool)
+    if first["mask"][:start].any():
+        places = align_expanded(first["ids"], expanded, data["placeholders"], row["where"])
+        trained[places[:start][first["mask"][:start]]] = True
+    rests = [torch.tensor(entry["ids"][start:], dtype=torch.long) for entry in entries]
+    masks = [torch.tensor(entry["mask"][start:]) for entry in entries]
+    return sample, trained, rests, masks
+
+
+def batch_entries(first: int, count: int, groups: list[list[int]], seed: int) -> list[int]:
+    """Entries first ... first + count - 1 of one endless stream of epochs; groups are shuffled, and stay together."""
+    num_rows, stream, orders = sum(map(len, groups)), range(first, first + count), {}
+    for epoch in {k // num_rows for k in stream}:
+        shuffled = np.random.default_rng([seed, epoch]).permutation(len(groups))
+        orders[epoch] = [entry for g in shuffled for entry in groups[g]]
+    return [orders[k // num_rows][k % num_rows] for k in stream]
+
+
+# =====================================================================================================================
+# rewards
+# =====================================================================================================================
+
+
+@torch.no_grad()
+def judge(model, processor, rows: list[dict], args: Args, end_ids: list[int], shared: bool) -> list[dict]:
+    """The model as a judge: per row what it writes (`text`), the verdict read from it, whether the length limit cut it, and
+    `probabilities` of the row's options ("1", "2", perhaps "tie"; none for scores).
+
+    Those come from log-probs, not from the text: each option is written after the model's own reasoning, and
+    p(option) = softmax over options of log p(reasoning <answer>option</answer> | prompt).
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    samples = [encode_prompt(model, processor, row) for row in rows]
+    generator = torch.Generator(model.device).manual_seed(args.seed)
+    ids, _, cut = generate(model, samples, 1, args, end_ids, args.eval_temperature, generator)
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    groups, options = [], []
+    for i, row in enumerate(rows):
+        reasoning = texts[i].split("<answer>")[0]
+        judgements = [reasoning + write_verdict(option, row["noun"]) for option in row["options"]]
+        groups.append((i, list(range(len(options), len(options) + len(judgements)))))
+        options += [torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in judgements]
+    logprobs = torch.zeros(len(options), dtype=torch.float64)
+    wanted = [group for group in groups if group[1]]
+    policy = Policy(model, 1.0)
+    lengths = [len(s["prompt_ids"]) for s in samples], [len(o) for o in options]
+    longest = max((lengths[0][g] + lengths[1][b] for g, own in wanted for b in own), default=0)
+    for pieces in plan_packs(wanted, *lengths, max(args.micro_batch_tokens, longest))[0] if wanted else []:
+        pack = build_pack(pieces, samples, options, shared).to(model.device)
+        values = policy(pack)[0].double().cpu().split([R for _, R in pack.rows])
+        for (b, _), value in zip(pack.rows, values):
+            logprobs[b] = value.sum()
+    return [
+        {
+            "text": texts[i],
+            "verdict": parse_verdict(texts[i]),
+            "truncated": cut[i],
+            "length": len(ids[i]),
+            "probabilities": dict(zip(row["options"], logprobs[own].softmax(0).tolist())),
+        }
+        for i, ((_, own), row) in enumerate(zip(groups, rows))
+    ]
+
+
+# =====================================================================================================================
+# model
+# =====================================================================================================================
+
+
+def load_model(name: str, dtype: torch.dtype, four_bit: bool = False):
+    """A transformers vision-language or text model, by what its config says, on the CPU (4-bit: on the GPU)."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
+
+    path, kwargs = resolve_model(name), {}
+    if four_bit:
+        kwargs["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+    try:
+        config = AutoConfig.from_pretrained(path)
+        auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        return auto.from_pretrained(path, dtype=dtype, **kwargs)
+    except Exception as error:
+        fail(f"--model {name} can't be loaded ({one_line(error)})")
+
+
+def load_processor(name: str, flag: str = "--model"):
+    """Processor (vision-language) or tokenizer (text)."""
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+    path = resolve_model(name)
+    try:
+        has_vision = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path)
+    except Exception as error:
+        fail(f"{flag} {name}: its processor or tokenizer can't be loaded ({one_line(error)})")
+    if not getattr(processor, "tokenizer", processor)("a")["input_ids"]:  # made up from the config alone
+        fail(f"{flag} {name} has no tokenizer files")
+    if has_vision and getattr(processor, "chat_template", None) is None:
+        fail(f"{flag} {name} has no chat template, which says where pictures stand; choose an instruction-tuned model")
+    return processor
+
+
+def resolve_model(name: str) -> str:
+    """A folder as given, or beside this script (the embedded default works from any folder), or a hub id."""
+    if not Path(name).is_dir() and (ROOT / name).is_dir():
+        return str(ROOT / name)
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        fail(f"--model {name}: no such folder")
+    return name
+
+
+def end_token_ids(model, tokenizer) -> list[int]:
+    """All ids that end a response: those of the generation config, and the tokenizer's EOS."""
+    configured = model.generation_config.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+
+
+def add_lora(args: Args, model) -> None:
+    """Low-rank adapters on the linear layers of the language model, or on those that --lora-targets names; B starts at 0."""
+    from peft import LoraConfig
+
+    torch.manual_seed(args.seed)  # the adapters are drawn here
+    text = getattr(model.base_model, "language_model", model.base_model)
+    inside = {id(module) for module in text.modules()}
+    head = model.get_output_embeddings()  # its weight is read as it is, so it gets no adapter
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    if args.lora_targets is None:
+        targets = [name for name, module in linear.items() if id(module) in inside]
+    else:
+        targets = [name for name in linear if re.search(args.lora_targets, name)]
+    if not targets:
+        fail(
+            f"--lora-targets {args.lora_targets} matches no linear layer of --model {args.model}, such as {list(linear)[0]}"
+        )
+    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets))
+
+
+def freeze_parts(args: Args, model) -> None:
+    """Vision tower, projector or language model as they are; what --freeze-... names must have something to freeze."""
+    patterns = {
+        "projector": r"\b(multi_modal_projector|merger|deepstack_merger_list)\b",
+        "vision": r"\b(visual|vision_tower)\b",
+    }
+    flags = {"vision": args.freeze_vision, "projector": args.freeze_projector, "text": args.freeze_text}
+    frozen = {part for part, flag in flags.items() if flag}
+    found = set()
+    for name, parameter in model.named_parameters():
+        part = next((part for part, pattern in patterns.items() if re.search(pattern, name)), "text")
+        found.add(part)
+        if part in frozen:
+            parameter.requires_grad_(False)
+    for part in sorted(frozen - found):
+        fail(f"--freeze-{part} freezes nothing: --model {args.model} has no such part; use --no-freeze-{part}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        fail("--freeze-vision, --freeze-projector and --freeze-text leave nothing to train; drop one")
+
+
+class Policy(nn.Module):
+    """The actor (or the frozen reference): pack -> log-probs, entropy and, on a shared backbone, values."""
+
+    def __init__(self, model, temperature: float, value_head: nn.Module | None = None):
+        super().__init__()
+        self.model = model
+        self.value_head = value_head
+        self.temperature = temperature
+        self.suppressed_ids = media_token_ids(model.config)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        return self.model.get_output_embeddings().weight
+
+    def forward(self, pack, with_entropy: bool = False):
+        hidden = forward_hidden(self.model, pack)  # (M, H)
+        logprobs, entropy = logprobs_from_hidden(
+            hidden, self.head_weight, pack.targets, self.temperature, self.suppressed_ids, with_entropy
+        )
+        values = self.value_head(hidden)[:, 0].float() if self.value_head is not None else None  # (M,)
+        return logprobs, entropy, values
+
+
+def disable_dropout(model) -> None:
+    """Rollout, old and new log-probs must be of one function."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+# =====================================================================================================================
+# pure math: tensors in, tensors and metrics out
+# =====================================================================================================================
+
+
+def next_token_loss(logprobs: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """L = -sum_t log p(token_t | what is before it) / num_tokens. logprobs (M,) of the trained tokens of a pack, num_tokens of
+    the whole optimizer step, so that the losses of its packs, on all ranks, add up to the mean over its trained tokens.
+
+    logprobs [-1, -3] of 8 trained tokens in the step -> 0.5
+    """
+    loss = -logprobs.sum() / num_tokens
+    return loss, {"loss/sft": loss.detach()}
+
+
+def wilson_interval(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """95 % interval of a rate: (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n); no trials: (0, 1).
+
+    successes 9 of 10 -> (0.596, 0.982). Source: E. B. Wilson 1927.
+    """
+    if trials == 0:
+        return 0.0, 1.0
+    p, z2 = successes / trials, z * z / trials
+    middle, spread = p + z2 / 2, z * math.sqrt(p * (1 - p) / trials + z2 / (4 * trials))
+    return max(0.0, (middle - spread) / (1 + z2)), min(1.0, (middle + spread) / (1 + z2))
+
+
+def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, schedule: str, min_ratio: float) -> float:
+    """Factor on the peak learning rate at optimizer step `step` (from 0): linear warm-up, then constant or cosine."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if schedule == "constant":
+        return 1.0
+    progress = min((step - warmup_steps) / max(1, total_steps - warmup_steps), 1.0)
+    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+# =====================================================================================================================
+# rollout
+# =====================================================================================================================
+
+
+@torch.no_grad()
+def generate(
+    model, samples: list[dict], num_samples: int, args: Args, end_ids: list[int], temperature: float, generator
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[bool]]:
+    """Sample `num_samples` responses per prompt (temperature 0: greedy) -> len(samples) * num_samples responses (R_b,), the
+    log-prob of each token (R_b,), and whether the response was cut by the length limit instead of ending by itself.
+
+    Every prompt is prefilled once, left-padded beside the others, every picture encoded once; then the cache is expanded to
+    num_samples rows per prompt. Placeholder ids are never drawn: the trainer's log-probs mask the same ids.
+    """
+    base, head, device = model.base_model, model.get_output_embeddings(), model.device
+    suppressed = media_token_ids(model.config)
+    G, P = num_samples, max(len(s["prompt_ids"]) for s in samples)
+    pad = [P - len(s["prompt_ids"]) for s in samples]
+    input_ids = torch.stack([F.pad(s["prompt_ids"], (n, 0)) for s, n in zip(samples, pad)]).to(device)  # (S, P)
+    attention_mask = torch.stack([F.pad(torch.ones(P - n, dtype=torch.long), (n, 0)) for n in pad]).to(device)  # (S, P)
+    position_ids = torch.stack([F.pad(s["position_ids"], (n, 0)) for s, n in zip(samples, pad)], dim=-2).to(device)
+    next_position = position_ids.amax(-1).amax(0) if position_ids.dim() == 3 else position_ids.amax(-1)  # (S,)
+    media, order = {}, {}
+    for kind in ("images", "videos"):
+        tensors, order[kind] = unique_media(samples, kind)
+        media[kind] = {name: tensor.to(device) for name, tensor in tensors.items()}
+    vision = {"mm_encoder_outputs": encode_media(base, media, order)} if any(media.values()) else {}
+    out = base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=True, **vision)
+    cache, hidden = out.past_key_values, out.last_hidden_state[:, -1].repeat_interleave(G, dim=0)  # (S * G, H)
+    cache.batch_repeat_interleave(G)
+    attention_mask, next_position = (x.repeat_interleave(G, dim=0) for x in (attention_mask, next_position + 1))
+    end, rows = torch.tensor(end_ids, device=device), torch.arange(len(samples) * G, device=device)
+    tokens = torch.zeros(len(rows), args.max_response_length, dtype=torch.long, device=device)  # (S * G, R)
+    logprobs = torch.zeros(tokens.shape, device=device)  # (S * G, R)
+    lengths = torch.zeros(len(rows), dtype=torch.long, device=device)
+    for t in range(args.max_response_length):
+        logits = head(hidden).float()  # (rows, V)
+        logits[:, suppressed] = float("-inf")
+        logp = (logits / (temperature or 1.0)).log_softmax(-1)
+        token = sample_token(logp, temperature, args.top_p, generator)  # (rows,)
+        tokens[rows, t], lengths[rows] = token, t + 1
+        logprobs[rows, t] = logp.gather(1, token[:, None])[:, 0]
+        alive = (~torch.isin(token, end)).nonzero()[:, 0]
+        if len(alive) < len(rows):  # finished responses leave the batch
+            cache.batch_select_indices(alive)
+            rows, token, attention_mask, next_position = (
+                x[alive] for x in (rows, token, attention_mask, next_position)
+            )
+        if len(rows) == 0 or t + 1 == args.max_response_length:
+            break
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
+        step_ids = next_position[:, None] if position_ids.dim() == 2 else next_position[:, None].expand(3, -1, 1)
+        out = base(
+            input_ids=token[:, None], attention_mask=attention_mask, position_ids=step_ids,
+            past_key_values=cache, use_cache=True,
+        )  # fmt: skip
+        hidden, next_position = out.last_hidden_state[:, -1], next_position + 1
+    cut, lengths = set(rows.tolist()), lengths.tolist()  # rows that are left have not ended
+    return (
+        [row[:n].clone() for row, n in zip(tokens.cpu(), lengths)],
+        [row[:n].clone() for row, n in zip(logprobs.cpu(), lengths)],
+        [b in cut for b in range(len(lengths))],
+    )
+
+
+def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, generator) -> torch.Tensor:
+    """logprobs (B, V) at the temperature -> ids (B,). Keeps the likeliest tokens up to and with the one that reaches top_p."""
+    if temperature == 0:
+        return logprobs.argmax(-1)
+    probs = logprobs.exp()
+    if top_p < 1:
+        ordered, order = probs.sort(-1, descending=True)
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+        probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
+    return torch.multinomial(probs, 1, generator=generator)[:, 0]
+
+
+def gather_records(records: list[dict], world_size: int) -> list[dict]:
+    """Records of all ranks, in the order of the ranks' shares."""
+    if world_size == 1:
+        return records
+    parts = [None] * world_size
+    dist.all_gather_object(parts, records)
+    return [record for part in parts for record in part]
+
+
+# =====================================================================================================================
+# DeepSpeed
+# =====================================================================================================================
+
+
+def init_distributed() -> tuple[int, int, torch.device]:
+    """-> rank, world size, device. Without a launcher: one process and no port, so that runs never collide."""
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ and world_size > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+    if not dist.is_initialized():
+        backend = "nccl" if cuda else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even without a launcher
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+    return rank, world_size, device
+
+
+def deepspeed_config(args: Args, dtype: torch.dtype, train: bool) -> dict:
+    """One pack is one micro-batch. Batch sizes stay 1 here: the number of packs per optimizer step varies, so
+    `set_gradient_accumulation_boundary` ends a step, and the losses carry their own global denominators."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": args.max_grad_norm if train else 0.0,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": {
+            "stage": args.zero_stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_scatter": dist.get_backend() != "gloo",  # gloo has none
+            "stage3_param_persistence_threshold": 10_000,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs on the CPU too, and needs no compiler
+        "steps_per_print": 2**31,
+    }
+    if args.offload_optimizer and train:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return config
+
+
+def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, rates: dict[str, float], total_updates: int):
+    """DeepSpeed engine with AdamW (no decay on vectors) and the schedule.
+
+    rates: peak learning rate by beginning of a parameter's name; the longest that fits counts.
+    """
+    import deepspeed
+
+    if args.zero_stage == 3 and hasattr(module, "head_weight"):  # read outside its own module's forward
+        deepspeed.zero.register_external_parameter(module, module.head_weight)
+    groups = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            rate = rates[max((start for start in rates if name.startswith(start)), key=len)]
+            decay = args.weight_decay if parameter.dim() > 1 else 0.0
+            groups.setdefault((rate, decay, parameter.dim() > 1), []).append(parameter)
+    groups = [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay, _), params in groups.items()]
+    fused = torch.cuda.is_available() and not args.offload_optimizer
+    optimizer = torch.optim.AdamW(groups, betas=(args.adam_beta1, args.adam_beta2), fused=fused)
+
+    def factor(step: int) -> float:
+        return learning_rate_factor(step, args.warmup_steps, total_updates, args.lr_schedule, args.min_lr_ratio)
+
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        lr_scheduler=lambda wrapped: torch.optim.lr_scheduler.LambdaLR(wrapped, factor),
+        config=deepspeed_config(args, dtype, train=True),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def optimizer_step(engine) -> tuple[float, bool]:
+    """Clip, step, advance the schedule -> gradient norm before clipping (of the global loss), whether the step was taken.
+
+    Gradients are reduced over ranks before they are looked at, so all ranks decide alike about a non-finite step. Under
+    ZeRO and bf16 DeepSpeed skips it; its plain fp32 path has no such check, which is why one stands here.
+    """
+    if not engine.zero_optimization() and not engine.bfloat16_enabled():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+        finite = bool(norm.isfinite())
+        if not finite:
+            engine.zero_grad()
+            return float("nan"), False
+        engine.step()
+        return float(norm), finite
+    engine.step()
+    taken = engine.was_step_applied()
+    return float(engine.get_global_grad_norm()) if taken else float("nan"), taken
+
+
+def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
+    """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call)."""
+    import deepspeed
+
+    names = set(module.state_dict())
+    state = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name in names}
+    for name, parameter in module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=zero_stage == 3):
+            state[name] = parameter.detach().clone()
+    return state
+
+
+def merged_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
+    """Weights of the plain model: adapters, if any, are added to copies of what they adapt, W + alpha / rank B A.
+
+    Out of place: merging and unmerging in bf16 would wear the base weights down, a little at every export.
+    """
+    state = gathered_state_dict(model, zero_stage)
+    for name, module in model.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        A, B = (state.pop(f"{name}.lora_{side}.default.weight") for side in "AB")  # (rank, in), (out, rank)
+        weight = state.pop(f"{name}.base_layer.weight")
+        if getattr(module.base_layer.weight, "quant_state", None) is not None:
+            from bitsandbytes.functional import dequantize_4bit
+
+            weight = dequantize_4bit(module.base_layer.weight.data, module.base_layer.weight.quant_state).to(A.dtype)
+        delta = module.scaling["default"] * (B.float() @ A.float())
+        state[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
+        if module.base_layer.bias is not None:
+            state[f"{name}.bias"] = state.pop(f"{name}.base_layer.bias")
+    return state
+
+
+def sync_rollout_model(model, rollout_model) -> None:
+    """ZeRO-3 only: copy the trained weights into the unsharded model that generates."""
+    missing, unexpected = rollout_model.load_state_dict(merged_state_dict(model, 3), strict=False)
+    assert not unexpected and set(missing) <= set(rollout_model.all_tied_weights_keys), (missing, unexpected)
+
+
+def has_media(sample: dict) -> bool:
+    return bool(sample["images"] or sample["videos"])
+
+
+def keep_trained(
+    pack: Pack, pieces: list[tuple[int, list[int]]], prompts: dict, trained: dict, masks: dict
+) -> tuple[Pack, list[int]]:
+    """A pack that predicts the trained tokens alone: those of the responses, and those of a prompt, which a shared pack holds
+    once and rows of the fallback hold in each copy (a prompt with trained tokens has one response). -> it, and how many
+    trained tokens each response has, its prompt's included."""
+    predict_from, targets, counts, at = [pack.predict_from[:0]], [pack.targets[:0]], [], 0
+    for g, own in pieces:
+        for b in own:
+            mask, count = masks[b], 0
+            if trained[g].any():
+                assert len(own) == 1
+                begin = pack.predict_from[at] - (len(trained[g]) - 1)  # where this prompt lies
+                places = trained[g].nonzero()[:, 0]
+                predict_from.append(begin + places - 1)
+                targets.append(prompts[g]["prompt_ids"][places])
+                count = len(places)
+            predict_from.append(pack.predict_from[at : at + len(mask)][mask])
+            targets.append(pack.targets[at : at + len(mask)][mask])
+            counts.append(count + int(mask.sum()))
+            at += len(mask)
+    return replace(pack, predict_from=torch.cat(predict_from), targets=torch.cat(targets)), counts
+
+
+def packs_of_batch(args: Args, model, processor, data: dict, members: list[int], shared: bool, ranks: tuple[int, int]):
+    """Yield (pack, entry of each of its responses, trained tokens of each) for this rank's part of some entries. All ranks
+    yield equally many: collectives inside a forward need everyone."""
+    rank, world_size = ranks
+    by_group = {}
+    for b, member in enumerate(members):
+        entry = data["entries"][member]
+        alone = entry["mask"][: entry["start"]].any()  # answers before a later picture: counted once, so never shared
+        by_group.setdefault(("row", b) if alone else entry["group"], []).append(b)
+    groups = list(enumerate(by_group.values()))
+    starts = [common_start(data, [members[b] for b in own]) for _, own in groups]
+    entries = [data["entries"][m] for m in members]
+    prompt_lengths = [
+        start + entries[own[0]]["length"] - len(entries[own[0]]["ids"]) for start, (_, own) in zip(starts, groups)
+    ]
+    response_lengths = [0] * len(members)
+    for start, (_, own) in zip(starts, groups):
+        for b in own:
+            response_lengths[b] = len(entries[b]["ids"]) - start
+    plan = plan_packs(groups, prompt_lengths, response_lengths, args.micro_batch_tokens, world_size)[rank]
+    fillers = {}
+    if args.zero_stage == 3 and world_size > 1:  # all ranks gather the vision tower, or none, for images and for videos
+        fillers = {kind: g for g, own in reversed(groups) for kind in entries[own[0]]["media"]}
+    for pieces in plan:
+        pieces = pieces or [(0, [])]  # a prompt without responses: no loss, but the same collectives
+        for kind, filler in fillers.items():
+            if not any(kind in entries[groups[g][1][0]]["media"] for g, _ in pieces):
+                pieces = [*pieces, (filler, [])]
+        prompts, trained, rests, masks = {}, {}, {}, {}
+        for g, _ in pieces:
+            own = groups[g][1]
+            prompts[g], trained[g], parts, part_masks = encode_entries(
+                model, processor, data, [members[b] for b in own]
+            )
+            rests |= dict(zip(own, parts))
+            masks |= dict(zip(own, part_masks))
+        pack = build_pack(pieces, prompts, rests, shared)
+        kept, counts = keep_trained(pack, pieces, prompts, trained, masks)
+        yield kept.to(model.device), [members[b] for b, _ in pack.rows], counts
+
+
+def train_step(
+    args: Args, model, processor, data: dict, members: list[int], engine, shared: bool, ranks: tuple[int, int]
+) -> tuple[dict[str, float], bool]:
+    """One optimizer step on some entries of the data -> metrics, and whether it was taken."""
+    world_size = ranks[1]
+    # The denominator: trained tokens of the whole optimizer step, on all ranks. DeepSpeed averages gradients over ranks,
+    # hence the factor world_size; scale_wrt_gas=False keeps it from dividing again.
+    num_tokens = sum(int(data["entries"][m]["mask"].sum()) for m in members)
+    sums, tokens = torch.zeros((), device=engine.device), 0
+    packs = list(packs_of_batch(args, model, processor, data, members, shared, ranks))
+    for i, (pack, _, _) in enumerate(packs):
+        engine.set_gradient_accumulation_boundary(i == len(packs) - 1)
+        loss, metrics = next_token_loss(engine(pack)[0], num_tokens)
+        engine.backward(loss * world_size, scale_wrt_gas=False)
+        sums = sums + metrics["loss/sft"]
+        tokens += pack.num_tokens
+    norm, taken = optimizer_step(engine)
+    sums = torch.stack([sums, torch.tensor(float(tokens), device=engine.device)])
+    if world_size > 1:
+        dist.all_reduce(sums)
+    metrics = {"loss/sft": sums[0].item(), "train/grad_norm": norm, "train/trained_tokens": num_tokens}
+    return metrics | {"train/packed_tokens": sums[1].item()}, taken
+
+
+# =====================================================================================================================
+# evaluate
+# =====================================================================================================================
+
+
+def evaluate_judge(
+    model, processor, data: dict, args: Args, end_ids: list[int], shared: bool, ranks: tuple[int, int]
+) -> tuple[dict[str, float], list[dict]]:
+    """Loss, judgements in both orders and soft verdicts of all held-out rows -> metrics, and one record per row, in data order.
+
+    Rows are taken in fixed batches that the ranks share out, so records do not depend on the number of ranks.
+    """
+    rank, world_size = ranks
+    records, policy, size = [], Policy(model, 1.0), args.generation_batch_size
+    for start in range(rank * size, len(data["entries"]), world_size * size):
+        members = list(range(start, min(start + size, len(data["entries"]))))
+        losses = dict.fromkeys(members, 0.0)
+        with torch.no_grad():
+            for pack, owners, counts in packs_of_batch(args, model, processor, data, members, shared, (0, 1)):
+                for member, logprobs in zip(owners, policy(pack)[0].double().cpu().split(counts)):
+                    losses[member] = -logprobs.sum().item()
+        rows = [get_judged(data, member) for member in members]
+        judged = judge(model, processor, rows, args, end_ids, shared)
+        pairs = [i for i, row in enumerate(rows) if row["is_pair"]]
+        exchanged = [get_judged(data, members[i], swap=True) for i in pairs]
+        swapped = dict(zip(pairs, judge(model, processor, exchanged, args, end_ids, shared) if pairs else []))
+        records += [
+            eval_record(
+                member, row, judged[i], swapped.get(i), losses[member], int(data["entries"][member]["mask"].sum())
+            )
+            for i, (member, row) in enumerate(zip(members, rows))
+        ]
+    records = sorted(gather_records(records, world_size), key=lambda record: record["number"])
+    return judge_metrics(records), records
+
+
+def eval_record(number: int, row: dict, judged: dict, swapped: dict | None, loss: float, tokens: int) -> dict:
+    """What eval_step_N.json holds of one row. None, where nothing could be read, is never right."""
+    texts = [
+        f"{m['role']}: " + "".join(part.get("text", f"<{part['type']}>") for part in m["content"])
+        for m in row["messages"]
+    ]
+    soft = judged["probabilities"]
+    return {
+        "number": number,
+        "source": row["source"],
+        "info": row["info"],
+        "prompt": "\n".join(texts),
+        "images": [x if isinstance(x, str) else f"{row['where']} image {k}" for k, x in enumerate(row["images"])],
+        "videos": [x if isinstance(x, str) else f"{row['where']} video {k}" for k, x in enumerate(row["videos"])],
+        "generated_text": judged["text"],
+        "response_text": row["answer"],
+        "predicted": judged["verdict"],
+        "truth": row["truth"],
+        "right": None if row["truth"] is None else judged["verdict"] == row["truth"],
+        "probabilities": {option: round(p, 4) for option, p in soft.items()},
+        "soft_right": max(soft, key=soft.get) == row["truth"] if soft else None,
+        "swapped_text": swapped and swapped["text"],
+        "swapped_predicted": swapped and swapped["verdict"],
+        "consistent": swapped
+        and judged["verdict"] is not None
+        and swapped["verdict"] == swap_verdict(judged["verdict"]),
+        "truncated": judged["truncated"],
+        "length": judged["length"],
+        "loss_sum": loss,
+        "trained_tokens": tokens,
+    }
+
+
+def judge_metrics(records: list[dict]) -> dict[str, float]:
+    """Metrics of evaluation records. A metric for which no row has what it needs (a verdict, a pair, a score) is left out."""
+
+    def mean(name: str, chosen: list[dict]) -> dict[str, float]:
+        return {f"eval/{name}": float(np.mean([record[field] for record in chosen]))} if chosen else {}
+
+    field = "right"
+    known = [r for r in records if r["truth"] is not None]
+    metrics = {"eval/loss": sum(r["loss_sum"] for r in records) / sum(r["trained_tokens"] for r in records)}
+    metrics["eval/perplexity"] = math.exp(min(metrics["eval/loss"], 700.0))
+    metrics |= mean("accuracy", known)
+    if known:
+        low, high = wilson_interval(sum(r["right"] for r in known), len(known))
+        metrics |= {"eval/accuracy_low": low, "eval/accuracy_high": high}
+    metrics["eval/parse_rate"] = float(np.mean([r["predicted"] is not None for r in records]))
+    metrics["eval/tie_rate"] = float(np.mean([r["predicted"] == "tie" for r in records]))
+    field = "soft_right"
+    metrics |= mean("soft_accuracy", [r for r in records if r["soft_right"] is not None])
+    field = "consistent"
+    metrics |= mean("swap_consistency", [r for r in records if r["consistent"] is not None])
+    errors = [
+        abs(r["predicted"] - r["truth"])
+        for r in known
+        if isinstance(r["truth"], float) and isinstance(r["predicted"], float)
+    ]
+    if errors:
+        metrics["eval/score_error"] = float(np.mean(errors))
+    field = "right"
+    for source in sorted({r["source"] for r in known}):
+        metrics |= mean(f"accuracy_of/{Path(source).stem}", [r for r in known if r["source"] == source])
+    metrics["eval/length"] = float(np.mean([r["length"] for r in records]))
+    metrics["eval/truncated_frac"] = float(np.mean([r["truncated"] for r in records]))
+    return {**metrics, "eval/num_samples": len(records)}
+
+
+# =====================================================================================================================
+# save, resume, log
+# =====================================================================================================================
+
+
+def save_checkpoint(
+    args: Args, run_dir: Path, step: int, engines: dict, export: Callable, state: dict, metrics: dict[str, float], ranks
+) -> Path:
+    """checkpoint-N: a Hugging Face folder that loads by itself, and state/ with all that --resume needs.
+
+    engines: name -> engine. export(folder) writes the Hugging Face folder. Written under a temporary name and renamed when
+    complete. Collective: all ranks call, and export too.
+    """
+    rank, world_size = ranks
+    final, folder = run_dir / f"checkpoint-{step}", run_dir / f"checkpoint-{step}.tmp"
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    barrier(world_size)
+    for name, engine in engines.items():
+        engine.save_checkpoint(str(folder / "state" / name), tag="engine")
+    torch.save({"torch": torch.get_rng_state(), "numpy": np.random.get_state()}, folder / "state" / f"rng_{rank}.pt")
+    export(folder)
+    if rank == 0:
+        (folder / "state" / "trainer_state.json").write_text(json.dumps({**state, "args": asdict(args)}, indent=2))
+        (folder / "README.md").write_text(checkpoint_readme(args, step, metrics))
+    barrier(world_size)
+    if rank == 0:
+        if final.exists():
+            shutil.rmtree(final)
+        folder.rename(final)
+        kept = sorted(int(p.name[11:]) for p in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name))
+        for old in [n for n in kept if n <= step][: -args.save_total_limit]:  # later ones: a run that was left behind
+            shutil.rmtree(run_dir / f"checkpoint-{old}")
+    barrier(world_size)
+    return final
+
+
+def export_model(model, processor, folder: Path, zero_stage: int, rank: int) -> None:
+    """Weights (adapters merged), config, tokenizer, processor and chat template. Collective: all ranks call."""
+    weights = merged_state_dict(model, zero_stage)
+    if rank == 0:
+        plain = model
+        if any(hasattr(module, "lora_A") for module in model.modules()):
+            with torch.device("meta"):  # the same architecture without adapters, and without its quantization
+                plain = type(model)(model.config)
+            plain.config.__dict__.pop("quantization_config", None)
+            plain.generation_config = model.generation_config
+        plain.save_pretrained(folder, state_dict={name: tensor.cpu() for name, tensor in weights.items()})
+        processor.save_pretrained(folder)
+
+
+def save_best(args: Args, run_dir: Path, step: int, model, processor, metrics: dict[str, float], ranks) -> None:
+    """checkpoint-best: the Hugging Face folder of the best evaluation so far. Collective: all ranks call."""
+    rank, world_size = ranks
+    final, folder = run_dir / "checkpoint-best", run_dir / "checkpoint-best.tmp"
+    export_model(model, processor, folder, args.zero_stage, rank)
+    if rank == 0:
+        (folder / "README.md").write_text(checkpoint_readme(args, step, metrics))
+        shutil.rmtree(final, ignore_errors=True)
+        folder.rename(final)
+    barrier(world_size)
+
+
+def checkpoint_readme(args: Args, step: int, metrics: dict[str, float]) -> str:
+    rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in sorted(metrics.items()))
+    flags = "\n".join(f"| {name} | {value} |" for name, value in asdict(args).items())
+    return (
+        f"# {SCRIPT}, step {step}\n\nTrained by `{SCRIPT}.py` from `{args.model}` on `{args.dataset}`.\n\n"
+        f"## Metrics\n\n| metric | value |\n|---|---|\n{rows}\n\n## Arguments\n\n| argument | value |\n|---|---|\n{flags}\n"
+    )
+
+
+def load_checkpoint(args: Args, engines: dict, state: dict, world_size: int, rank: int) -> None:
+    """Engine states and random states of --resume."""
+    folder = Path(args.resume)
+    if state["world_size"] != world_size:
+        fail(f"--resume {folder} was saved by {state['world_size']} ranks, not {world_size}; start as many")
+    try:
+        for name, engine in engines.items():
+            if engine.load_checkpoint(str(folder / "state" / name), tag="engine")[0] is None:
+                raise FileNotFoundError(folder / "state" / name)
+        random_state = torch.load(folder / "state" / f"rng_{rank}.pt", weights_only=False)
+    except Exception as error:
+        fail(f"--resume {folder} does not fit this run ({one_line(error)})")
+    torch.set_rng_state(random_state["torch"])
+    np.random.set_state(random_state["numpy"])
+
+
+def read_trainer_state(args: Args, fixed: tuple[str, ...]) -> dict:
+    """Read and check trainer_state.json before any model is loaded. fixed: flags that must be as they were."""
+    path = Path(args.resume) / "state" / "trainer_state.json"
+    if not path.is_file():
+        fail(f"--resume {args.resume}: no checkpoint of this script there ({path} is missing)")
+    try:
+        state = json.loads(path.read_text())
+    except ValueError as error:
+        fail(f"--resume {args.resume}: {path} can't be read ({one_line(error)})")
+    for name in fixed:
+        saved, flag = state["args"].get(name), "--" + name.replace("_", "-")
+        if saved != getattr(args, name):
+            fail(f"--resume {args.resume} was saved with {flag} {saved}, not {getattr(args, name)}; use the same")
+    return state
+
+
+def barrier(world_size: int) -> None:
+    if world_size > 1:
+        dist.barrier()
+
+
+def append_jsonl(path: Path, records: list[dict]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(record, default=str) + "\n" for record in records)
+
+
+def truncate_jsonl(path: Path, key: str, last_step: int) -> None:
+    """Drop what an interrupted run wrote after the checkpoint that is resumed."""
+    if path.exists():
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("")
+        append_jsonl(path, [record for record in records if record[key] <= last_step])
+
+
+def start_loggers(args: Args, run_dir: Path, wandb_id: str | None) -> tuple[list[Callable], str | None]:
+    """-> functions (step, metrics) for Weights and Biases and TensorBoard, as asked for, and the wandb run id."""
+    loggers = []
+    if args.track:
+        import wandb
+
+        run = wandb.init(
+            project=args.wandb_project, name=run_dir.name, config=asdict(args), dir=run_dir, id=wandb_id, resume="allow"
+        )
+        wandb_id = run.id
+        loggers.append(lambda step, metrics: run.log(metrics, step=step))
+    if args.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(run_dir / "tensorboard")
+        loggers.append(lambda step, metrics: [writer.add_scalar(name, x, step) for name, x in metrics.items()])
+    return loggers, wandb_id
+
+
+def draw_curves(run_dir: Path, panels: list[tuple[str, list[str]]]) -> None:
+    """curves.png from metrics.jsonl: one panel per (title, metrics)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    history = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    figure = Figure(figsize=(16, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, names) in zip(figure.subplots(2, 4).flat, panels):
+        for name in names:
+            points = [(m["train/step"], m[name]) for m in history if m.get(name) is not None]
+            if points:
+                axes.plot(*zip(*points), label=name, marker="o" if name.startswith("eval/") else None, markersize=4)
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=8)
+    figure.suptitle(run_dir.name)
+    figure.savefig(run_dir / "curves.png", dpi=90)
+
+
+def draw_judged(run_dir: Path, step: int, records: list[dict], data: dict) -> None:
+    """samples-N.png: held-out rows with their pictures, what the model wrote, and the truth; wrong ones first, up to half."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    wrong = [record for record in records if record["right"] is False][:6]
+    others = [record for record in records if record not in wrong][: 12 - len(wrong)]
+    figure = Figure(figsize=(16, 12), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(3, 4).flat)
+    for axes in panels:
+        axes.axis("off")
+    for axes, record in zip(panels, wrong + others):
+        row = get_judged(data, record["number"])
+        pictures = [np.asarray(load_image(image, row["folder"], row["where"])) for image in row["images"]]
+        height = min((len(picture) for picture in pictures), default=0)
+        if pictures:  # side by side, cut to the same height
+            axes.imshow(np.concatenate([picture[:height] for picture in pictures], axis=1))
+        asked = record["prompt"].splitlines()
+        lines = [*asked, f"wrote: {record['generated_text']}", f"truth: {record['response_text']}"]
+        lines += [f"other order: {record['swapped_text']}", f"p: {record['probabilities']} · right: {record['right']}"]
+        text = "\n".join(textwrap.fill(textwrap.shorten(line, 110, placeholder="..."), 46) for line in lines)
+        axes.set_title(text.replace("$", r"\$"), fontsize=8)
+    figure.suptitle(f"{run_dir.name}, step {step}")
+    figure.savefig(run_dir / f"samples-{step}.png", dpi=70)
+
+
+PANELS = [
+    ("loss, nats per trained token", ["loss/sft", "eval/loss"]),
+    (
+        "held-out accuracy of the verdict",
+        ["eval/accuracy", "eval/accuracy_low", "eval/accuracy_high", "eval/soft_accuracy"],
+    ),
+    ("verdicts that can be read, ties", ["eval/parse_rate", "eval/tie_rate"]),
+    ("verdict follows when the sides change", ["eval/swap_consistency"]),
+    ("rows per second", ["time/samples_per_second"]),
+    ("length of a judgement, tokens", ["eval/length"]),
+    ("learning rate", ["train/learning_rate"]),
+    ("gradient norm", ["train/grad_norm"]),
+]
+
+
+# =====================================================================================================================
+# main
+# =====================================================================================================================
+
+
+def main(args: Args) -> dict[str, float]:
+    """Train; -> the last metrics."""
+    # --- 1. setup ----------------------------------------------------------------------------------------------------
+    import transformers
+    from tqdm import tqdm
+
+    started = time.time()
+    transformers.utils.logging.disable_progress_bar()
+    check_args(args, int(os.environ.get("WORLD_SIZE", 1)))
+    run_dir = check_output(args)
+    resumed = None
+    if args.resume is not None:
+        fixed = (
+            "model",
+            "zero_stage",
+            "dtype",
+            "lora_rank",
+            "lora_targets",
+            "freeze_vision",
+            "freeze_projector",
+            "freeze_text",
+        )
+        resumed = read_trainer_state(args, fixed)
+    rank, world_size, device = init_distributed()
+    ranks, main_rank = (rank, world_size), rank == 0
+    if world_size > 1:  # the name holds a time: all ranks take rank 0's
+        names = [str(run_dir)]
+        dist.broadcast_object_list(names)
+        run_dir = Path(names[0])
+    torch.manual_seed(args.seed)
+    np.random.seed(args.seed)
+    auto_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = {"auto": auto_dtype, "fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+
+    # --- 2. models and engines ---------------------------------------------------------------------------------------
+    processor = load_processor(args.model)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    model = load_model(args.model, dtype, args.load_in_4bit)
+    end_ids = end_token_ids(model, tokenizer)
+    if not end_ids:
+        fail(
+            f"--model {args.model}: neither its generation config nor its tokenizer has an EOS token, so no response can end"
+        )
+
+    # --- 3. data -----------------------------------------------------------------------------------------------------
+    # Before the engines: a bad row should not cost their start-up. The model is needed for its position ids only.
+    prepare = (args, model, processor, end_ids)
+    data = prepare_judged(*prepare, args.dataset, args.dataset_split, True, main_rank)
+    eval_source = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None)
+    eval_data = None
+    if eval_source is not None:
+        eval_data = prepare_judged(*prepare, eval_source, args.eval_dataset_split, False, main_rank)
+        measurable = {
+            "accuracy": lambda entry: entry["truth"] is not None,
+            "soft_accuracy": lambda entry: isinstance(entry["truth"], str),
+            "swap_consistency": lambda entry: entry["is_pair"],
+            "loss": lambda entry: True,
+        }
+        if not any(measurable[args.best_metric](entry) for entry in eval_data["entries"]):
+            fail(
+                f"--best-metric {args.best_metric}: no row of {eval_source} has what it measures; choose another, such as loss"
+            )
+    total_steps = args.max_steps or math.ceil(args.epochs * len(data["entries"]) / args.batch_size)
+    if resumed is not None and resumed["step"] >= total_steps:
+        fail(f"--resume {args.resume} has done {resumed['step']} of {total_steps} steps; raise --max-steps or --epochs")
+
+    disable_dropout(model)
+    shared = enable_packing(model)
+    generator_model = model
+    if args.zero_stage == 3:
+        generator_model = load_model(args.model, dtype).to(device).eval()
+        enable_packing(generator_model)
+    if args.lora_rank:
+        add_lora(args, model)
+    freeze_parts(args, model)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()  # frozen embeddings would cut the graph before the first checkpoint
+    engine = make_engine(args, Policy(model, 1.0), dtype, {"": args.learning_rate}, total_steps)
+
+    # From here on the run has a folder.
+    first_step, cursor, skipped_in_a_row, wandb_id, best = 0, 0, 0, None, None
+    if resumed is not None:
+        load_checkpoint(args, {"actor": engine}, resumed, world_size, rank)
+        first_step, cursor, best = resumed["step"], resumed["cursor"], resumed["best"]
+        skipped_in_a_row, wandb_id = resumed["skipped_in_a_row"], resumed["wandb_id"]
+    loggers = []
+    if main_rank:
+        (run_dir / "eval").mkdir(parents=True, exist_ok=True)
+        truncate_jsonl(run_dir / "metrics.jsonl", "train/step", first_step)
+        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        loggers, wandb_id = start_loggers(args, run_dir, wandb_id)
+        print(
+            f"{run_dir}: {len(data['entries'])} training rows ({data['dropped']} over --max-length dropped), "
+            f"{len(eval_data['entries']) if eval_data else 0} held out, {total_steps} steps, {world_size} rank(s) on "
+            f"{device.type}, {dtype}",
+            flush=True,
+        )
+
+    def log(step: int, metrics: dict[str, float]) -> None:
+        if main_rank:
+            finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}  # JSON has no NaN
+            append_jsonl(run_dir / "metrics.jsonl", [finite])
+            for logger in loggers:
+                logger(step, metrics)
+
+    def run_evaluation(step: int) -> dict[str, float]:
+        """Records, pictures and, where it is the best so far, the model."""
+        nonlocal best
+        if args.zero_stage == 3:
+            sync_rollout_model(model, generator_model)
+        engine.eval()
+        began = time.time()
+        metrics, records = evaluate_judge(generator_model, processor, eval_data, args, end_ids, shared, ranks)
+        metrics["time/eval"] = time.time() - began
+        if main_rank:
+            (run_dir / "eval" / f"eval_step_{step}.json").write_text(json.dumps(records, indent=1, default=str))
+            draw_judged(run_dir, step, records, eval_data)
+        value = metrics[f"eval/{args.best_metric}"]
+        if step > 0 and (best is None or (value < best if args.best_metric == "loss" else value > best)):
+            best = value
+            save_best(args, run_dir, step, model, processor, metrics, ranks)
+        return metrics
+
+    before, last_eval, sums = {}, {}, {}
+    if eval_data is not None:
+        before = last_eval = run_evaluation(first_step)
+        log(first_step, {"train/step": first_step, "train/episode": cursor, **last_eval})
+    bar = tqdm(total=total_steps, initial=first_step, desc=SCRIPT, unit="step", disable=not main_rank)
+    train_started, metrics = time.time(), {}
+    for step in range(first_step + 1, total_steps + 1):
+        # --- 4. rollout ----------------------------------------------------------------------------------------------
+        # There is none: the answers are given. The next rows of the shuffled epochs, the same on all ranks.
+        t0 = time.time()
+        members = batch_entries(cursor, args.batch_size, data["groups"], args.seed)
+        cursor += len(members)
+
+        # --- 5. score ------------------------------------------------------------------------------------------------
+        # --- 6. advantages -------------------------------------------------------------------------------------------
+        # Neither: every trained token has weight 1.
+
+        # --- 7. update -----------------------------------------------------------------------------------------------
+        engine.train()
+        step_metrics, taken = train_step(args, model, processor, data, members, engine, shared, ranks)
+        skipped_in_a_row = 0 if taken else skipped_in_a_row + 1
+        if skipped_in_a_row >= args.max_skipped_updates:
+            fail(f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate")
+
+        # --- 8. sync weights -----------------------------------------------------------------------------------------
+        # Where there is a copy that generates (ZeRO-3), before an evaluation.
+
+        # --- 9. log --------------------------------------------------------------------------------------------------
+        step_metrics |= {"train/skipped_updates": float(not taken), "time/total": time.time() - t0}
+        step_metrics["time/samples_per_second"] = len(members) / step_metrics["time/total"]
+        for name, value in step_metrics.items():
+            sums.setdefault(name, []).append(value)
+        bar.set_postfix(loss=f"{step_metrics['loss/sft']:.4f}", rows_s=f"{step_metrics['time/samples_per_second']:.0f}")
+        bar.update()
+
+        # --- 10. eval and save ---------------------------------------------------------------------------------------
+        last = step == total_steps
+        evaluated = eval_data is not None and (last or (args.eval_steps > 0 and step % args.eval_steps == 0))
+        save = last or (args.save_steps > 0 and step % args.save_steps == 0)
+        if last or evaluated or save or step % args.logging_steps == 0:
+            metrics = {"train/step": step, "train/episode": cursor, "train/learning_rate": engine.get_lr()[0]}
+            for name, values in sums.items():
+                finite = [value for value in values if math.isfinite(value)]
+                metrics[name] = float(sum(finite) if name == "train/skipped_updates" else np.mean(finite or [0.0]))
+            sums = {}
+            if evaluated:
+                last_eval = run_evaluation(step)
+                metrics |= last_eval
+            log(step, metrics)
+            if main_rank and (evaluated or last):
+                draw_curves(run_dir, PANELS)
+        if save:
+            trainer_state = {
+                "step": step,
+                "cursor": cursor,
+                "best": best,
+                "skipped_in_a_row": skipped_in_a_row,
+                "wandb_id": wandb_id,
+                "world_size": world_size,
+            }
+
+            def export(folder: Path) -> None:
+                export_model(model, processor, folder, args.zero_stage, rank)
+
+            saved = save_checkpoint(args, run_dir, step, {"actor": engine}, export, trainer_state, metrics, ranks)
+
+    # --- 11. finish --------------------------------------------------------------------------------------------------
+    bar.close()
+    if main_rank:
+        gain = "no held-out rows"
+        if eval_data is not None:
+            names = [name for name in last_eval if not name.startswith("time/")]
+            width = max(map(len, names))
+            print(
+                "\n".join(
+                    f"{name:{width}}  {before.get(name, math.nan):9.4f} -> {last_eval[name]:9.4f}" for name in names
+                )
+            )
+            gain = f"held-out {args.best_metric} {before[f'eval/{args.best_metric}']:.3f} -> {best:.3f} at best"
+        print(
+            f"{gain} · training {time.time() - train_started:.0f} s, in all {time.time() - started:.0f} s · {saved}",
+            flush=True,
+        )
+    barrier(world_size)
+    dist.destroy_process_group()
+    return metrics
+
+
+if __name__ == "__main__":
+    main(parse_args(sys.argv[1:]))
