@@ -303,7 +303,7 @@ def check_output(args: Args) -> Path:
 # data
 # =====================================================================================================================
 
-COLUMNS = {
+RANKING_COLUMNS = {
     "prompt": ("prompt", "question", "problem", "messages"),
     "image": ("images", "image"),
     "video": ("videos", "video"),
@@ -314,11 +314,11 @@ COLUMNS = {
     "weight": ("weight",),
 }
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
-EASY_VQA_KINDS = [
-    {"yes", "no"},
-    {"circle", "rectangle", "triangle"},
-    {"red", "green", "blue", "black", "gray", "teal", "brown", "yellow"},
-]
+EASY_VQA_KINDS = (
+    ("yes", "no"),
+    ("circle", "rectangle", "triangle"),
+    ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow"),
+)
 
 
 def load_rows(source: str, split: str):
@@ -372,7 +372,7 @@ def load_preferences(source: str, split: str, seed: int):
     if source != "easy-vqa":
         return rows
     generator = np.random.default_rng(seed)
-    others = {a: sorted(kind - {a}) for kind in EASY_VQA_KINDS for a in kind}
+    others = {a: [b for b in kind if b != a] for kind in EASY_VQA_KINDS for a in kind}
     wrong = [others[answer][generator.integers(len(others[answer]))] for answer in rows["answer"]]
     columns = {"chosen": list(rows["answer"]), "rejected": wrong}
     for name, answers in columns.items():
@@ -387,7 +387,7 @@ def one_line(error: BaseException) -> str:
 def find_ranking_columns(args: Args, names: list[str], source: str) -> dict[str, str | None]:
     """-> {"prompt": its column or None, "chosen": ...}: the flag, or the first sensible name that is there."""
     columns = {}
-    for kind, candidates in COLUMNS.items():
+    for kind, candidates in RANKING_COLUMNS.items():
         chosen = getattr(args, f"{kind}_column")
         if chosen is not None and chosen not in names:
             fail(f"--{kind}-column {chosen}: {source} has no such column; it has {', '.join(names)}")
@@ -395,7 +395,7 @@ def find_ranking_columns(args: Args, names: list[str], source: str) -> dict[str,
     if columns["responses"] is None:
         for side in ("chosen", "rejected"):
             if columns[side] is None:
-                fail(f"{source} has no {side} column ({', '.join(COLUMNS[side])}); name it with --{side}-column")
+                fail(f"{source} has no {side} column ({', '.join(RANKING_COLUMNS[side])}); name it with --{side}-column")
     return columns
 
 

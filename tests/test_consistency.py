@@ -97,7 +97,8 @@ def test_every_read_of_args_is_a_flag(script):
 @each_script
 def test_every_column_flag_belongs_to_a_kind_of_column(script):
     """They are read by name, as getattr(args, f"{kind}_column")."""
-    kinds = getattr(importlib.import_module(script), "COLUMNS", {})
+    module = importlib.import_module(script)
+    kinds = {**getattr(module, "COLUMNS", {}), **getattr(module, "RANKING_COLUMNS", {})}
     assert {name for name in flags_of(script) if name.endswith("_column")} == {f"{kind}_column" for kind in kinds}
 
 

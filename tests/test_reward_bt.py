@@ -443,7 +443,7 @@ def test_easy_vqa_pairs_are_of_one_kind_and_follow_the_seed():
             row[side].removeprefix("<answer>").removesuffix("</answer>") for side in ("chosen", "rejected")
         )
         assert chosen == row["answer"] != rejected
-        assert any({chosen, rejected} <= kind for kind in reward_bt.EASY_VQA_KINDS)
+        assert any({chosen, rejected} <= set(kind) for kind in reward_bt.EASY_VQA_KINDS)
 
 
 # --- code and docs ---------------------------------------------------------------------------------------------------
