@@ -15,6 +15,7 @@ Reference implementation of the same interface: opendilab/LightRFT@49e62cb light
 
 import asyncio
 import concurrent.futures
+import contextlib
 import inspect
 import io
 import json
@@ -560,15 +561,34 @@ def run_processor(processor, row: dict, text: str) -> dict:
         fail(f"{row['where']}: the processor rejects the prompt ({one_line(error)})")
 
 
+def run_processor_at_once(processor, rows: list[dict], texts: list[str]) -> list[dict]:
+    """run_processor of each row. Where all have pictures these are prepared together: several times faster for small ones."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    together = len(rows) > 1 and tokenizer is not processor and tokenizer.pad_token is not None
+    if together and all(row["images"] and not row["videos"] for row in rows):
+        images = [[load_image(image, row["folder"], row["where"]) for image in row["images"]] for row in rows]
+        special = adds_special_tokens(tokenizer, rows[0])
+        with contextlib.suppress(Exception):  # one by one then, which names the row that is wrong
+            batch = processor(text=texts, images=images, padding=True, add_special_tokens=special, return_tensors="pt")
+            counts = [len(row["images"]) for row in rows]
+            grids = batch["image_grid_thw"].split(counts)  # the Qwen-VL families have them
+            pixels = batch["pixel_values"].split([int(grid.prod(-1).sum()) for grid in grids])
+            kept = batch["attention_mask"].bool()
+            names = [name for name in ("input_ids", "mm_token_type_ids") if name in batch]
+            ids = [{name: torch.as_tensor(batch[name])[i, row][None] for name in names} for i, row in enumerate(kept)]
+            return [{**x, "pixel_values": p, "image_grid_thw": g} for x, p, g in zip(ids, pixels, grids)]
+    return [run_processor(processor, row, text) for row, text in zip(rows, texts)]
+
+
 def adds_special_tokens(tokenizer, row: dict) -> bool:
     """A chat template has its own BOS; plain text gets the tokenizer's."""
     return tokenizer.chat_template is None or row["plain"]
 
 
-def encode_prompt(model, processor, row: dict) -> dict:
-    """One prompt as common/packing.py takes it: prompt_ids (P,), position_ids (P,) or (3, P), images, videos."""
-    inputs = run_processor(processor, row, render_chat(processor, row))
-    return make_sample(model, inputs, inputs["input_ids"].shape[1])
+def encode_prompts(model, processor, rows: list[dict]) -> list[dict]:
+    """Prompts as common/packing.py takes them: prompt_ids (P,), position_ids (P,) or (3, P), images, videos."""
+    inputs = run_processor_at_once(processor, rows, [render_chat(processor, row) for row in rows])
+    return [make_sample(model, x, x["input_ids"].shape[1]) for x in inputs]
 
 
 def make_sample(model, inputs: dict, length: int) -> dict:
@@ -660,7 +680,7 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
                     sizes_by_path[image] = size
             image_sizes[-1].append(size)
         if row["videos"]:
-            lengths[len(texts) - 1] = len(encode_prompt(model, processor, row)["prompt_ids"])
+            lengths[len(texts) - 1] = len(encode_prompts(model, processor, [row])[0]["prompt_ids"])
     counted = count_prompt_tokens(
         processor, texts, [[] if i in lengths else s for i, s in enumerate(image_sizes)], special
     )
@@ -671,7 +691,7 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
             f"all {len(counted)} rows of {source} are longer than --max-prompt-length {args.max_prompt_length} "
             f"(the shortest has {min(counted)} tokens)"
         )
-    encode_prompt(model, processor, get_row(data, keep[0]))  # the whole path once, pixels and positions included
+    encode_prompts(model, processor, [get_row(data, keep[0])])  # the whole path once, pixels and positions included
     return {**data, "keep": keep, "dropped": len(counted) - len(keep)}
 
 
@@ -1296,7 +1316,7 @@ def generate_and_score(
     samples, responses, logprobs, truncated = [], [], [], []
     prompts_at_once = max(1, args.generation_batch_size // G)
     for start in range(0, len(rows), prompts_at_once):
-        samples += [encode_prompt(model, processor, row) for row in rows[start : start + prompts_at_once]]
+        samples += encode_prompts(model, processor, rows[start : start + prompts_at_once])
         parts = generate(model, samples[start:], G, args, end_ids, temperature, generator)
         for everything, part in zip((responses, logprobs, truncated), parts):
             everything += part
@@ -2099,7 +2119,7 @@ def main(args: Args) -> dict[str, float]:
             """Prompt g of this rollout; prepared anew, once, where another rank generated its responses."""
             index = rollout.row_indices[g]
             if index not in encoded:
-                encoded[index] = encode_prompt(model, processor, get_row(data, index))
+                [encoded[index]] = encode_prompts(model, processor, [get_row(data, index)])
             return encoded[index]
 
         actor.eval()

@@ -395,7 +395,9 @@ def find_ranking_columns(args: Args, names: list[str], source: str) -> dict[str,
     if columns["responses"] is None:
         for side in ("chosen", "rejected"):
             if columns[side] is None:
-                fail(f"{source} has no {side} column ({', '.join(RANKING_COLUMNS[side])}); name it with --{side}-column")
+                fail(
+                    f"{source} has no {side} column ({', '.join(RANKING_COLUMNS[side])}); name it with --{side}-column"
+                )
     return columns
 
 

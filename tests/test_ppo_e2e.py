@@ -271,7 +271,7 @@ def prepare(model_and_processor):
         data = ppo_vl.prepare_data(ppo_vl.Args(**flags), *model_and_processor, str(source), split, limit, False)
 
         def encoded(index: int) -> dict:
-            return ppo_vl.encode_prompt(*model_and_processor, ppo_vl.get_row(data, index))
+            return ppo_vl.encode_prompts(*model_and_processor, [ppo_vl.get_row(data, index)])[0]
 
         return data, encoded
 
@@ -326,6 +326,19 @@ def test_every_kind_of_data_gives_the_same_prompt(kind, prepare, vqa, vqa_rows, 
         assert torch.equal(a["prompt_ids"], b["prompt_ids"]) and torch.equal(a["position_ids"], b["position_ids"])
         assert [x["key"] for x in a["images"]] == [x["key"] for x in b["images"]] and len(a["images"]) == 1
         assert ppo_vl.get_row(data, i)["answer"] == vqa_rows[i]["answer"]
+
+
+def test_prompts_prepared_together_are_those_prepared_apart(prepare, model_and_processor, vqa, vqa_rows, tmp_path):
+    rows = [{"prompt": "which is <image> and <image>?", "images": [r["image"] for r in vqa_rows[3:5]], "answer": "x"}]
+    rows += [{"prompt": r["prompt"], "images": [r["image"]], "answer": r["answer"]} for r in vqa_rows[:3]]
+    data, encoded = prepare(write_jsonl(tmp_path / "rows.jsonl", rows))
+    together = ppo_vl.encode_prompts(*model_and_processor, [ppo_vl.get_row(data, i) for i in range(4)])
+    for i, sample in enumerate(together):
+        apart = encoded(i)
+        assert sample.keys() == apart.keys()
+        assert all(torch.equal(sample[k], apart[k]) for k in ("prompt_ids", "position_ids", "mm_token_type_ids"))
+        for a, b in zip(sample["images"], apart["images"], strict=True):
+            assert a["key"] == b["key"] and torch.equal(a["pixel_values"], b["pixel_values"])
 
 
 def frames(folder: Path, count: int = 4) -> list[str]:

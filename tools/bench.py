@@ -492,23 +492,25 @@ def run_rloo(job: dict, folder: Path, common: dict) -> dict:
         max_response_length=job["max_new_tokens"], learning_rate=1e-6, lr_schedule="constant", warmup_steps=0, **common,
     )  # fmt: skip
     kept, G = {"prompt_ids": [None] * len(rows)}, job["G"]
-    make_rollout, end_ids, encode = rloo.make_rollout, rloo.end_token_ids, rloo.encode_prompt
+    make_rollout, end_ids, encode = rloo.make_rollout, rloo.end_token_ids, rloo.encode_prompts
 
     def keep_responses(records, *rest):
         ordered = sorted(records, key=lambda record: record["row"])
         kept["completions"] = [ids.tolist() for record in ordered for ids in record["response_ids"]]
         return make_rollout(records, *rest)
 
-    def keep_prompt(model, processor, row):
-        sample, index = encode(model, processor, row), int(row["where"].split()[-1])
-        kept["prompt_ids"][index] = sample["prompt_ids"].tolist()
-        return {**sample, "row": index}
+    def keep_prompts(model, processor, rows):
+        samples = encode(model, processor, rows)
+        for row, sample in zip(rows, samples):
+            sample["row"] = int(row["where"].split()[-1])
+            kept["prompt_ids"][sample["row"]] = sample["prompt_ids"].tolist()
+        return samples
 
     def replay(model, samples, *rest):
         ids = [torch.tensor(ids) for s in samples for ids in job["completions"][s["row"] * G : (s["row"] + 1) * G]]
         return ids, [torch.zeros(len(x)) for x in ids], [False] * len(ids)
 
-    rloo.make_rollout, rloo.encode_prompt = keep_responses, keep_prompt
+    rloo.make_rollout, rloo.encode_prompts = keep_responses, keep_prompts
     if job.get("min_new_tokens"):
         rloo.end_token_ids = lambda model, tokenizer: [max(end_ids(model, tokenizer)) + 10**6]
     if "completions" in job:
