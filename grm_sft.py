@@ -1487,10 +1487,6 @@ def sync_rollout_model(model, rollout_model) -> None:
     assert not unexpected and set(missing) <= set(rollout_model.all_tied_weights_keys), (missing, unexpected)
 
 
-def has_media(sample: dict) -> bool:
-    return bool(sample["images"] or sample["videos"])
-
-
 def keep_trained(
     pack: Pack, pieces: list[tuple[int, list[int]]], prompts: dict, trained: dict, masks: dict
 ) -> tuple[Pack, list[int]]:

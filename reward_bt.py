@@ -1411,10 +1411,6 @@ def sum_over_ranks(table: torch.Tensor, world_size: int, device) -> torch.Tensor
     return table.cpu()
 
 
-def has_media(sample: dict) -> bool:
-    return bool(sample["images"] or sample["videos"])
-
-
 def packs_of_rankings(
     args: Args, model, processor, data: dict, indices: list[int], shared: bool, ranks: tuple[int, int], device
 ) -> Iterator[Pack]:
@@ -1434,14 +1430,18 @@ def packs_of_rankings(
         return encode_ranking(model, processor, get_ranking(data, indices[g]), lengths[g])
 
     filler = [(0, [])]  # a prompt without responses: no loss, but the same collectives
-    with_media = None
-    if args.zero_stage == 3 and world_size > 1:  # the vision tower is gathered on all ranks or on none
-        with_media = next((g for g, _ in groups if has_media(get_ranking(data, indices[g]))), None)
+    with_media = {}
+    if (
+        args.zero_stage == 3 and world_size > 1
+    ):  # all ranks gather the vision tower, or none: for images, and for videos
+        rows = {g: get_ranking(data, indices[g]) for g, _ in reversed(groups)}
+        with_media = {kind: g for g, row in rows.items() for kind in ("images", "videos") if row[kind]}
     for pieces in plan:
         pieces = pieces or filler
         encoded = {g: encode(g) for g, _ in pieces}
-        if with_media is not None and not any(has_media(prompt) for prompt, _ in encoded.values()):
-            pieces, encoded[with_media] = [*pieces, (with_media, [])], encode(with_media)
+        for kind, g in with_media.items():
+            if not any(prompt[kind] for prompt, _ in encoded.values()):
+                pieces, encoded[g] = [*pieces, (g, [])], encode(g)
         prompts = {g: prompt for g, (prompt, _) in encoded.items()}
         responses = {b: rest for g, members in pieces for b, rest in zip(members, encoded[g][1])}
         yield build_pack(pieces, prompts, responses, shared).to(device)

@@ -1489,18 +1489,17 @@ def packs_of_rank(args: Args, rollout: Rollout, groups, sample_of, shared: bool,
     lengths = [len(ids) for ids in rollout.response_ids]
     plan = plan_packs(groups, rollout.prompt_lengths, lengths, args.micro_batch_tokens, world_size)[rank]
     filler = [(groups[0][0], [])]  # a prompt without responses: no loss, but the same collectives
-    with_media = None
-    if args.zero_stage == 3 and world_size > 1:  # the vision tower is gathered on all ranks or on none
-        with_media = next((g for g, _ in groups if has_media(sample_of(g))), None)
+    with_media = {}
+    if (
+        args.zero_stage == 3 and world_size > 1
+    ):  # all ranks gather the vision tower, or none: for images, and for videos
+        with_media = {kind: g for g, _ in reversed(groups) for kind in ("images", "videos") if sample_of(g)[kind]}
     for pieces in plan:
         pieces = pieces or filler
-        if with_media is not None and not any(has_media(sample_of(g)) for g, _ in pieces):
-            pieces = [*pieces, (with_media, [])]
+        for kind, g in with_media.items():
+            if not any(sample_of(piece)[kind] for piece, _ in pieces):
+                pieces = [*pieces, (g, [])]
         yield build_pack(pieces, {g: sample_of(g) for g, _ in pieces}, rollout.response_ids, shared).to(device)
-
-
-def has_media(sample: dict) -> bool:
-    return bool(sample["images"] or sample["videos"])
 
 
 # =====================================================================================================================

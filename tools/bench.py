@@ -338,7 +338,7 @@ def reward_cases(args: Args) -> dict[str, dict]:
         ]  # up to 100 words
         return [{"prompt": p, "responses": spread[i * responses : (i + 1) * responses]} for i, p in enumerate(prompts)]
 
-    common = {"job": "reward", "model": args.text_model, "pad_token": "<|endoftext|>"}
+    common = {"job": "reward", "model": args.text_model, "pad_token": "<|endoftext|>", "steps": 1}
     made = {"pairs_100": rankings(16, 100, 2), "pairs_300": rankings(16, 300, 2), "ranked_4": rankings(4, 100, 4)}
     cases = {}
     for name, rows in made.items():
