@@ -57,6 +57,7 @@ from common.packing import (
     plan_packs,
     prompt_positions,
     rows_to_flat,
+    share_prefix,
     unique_media,
 )
 
@@ -1257,9 +1258,12 @@ def generate(
     """Sample `num_samples` responses per prompt (temperature 0: greedy) -> len(samples) * num_samples responses (R_b,), the
     log-prob of each token (R_b,), and whether the response was cut by the length limit instead of ending by itself.
 
-    Every prompt is prefilled once, left-padded beside the others, every picture encoded once; then the cache is expanded to
-    num_samples rows per prompt. Placeholder ids are never drawn: the trainer's log-probs mask the same ids.
+    Every prompt is prefilled once, left-padded beside the others, every picture encoded once; its responses share its keys
+    and values, without a copy where the model can be packed. Placeholder ids are never drawn: the trainer's log-probs mask
+    the same ids.
     """
+    from transformers import DynamicCache
+
     base, head, device = model.base_model, model.get_output_embeddings(), model.device
     suppressed = media_token_ids(model.config)
     G, P = num_samples, max(len(s["prompt_ids"]) for s in samples)
@@ -1275,7 +1279,11 @@ def generate(
     vision = {"mm_encoder_outputs": encode_media(base, media, order)} if any(media.values()) else {}
     out = base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=True, **vision)
     cache, hidden = out.past_key_values, out.last_hidden_state[:, -1].repeat_interleave(G, dim=0)  # (S * G, H)
-    cache.batch_repeat_interleave(G)
+    prefix = share_prefix(model, cache, attention_mask, G)
+    if prefix is None:
+        cache.batch_repeat_interleave(G)
+    else:
+        cache = DynamicCache()  # of the rows' own tokens
     attention_mask, next_position = (x.repeat_interleave(G, dim=0) for x in (attention_mask, next_position + 1))
     end, rows = torch.tensor(end_ids, device=device), torch.arange(len(samples) * G, device=device)
     tokens = torch.zeros(len(rows), args.max_response_length, dtype=torch.long, device=device)  # (S * G, R)
@@ -1294,14 +1302,14 @@ def generate(
             rows, token, attention_mask, next_position = (
                 x[alive] for x in (rows, token, attention_mask, next_position)
             )
+            if prefix is not None:
+                prefix.rows = rows
         if len(rows) == 0 or t + 1 == args.max_response_length:
             break
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         step_ids = next_position[:, None] if position_ids.dim() == 2 else next_position[:, None].expand(3, -1, 1)
-        out = base(
-            input_ids=token[:, None], attention_mask=attention_mask, position_ids=step_ids,
-            past_key_values=cache, use_cache=True,
-        )  # fmt: skip
+        past = {"attention_mask": attention_mask} if prefix is None else {"prefix": prefix}
+        out = base(input_ids=token[:, None], position_ids=step_ids, past_key_values=cache, use_cache=True, **past)
         hidden, next_position = out.last_hidden_state[:, -1], next_position + 1
     cut, lengths = set(rows.tolist()), lengths.tolist()  # rows that are left have not ended
     return (

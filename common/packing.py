@@ -380,9 +380,13 @@ def flat_to_rows(flat: torch.Tensor, pack: Pack, table: torch.Tensor) -> torch.T
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, layout=None, **kwargs):
+def packed_attention(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, layout=None, prefix=None, **kwargs
+):
     """Attention of a pack, in the signature of transformers' AttentionInterface. query (1, heads, N, D), key and value
-    (1, kv_heads, N, D) -> (1, N, heads, D). Without a layout (HF generate, plain rows): ordinary SDPA."""
+    (1, kv_heads, N, D) -> (1, N, heads, D). With a prefix: of a decoding step. With neither: ordinary SDPA."""
+    if prefix is not None:
+        return _prefix_attention(module, query, key, value, scaling, prefix), None
     if layout is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -425,6 +429,58 @@ def _grouped_attention(query, key, value, scaling, layout: Layout):
         out = F.scaled_dot_product_attention(qr, kr, vr, attn_mask=mask, scale=scaling, enable_gqa=gqa)
         outputs.append(out.transpose(1, 2)[bucket.valid])
     return torch.cat(outputs)[layout.order][None]  # (1, N, heads, D)
+
+
+@dataclass
+class Prefix:
+    """Keys and values of S prompts, which the rows of a decoding batch continue. Nothing is copied per row."""
+
+    keys: list[torch.Tensor]  # per layer (S, kv_heads, P, D)
+    values: list[torch.Tensor]
+    padding: torch.Tensor  # (S, P) bool, True where a prompt is padded
+    rows: torch.Tensor  # (B,): row b of the batch is response rows[b] % G of prompt rows[b] // G
+    group_size: int  # G
+
+
+def share_prefix(model, cache, attention_mask: torch.Tensor, group_size: int) -> Prefix | None:
+    """The cache of a prefill of S prompts (attention_mask (S, P)) -> what S * G rows decode with, given to the model as
+    `prefix`, beside an empty cache for their own tokens. None where enable_packing is not on: expand the cache instead."""
+    if model.config.get_text_config()._attn_implementation != "packed":
+        return None
+    return Prefix(
+        keys=[layer.keys for layer in cache.layers],
+        values=[layer.values for layer in cache.layers],
+        padding=attention_mask == 0,
+        rows=torch.arange(len(attention_mask) * group_size, device=attention_mask.device),
+        group_size=group_size,
+    )
+
+
+def _prefix_attention(module, query, key, value, scaling, prefix: Prefix):
+    """One new token per row attends to its prompt, whose keys and values are read once for all of its rows, and to the
+    row's own tokens so far. query (B, heads, 1, D), key and value (B, kv_heads, t, D) -> (B, 1, heads, D)."""
+    keys, values, G = prefix.keys[module.layer_idx], prefix.values[module.layer_idx], prefix.group_size
+    (S, kv_heads, P, D), (B, heads) = keys.shape, query.shape[:2]
+    scaling = D**-0.5 if scaling is None else scaling
+
+    def by_prompt(x: torch.Tensor) -> torch.Tensor:
+        """(B, heads, n) -> (S, kv_heads, G * heads per kv head, n); rows that have left the batch are 0."""
+        slots = x.new_zeros(S * G, heads, x.shape[-1]).index_copy(0, prefix.rows, x)
+        return slots.view(S, G, kv_heads, -1, x.shape[-1]).transpose(1, 2).flatten(2, 3)
+
+    def by_row(x: torch.Tensor) -> torch.Tensor:
+        """The way back."""
+        x = x.view(S, kv_heads, G, heads // kv_heads, -1).transpose(1, 2)
+        return x.reshape(S * G, heads, -1)[prefix.rows]
+
+    q = query[:, :, 0] * scaling  # (B, heads, D)
+    to_prompt = by_row(by_prompt(q) @ keys.transpose(-1, -2))  # (B, heads, P)
+    to_prompt = to_prompt.masked_fill(prefix.padding[prefix.rows // G][:, None], float("-inf"))
+    to_own = (q.view(B, kv_heads, -1, D) @ key.transpose(-1, -2)).flatten(1, 2)  # (B, heads, t)
+    weights = torch.cat([to_prompt, to_own], dim=-1).float().softmax(-1).to(query.dtype)
+    on_prompt, on_own = weights.split([P, key.shape[2]], dim=-1)
+    out = by_row(by_prompt(on_prompt) @ values) + (on_own.view(B, kv_heads, -1, key.shape[2]) @ value).flatten(1, 2)
+    return out[:, None]
 
 
 def enable_packing(model) -> bool:

@@ -5,6 +5,7 @@ import doctest
 import functools
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import common  # first: it mends torchvision beside a CPU-only torch # isort: skip
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import common.packing
+import rloo
 from common.packing import (
     _grouped_attention,
     _make_buckets,
@@ -303,6 +305,23 @@ def test_two_dimensional_positions_would_be_seen(family):
     result, _ = packed(model, make_packs(groups, flat, responses), responses)
     assert logprob_difference(result[:9], expected[:9]) < 1e-4  # prompts of text alone
     assert logprob_difference(result[9:], expected[9:]) > 1e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_beside_shared_prompts_draws_what_a_cache_of_its_own_per_row_draws(family):
+    """Ragged prompts, rows that leave the batch at different steps; the same tokens with the same log-probs."""
+    model = make_model(family).eval()
+    _, prompts, _ = make_batch(family, model)
+    args, draws = SimpleNamespace(max_response_length=12, top_p=1.0), []
+    ends = list(range(0, V, 6))  # some rows end at once, some later, some never
+    for packed_too in (False, True):
+        assert not packed_too or enable_packing(model)
+        generator = torch.Generator().manual_seed(0)
+        draws.append(rloo.generate(model, prompts, 5, args, ends, 0.9, generator))
+    (ids, logprobs, cut), (own_ids, own_logprobs, own_cut) = draws
+    assert [x.tolist() for x in ids] == [x.tolist() for x in own_ids] and cut == own_cut
+    assert len({len(x) for x in ids}) > 3
+    assert logprob_difference(logprobs, own_logprobs) < 1e-4
 
 
 def test_leaking_responses_would_be_seen():
