@@ -73,6 +73,8 @@ class Args:
     """folder made by tools/make_smollm2.py"""
     cases: tuple[str, ...] = ()
     """cases of a comparison with TRL, such as text_200; none: all"""
+    replay: bool = True
+    """part rloo: time the update in a second run of both sides, on the same responses; else in the first, each on its own"""
     steps: int = 3
     """timed training steps of each side of a comparison with TRL, after one that is not timed"""
     vlm: str = "assets/tiny_vl"
@@ -383,7 +385,9 @@ def compare_with_trl(args: Args, part: str) -> list[dict]:
         results.append({"part": f"{part} {name}", **ratios(ours, theirs, "seconds", "step")})
         results[-1] |= ratios(ours, theirs, "peak_rss_bytes", "memory")
         results[-1] |= {"loss_ours": ours["steps"][0]["loss"], "loss_trl": theirs["steps"][0]["loss"]}
-        if part == "rloo":
+        if part == "rloo" and not args.replay:
+            results[-1] |= ratios(ours, theirs, "update_seconds", "update")
+        elif part == "rloo":
             replay = {**job, "completions": ours["completions"]}
             replays = [run_side(args, replay, ours=own) for own in (True, False)]
             if replays[1]["prompt_ids"] != ours["prompt_ids"]:
