@@ -323,8 +323,8 @@ def rloo_cases(args: Args) -> dict[str, dict]:
     }
     images = {"kind": "vlm", "model": args.vlm, "G": 8, "max_new_tokens": 24}
     return {
-        "text_200": {**text, "prompts": words(args, 4, 190)},
-        "text_600": {**text, "prompts": words(args, 4, 590)},
+        "text_200": {**text, "prompts": words(args, 4, 190), "micro_batch_tokens": 1024},  # one prompt's group
+        "text_600": {**text, "prompts": words(args, 4, 590), "micro_batch_tokens": 1280},
         "vlm_64": {**images, "prompts": easy_vqa_prompts(64)},
     }
 
@@ -493,7 +493,8 @@ def run_rloo(job: dict, folder: Path, common: dict) -> dict:
         model=job["model"], dataset=write_rows(folder, rows), plain_prompts=job["kind"] == "text", num_iterations=1,
         rewards=(f"{folder}/reward.py:f",), reward_weights=(1.0,), kl_coef=job["beta"], total_steps=job["steps"],
         rollout_batch_size=len(rows), num_samples_per_prompt=job["G"], train_batch_size=len(rows) * job["G"],
-        max_response_length=job["max_new_tokens"], learning_rate=1e-6, lr_schedule="constant", warmup_steps=0, **common,
+        max_response_length=job["max_new_tokens"], learning_rate=1e-6, lr_schedule="constant", warmup_steps=0,
+        micro_batch_tokens=job.get("micro_batch_tokens", 8192), max_prompt_length=768, **common,
     )  # fmt: skip
     kept, G = {"prompt_ids": [None] * len(rows)}, job["G"]
     make_rollout, end_ids, encode = rloo.make_rollout, rloo.end_token_ids, rloo.encode_prompts
