@@ -300,15 +300,15 @@ def easy_vqa_prompts(count: int) -> list[dict]:
     return [{"question": questions[i], "image": str(paths[image_ids[i]]), "answer": answers[i]} for i in chosen]
 
 
-def words(args: Args, count: int, about: int) -> list[str]:
-    """`count` English-looking texts of about `about` tokens each (six letters or so a token)."""
+def words(args: Args, count: int, about: int, spread: int = 5) -> list[str]:
+    """`count` English-looking texts of `about` words or tokens; each is `spread` longer than the one before."""
     import random
 
     source = random.Random(args.seed)
     vocabulary = (
         "the old river was cold and a small boat went down past green hills under light rain to its home town".split()
     )
-    return [" ".join(source.choices(vocabulary, k=about + 5 * i)) for i in range(count)]
+    return [" ".join(source.choices(vocabulary, k=about + spread * i)) for i in range(count)]
 
 
 def rloo_cases(args: Args) -> dict[str, dict]:
@@ -333,14 +333,12 @@ def reward_cases(args: Args) -> dict[str, dict]:
     """Rankings, best response first. TRL gets every pair of a ranking."""
 
     def rankings(count: int, prompt_words: int, responses: int) -> list[dict]:
-        prompts = words(args, count, prompt_words)
-        texts = [" " + text for text in words(args, count * responses, 60)]
-        spread = [
-            text[: len(text) * (40 + 60 * (7 * i % 10) // 10) // 100] for i, text in enumerate(texts)
-        ]  # up to 100 words
+        prompts = words(args, count, prompt_words, spread=0)
+        texts = [text.split() for text in words(args, count * responses, 100, spread=0)]
+        spread = [" " + " ".join(text[: 40 + 60 * (7 * i % 10) // 9]) for i, text in enumerate(texts)]  # 40 to 100 words
         return [{"prompt": p, "responses": spread[i * responses : (i + 1) * responses]} for i, p in enumerate(prompts)]
 
-    common = {"job": "reward", "model": args.text_model, "pad_token": "<|endoftext|>", "steps": 1}
+    common = {"job": "reward", "model": args.text_model, "pad_token": "<|endoftext|>", "steps": 1, "micro_batch_tokens": 1024}
     made = {"pairs_100": rankings(16, 100, 2), "pairs_300": rankings(16, 300, 2), "ranked_4": rankings(4, 100, 4)}
     cases = {}
     for name, rows in made.items():
@@ -456,7 +454,7 @@ def run_reward(job: dict, folder: Path, common: dict) -> dict:
         reward_bt.Args(
             model=job["model"], dataset=write_rows(folder, job["rows"]), plain_prompts=True, max_steps=job["steps"],
             epochs=job["steps"], batch_size=len(job["rows"]), learning_rate=1e-6, lr_schedule="constant", warmup_steps=0,
-            label_smoothing=0.0, **common,
+            label_smoothing=0.0, micro_batch_tokens=job["micro_batch_tokens"], **common,
         )
     )  # fmt: skip
     return {}
