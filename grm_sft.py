@@ -19,6 +19,7 @@ Reference implementation: opendilab/LightRFT@49e62cb, GRMTrainerVL and examples/
 
 import contextlib
 import hashlib
+import inspect
 import io
 import json
 import logging
@@ -30,9 +31,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
 import numpy as np
 import torch
@@ -200,8 +201,23 @@ def fail(message: str) -> NoReturn:
 
 
 def parse_args(argv: list[str]) -> Args:
-    """The `deepspeed` launcher adds --local_rank; the environment says the same."""
-    return tyro.cli(Args, args=[arg for arg in argv if not arg.startswith("--local_rank")], description=__doc__)
+    """One box of --help per section of Args: tyro makes one of each nested dataclass, so that is what it is given."""
+    types, defaults, sections = get_type_hints(Args), Args(), {}
+    parts = re.split(r"    # --- (.+) ---\n", inspect.getsource(Args))[1:]
+    for title, body in zip(parts[::2], parts[1::2]):
+        flags = re.findall(r'^    (\w+): .*?^    """(.*?)"""$', body, re.DOTALL | re.MULTILINE)
+        fields = [
+            (name, Annotated[types[name], tyro.conf.arg(help=text)], field(default=getattr(defaults, name)))
+            for name, text in flags
+        ]
+        section = make_dataclass(title, fields, namespace={"__doc__": ""})
+        sections[title.replace(" ", "_")] = section
+    grouped = make_dataclass(
+        "Grouped", [(name, tyro.conf.OmitArgPrefixes[x], field(default_factory=x)) for name, x in sections.items()]
+    )
+    words = [word for word in argv if not word.startswith("--local_rank")]  # the `deepspeed` launcher adds it
+    parsed = tyro.cli(grouped, args=words, description=__doc__)
+    return Args(**{name: value for section in sections for name, value in vars(getattr(parsed, section)).items()})
 
 
 def check_ranges(args: Args, positive: str, not_negative: str, unit: str) -> None:
@@ -1456,14 +1472,15 @@ def optimizer_step(engine) -> tuple[float, bool]:
 
 
 def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call)."""
+    """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call). Otherwise
+    the tensors themselves, no copies."""
     import deepspeed
 
     names = set(module.state_dict())
     state = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name in names}
     for name, parameter in module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=zero_stage == 3):
-            state[name] = parameter.detach().clone()
+            state[name] = parameter.detach().clone() if zero_stage == 3 else parameter.detach()
     return state
 
 
@@ -1822,6 +1839,7 @@ def start_loggers(args: Args, run_dir: Path, wandb_id: str | None) -> tuple[list
             project=args.wandb_project, name=run_dir.name, config=asdict(args), dir=run_dir, id=wandb_id, resume="allow"
         )
         wandb_id = run.id
+        run.define_metric("*", step_metric="train/step")
         loggers.append(lambda step, metrics: run.log(metrics, step=step))
     if args.tensorboard:
         from torch.utils.tensorboard import SummaryWriter

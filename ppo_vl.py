@@ -29,12 +29,12 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
 import numpy as np
 import torch
@@ -85,6 +85,8 @@ class Args:
     # --- model and data ---
     model: str = "assets/tiny_vl"
     """policy, critic and reference start here: folder or hub id of a vision-language or text model"""
+    critic_model: str | None = None
+    """where the critic starts instead: a model, or a folder of reward_bt.py, whose head then becomes the value head"""
     critic_share_backbone: bool = False
     """value head on the actor's backbone instead of a critic with a backbone of its own"""
     dataset: str = "easy-vqa"
@@ -111,12 +113,28 @@ class Args:
     """JSON object handed to the chat template, for example '{"enable_thinking": false}'"""
     max_prompt_length: int = 1024
     """tokens, picture tokens counted; longer rows are dropped at the start and counted in the log"""
+    lora_rank: int = 0
+    """train low-rank adapters of this rank instead of all weights; the reference is the model without them; 0 = off"""
+    lora_alpha: float = 32.0
+    """the adapters' output is scaled by alpha / rank"""
+    lora_targets: str | None = None
+    """regular expression on names of linear modules that get an adapter; None: all linear layers of the language model"""
+    load_in_4bit: bool = False
+    """4-bit base weights (bitsandbytes, CUDA) below the adapters of --lora-rank"""
+    freeze_vision: bool = False
+    """leave the vision tower as it is"""
+    freeze_projector: bool = False
+    """leave the layers between vision tower and language model as they are"""
+    freeze_text: bool = False
+    """leave the language model as it is"""
+    freeze: str | None = None
+    """regular expression on names of parameters that are not trained, for example 'visual|embed'"""
 
     # --- rollout ---
     total_steps: int = 50
     """rollouts, each followed by its updates"""
-    rollout_batch_size: int = 32
-    """prompts per rollout, over all ranks"""
+    rollout_batch_size: int = 256
+    """responses per rollout, over all ranks; a multiple of --num-samples-per-prompt"""
     num_samples_per_prompt: int = 8
     """responses per prompt (G)"""
     generation_batch_size: int = 256
@@ -127,14 +145,52 @@ class Args:
     """sampling temperature; log-probs are those of the tempered policy"""
     top_p: float = 1.0
     """nucleus of the sampler; below 1 it draws from another distribution than the log-probs describe"""
+    dynamic_sampling: int = 0
+    """replace prompts whose responses all score alike by new ones, in at most this many further rounds; 0 = off (DAPO)"""
+    replay_limit: int = 0
+    """train on the newest of a step's responses only, at most so many; 0 = on all"""
 
-    # --- algorithm ---
+    # --- rewards ---
     rewards: tuple[str, ...] = ("accuracy", "format")
     """sources: accuracy, format, length, overlong, repetition, path.py:function, or the folder of a reward model"""
     reward_weights: tuple[float, ...] = (0.9, 0.1)
     """one weight per source; the score of a response is the weighted sum"""
     reward_timeout: float = 600.0
     """seconds that a reward function may take for one batch of responses"""
+    reward_running_norm: Literal["off", "scale", "standardize"] = "off"
+    """divide scores by the standard deviation of all training scores so far; standardize: subtract their mean first"""
+    reward_clip: tuple[float, float] | None = None
+    """lowest and highest score; scores are clipped to it before the KL is subtracted"""
+
+    # --- algorithm ---
+    advantage: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "cpgd"] = "gae"
+    """advantage estimator; all but gae work without a critic. The formulas: center_scores and compute_gae"""
+    gamma: float = 1.0
+    """discount per token"""
+    gae_lambda: float = 0.95
+    """GAE lambda (paper: 0.95)"""
+    group_std: bool = True
+    """group_norm: divide by the standard deviation of the group (GRPO); without: Dr. GRPO"""
+    whiten_advantages: Literal["auto", "on", "off"] = "auto"
+    """shift and scale advantages to mean 0, std 1 over the rollout, once; auto: gae, reinforce, reinforce_baseline only"""
+    advantage_clip: float = 0.0
+    """advantages are clipped to +- this, after whitening; 0 = off"""
+    policy_loss: Literal["clip", "dual_clip", "cpg", "gspo"] = "clip"
+    """loss of a token: PPO, PPO with a floor for negative advantages, clipped log-probs (CPGD), or one ratio per response"""
+    clip_coef: float = 0.2
+    """the ratio is clipped to [1 - c, 1 + c] (paper: 0.2; GSPO: 3e-4)"""
+    clip_coef_high: float | None = None
+    """the ratio is clipped from above at 1 + c; None: as --clip-coef"""
+    dual_clip: float = 3.0
+    """dual_clip: for negative advantages the loss is at most this times -A; greater than 1"""
+    loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    """how the loss of tokens becomes that of an optimizer step; the last divides sums by --max-response-length (Dr. GRPO)"""
+    entropy_token_ratio: float = 1.0
+    """share of a rollout's tokens, those of highest entropy, that the policy loss trains on (paper: 0.2); 1 = all"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus, nats per token"""
     kl_coef: float = 0.01
     """weight of the KL to the reference (paper: 0.02); 0 = no reference model"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -145,28 +201,40 @@ class Args:
     """KL per response (nats) that an adaptive coefficient steers to; None: fixed coefficient"""
     kl_horizon: int = 10000
     """responses over which the adaptive coefficient reacts (paper: 10000)"""
-    gamma: float = 1.0
-    """discount per token"""
-    gae_lambda: float = 0.95
-    """GAE lambda (paper: 0.95)"""
-    whiten_advantages: bool = True
-    """shift and scale advantages to mean 0, standard deviation 1 over the whole rollout, once"""
-    clip_coef: float = 0.2
-    """the ratio is clipped to [1 - c, 1 + c] (paper: 0.2)"""
     value_clip: float = 0.2
     """new values are clipped to old values +- this (reward units); 0 = off"""
     vf_coef: float = 0.5
     """weight of the value loss; with a critic of its own it only scales that critic's gradient"""
+    freezing_actor_steps: int = 0
+    """steps at the start in which the critic trains alone"""
     num_ppo_epochs: int = 2
     """passes over each rollout"""
     train_batch_size: int = 128
     """responses per optimizer step, over all ranks; a multiple of --num-samples-per-prompt"""
+    ptx_dataset: str | None = None
+    """supervised rows (chats, or prompt and response) whose assistant turns are learned beside, as --dataset; None = off"""
+    ptx_split: str = "train"
+    """split of --ptx-dataset"""
+    ptx_coef: float = 0.05
+    """weight of their loss, nats per token"""
+    ptx_batch_size: int = 16
+    """assistant turns of --ptx-dataset per optimizer step, over all ranks"""
+    router_aux_coef: float | None = None
+    """weight of the load-balancing loss of a mixture of experts; None: as its config says"""
+    ema_beta: float = 0.0
+    """keep an average of the actor's weights, beta * average + (1 - beta) * weights, saved as checkpoint-N/ema; 0 = off"""
+    eval_ema: bool = False
+    """evaluate the average too, as eval/ema_..."""
 
     # --- optimizer ---
     learning_rate: float = 1e-4
     """peak learning rate of the actor; the default suits the tiny model, pretrained ones of 2B and more want about 1e-6"""
     critic_learning_rate: float = 1e-3
     """peak learning rate of the critic (or of the value head on a shared backbone); pretrained: about 1e-5"""
+    critic_lr_schedule: Literal["constant", "cosine"] = "cosine"
+    """shape of the critic's learning rate after its warm-up"""
+    critic_warmup_steps: int = 5
+    """optimizer steps of linear warm-up of the critic"""
     lr_schedule: Literal["constant", "cosine"] = "cosine"
     """shape after the warm-up"""
     min_lr_ratio: float = 0.1
@@ -203,6 +271,8 @@ class Args:
     """held-out prompts, a fixed random subset; 0 = all"""
     eval_num_samples: int = 1
     """sampled responses per held-out prompt, besides the greedy one: their mean, the best of them and pass@k"""
+    save_trajectories: bool = False
+    """write every response with its tokens, log-probs, values and advantages to trajectories/step_N.jsonl"""
     save_steps: int = 0
     """checkpoint every this many steps, and always at the end; 0 = only at the end"""
     save_total_limit: int = 2
@@ -224,8 +294,23 @@ def fail(message: str) -> NoReturn:
 
 
 def parse_args(argv: list[str]) -> Args:
-    """The `deepspeed` launcher adds --local_rank; the environment says the same."""
-    return tyro.cli(Args, args=[arg for arg in argv if not arg.startswith("--local_rank")], description=__doc__)
+    """One box of --help per section of Args: tyro makes one of each nested dataclass, so that is what it is given."""
+    types, defaults, sections = get_type_hints(Args), Args(), {}
+    parts = re.split(r"    # --- (.+) ---\n", inspect.getsource(Args))[1:]
+    for title, body in zip(parts[::2], parts[1::2]):
+        flags = re.findall(r'^    (\w+): .*?^    """(.*?)"""$', body, re.DOTALL | re.MULTILINE)
+        fields = [
+            (name, Annotated[types[name], tyro.conf.arg(help=text)], field(default=getattr(defaults, name)))
+            for name, text in flags
+        ]
+        section = make_dataclass(title, fields, namespace={"__doc__": ""})
+        sections[title.replace(" ", "_")] = section
+    grouped = make_dataclass(
+        "Grouped", [(name, tyro.conf.OmitArgPrefixes[x], field(default_factory=x)) for name, x in sections.items()]
+    )
+    words = [word for word in argv if not word.startswith("--local_rank")]  # the `deepspeed` launcher adds it
+    parsed = tyro.cli(grouped, args=words, description=__doc__)
+    return Args(**{name: value for section in sections for name, value in vars(getattr(parsed, section)).items()})
 
 
 def check_ranges(args: Args, positive: str, not_negative: str, unit: str) -> None:
@@ -250,18 +335,22 @@ def check_rollout_args(args: Args, world_size: int) -> None:
     G = args.num_samples_per_prompt
     if args.top_p == 0:
         fail("--top-p must be greater than 0")
-    if args.train_batch_size % G:
+    for flag, size in (("rollout", args.rollout_batch_size), ("train", args.train_batch_size)):
+        if size % G:
+            fail(
+                f"--{flag}-batch-size {size} must be a multiple of --num-samples-per-prompt {G}: both count responses, and "
+                "those of a prompt stay together"
+            )
+    if max(args.rollout_batch_size, args.train_batch_size) % min(args.rollout_batch_size, args.train_batch_size):
         fail(
-            f"--train-batch-size {args.train_batch_size} must be a multiple of --num-samples-per-prompt {G}: the responses "
-            "of a prompt stay in one optimizer step"
+            f"--rollout-batch-size {args.rollout_batch_size} must be a multiple of --train-batch-size "
+            f"{args.train_batch_size}, or the other way round"
         )
-    if (args.rollout_batch_size * G) % args.train_batch_size:
+    if args.rollout_batch_size // G < world_size:
         fail(
-            f"--rollout-batch-size x --num-samples-per-prompt = {args.rollout_batch_size * G} must be a multiple of "
-            f"--train-batch-size {args.train_batch_size}"
+            f"--rollout-batch-size {args.rollout_batch_size} is {args.rollout_batch_size // G} prompts of {G} responses, "
+            f"less than one for each of {world_size} ranks"
         )
-    if args.rollout_batch_size < world_size:
-        fail(f"--rollout-batch-size {args.rollout_batch_size} is less than one prompt for each of {world_size} ranks")
     if args.micro_batch_tokens < args.max_prompt_length + args.max_response_length:
         fail(
             f"--micro-batch-tokens {args.micro_batch_tokens} is less than --max-prompt-length {args.max_prompt_length} + "
@@ -282,14 +371,64 @@ def check_args(args: Args, world_size: int) -> None:
     check_ranges(
         args,
         positive="total_steps rollout_batch_size num_samples_per_prompt generation_batch_size max_prompt_length "
-        "max_response_length temperature reward_timeout kl_horizon clip_coef num_ppo_epochs train_batch_size learning_rate "
-        "critic_learning_rate max_grad_norm max_skipped_updates micro_batch_tokens save_total_limit eval_num_samples",
-        not_negative="seed kl_coef value_clip vf_coef warmup_steps weight_decay eval_steps eval_samples save_steps",
-        unit="gamma gae_lambda top_p min_lr_ratio adam_beta1 adam_beta2",
+        "max_response_length temperature reward_timeout kl_horizon clip_coef clip_coef_high num_ppo_epochs train_batch_size "
+        "ptx_batch_size learning_rate critic_learning_rate max_grad_norm max_skipped_updates micro_batch_tokens "
+        "save_total_limit eval_num_samples lora_alpha entropy_token_ratio",
+        not_negative="seed kl_coef value_clip vf_coef warmup_steps critic_warmup_steps weight_decay eval_steps eval_samples "
+        "save_steps lora_rank dynamic_sampling replay_limit advantage_clip entropy_coef freezing_actor_steps ptx_coef "
+        "router_aux_coef",
+        unit="gamma gae_lambda top_p min_lr_ratio adam_beta1 adam_beta2 entropy_token_ratio ema_beta",
     )
     check_rollout_args(args, world_size)
+    check_lora_args(args)
+    G = args.num_samples_per_prompt
     if args.kl_target is not None and (args.kl_target <= 0 or args.kl_coef == 0):
         fail("--kl-target must be greater than 0 and needs a --kl-coef greater than 0 to start from")
+    if args.reward_clip is not None and args.reward_clip[0] >= args.reward_clip[1]:
+        fail(f"--reward-clip {args.reward_clip[0]} {args.reward_clip[1]}: the first must be less than the second")
+    if args.advantage not in ("gae", "reinforce") and G == 1:
+        fail(
+            f"--advantage {args.advantage} compares the responses of a prompt: --num-samples-per-prompt must be 2 or more"
+        )
+    if args.dynamic_sampling and G == 1:
+        fail("--dynamic-sampling looks for prompts whose responses differ: --num-samples-per-prompt must be 2 or more")
+    if args.advantage != "gae":
+        for name in ("critic_model", "critic_share_backbone", "freezing_actor_steps"):
+            if getattr(args, name):
+                fail(
+                    f"--{name.replace('_', '-')} is about the critic, which --advantage {args.advantage} does not have"
+                )
+    if args.critic_share_backbone and (args.critic_model is not None or args.freezing_actor_steps):
+        fail("--critic-share-backbone has no critic of its own: drop --critic-model and --freezing-actor-steps")
+    if args.freezing_actor_steps >= args.total_steps:
+        fail(
+            f"--freezing-actor-steps {args.freezing_actor_steps} leaves none of --total-steps {args.total_steps} to the actor"
+        )
+    if args.dual_clip <= 1:
+        fail(f"--dual-clip must be greater than 1, not {args.dual_clip}")
+    if args.replay_limit and args.replay_limit < G:
+        fail(f"--replay-limit {args.replay_limit} is less than the {G} responses of one prompt")
+    if args.ema_beta == 1:
+        fail("--ema-beta must be less than 1: the average would never move")
+    if args.freeze is not None:
+        try:
+            re.compile(args.freeze)
+        except re.error as error:
+            fail(f"--freeze {args.freeze} is not a regular expression ({error})")
+    if args.eval_ema and args.ema_beta == 0:
+        fail("--eval-ema needs an --ema-beta greater than 0")
+
+
+def check_lora_args(args: Args) -> None:
+    if args.lora_targets is not None:
+        if args.lora_rank == 0:
+            fail("--lora-targets needs --lora-rank greater than 0")
+        try:
+            re.compile(args.lora_targets)
+        except re.error as error:
+            fail(f"--lora-targets {args.lora_targets} is not a regular expression ({error})")
+    if args.load_in_4bit and (args.lora_rank == 0 or args.zero_stage == 3 or not torch.cuda.is_available()):
+        fail("--load-in-4bit needs CUDA, --lora-rank greater than 0 and --zero-stage 2 or less")
 
 
 def parse_template_kwargs(args: Args) -> dict:
@@ -1040,46 +1179,225 @@ def end_token_ids(model, tokenizer) -> list[int]:
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 
-class Policy(nn.Module):
-    """The actor (or the frozen reference): pack -> log-probs, entropy and, on a shared backbone, values."""
+def add_lora(args: Args, model) -> None:
+    """Low-rank adapters on the linear layers of the language model, or on those that --lora-targets names; B starts at 0."""
+    from peft import LoraConfig
 
-    def __init__(self, model, temperature: float, value_head: nn.Module | None = None):
+    torch.manual_seed(args.seed)  # the adapters are drawn here
+    text = getattr(model.base_model, "language_model", model.base_model)
+    inside = {id(module) for module in text.modules()}
+    head = model.get_output_embeddings()  # its weight is read as it is, so it gets no adapter
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    if args.lora_targets is None:
+        targets = [name for name, module in linear.items() if id(module) in inside]
+    else:
+        targets = [name for name in linear if re.search(args.lora_targets, name)]
+    if not targets:
+        fail(
+            f"--lora-targets {args.lora_targets} matches no linear layer of --model {args.model}, such as {list(linear)[0]}"
+        )
+    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets))
+
+
+@contextlib.contextmanager
+def adapters_off(model):
+    """The model as it was before its adapters."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def freeze_parts(args: Args, model) -> None:
+    """Vision tower, projector or language model as they are; what --freeze-... names must have something to freeze."""
+    patterns = {
+        "projector": r"\b(multi_modal_projector|merger|deepstack_merger_list)\b",
+        "vision": r"\b(visual|vision_tower)\b",
+    }
+    flags = {"vision": args.freeze_vision, "projector": args.freeze_projector, "text": args.freeze_text}
+    frozen = {part for part, flag in flags.items() if flag}
+    found = set()
+    for name, parameter in model.named_parameters():
+        part = next((part for part, pattern in patterns.items() if re.search(pattern, name)), "text")
+        found.add(part)
+        if part in frozen:
+            parameter.requires_grad_(False)
+    for part in sorted(frozen - found):
+        fail(f"--freeze-{part} freezes nothing: --model {args.model} has no such part; use --no-freeze-{part}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        fail("--freeze-vision, --freeze-projector and --freeze-text leave nothing to train; drop one")
+
+
+def freeze_parameters(args: Args, module: nn.Module) -> None:
+    """--freeze, after adapters are in place; something must match, and something must be left to train."""
+    if args.freeze is None:
+        return
+    names = [name for name, _ in module.named_parameters()]
+    frozen = [name for name in names if re.search(args.freeze, name)]
+    if not frozen:
+        fail(f"--freeze {args.freeze} matches no parameter; names look like {names[0]} and {names[-1]}")
+    for name, parameter in module.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        fail(f"--freeze {args.freeze} matches every parameter, so nothing is left to train")
+
+
+def load_critic(args: Args, dtype: torch.dtype, tokenizer) -> tuple[Any, nn.Linear]:
+    """-> the critic's backbone and value head: from the policy's own start, a model, or a folder of reward_bt.py.
+
+    A new head is zero: values start at exactly 0 and the first advantages are the plain returns.
+    """
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+    name = args.critic_model or args.model
+    path = resolve_model(name)
+    head_file, weight = Path(path) / "score.safetensors", None
+    if args.critic_model is not None:
+        vocabulary = getattr(load_processor(name, "--critic-model"), "tokenizer", None) or load_processor(name)
+        if not tokenizer.get_vocab().items() <= vocabulary.get_vocab().items():
+            fail(f"--critic-model {name} has another tokenizer than --model {args.model}; it reads the same tokens")
+    try:
+        classifier = "ForSequenceClassification" in (AutoConfig.from_pretrained(path).architectures or [""])[0]
+        if head_file.is_file():
+            model, weight = AutoModel.from_pretrained(path, dtype=dtype), load_file(head_file)["score.weight"]
+        elif classifier:
+            model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
+            weight = model.score.weight.detach()  # (1, H)
+        else:
+            model = load_model(name, dtype, args.load_in_4bit)
+    except Exception as error:
+        fail(f"--critic-model {name} can't be loaded ({one_line(error)})")
+    head = make_value_head(model)
+    if weight is not None:
+        if weight.shape != head.weight.shape:
+            fail(f"--critic-model {name}: its head has shape {tuple(weight.shape)}, not {tuple(head.weight.shape)}")
+        head.weight.data.copy_(weight)
+    return model, head
+
+
+class Actor(nn.Module):
+    """The policy (or the frozen reference): pack -> log-probs, entropy and, on a shared backbone, values."""
+
+    def __init__(self, args: Args, model, value_head: nn.Module | None = None):
         super().__init__()
         self.model = model
         self.value_head = value_head
-        self.temperature = temperature
+        self.temperature = args.temperature
         self.suppressed_ids = media_token_ids(model.config)
+        self.media_cache = media_cache(args, model)
+        self.router_logits = None
+        config = model.config.get_text_config()
+        coef = getattr(config, "router_aux_loss_coef", 0.0) if args.router_aux_coef is None else args.router_aux_coef
+        self.router_aux_coef = coef if hasattr(config, "num_experts_per_tok") else 0.0
+        if self.router_aux_coef:
+            config.output_router_logits = True
+            model.base_model.register_forward_hook(self.keep_router_logits)
 
     @property
     def head_weight(self) -> nn.Parameter:
         return self.model.get_output_embeddings().weight
 
-    def forward(self, pack, with_entropy: bool = False):
-        hidden = forward_hidden(self.model, pack)  # (M, H)
+    def keep_router_logits(self, module, inputs, output) -> None:
+        self.router_logits = getattr(output, "router_logits", None)
+
+    def forward(self, pack, with_entropy: bool = False, temperature: float | None = None):
+        hidden = forward_hidden(self.model, pack, media_cache=self.media_cache)  # (M, H)
         logprobs, entropy = logprobs_from_hidden(
-            hidden, self.head_weight, pack.targets, self.temperature, self.suppressed_ids, with_entropy
+            hidden, self.head_weight, pack.targets, temperature or self.temperature, self.suppressed_ids, with_entropy
         )
         values = self.value_head(hidden)[:, 0].float() if self.value_head is not None else None  # (M,)
         return logprobs, entropy, values
+
+    def router_loss(self, pack) -> torch.Tensor:
+        """Load-balancing loss of a mixture of experts over the tokens of the last pack, weighted; else 0."""
+        if not self.router_logits:
+            return torch.zeros((), device=pack.input_ids.device)
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        config = self.model.config.get_text_config()
+        num_experts = getattr(config, "num_experts", None) or config.num_local_experts
+        loss = load_balancing_loss_func(
+            self.router_logits, num_experts, config.num_experts_per_tok, pack.attention_mask
+        )
+        self.router_logits = None
+        return self.router_aux_coef * loss
 
 
 class Critic(nn.Module):
     """A backbone of its own with a scalar head: pack -> value (M,) of the state before each response token."""
 
-    def __init__(self, model):
+    def __init__(self, args: Args, model, value_head: nn.Linear):
         super().__init__()
         self.backbone = model.base_model  # the LM head is left behind
-        self.value_head = make_value_head(model)
+        self.value_head = value_head
+        self.media_cache = media_cache(args, model)
 
     def forward(self, pack):
-        return self.value_head(forward_hidden(self.backbone, pack))[:, 0].float()
+        return self.value_head(forward_hidden(self.backbone, pack, media_cache=self.media_cache))[:, 0].float()
+
+
+def media_cache(args: Args, model) -> dict | None:
+    """A place for the features of a rollout's pictures, where the tower that makes them is frozen. Not under ZeRO-3: there
+    all ranks gather the tower's weights together, or none."""
+    tower = [
+        p for name, p in model.named_parameters() if re.search(r"\b(visual|vision_tower|multi_modal_projector)\b", name)
+    ]
+    return {} if tower and args.zero_stage < 3 and not any(p.requires_grad for p in tower) else None
 
 
 def make_value_head(model) -> nn.Linear:
-    """Scalar head without bias. Zeros: values start at exactly 0 and the first advantages are the plain returns."""
+    """Scalar head without bias, zero."""
     head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=model.dtype)
     nn.init.zeros_(head.weight)
     return head
+
+
+class Ema:
+    """Exponential moving average of a module's trained weights, fp32 on the CPU: average = beta average + (1 - beta) weights.
+
+    Parameter i lives on rank i % world_size. Collective: all ranks call.
+    """
+
+    def __init__(self, module: nn.Module, beta: float, zero_stage: int, ranks: tuple[int, int]):
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.beta, self.zero_stage, (self.rank, self.world_size) = beta, zero_stage, ranks
+        self.average: dict[int, torch.Tensor] = {}
+        for i, parameter in self.each():
+            self.average[i] = parameter.detach().float().cpu().clone()
+
+    def each(self, write: bool = False):
+        """Yield this rank's parameters, whole also under ZeRO-3; what is written to them reaches all ranks."""
+        import deepspeed
+
+        for i, parameter in enumerate(self.parameters):
+            owner = i % self.world_size
+            with deepspeed.zero.GatheredParameters(
+                [parameter], modifier_rank=owner if write else None, enabled=self.zero_stage == 3
+            ):
+                if owner == self.rank:
+                    yield i, parameter
+            if write and self.zero_stage < 3 and self.world_size > 1:
+                dist.broadcast(parameter.data, owner)
+
+    def update(self) -> None:
+        for i, parameter in self.each():
+            self.average[i].lerp_(parameter.detach().float().cpu(), 1 - self.beta)
+
+    @contextlib.contextmanager
+    def applied(self):
+        """The module with the averaged weights, for evaluation and export."""
+        weights = {}
+        for i, parameter in self.each(write=True):
+            weights[i] = parameter.detach().clone()
+            parameter.data.copy_(self.average[i])
+        try:
+            yield
+        finally:
+            for i, parameter in self.each(write=True):
+                parameter.data.copy_(weights[i])
 
 
 def disable_dropout(model) -> None:
@@ -1094,6 +1412,60 @@ def disable_dropout(model) -> None:
 # =====================================================================================================================
 # pure math: tensors in, tensors and metrics out
 # =====================================================================================================================
+
+
+def center_scores(
+    scores: torch.Tensor, group_ids: torch.Tensor, advantage: str, group_std: bool = True
+) -> torch.Tensor:
+    """What an advantage estimator makes of the scores of a prompt's n responses. (B,), (B,) integers -> (B,)
+
+    gae, reinforce       R
+    reinforce_baseline   R - mean                                      https://arxiv.org/abs/2501.03262
+    rloo                 R - mean of the siblings = n / (n - 1) (R - mean)       https://arxiv.org/abs/2402.14740
+    group_norm           (R - mean) / (std + 1e-6), std unbiased (GRPO https://arxiv.org/abs/2402.03300); without group_std
+                         R - mean (Dr. GRPO https://arxiv.org/abs/2503.20783)
+    cpgd                 (R - mean) min(3, groups / groups whose scores differ)  https://arxiv.org/abs/2505.12504 sec. 4
+
+    All but the first two give exactly 0 for a group of equal scores: in float64 the sum of equal fp32 numbers is exact.
+    scores [1, 2, 6], one group -> rloo [-3, -1.5, 4.5], group_norm [-.756, -.378, 1.134], the others [-2, -1, 3]
+    """
+    assert scores.shape == group_ids.shape and scores.dim() == 1
+    if advantage in ("gae", "reinforce"):
+        return scores.clone()
+    if advantage not in ("reinforce_baseline", "rloo", "group_norm", "cpgd"):
+        raise ValueError(f"unknown advantage estimator {advantage!r}")
+    scores_64, zeros = scores.double(), torch.zeros(int(group_ids.max()) + 1, dtype=torch.float64)
+    count = zeros.index_add(0, group_ids, torch.ones_like(scores_64))
+    centered = scores_64 - (zeros.index_add(0, group_ids, scores_64) / count.clamp(min=1))[group_ids]
+    if advantage == "rloo":
+        centered = centered * (count / (count - 1).clamp(min=1))[group_ids]
+    squares = zeros.index_add(0, group_ids, centered.square())
+    if advantage == "group_norm" and group_std:
+        centered = centered / ((squares / (count - 1).clamp(min=1)).sqrt() + 1e-6)[group_ids]
+    if advantage == "cpgd":
+        centered = centered * min(3.0, float((count > 0).sum() / (squares > 0).sum().clamp(min=1)))
+    return centered.to(scores.dtype)
+
+
+class RunningMoments:
+    """Mean and standard deviation of all training scores so far. Every rank holds the whole rollout, so all agree."""
+
+    def __init__(self, count: int = 0, mean: float = 0.0, squares: float = 0.0):
+        self.count, self.mean, self.squares = count, mean, squares
+
+    def update(self, scores: torch.Tensor) -> None:
+        """Chan et al. 1979: merge the moments of two parts."""
+        x, n = scores.double(), len(scores)
+        if n:
+            delta, total = float(x.mean()) - self.mean, self.count + n
+            self.squares += float((x - x.mean()).square().sum()) + delta**2 * self.count * n / total
+            self.mean, self.count = self.mean + delta * n / total, total
+
+    def normalize(self, scores: torch.Tensor, subtract_mean: bool) -> torch.Tensor:
+        """Scores (B,) / std; constant scores so far: as they are, since their spread is no unit."""
+        std = math.sqrt(self.squares / max(self.count, 1))
+        std = std if std > 1e-8 * abs(self.mean) else 1.0
+        return ((scores.double() - (self.mean if subtract_mean else 0.0)) / std).to(scores.dtype)
 
 
 def compute_token_rewards(
@@ -1116,6 +1488,8 @@ def compute_gae(
     """Advantages and returns, all (B, R), 0 outside the mask. The value after the last token is 0.
 
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lambda A_{t+1},   returns = A + V
+
+    With values 0 and lambda 1 the advantages are the discounted rewards to go: the estimators without a critic.
 
     rewards [[0, 0, 1]], values [[.5, .5, .5]], mask 1, gamma 1, lambda .5 -> advantages [[.125, .25, .5]]
     Source: https://arxiv.org/abs/1506.02438 eq. (16).
@@ -1150,22 +1524,91 @@ def whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def compute_policy_loss(
-    new_logprobs: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, clip_coef: float
+    new_logprobs: torch.Tensor,
+    logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    owner: torch.Tensor,
+    policy_loss: str,
+    clip_coef: float,
+    clip_coef_high: float,
+    dual_clip: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Per-token clipped surrogate -min(ratio A, clip(ratio, 1 - c, 1 + c) A), any shape, and per-token metrics.
+    """Loss of each token (M,), and metrics (M,). owner (M,) integers: the response that a token belongs to.
+
+    clip        -min(r A, clip(r, 1 - c, 1 + c_high) A), r = exp(new - old)       https://arxiv.org/abs/1707.06347 eq. (7)
+    dual_clip   the same, but at most -d A where A < 0                            https://arxiv.org/abs/1912.09729 eq. (5)
+    cpg         -min(new, old + log(1 + c_high)) A where A > 0,
+                -max(new, old + log(1 - c)) A elsewhere                           https://arxiv.org/abs/2505.12504 eq. (6)
+    gspo        clip with r of the whole response, exp(mean_t(new - old)), whose gradient goes to each token by itself
+                (GSPO-token; with seq-mean-token-mean and equal advantages: GSPO)   https://arxiv.org/abs/2507.18071 eq. (13)
 
     ratio 1.5, A 1, c 0.2 -> -1.2 (clipped); ratio 1.5, A -1 -> 1.5 (not: the pessimistic side stays).
-    approx_kl = ratio - 1 - log ratio, the k3 estimate of KL(old || new). Source: https://arxiv.org/abs/1707.06347 eq. (7).
+    policy/approx_kl = r - 1 - log r of each token, the k3 estimate of KL(old || new); policy/clipfrac: no gradient.
     """
-    logratio = new_logprobs - logprobs
-    ratio = logratio.exp()
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    if policy_loss not in ("clip", "dual_clip", "cpg", "gspo"):
+        raise ValueError(f"unknown policy loss {policy_loss!r}")
+    token_logratio = logratio = new_logprobs - logprobs
+    A = advantages
+    if policy_loss == "gspo" and len(owner):
+        zeros = logratio.new_zeros(int(owner.max()) + 1)
+        count = zeros.index_add(0, owner, torch.ones_like(logratio)).clamp(min=1)
+        mean = (zeros.index_add(0, owner, logratio.detach()) / count)[owner]
+        logratio = mean + logratio - logratio.detach()  # the value of the mean, the gradient of the token
+    ratio = logratio.clamp(-20, 20).exp()  # fp32 ends at e^88
+    low, high = (ratio < 1 - clip_coef) & (A < 0), (ratio > 1 + clip_coef_high) & (A > 0)
+    if policy_loss == "cpg":
+        bound = torch.where(A > 0, math.log1p(clip_coef_high), math.log1p(-clip_coef) if clip_coef < 1 else -math.inf)
+        loss = -A * torch.where(low | high, logprobs + bound, new_logprobs)
+    else:
+        loss = torch.maximum(-A * ratio, -A * ratio.clamp(1 - clip_coef, 1 + clip_coef_high))
+    if policy_loss == "dual_clip":
+        floored = (A < 0) & (loss > -A * dual_clip)
+        low, loss = low | floored, torch.where(floored, -A * dual_clip, loss)
     metrics = {
         "policy/ratio": ratio.detach(),
-        "policy/approx_kl": (torch.expm1(logratio) - logratio).detach(),
-        "policy/clipfrac": (clipped > unclipped).float(),
+        "policy/approx_kl": (torch.expm1(token_logratio) - token_logratio).detach(),
+        "policy/clipfrac_low": low.float(),
+        "policy/clipfrac_high": high.float(),
     }
-    return torch.maximum(unclipped, clipped), metrics
+    return loss, metrics
+
+
+def token_weights(mask: torch.Tensor, loss_agg: str, max_response_length: int) -> torch.Tensor:
+    """Mask of the responses of one optimizer step (B, R) -> weight of each token's loss (B, R): the loss is their sum.
+
+    token-mean                1 / tokens                     DAPO https://arxiv.org/abs/2503.14476 eq. (12)
+    seq-mean-token-mean       1 / responses / its tokens     GRPO https://arxiv.org/abs/2402.03300 eq. (3)
+    seq-mean-token-sum        1 / responses
+    seq-mean-token-sum-norm   1 / responses / limit          Dr. GRPO https://arxiv.org/abs/2503.20783 sec. 3.2
+
+    mask [[1, 1, 0], [1, 0, 0]], limit 4 -> 1/3 each; [[1/4, 1/4], [1/2]]; 1/2 each; 1/8 each. Empty responses do not count.
+    """
+    mask = mask.float()
+    tokens = mask.sum(1, keepdim=True)  # (B, 1)
+    responses = (tokens > 0).sum().clamp(min=1)
+    if loss_agg == "token-mean":
+        return mask / tokens.sum().clamp(min=1)
+    if loss_agg == "seq-mean-token-mean":
+        return mask / tokens.clamp(min=1) / responses
+    if loss_agg == "seq-mean-token-sum":
+        return mask / responses
+    if loss_agg == "seq-mean-token-sum-norm":
+        return mask / responses / max_response_length
+    raise ValueError(f"unknown loss aggregation {loss_agg!r}")
+
+
+def high_entropy_mask(entropy: torch.Tensor, mask: torch.Tensor, ratio: float) -> torch.Tensor:
+    """The share `ratio` of a rollout's tokens with the highest entropy, ties included. (B, R), (B, R) -> (B, R) bool
+
+    entropy [[1, 5, 2], [4, 0, 9]], mask [[1, 1, 1], [1, 1, 0]], ratio .4 -> [[0, 1, 0], [1, 0, 0]]
+    Source: https://arxiv.org/abs/2506.01939 eq. (5), one threshold for the whole batch.
+    """
+    mask = mask.bool()
+    if ratio == 1 or not mask.any():
+        return mask
+    values = entropy[mask]
+    threshold = values.sort(descending=True).values[max(1, round(ratio * len(values))) - 1]
+    return mask & (entropy >= threshold)
 
 
 def compute_value_loss(
@@ -1218,6 +1661,7 @@ class Rollout:
     logprobs: torch.Tensor  # (B, R) of the policy at rollout
     ref_logprobs: torch.Tensor  # (B, R) of the frozen reference
     values: torch.Tensor | None = None  # (B, R) of a critic, where there is one
+    entropy: torch.Tensor | None = None  # (B, R) of the policy at rollout, where it is asked for
 
     @property
     def group_ids(self) -> torch.Tensor:  # (B,)
@@ -1410,6 +1854,12 @@ def make_rollout(records: list[dict], mask_truncated: bool = False) -> Rollout:
     )
 
 
+def has_signal(record: dict, mask_truncated: bool) -> bool:
+    """Whether those responses of a prompt that the update would see do not all score alike."""
+    pairs = zip(record["scores"], record["truncated"])
+    return len({s for s, cut in pairs if not math.isnan(s) and not (mask_truncated and cut)}) > 1
+
+
 def rollout_metrics(records: list[dict]) -> dict[str, float]:
     """What is known of all responses of a rollout, those included that are left out of the update."""
     flat = {name: np.concatenate([record[name] for record in records]) for name in ("scores", "truncated")}
@@ -1597,14 +2047,15 @@ def optimizer_step(engine) -> tuple[float, bool]:
 
 
 def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call)."""
+    """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call). Otherwise
+    the tensors themselves, no copies."""
     import deepspeed
 
     names = set(module.state_dict())
     state = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name in names}
     for name, parameter in module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=zero_stage == 3):
-            state[name] = parameter.detach().clone()
+            state[name] = parameter.detach().clone() if zero_stage == 3 else parameter.detach()
     return state
 
 
@@ -1636,81 +2087,190 @@ def sync_rollout_model(model, rollout_model) -> None:
     assert not unexpected and set(missing) <= set(rollout_model.all_tied_weights_keys), (missing, unexpected)
 
 
+class PtxData:
+    """Supervised rows for --ptx-coef: every assistant turn of a chat is one item, after the turns before it."""
+
+    def __init__(self, args: Args, model, processor, end_ids: list[int], show: bool):
+        from tqdm import tqdm
+
+        self.args, self.model, self.processor, self.end_ids, self.items = args, model, processor, end_ids, []
+        self.rows, self.dropped = load_rows(args.ptx_dataset, args.ptx_split), 0
+        names = self.rows.column_names
+        if not {"messages", "prompt"} & set(names):
+            fail(f"{args.ptx_dataset} has neither a column messages nor prompt and response; it has {', '.join(names)}")
+        for index in tqdm(range(len(self.rows)), desc=f"checking {args.ptx_dataset}", disable=not show, leave=False):
+            for turn in range(len(self.turns(index))):  # each is prepared once: what is wrong is said now
+                sample, response = self.encode((index, turn))
+                fits = len(sample["prompt_ids"]) + len(response) <= args.max_prompt_length + args.max_response_length
+                self.items += [(index, turn)] if fits else []
+                self.dropped += not fits
+        if not self.items:
+            fail(f"--ptx-dataset {args.ptx_dataset}: none of its {self.dropped} assistant turns is short enough")
+
+    def turns(self, index: int) -> list[dict]:
+        """The row once per assistant turn, which stands last in its messages."""
+        where, row = f"{self.args.ptx_dataset} row {index}", self.rows[index]
+        folder = Path(self.args.ptx_dataset).parent if Path(self.args.ptx_dataset).is_file() else Path(".")
+        media = {
+            kind: as_list(next((row[n] for n in COLUMNS[kind] if row.get(n) is not None), None), kind == "video")
+            for kind in ("image", "video")
+        }
+        chat = row.get("messages") or row.get("prompt")
+        if row.get("response") is not None:
+            chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else list(chat or [])
+            chat = [*chat, {"role": "assistant", "content": row["response"]}]
+        messages, images, videos = read_messages(chat, media["image"], media["video"], where)
+        ends = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+        if not ends or ends[0] == 0:
+            fail(f"{where}: no assistant turn after a user's to learn from; give a chat, or prompt and response")
+        rows = []
+        for k in ends:
+            kinds = [part["type"] for message in messages[:k] for part in message["content"]]
+            own = {"images": images[: kinds.count("image")], "videos": videos[: kinds.count("video")]}
+            kwargs = parse_template_kwargs(self.args)
+            rows.append(
+                {"messages": messages[: k + 1], **own, "plain": False, "template_kwargs": kwargs, "where": where}
+            )
+        return [{**row, "folder": folder} for row in rows]
+
+    def encode(self, item: tuple[int, int]) -> tuple[dict, torch.Tensor]:
+        """-> the turn's prompt as in a rollout, and the tokens (R,) of its answer, with one end token."""
+        row = self.turns(item[0])[item[1]]
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        prompt = {**row, "messages": row["messages"][:-1]}
+        start, whole = render_chat(self.processor, prompt), render_chat(self.processor, prompt, row["messages"])
+        if not whole.startswith(start):
+            fail(f"{row['where']}: the chat template does not continue its own prompt; its answers can't be told apart")
+        ids = tokenizer(whole[len(start) :], add_special_tokens=False)["input_ids"]
+        ends = [i for i, token in enumerate(ids) if token in self.end_ids]
+        ids = (
+            ids[: ends[-1] + 1] if ends else [*ids, self.end_ids[0]]
+        )  # templates may write a newline after the end token
+        [sample] = encode_prompts(self.model, self.processor, [prompt])
+        return sample, torch.tensor(ids)
+
+    def packs(self, number: int, shared: bool, ranks: tuple[int, int], device) -> tuple[list, int]:
+        """This rank's packs for optimizer step `number` (from 0) of the run, and the tokens to learn on all ranks."""
+        args = self.args
+        size = args.ptx_batch_size
+        order = batch_indices(number * size, size, len(self.items), args.seed + 1)  # shuffled anew in each epoch
+        samples, responses = zip(*(self.encode(self.items[i]) for i in order))
+        batch = SimpleNamespace(
+            prompt_lengths=[len(sample["prompt_ids"]) for sample in samples], response_ids=list(responses)
+        )
+        groups = [(i, [i]) for i in range(size)]
+        packs = packs_of_rank(args, batch, groups, samples.__getitem__, shared, *ranks, device)
+        return list(packs), sum(map(len, responses))
+
+
 def update(
     args: Args,
     rollout: Rollout,
-    advantages,
-    returns,
-    sample_of,
+    tables: dict[str, torch.Tensor],
+    policy_mask: torch.Tensor,
+    sample_of: Callable,
     actor,
     critic,
-    shared,
-    ranks,
+    ema: Ema | None,
+    ptx: PtxData | None,
+    shared: bool,
+    ranks: tuple[int, int],
     kl_coef: float,
     step: int,
 ) -> tuple[dict[str, float], list[bool]]:
-    """num_ppo_epochs passes over the rollout in shuffled mini-batches -> metrics (means over all response tokens and
-    optimizer steps) and, per optimizer step, whether it was taken."""
+    """num_ppo_epochs passes over the rollout in shuffled mini-batches -> metrics (losses are means over the optimizer steps,
+    the others over their response tokens) and, per optimizer step, whether it was taken.
+
+    tables: logprobs, ref_logprobs, values, advantages, returns, each (B, R); policy_mask (B, R): tokens of the policy loss.
+    """
     rank, world_size = ranks
-    engines = [actor] if critic is None else [actor, critic]
-    groups_per_batch = args.train_batch_size // args.num_samples_per_prompt
-    sums, norms, taken, tokens_seen = {}, {"actor": [], "critic": []}, [], 0
+    device, mask = actor.device, rollout.response_mask
+    train_actor, clip_high = step > args.freezing_actor_steps, args.clip_coef_high or args.clip_coef
+    engines = ([actor] if train_actor else []) + ([critic] if critic is not None else [])
+    num_batches = max(1, args.rollout_batch_size // args.train_batch_size)
+    sums, losses, norms, taken, tokens_seen = {}, {}, {}, [], 0
     for epoch in range(args.num_ppo_epochs):
-        order = np.random.default_rng([args.seed, step, epoch]).permutation(
-            len(rollout.groups)
-        )  # the same on all ranks
-        for start in range(0, len(order), groups_per_batch):
-            groups = [rollout.groups[i] for i in order[start : start + groups_per_batch]]
-            # The denominator: response tokens of the whole optimizer step, on all ranks. DeepSpeed averages gradients over
-            # ranks, hence the factor world_size; scale_wrt_gas=False keeps it from dividing again.
-            num_tokens = sum(len(rollout.response_ids[b]) for _, members in groups for b in members)
-            tokens_seen += num_tokens
-            packs = list(packs_of_rank(args, rollout, groups, sample_of, shared, rank, world_size, actor.device))
+        # the same order on all ranks
+        order = np.random.default_rng([args.seed, step, epoch]).permutation(len(rollout.groups))
+        for number, batch in enumerate(np.array_split(order, num_batches)):
+            groups = [rollout.groups[i] for i in batch]
+            if not groups:  # fewer groups than optimizer steps are left
+                continue
+            # The denominators are those of the whole optimizer step, on all ranks. DeepSpeed averages gradients over ranks,
+            # hence the factor world_size; scale_wrt_gas=False keeps it from dividing again.
+            members = [b for _, own in groups for b in own]
+            weights = {name: torch.zeros(mask.shape) for name in ("policy", "all", "value")}  # (B, R) each
+            weights["policy"][members] = token_weights(policy_mask[members], args.loss_agg, args.max_response_length)
+            weights["all"][members] = token_weights(mask[members], args.loss_agg, args.max_response_length)
+            weights["value"][members] = token_weights(mask[members], "token-mean", args.max_response_length)
+            tokens_seen += int(mask[members].sum())
+            packs = list(packs_of_rank(args, rollout, groups, sample_of, shared, rank, world_size, device))
+            ptx_packs, ptx_tokens = [], 0
+            if ptx is not None and train_actor:
+                so_far = ((step - 1) * args.num_ppo_epochs + epoch) * num_batches + number
+                ptx_packs, ptx_tokens = ptx.packs(so_far, shared, ranks, device)
             for i, pack in enumerate(packs):
-                flat = {
-                    name: rows_to_flat(table, pack).to(actor.device)
-                    for name, table in (
-                        ("logprobs", rollout.logprobs),
-                        ("ref_logprobs", rollout.ref_logprobs),
-                        ("values", rollout.values),
-                        ("advantages", advantages),
-                        ("returns", returns),
+                flat = {name: rows_to_flat(table, pack).to(device) for name, table in tables.items()}  # each (M,)
+                w = {name: rows_to_flat(table, pack).to(device) for name, table in weights.items()}
+                terms, metrics = {}, {}
+                if train_actor:
+                    actor.set_gradient_accumulation_boundary(i == len(packs) + len(ptx_packs) - 1)
+                    new_logprobs, entropy, new_values = actor(pack, with_entropy=True)  # (M,)
+                    owner = torch.repeat_interleave(torch.tensor([R for _, R in pack.rows], dtype=torch.long)).to(
+                        device
                     )
-                }  # each (M,)
-                for engine in engines:
-                    engine.set_gradient_accumulation_boundary(i == len(packs) - 1)
-                new_logprobs, entropy, new_values = actor(pack, with_entropy=True)  # (M,)
+                    pg_loss, metrics = compute_policy_loss(
+                        new_logprobs, flat["logprobs"], flat["advantages"], owner, args.policy_loss, args.clip_coef,
+                        clip_high, args.dual_clip,
+                    )  # fmt: skip
+                    terms["loss/policy"] = (w["policy"] * pg_loss).sum()
+                    loss = terms["loss/policy"] - args.entropy_coef * (w["all"] * entropy).sum()
+                    metrics["policy/entropy"] = entropy
+                    if args.kl_loss and kl_coef > 0:
+                        kl = kl_estimate(new_logprobs, flat["ref_logprobs"], args.kl_estimator)
+                        terms["loss/kl"] = (w["all"] * kl).sum()
+                        loss = loss + kl_coef * terms["loss/kl"]
+                    if actor.module.router_aux_coef:  # each pack by its share of the step's tokens
+                        terms["loss/router"] = actor.module.router_loss(pack) * w["value"].sum()
+                        loss = loss + terms["loss/router"]
                 if critic is not None:
+                    critic.set_gradient_accumulation_boundary(i == len(packs) - 1)
                     new_values = critic(pack)
-                pg_loss, metrics = compute_policy_loss(
-                    new_logprobs, flat["logprobs"], flat["advantages"], args.clip_coef
-                )
-                vf_loss, vf_metrics = compute_value_loss(new_values, flat["values"], flat["returns"], args.value_clip)
-                actor_loss = pg_loss
-                if args.kl_loss and kl_coef > 0:
-                    kl = kl_estimate(new_logprobs, flat["ref_logprobs"], args.kl_estimator)
-                    actor_loss = pg_loss + kl_coef * kl
-                    metrics["loss/kl"] = kl.detach()
-                if critic is None:
-                    actor_loss = actor_loss + args.vf_coef * vf_loss
-                actor.backward(actor_loss.sum() * (world_size / num_tokens), scale_wrt_gas=False)
-                if critic is not None:
-                    critic.backward(args.vf_coef * vf_loss.sum() * (world_size / num_tokens), scale_wrt_gas=False)
-                metrics |= vf_metrics | {"loss/policy": pg_loss, "loss/value": vf_loss, "policy/entropy": entropy}
+                if args.advantage == "gae":
+                    vf_loss, vf_metrics = compute_value_loss(
+                        new_values, flat["values"], flat["returns"], args.value_clip
+                    )
+                    metrics |= vf_metrics
+                    terms["loss/value"] = (w["value"] * vf_loss).sum()
+                    if critic is None:
+                        loss = loss + args.vf_coef * terms["loss/value"]
+                    else:
+                        critic.backward(args.vf_coef * terms["loss/value"] * world_size, scale_wrt_gas=False)
+                if train_actor:
+                    actor.backward(loss * world_size, scale_wrt_gas=False)
                 for name, values in metrics.items():
                     sums[name] = sums.get(name, 0.0) + values.detach().sum()
+                for name, term in terms.items():
+                    losses[name] = losses.get(name, 0.0) + term.detach()
+            for i, pack in enumerate(ptx_packs):
+                actor.set_gradient_accumulation_boundary(i == len(ptx_packs) - 1)
+                loss = -actor(pack, temperature=1.0)[0].sum() / ptx_tokens
+                actor.backward(args.ptx_coef * loss * world_size, scale_wrt_gas=False)
+                losses["loss/ptx"] = losses.get("loss/ptx", 0.0) + loss.detach()
             steps = [optimizer_step(engine) for engine in engines]
-            norms["actor"].append(steps[0][0])
-            norms["critic"].append(steps[-1][0])
+            for engine, (norm, _) in zip(engines, steps):
+                norms.setdefault("train/critic_grad_norm" if engine is critic else "train/grad_norm", []).append(norm)
             taken.append(all(ok for _, ok in steps))
-    names = sorted(sums)
-    totals = torch.stack([sums[name] for name in names])
+            if ema is not None and train_actor and steps[0][1]:
+                ema.update()
+    names = sorted(sums), sorted(losses)
+    totals = torch.stack([sums[name] for name in names[0]] + [losses[name] for name in names[1]])
     if world_size > 1:
         dist.all_reduce(totals)
-    metrics = dict(zip(names, (totals / tokens_seen).tolist()))
-    for name, values in norms.items():
-        finite = [v for v in values if math.isfinite(v)]
-        metrics["train/grad_norm" if name == "actor" else "train/critic_grad_norm"] = float(np.mean(finite or [0.0]))
+    totals = totals.tolist()
+    metrics = {name: x / tokens_seen for name, x in zip(names[0], totals)}
+    metrics |= {name: x / len(taken) for name, x in zip(names[1], totals[len(names[0]) :])}
+    metrics |= {name: float(np.mean([n for n in own if math.isfinite(n)] or [0.0])) for name, own in norms.items()}
     return {**metrics, "train/skipped_updates": taken.count(False)}, taken
 
 
@@ -1752,7 +2312,7 @@ def evaluate(
                 metrics[f"eval/{mode}_{name}"] = float(np.nanmean(table))
         lengths = [len(ids) for record in records for ids in record["response_ids"]]
         metrics[f"eval/{mode}_length"] = float(np.mean(lengths))
-        samples += [sample_record(record, 0, f"eval_{mode}") for record in records[:16]]
+        samples += [sample_record(record, k, f"eval_{mode}") for k in range(count) for record in records]
     best = np.nan_to_num(tables["score"], nan=-np.inf).max(1)  # (prompts,); -inf: no reward applies
     if np.isfinite(best).any():
         metrics["eval/best_score"] = float(best[np.isfinite(best)].mean())
@@ -1780,6 +2340,22 @@ def sample_record(record: dict, k: int, phase: str) -> dict:
         "components": components,
         **{name: values[k] for name, values in record["extra"].items()},
     }
+
+
+def write_trajectories(
+    run_dir: Path, step: int, records: list[dict], rollout: Rollout, tables: dict[str, torch.Tensor]
+) -> None:
+    """trajectories/step_N.jsonl: one line per response that is trained on, with its tables (R,)."""
+    texts = iter([(record, k) for record in records for k, x in enumerate(record["scores"]) if not math.isnan(x)])
+    lines = []
+    for b, ids in enumerate(rollout.response_ids):
+        record, k = next(texts)
+        line = {**sample_record(record, k, "train"), "truncated": record["truncated"][k], "response_ids": ids.tolist()}
+        named = {"engine_logprobs": rollout.engine_logprobs, **tables}
+        lines.append({**line, **{name: table[b, : len(ids)].tolist() for name, table in named.items()}})
+    (run_dir / "trajectories").mkdir(exist_ok=True)
+    (run_dir / "trajectories" / f"step_{step}.jsonl").unlink(missing_ok=True)  # of a run that was resumed before it
+    append_jsonl(run_dir / "trajectories" / f"step_{step}.jsonl", lines)
 
 
 def save_checkpoint(
@@ -1898,6 +2474,7 @@ def start_loggers(args: Args, run_dir: Path, wandb_id: str | None) -> tuple[list
             project=args.wandb_project, name=run_dir.name, config=asdict(args), dir=run_dir, id=wandb_id, resume="allow"
         )
         wandb_id = run.id
+        run.define_metric("*", step_metric="train/step")
         loggers.append(lambda step, metrics: run.log(metrics, step=step))
     if args.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
@@ -1955,7 +2532,7 @@ PANELS = [
     ("KL to the reference, nats per response", ["objective/kl"]),
     ("response length, tokens", ["rollout/response_length_mean", "rollout/response_length_max"]),
     ("policy entropy, nats per token", ["policy/entropy"]),
-    ("update", ["policy/approx_kl", "policy/clipfrac"]),
+    ("update", ["policy/approx_kl", "policy/clipfrac_low", "policy/clipfrac_high"]),
     ("value loss", ["loss/value"]),
     ("explained variance", ["val/explained_variance"]),
 ]
@@ -1978,7 +2555,9 @@ def main(args: Args) -> dict[str, float]:
     run_dir = check_output(args)
     resumed = None
     if args.resume is not None:
-        resumed = read_trainer_state(args, fixed=("model", "critic_share_backbone", "zero_stage", "dtype"))
+        fixed = "model critic_model critic_share_backbone advantage zero_stage dtype lora_rank lora_alpha lora_targets"
+        fixed += " freeze_vision freeze_projector freeze_text freeze ema_beta"
+        resumed = read_trainer_state(args, tuple(fixed.split()))
         if resumed["step"] >= args.total_steps:
             fail(f"--resume {args.resume} has done {resumed['step']} steps; raise --total-steps {args.total_steps}")
     rank, world_size, device = init_distributed()
@@ -1996,7 +2575,7 @@ def main(args: Args) -> dict[str, float]:
     # --- 2. models and engines ---------------------------------------------------------------------------------------
     processor = load_processor(args.model)
     tokenizer = getattr(processor, "tokenizer", processor)
-    model = load_model(args.model, dtype)
+    model = load_model(args.model, dtype, args.load_in_4bit)
     end_ids = end_token_ids(model, tokenizer)
     if not end_ids:
         fail(
@@ -2021,47 +2600,71 @@ def main(args: Args) -> dict[str, float]:
 
     disable_dropout(model)
     shared = enable_packing(model)
-    updates_per_step = (
-        args.num_ppo_epochs * args.rollout_batch_size * args.num_samples_per_prompt // args.train_batch_size
-    )
-    total_updates = args.total_steps * updates_per_step
+    prompts_per_step = max(args.rollout_batch_size, args.train_batch_size) // args.num_samples_per_prompt
+    num_batches = max(1, args.rollout_batch_size // args.train_batch_size)
+    updates_per_step = num_batches * args.num_ppo_epochs
+    actor_updates = (args.total_steps - args.freezing_actor_steps) * updates_per_step
+    ptx = None
+    if args.ptx_dataset is not None and args.ptx_coef > 0:
+        ptx = PtxData(args, model, processor, end_ids, main_rank)
     critic = reference = rollout_model = None
-    if args.kl_coef > 0:
+    if args.kl_coef > 0 and args.lora_rank == 0:
         reference_model = load_model(args.model, dtype)
         disable_dropout(reference_model)
         enable_packing(reference_model)
-        reference = make_reference(args, Policy(reference_model, args.temperature), dtype, device)
-    if not args.critic_share_backbone:
-        critic_model = load_model(args.model, dtype)
+        reference = make_reference(args, Actor(args, reference_model), dtype, device)
+    if args.advantage == "gae" and not args.critic_share_backbone:
+        critic_model, value_head = load_critic(args, dtype, tokenizer)
         disable_dropout(critic_model)
         enable_packing(critic_model)
-        critic_module = Critic(critic_model)
+        freeze_parts(args, critic_model)
+        if args.lora_rank:
+            add_lora(args, critic_model)
         if args.gradient_checkpointing:
-            critic_module.backbone.gradient_checkpointing_enable()
-        critic = make_engine(args, critic_module, dtype, {"": args.critic_learning_rate}, total_updates)
+            critic_model.gradient_checkpointing_enable()
+        critic_args = replace(args, warmup_steps=args.critic_warmup_steps, lr_schedule=args.critic_lr_schedule)
+        rates = {"": args.critic_learning_rate}
+        critic = make_engine(
+            critic_args, Critic(args, critic_model, value_head), dtype, rates, args.total_steps * updates_per_step
+        )
     if args.zero_stage == 3:
         rollout_model = load_model(args.model, dtype).to(device).eval()
+    freeze_parts(args, model)
+    if args.lora_rank:
+        add_lora(args, model)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    policy = Policy(model, args.temperature, make_value_head(model) if args.critic_share_backbone else None)
+    freeze_parameters(args, model)
+    with_values = args.advantage == "gae" and args.critic_share_backbone
+    policy = Actor(args, model, make_value_head(model) if with_values else None)
+    if reference is not None:  # their towers have the same weights, or the actor's is not frozen
+        getattr(reference, "module", reference).media_cache = policy.media_cache
     rates = {"": args.learning_rate, "value_head": args.critic_learning_rate}
-    actor = make_engine(args, policy, dtype, rates, total_updates)
+    actor = make_engine(args, policy, dtype, rates, actor_updates)
     engines = {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
+    ema = Ema(policy, args.ema_beta, args.zero_stage, ranks) if args.ema_beta > 0 else None
+    moments = RunningMoments()
 
     def forward(pack) -> dict[str, torch.Tensor]:
-        """Log-probs and values (M,) of a pack, for the tables of the rollout."""
-        logprobs, _, values = actor(pack)
-        results = {"logprobs": logprobs, "values": values if critic is None else critic(pack)}
+        """Log-probs, values and entropy (M,) of a pack, for the tables of the rollout."""
+        logprobs, entropy, values = actor(pack, with_entropy=args.entropy_token_ratio < 1)
+        results = {"logprobs": logprobs, "values": values if critic is None else critic(pack), "entropy": entropy}
         if reference is not None:
             results["ref_logprobs"] = reference(pack)[0]
-        return results
+        elif args.kl_coef > 0:
+            with adapters_off(model):
+                results["ref_logprobs"] = actor(pack)[0]
+        return {name: x for name, x in results.items() if x is not None}
 
     # From here on the run has a folder.
-    first_step, episode, kl_coef, skipped_in_a_row, wandb_id = 0, 0, args.kl_coef, 0, None
+    first_step, episode, cursor, kl_coef, skipped_in_a_row, wandb_id = 0, 0, 0, args.kl_coef, 0, None
     if resumed is not None:
         load_checkpoint(args, engines, resumed, world_size, rank)
-        first_step, episode, kl_coef = resumed["step"], resumed["episode"], resumed["kl_coef"]
-        skipped_in_a_row, wandb_id = resumed["skipped_in_a_row"], resumed["wandb_id"]
+        first_step, episode, cursor = resumed["step"], resumed["episode"], resumed["cursor"]
+        kl_coef, skipped_in_a_row, wandb_id = resumed["kl_coef"], resumed["skipped_in_a_row"], resumed["wandb_id"]
+        moments = RunningMoments(*resumed["moments"])
+        if ema is not None:
+            ema.average = torch.load(Path(args.resume) / "state" / f"ema_{rank}.pt")
     loggers = []
     if main_rank:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -2071,7 +2674,11 @@ def main(args: Args) -> dict[str, float]:
         loggers, wandb_id = start_loggers(args, run_dir, wandb_id)
         print(
             f"{run_dir}: {len(data['keep'])} training prompts ({data['dropped']} over --max-prompt-length dropped), "
-            f"{len(eval_data['keep']) if eval_data else 0} held out, {world_size} rank(s) on {device.type}, {dtype}",
+            f"{len(eval_data['keep']) if eval_data else 0} held out, {world_size} rank(s) on {device.type}, {dtype}; "
+            f"a step is {prompts_per_step * args.num_samples_per_prompt // args.rollout_batch_size} rollout(s) of "
+            f"{args.rollout_batch_size} responses and {updates_per_step} optimizer step(s) of "
+            f"{args.train_batch_size}"
+            + (f"; {len(ptx.items)} supervised turns ({ptx.dropped} too long)" if ptx else ""),
             flush=True,
         )
 
@@ -2092,10 +2699,21 @@ def main(args: Args) -> dict[str, float]:
         return model
 
     def run_evaluation(step: int) -> tuple[dict[str, float], list[dict]]:
+        """Every generation goes to eval/eval_step_N.json, the first ones to samples.jsonl and a picture."""
         results, samples = evaluate(generator_model, processor, eval_data, args, end_ids, sources, ranks, step)
+        if args.eval_ema:
+            with ema.applied():
+                averaged, _ = evaluate(rollout_engine(), processor, eval_data, args, end_ids, sources, ranks, step)
+            rollout_engine()
+            results |= {name.replace("eval/", "eval/ema_"): x for name, x in averaged.items()}
+        shown = []
+        for phase in ("eval_greedy", "eval_sampled"):
+            shown += [sample for sample in samples if sample["phase"] == phase][:16]
         if main_rank:
-            draw_samples(run_dir, step, [sample for sample in samples if sample["phase"] == "eval_sampled"], eval_data)
-        return results, samples
+            (run_dir / "eval").mkdir(exist_ok=True)
+            (run_dir / "eval" / f"eval_step_{step}.json").write_text(json.dumps(samples, indent=1, default=str))
+            draw_samples(run_dir, step, [sample for sample in shown if sample["phase"] == "eval_sampled"], eval_data)
+        return results, shown
 
     metrics, before, last_eval = {}, {}, {}
     generator_model = rollout_engine()
@@ -2108,17 +2726,35 @@ def main(args: Args) -> dict[str, float]:
     for step in range(first_step + 1, args.total_steps + 1):
         # --- 4. rollout ----------------------------------------------------------------------------------------------
         t0 = time.time()
-        start = (step - 1) * args.rollout_batch_size
-        positions = batch_indices(start, args.rollout_batch_size, len(data["keep"]), args.seed)
-        indices = [data["keep"][i] for i in positions]
-        share = np.array_split(np.array(indices), world_size)[rank].tolist()
         generator = torch.Generator(device).manual_seed((args.seed * 1_000_003 + step) * 10_007 + rank)
-        records, encoded = generate_and_score(
-            generator_model, processor, data, share, args.num_samples_per_prompt, args, end_ids, sources,
-            args.temperature, generator, step,
-        )  # fmt: skip
-        records = gather_records(records, world_size)
-        rollout = make_rollout(records)
+        records, kept, encoded, missing = [], [], {}, prompts_per_step
+        for _ in range(args.dynamic_sampling + 1):
+            positions = batch_indices(cursor, max(missing, world_size), len(data["keep"]), args.seed)
+            cursor += len(positions)
+            indices = [data["keep"][i] for i in positions]
+            share = np.array_split(np.array(indices), world_size)[rank].tolist()
+            part, prompts = generate_and_score(
+                generator_model, processor, data, share, args.num_samples_per_prompt, args, end_ids, sources,
+                args.temperature, generator, step,
+            )  # fmt: skip
+            encoded |= prompts
+            records += gather_records(part, world_size)
+            kept = records
+            scored = not all(np.isnan(record["scores"]).all() for record in records)  # else make_rollout stops the run
+            if scored and args.dynamic_sampling:
+                kept = [record for record in records if has_signal(record, False)]
+            missing = prompts_per_step - len(kept)
+            if missing <= 0:
+                break
+        kept = kept[:prompts_per_step]
+        if args.replay_limit:
+            kept = kept[-(args.replay_limit // args.num_samples_per_prompt) :]
+        rollout = make_rollout(kept)
+        if not rollout.groups:
+            fail(
+                f"step {step}: no prompt has responses that score differently, after {args.dynamic_sampling} further rounds; "
+                "raise --dynamic-sampling or change the rewards"
+            )
         t1 = time.time()
 
         # --- 5. score ------------------------------------------------------------------------------------------------
@@ -2129,9 +2765,11 @@ def main(args: Args) -> dict[str, float]:
                 [encoded[index]] = encode_prompts(model, processor, [get_row(data, index)])
             return encoded[index]
 
-        actor.eval()
-        if critic is not None:
-            critic.eval()
+        for engine in engines.values():
+            engine.eval()
+            engine.module.media_cache = None if engine.module.media_cache is None else {}
+        if reference is not None:
+            getattr(reference, "module", reference).media_cache = policy.media_cache
         score_rollout(args, rollout, sample_of, forward, shared, ranks, device)
         t2 = time.time()
 
@@ -2141,17 +2779,38 @@ def main(args: Args) -> dict[str, float]:
         kl = torch.zeros_like(rollout.logprobs)  # (B, R)
         if reference is not None:
             kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator) * mask
-        rewards = compute_token_rewards(rollout.scores, kl, mask, 0.0 if args.kl_loss else kl_coef)  # (B, R)
-        advantages, returns = compute_gae(rewards, rollout.values, mask, args.gamma, args.gae_lambda)  # (B, R) each
-        if args.whiten_advantages:
+        scores = rollout.scores
+        if args.reward_running_norm != "off":
+            moments.update(scores)
+            scores = moments.normalize(scores, args.reward_running_norm == "standardize")
+        unclipped = scores
+        if args.reward_clip is not None:
+            scores = scores.clamp(*args.reward_clip)
+        centered = center_scores(scores, rollout.group_ids, args.advantage, args.group_std)  # (B,)
+        rewards = compute_token_rewards(centered, kl, mask, 0.0 if args.kl_loss else kl_coef)  # (B, R)
+        values = rollout.values if args.advantage == "gae" else torch.zeros_like(rewards)
+        gae_lambda = args.gae_lambda if args.advantage == "gae" else 1.0
+        advantages, returns = compute_gae(rewards, values, mask, args.gamma, gae_lambda)  # (B, R) each
+        whitened = args.advantage in ("gae", "reinforce", "reinforce_baseline")
+        if args.whiten_advantages == "on" or (args.whiten_advantages == "auto" and whitened):
             advantages = whiten(advantages, mask)
+        advantage_clipfrac = 0.0
+        if args.advantage_clip:
+            advantage_clipfrac = (advantages.abs() > args.advantage_clip)[mask].float().mean().item()
+            advantages = advantages.clamp(-args.advantage_clip, args.advantage_clip)
+        policy_mask = mask  # (B, R): the tokens of the policy loss
+        if args.entropy_token_ratio < 1:
+            policy_mask = high_entropy_mask(rollout.entropy, mask, args.entropy_token_ratio)
+        tables = {"logprobs": rollout.logprobs, "ref_logprobs": rollout.ref_logprobs, "values": values}
+        tables |= {"advantages": advantages, "returns": returns}
+        if args.save_trajectories and main_rank:
+            write_trajectories(run_dir, step, kept, rollout, tables)
 
         # --- 7. update -----------------------------------------------------------------------------------------------
-        actor.train()
-        if critic is not None:
-            critic.train()
+        for engine in engines.values():
+            engine.train()
         update_metrics, taken = update(
-            args, rollout, advantages, returns, sample_of, actor, critic, shared, ranks, kl_coef, step
+            args, rollout, tables, policy_mask, sample_of, actor, critic, ema, ptx, shared, ranks, kl_coef, step
         )
         for ok in taken:
             skipped_in_a_row = 0 if ok else skipped_in_a_row + 1
@@ -2166,28 +2825,40 @@ def main(args: Args) -> dict[str, float]:
         t4 = time.time()
 
         # --- 9. log --------------------------------------------------------------------------------------------------
-        episode += len(rollout.response_ids)
+        episode += sum(len(record["response_ids"]) for record in records)
+        sampled_tokens = sum(len(ids) for record in records for ids in record["response_ids"])
         kl_per_response = kl.sum(1)
         metrics = {
             "train/step": step,
             "train/episode": episode,
             "train/learning_rate": actor.get_lr()[0],
             "train/kl_coef": kl_coef,
+            "train/tokens_trained_frac": (policy_mask.sum() / mask.sum()).item(),
             **update_metrics,
             **rollout_metrics(records),
             "objective/kl": kl_per_response.mean().item(),
             "objective/rlhf_reward": (rollout.scores - kl_coef * kl_per_response).mean().item(),
             "objective/entropy": (-(rollout.logprobs * mask).sum(1)).mean().item(),
+            "objective/reward_clipfrac": (scores != unclipped).float().mean().item(),
+            "objective/advantages_mean": advantages[mask].mean().item(),
+            "objective/advantages_std": advantages[mask].std(correction=0).item(),
+            "objective/advantage_clipfrac": advantage_clipfrac,
+            "rollout/prompts_sampled": len(records),
+            "rollout/responses_trained": len(rollout.response_ids),
             "rollout/engine_logprob_diff_mean": (rollout.engine_logprobs - rollout.logprobs).abs()[mask].mean().item(),
             "rollout/engine_logprob_diff_max": (rollout.engine_logprobs - rollout.logprobs).abs()[mask].max().item(),
-            "val/explained_variance": explained_variance(rollout.values, returns, mask),
             "time/rollout": t1 - t0,
             "time/score": t2 - t1,
             "time/update": t3 - t2,
             "time/sync": t4 - t3,
             "time/total": t4 - t0,
-            "time/tokens_per_second": mask.sum().item() / (t4 - t0),
+            "time/tokens_per_second": sampled_tokens / (t4 - t0),
         }
+        if args.advantage == "gae":
+            metrics["val/mean"] = values[mask].mean().item()
+            metrics["val/returns_mean"] = returns[mask].mean().item()
+            metrics["val/explained_variance"] = explained_variance(values, returns, mask)
+            metrics["train/critic_learning_rate"] = actor.get_lr()[-1] if critic is None else critic.get_lr()[0]
         num_sequences = len(rollout.response_ids)
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, num_sequences)
         samples = [sample_record(record, 0, "train") for record in records[:2]]
@@ -2212,12 +2883,21 @@ def main(args: Args) -> dict[str, float]:
             trainer_state = {
                 "step": step,
                 "episode": episode,
+                "cursor": cursor,
                 "kl_coef": kl_coef,
+                "moments": [moments.count, moments.mean, moments.squares],
                 "skipped_in_a_row": skipped_in_a_row,
                 "wandb_id": wandb_id,
                 "world_size": world_size,
             }
-            export = partial(export_model, model, processor, zero_stage=args.zero_stage, rank=rank)
+
+            def export(folder: Path) -> None:
+                export_model(model, processor, folder, args.zero_stage, rank)
+                if ema is not None:
+                    torch.save(ema.average, folder / "state" / f"ema_{rank}.pt")
+                    with ema.applied():
+                        export_model(model, processor, folder / "ema", args.zero_stage, rank)
+
             saved = save_checkpoint(args, run_dir, step, engines, export, trainer_state, metrics, ranks)
 
     # --- 11. finish --------------------------------------------------------------------------------------------------

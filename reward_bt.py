@@ -14,6 +14,7 @@ Reference implementations: huggingface/trl@f2cd577 trl/trainer/reward_trainer.py
 """
 
 import contextlib
+import inspect
 import io
 import json
 import logging
@@ -25,10 +26,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, make_dataclass
 from itertools import combinations, groupby
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
 import numpy as np
 import torch
@@ -116,7 +117,7 @@ class Args:
     load_in_4bit: bool = False
     """4-bit base weights (bitsandbytes, CUDA) below the adapters of --lora-rank"""
     freeze: str | None = None
-    """regular expression on parameter names (model.*, score.weight) that are not trained, for example 'visual|embed'"""
+    """regular expression on names of parameters that are not trained, for example 'visual|embed'"""
 
     # --- algorithm ---
     head_init: Literal["inverse_sqrt", "config"] = "inverse_sqrt"
@@ -198,8 +199,23 @@ def fail(message: str) -> NoReturn:
 
 
 def parse_args(argv: list[str]) -> Args:
-    """The `deepspeed` launcher adds --local_rank; the environment says the same."""
-    return tyro.cli(Args, args=[arg for arg in argv if not arg.startswith("--local_rank")], description=__doc__)
+    """One box of --help per section of Args: tyro makes one of each nested dataclass, so that is what it is given."""
+    types, defaults, sections = get_type_hints(Args), Args(), {}
+    parts = re.split(r"    # --- (.+) ---\n", inspect.getsource(Args))[1:]
+    for title, body in zip(parts[::2], parts[1::2]):
+        flags = re.findall(r'^    (\w+): .*?^    """(.*?)"""$', body, re.DOTALL | re.MULTILINE)
+        fields = [
+            (name, Annotated[types[name], tyro.conf.arg(help=text)], field(default=getattr(defaults, name)))
+            for name, text in flags
+        ]
+        section = make_dataclass(title, fields, namespace={"__doc__": ""})
+        sections[title.replace(" ", "_")] = section
+    grouped = make_dataclass(
+        "Grouped", [(name, tyro.conf.OmitArgPrefixes[x], field(default_factory=x)) for name, x in sections.items()]
+    )
+    words = [word for word in argv if not word.startswith("--local_rank")]  # the `deepspeed` launcher adds it
+    parsed = tyro.cli(grouped, args=words, description=__doc__)
+    return Args(**{name: value for section in sections for name, value in vars(getattr(parsed, section)).items()})
 
 
 def check_ranges(args: Args, positive: str, not_negative: str, unit: str) -> None:
@@ -1370,14 +1386,15 @@ def optimizer_step(engine) -> tuple[float, bool]:
 
 
 def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call)."""
+    """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call). Otherwise
+    the tensors themselves, no copies."""
     import deepspeed
 
     names = set(module.state_dict())
     state = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name in names}
     for name, parameter in module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=zero_stage == 3):
-            state[name] = parameter.detach().clone()
+            state[name] = parameter.detach().clone() if zero_stage == 3 else parameter.detach()
     return state
 
 
@@ -1679,6 +1696,7 @@ def start_loggers(args: Args, run_dir: Path, wandb_id: str | None) -> tuple[list
             project=args.wandb_project, name=run_dir.name, config=asdict(args), dir=run_dir, id=wandb_id, resume="allow"
         )
         wandb_id = run.id
+        run.define_metric("*", step_metric="train/step")
         loggers.append(lambda step, metrics: run.log(metrics, step=step))
     if args.tensorboard:
         from torch.utils.tensorboard import SummaryWriter

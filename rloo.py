@@ -29,12 +29,12 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, make_dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
 import numpy as np
 import torch
@@ -121,8 +121,8 @@ class Args:
     # --- rollout ---
     total_steps: int = 50
     """rollouts, each followed by its updates"""
-    rollout_batch_size: int = 32
-    """prompts per rollout, over all ranks"""
+    rollout_batch_size: int = 256
+    """responses per rollout, over all ranks; a multiple of --num-samples-per-prompt"""
     num_samples_per_prompt: int = 8
     """responses per prompt (G)"""
     generation_batch_size: int = 256
@@ -136,7 +136,7 @@ class Args:
     skip_zero_std_groups: bool = False
     """leave prompts whose responses all score alike out of the update"""
     dynamic_sampling: int = 0
-    """replace such prompts by new ones, in at most this many further rounds per step; 0 = off (DAPO)"""
+    """replace prompts whose responses all score alike by new ones, in at most this many further rounds; 0 = off (DAPO)"""
 
     # --- algorithm ---
     rewards: tuple[str, ...] = ("accuracy", "format")
@@ -236,8 +236,23 @@ def fail(message: str) -> NoReturn:
 
 
 def parse_args(argv: list[str]) -> Args:
-    """The `deepspeed` launcher adds --local_rank; the environment says the same."""
-    return tyro.cli(Args, args=[arg for arg in argv if not arg.startswith("--local_rank")], description=__doc__)
+    """One box of --help per section of Args: tyro makes one of each nested dataclass, so that is what it is given."""
+    types, defaults, sections = get_type_hints(Args), Args(), {}
+    parts = re.split(r"    # --- (.+) ---\n", inspect.getsource(Args))[1:]
+    for title, body in zip(parts[::2], parts[1::2]):
+        flags = re.findall(r'^    (\w+): .*?^    """(.*?)"""$', body, re.DOTALL | re.MULTILINE)
+        fields = [
+            (name, Annotated[types[name], tyro.conf.arg(help=text)], field(default=getattr(defaults, name)))
+            for name, text in flags
+        ]
+        section = make_dataclass(title, fields, namespace={"__doc__": ""})
+        sections[title.replace(" ", "_")] = section
+    grouped = make_dataclass(
+        "Grouped", [(name, tyro.conf.OmitArgPrefixes[x], field(default_factory=x)) for name, x in sections.items()]
+    )
+    words = [word for word in argv if not word.startswith("--local_rank")]  # the `deepspeed` launcher adds it
+    parsed = tyro.cli(grouped, args=words, description=__doc__)
+    return Args(**{name: value for section in sections for name, value in vars(getattr(parsed, section)).items()})
 
 
 def check_ranges(args: Args, positive: str, not_negative: str, unit: str) -> None:
@@ -262,18 +277,22 @@ def check_rollout_args(args: Args, world_size: int) -> None:
     G = args.num_samples_per_prompt
     if args.top_p == 0:
         fail("--top-p must be greater than 0")
-    if args.train_batch_size % G:
+    for flag, size in (("rollout", args.rollout_batch_size), ("train", args.train_batch_size)):
+        if size % G:
+            fail(
+                f"--{flag}-batch-size {size} must be a multiple of --num-samples-per-prompt {G}: both count responses, and "
+                "those of a prompt stay together"
+            )
+    if max(args.rollout_batch_size, args.train_batch_size) % min(args.rollout_batch_size, args.train_batch_size):
         fail(
-            f"--train-batch-size {args.train_batch_size} must be a multiple of --num-samples-per-prompt {G}: the responses "
-            "of a prompt stay in one optimizer step"
+            f"--rollout-batch-size {args.rollout_batch_size} must be a multiple of --train-batch-size "
+            f"{args.train_batch_size}, or the other way round"
         )
-    if (args.rollout_batch_size * G) % args.train_batch_size:
+    if args.rollout_batch_size // G < world_size:
         fail(
-            f"--rollout-batch-size x --num-samples-per-prompt = {args.rollout_batch_size * G} must be a multiple of "
-            f"--train-batch-size {args.train_batch_size}"
+            f"--rollout-batch-size {args.rollout_batch_size} is {args.rollout_batch_size // G} prompts of {G} responses, "
+            f"less than one for each of {world_size} ranks"
         )
-    if args.rollout_batch_size < world_size:
-        fail(f"--rollout-batch-size {args.rollout_batch_size} is less than one prompt for each of {world_size} ranks")
     if args.micro_batch_tokens < args.max_prompt_length + args.max_response_length:
         fail(
             f"--micro-batch-tokens {args.micro_batch_tokens} is less than --max-prompt-length {args.max_prompt_length} + "
@@ -1245,6 +1264,7 @@ class Rollout:
     logprobs: torch.Tensor  # (B, R) of the policy at rollout
     ref_logprobs: torch.Tensor  # (B, R) of the frozen reference
     values: torch.Tensor | None = None  # (B, R) of a critic, where there is one
+    entropy: torch.Tensor | None = None  # (B, R) of the policy at rollout, where it is asked for
 
     @property
     def group_ids(self) -> torch.Tensor:  # (B,)
@@ -1641,14 +1661,15 @@ def optimizer_step(engine) -> tuple[float, bool]:
 
 
 def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call)."""
+    """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call). Otherwise
+    the tensors themselves, no copies."""
     import deepspeed
 
     names = set(module.state_dict())
     state = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name in names}
     for name, parameter in module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=zero_stage == 3):
-            state[name] = parameter.detach().clone()
+            state[name] = parameter.detach().clone() if zero_stage == 3 else parameter.detach()
     return state
 
 
@@ -1713,7 +1734,7 @@ def update_policy(
     totals = {"responses": 0, "tokens": 0}
     group_ids, logprobs_table = rollout.group_ids, torch.zeros(rollout.response_mask.shape)
     advantages_table = torch.zeros(rollout.scores.shape)
-    num_batches = args.rollout_batch_size * args.num_samples_per_prompt // args.train_batch_size
+    num_batches = max(1, args.rollout_batch_size // args.train_batch_size)
     for iteration in range(args.num_iterations):
         # the same order on all ranks
         order = np.random.default_rng([args.seed, step, iteration]).permutation(len(rollout.groups))
@@ -1827,7 +1848,7 @@ def evaluate(
                 metrics[f"eval/{mode}_{name}"] = float(np.nanmean(table))
         lengths = [len(ids) for record in records for ids in record["response_ids"]]
         metrics[f"eval/{mode}_length"] = float(np.mean(lengths))
-        samples += [sample_record(record, 0, f"eval_{mode}") for record in records[:16]]
+        samples += [sample_record(record, k, f"eval_{mode}") for k in range(count) for record in records]
     best = np.nan_to_num(tables["score"], nan=-np.inf).max(1)  # (prompts,); -inf: no reward applies
     if np.isfinite(best).any():
         metrics["eval/best_score"] = float(best[np.isfinite(best)].mean())
@@ -1973,6 +1994,7 @@ def start_loggers(args: Args, run_dir: Path, wandb_id: str | None) -> tuple[list
             project=args.wandb_project, name=run_dir.name, config=asdict(args), dir=run_dir, id=wandb_id, resume="allow"
         )
         wandb_id = run.id
+        run.define_metric("*", step_metric="train/step")
         loggers.append(lambda step, metrics: run.log(metrics, step=step))
     if args.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
@@ -2097,7 +2119,8 @@ def main(args: Args) -> dict[str, float]:
 
     disable_dropout(model)
     shared = enable_packing(model)
-    num_batches = args.rollout_batch_size * args.num_samples_per_prompt // args.train_batch_size
+    prompts_per_step = max(args.rollout_batch_size, args.train_batch_size) // args.num_samples_per_prompt
+    num_batches = max(1, args.rollout_batch_size // args.train_batch_size)
     on_policy = num_batches * args.num_iterations == 1
     total_updates = args.total_steps * num_batches * args.num_iterations
     reference = rollout_model = None
@@ -2163,10 +2186,16 @@ def main(args: Args) -> dict[str, float]:
         return model
 
     def run_evaluation(step: int) -> tuple[dict[str, float], list[dict]]:
+        """Every generation goes to eval/eval_step_N.json, the first ones to samples.jsonl and a picture."""
         results, samples = evaluate(generator_model, processor, eval_data, args, end_ids, sources, ranks, step)
+        shown = []
+        for phase in ("eval_greedy", "eval_sampled"):
+            shown += [sample for sample in samples if sample["phase"] == phase][:16]
         if main_rank:
-            draw_samples(run_dir, step, [sample for sample in samples if sample["phase"] == "eval_sampled"], eval_data)
-        return results, samples
+            (run_dir / "eval").mkdir(exist_ok=True)
+            (run_dir / "eval" / f"eval_step_{step}.json").write_text(json.dumps(samples, indent=1, default=str))
+            draw_samples(run_dir, step, [sample for sample in shown if sample["phase"] == "eval_sampled"], eval_data)
+        return results, shown
 
     metrics, before, last_eval = {}, {}, {}
     generator_model = rollout_engine()
@@ -2180,7 +2209,7 @@ def main(args: Args) -> dict[str, float]:
         # --- 4. rollout ----------------------------------------------------------------------------------------------
         t0 = time.time()
         generator = torch.Generator(device).manual_seed((args.seed * 1_000_003 + step) * 10_007 + rank)
-        records, kept, encoded, missing = [], [], {}, args.rollout_batch_size
+        records, kept, encoded, missing = [], [], {}, prompts_per_step
         for _ in range(args.dynamic_sampling + 1):
             positions = batch_indices(cursor, max(missing, world_size), len(data["keep"]), args.seed)
             cursor += len(positions)
@@ -2196,10 +2225,10 @@ def main(args: Args) -> dict[str, float]:
             scored = not all(np.isnan(record["scores"]).all() for record in records)  # else make_rollout stops the run
             if scored and (args.skip_zero_std_groups or args.dynamic_sampling):
                 kept = [record for record in records if has_signal(record, args.mask_truncated)]
-            missing = args.rollout_batch_size - len(kept)
+            missing = prompts_per_step - len(kept)
             if missing <= 0:
                 break
-        rollout = make_rollout(kept[: args.rollout_batch_size], args.mask_truncated)
+        rollout = make_rollout(kept[:prompts_per_step], args.mask_truncated)
         t1 = time.time()
 
         # --- 5. score ------------------------------------------------------------------------------------------------

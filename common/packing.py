@@ -23,6 +23,7 @@ import hashlib
 import logging
 import math
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -217,6 +218,7 @@ class Pack:
     rows: list[tuple[int, int]]  # (response index, R), in the order of `targets`
     media: dict[str, dict[str, torch.Tensor]]  # kind -> processor-style tensors, one entry per different picture
     media_order: dict[str, list[int]]  # kind -> which entry each slot of the row shows
+    media_keys: dict[str, list[str]]  # kind -> what identifies each entry
 
     @property
     def num_tokens(self) -> int:
@@ -301,6 +303,9 @@ def build_pack(
         rows=rows,
         media=media,
         media_order=media_order,
+        media_keys={
+            kind: list(dict.fromkeys(item["key"] for g, _ in plan for item in prompts[g][kind])) for kind in MEDIA
+        },
     )
 
 
@@ -359,6 +364,7 @@ def _build_rows(plan: list[tuple[int, list[int]]], prompts: list[dict], response
         rows=rows,
         media=media,
         media_order={kind: [] for kind in MEDIA},
+        media_keys={kind: [] for kind in MEDIA},
     )
 
 
@@ -521,12 +527,13 @@ def _skip_mask_of_packs(*args, attention_mask=None, **kwargs):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def forward_hidden(model, pack: Pack, last: bool = False) -> torch.Tensor:
+def forward_hidden(model, pack: Pack, last: bool = False, media_cache: dict | None = None) -> torch.Tensor:
     """Hidden states (M, H) that predict the response tokens of a pack, or with last=True those of each response's last token,
     (S, H), which a score head reads. The vision tower runs once per different picture.
 
     model: a transformers *ForCausalLM, *ForConditionalGeneration, or the backbone of one. Response tokens must not contain
     image or video placeholders: only those of the prompt receive features (encode prompts and responses accordingly).
+    media_cache: for frozen vision towers, see encode_media.
     """
     base, positions = model.base_model, pack.last if last else pack.predict_from
     if pack.layout is None:
@@ -535,26 +542,47 @@ def forward_hidden(model, pack: Pack, last: bool = False) -> torch.Tensor:
             inputs["mm_token_type_ids"] = pack.mm_token_type_ids
         hidden = base(input_ids=pack.input_ids, attention_mask=pack.attention_mask, use_cache=False, **inputs)
         return hidden.last_hidden_state.flatten(0, 1)[positions]
-    inputs = (
-        {"mm_encoder_outputs": encode_media(base, pack.media, pack.media_order)} if any(pack.media.values()) else {}
-    )
+    inputs = {}
+    if any(pack.media.values()):
+        features = encode_media(base, pack.media, pack.media_order, pack.media_keys, media_cache)
+        inputs["mm_encoder_outputs"] = features
     hidden = base(
         input_ids=pack.input_ids, position_ids=pack.position_ids, layout=pack.layout, use_cache=False, **inputs
     ).last_hidden_state  # (1, N, H)
     return hidden[0, positions]
 
 
-def encode_media(base, media: dict[str, dict[str, torch.Tensor]], order: dict[str, list[int]]) -> dict:
-    """Run the vision tower on each different picture and clip, and hand its features out to the slots that show it."""
+def encode_media(
+    base,
+    media: dict[str, dict[str, torch.Tensor]],
+    order: dict[str, list[int]],
+    keys: dict[str, list[str]] | None = None,
+    cache: dict | None = None,
+) -> dict:
+    """Run the vision tower on each different picture and clip, and hand its features out to the slots that show it.
+
+    cache: features by key, of a tower that is frozen: it runs only where one of the keys is not there yet.
+    """
     outputs = {}
     for kind, encode in (("images", "get_image_features"), ("videos", "get_video_features")):
         if not order[kind]:
             continue
-        features = getattr(base, encode)(**media[kind], return_dict=True)
-        features.pooler_output = [features.pooler_output[i] for i in order[kind]]
-        if getattr(features, "deepstack_features", None) is not None:  # Qwen3-VL: one list of pictures per tapped layer
-            features.deepstack_features = [[layer[i] for i in order[kind]] for layer in features.deepstack_features]
-        outputs[kind.removesuffix("s")] = features
+        if cache is None or not all((kind, key) in cache for key in keys[kind]):
+            features = getattr(base, encode)(**media[kind], return_dict=True)
+            deepstack = getattr(features, "deepstack_features", None)  # Qwen3-VL: a list of pictures per tapped layer
+            items = [
+                (x, None if deepstack is None else [layer[i] for layer in deepstack])
+                for i, x in enumerate(features.pooler_output)
+            ]
+            if cache is not None:
+                cache.update(((kind, key), item) for key, item in zip(keys[kind], items, strict=True))
+        else:
+            items = [cache[kind, key] for key in keys[kind]]
+        slots = [items[i] for i in order[kind]]
+        outputs[kind.removesuffix("s")] = SimpleNamespace(
+            pooler_output=[x for x, _ in slots],
+            deepstack_features=None if slots[0][1] is None else list(map(list, zip(*(tapped for _, tapped in slots)))),
+        )
     return outputs
 
 

@@ -11,6 +11,11 @@ os.environ["WANDB_MODE"] = "offline"
 
 import pytest
 
+import common  # noqa: F401, I001  before transformers
+from transformers.utils import logging
+
+logging.get_logger()  # its handler keeps the stderr of this moment, not that of the first test that captures it
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "assets/tiny_vl")
 SCRIPTS = [name for name in ("ppo_vl", "rloo", "reward_bt", "grm_sft") if (ROOT / f"{name}.py").is_file()]
@@ -65,7 +70,7 @@ def any_reward(tmp_path_factory) -> dict:
 
 SHORT = {
     "total_steps": 2,
-    "rollout_batch_size": 4,
+    "rollout_batch_size": 16,
     "num_samples_per_prompt": 4,
     "train_batch_size": 8,
     "num_ppo_epochs": 2,

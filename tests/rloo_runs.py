@@ -12,7 +12,7 @@ import rloo
 BASE = {
     "model": TINY,
     "total_steps": 2,
-    "rollout_batch_size": 4,
+    "rollout_batch_size": 16,
     "num_samples_per_prompt": 4,
     "train_batch_size": 16,
     "num_iterations": 1,

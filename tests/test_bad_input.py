@@ -72,7 +72,7 @@ def saved_dataset(tmp: Path) -> dict:
 # name: (words that the sentence must hold, flags from the test's folder and the tiny model's)
 CASES = {
     # flags
-    "rollout not divisible": (["--rollout-batch-size", "--train-batch-size"], lambda t, m: {"rollout_batch_size": 3}),
+    "rollout not divisible": (["--rollout-batch-size", "--train-batch-size"], lambda t, m: {"rollout_batch_size": 12}),
     "train batch not divisible": (["--train-batch-size", "--num-samples-per-prompt"], lambda t, m: {"train_batch_size": 6}),
     "micro batch too small": (["--micro-batch-tokens"], lambda t, m: {"micro_batch_tokens": 100}),
     "negative kl_coef": (["--kl-coef"], lambda t, m: {"kl_coef": -0.1}),
@@ -207,6 +207,8 @@ def test_bad_input(name, argv, tmp_path, tiny, capfd):
             "runs/run",
             "runs/run/args.json",
             "runs/run/metrics.jsonl",
+            "runs/run/eval",
+            "runs/run/eval/eval_step_0.json",
             "runs/run/samples-0.png",
             "runs/run/samples.jsonl",
         ]
@@ -235,5 +237,5 @@ def test_bad_flags_are_refused_by_name(words, named, capfd):
 
 def test_fewer_prompts_than_ranks_is_refused(capfd):
     with pytest.raises(SystemExit):
-        ppo_vl.check_args(ppo_vl.Args(rollout_batch_size=4, train_batch_size=32), world_size=8)
+        ppo_vl.check_args(ppo_vl.Args(rollout_batch_size=32, train_batch_size=32), world_size=8)
     assert_one_sentence(capfd.readouterr().err, ["--rollout-batch-size", "8 ranks"])

@@ -86,7 +86,7 @@ def test_local_rank_of_the_deepspeed_launcher_is_accepted(script):
 
 
 def test_booleans_can_be_turned_off():
-    assert ppo_vl.parse_args(["--no-whiten-advantages"]).whiten_advantages is False
+    assert ppo_vl.parse_args(["--no-group-std"]).group_std is False
 
 
 def test_lists_take_several_words():

@@ -66,7 +66,7 @@ def test_the_judge_scores_rollouts(script, judge_reward, vqa, tmp_path, monkeypa
     if "rewards" not in vars(module.Args()):
         pytest.skip(f"{script}.py has no --rewards yet")
     monkeypatch.setattr(module, "draw_curves", lambda *args: None)
-    flags = {"model": TINY, "dataset": vqa, "total_steps": 1, "rollout_batch_size": 4, "num_samples_per_prompt": 4}
+    flags = {"model": TINY, "dataset": vqa, "total_steps": 1, "rollout_batch_size": 16, "num_samples_per_prompt": 4}
     flags |= {"train_batch_size": 16, "max_response_length": 8, "rewards": f"{EXAMPLE}:score", "reward_weights": 1}
     module.main(module.parse_args(to_argv({**flags, "output_dir": tmp_path, "run_name": "run"})))
     step = read_jsonl(tmp_path / "run/metrics.jsonl")[-1]

@@ -20,7 +20,7 @@ import ppo_vl
 METRICS = """
     train/step train/episode train/learning_rate train/kl_coef train/grad_norm train/critic_grad_norm
     train/skipped_updates objective/scores objective/scores_std objective/kl objective/rlhf_reward objective/entropy
-    reward/accuracy reward/format policy/ratio policy/approx_kl policy/clipfrac policy/entropy
+    reward/accuracy reward/format policy/ratio policy/approx_kl policy/clipfrac_low policy/clipfrac_high policy/entropy
     loss/policy loss/value val/clipfrac val/explained_variance
     rollout/response_length_mean rollout/response_length_min rollout/response_length_max rollout/truncated_frac
     rollout/zero_std_groups_frac rollout/group_std rollout/engine_logprob_diff_mean rollout/engine_logprob_diff_max
@@ -76,7 +76,9 @@ def test_metrics_are_complete_and_finite(finished):
         assert all(math.isfinite(value) for value in metrics.values())
     assert steps[0]["objective/kl"] == pytest.approx(0, abs=1e-4), "the reference is where the policy starts"
     assert steps[2]["objective/kl"] != steps[0]["objective/kl"]
-    assert all(0 <= m["policy/clipfrac"] <= 1 and m["policy/entropy"] > 0 for m in steps)
+    assert all(
+        0 <= m["policy/clipfrac_low"] + m["policy/clipfrac_high"] <= 1 and m["policy/entropy"] > 0 for m in steps
+    )
     assert all(m["eval/num_samples"] == 8 for m in steps)
 
 
@@ -219,7 +221,7 @@ def test_shared_backbone_with_kl_loss_and_adaptive_coefficient(run, any_reward):
 
 
 def test_bf16_without_reference(run, any_reward):
-    folder = run(dtype="bf16", kl_coef=0, whiten_advantages=False, value_clip=0, top_p=0.9, **any_reward)
+    folder = run(dtype="bf16", kl_coef=0, whiten_advantages="off", value_clip=0, top_p=0.9, **any_reward)
     steps = steps_of(folder)
     assert all(math.isfinite(v) for m in steps for v in m.values())
     assert all(m["objective/kl"] == 0 and m["val/clipfrac"] == 0 for m in steps)
@@ -464,7 +466,7 @@ def test_a_picture_in_answers_that_differ_is_refused(prepare, model_and_processo
 
 def test_run_on_mixed_media(run, vqa_rows, tmp_path, any_reward):
     source = mixed_file(tmp_path, vqa_rows)
-    folder = run(dataset=source, eval_dataset=source, rollout_batch_size=6, train_batch_size=12, **any_reward)
+    folder = run(dataset=source, eval_dataset=source, rollout_batch_size=24, train_batch_size=12, **any_reward)
     assert [m["train/episode"] for m in steps_of(folder)] == [24, 48]
     assert all(math.isfinite(v) for m in steps_of(folder) for v in m.values())
     assert steps_of(folder)[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
@@ -485,7 +487,8 @@ def test_reward_that_is_none_for_some_rows_trains_on_the_others(run, tmp_path):
     body = "return [None if i % 4 == 0 else float(i % 3) for i in range(len(completion_ids))]"
     (tmp_path / "r.py").write_text(f"def score(completion_ids, **columns):\n    {body}\n")
     folder = run(rewards=[f"{tmp_path}/r.py:score"], reward_weights=[1])
-    assert [m["train/episode"] for m in steps_of(folder)] == [12, 24]
+    assert [m["train/episode"] for m in steps_of(folder)] == [16, 32]
+    assert [m["rollout/responses_trained"] for m in steps_of(folder)] == [12, 12]
     assert read_metrics(folder)
 
 

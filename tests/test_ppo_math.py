@@ -119,10 +119,12 @@ def test_whiten_of_nothing_is_nothing():
 )
 def test_policy_loss_clips_on_both_sides(ratio, advantage, loss, clipped):
     new = tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    losses, metrics = ppo_vl.compute_policy_loss(new, torch.zeros(1), tensor([advantage]), 0.2)
+    losses, metrics = ppo_vl.compute_policy_loss(
+        new, torch.zeros(1), tensor([advantage]), torch.zeros(1, dtype=torch.long), "clip", 0.2, 0.2, 3.0
+    )
     losses.sum().backward()
     assert losses.item() == pytest.approx(loss)
-    assert metrics["policy/clipfrac"].item() == clipped
+    assert metrics["policy/clipfrac_low"].item() + metrics["policy/clipfrac_high"].item() == clipped
     assert metrics["policy/ratio"].item() == pytest.approx(ratio)
     assert metrics["policy/approx_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio))
     assert new.grad.item() == pytest.approx(0.0 if clipped else -advantage * ratio)

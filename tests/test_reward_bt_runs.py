@@ -253,7 +253,7 @@ def test_saved_model_is_a_reward_of_rloo_and_ppo(
         "dataset": prompts,
         "output_dir": tmp_path / "rl",
         "total_steps": 1,
-        "rollout_batch_size": 2,
+        "rollout_batch_size": 4,
     }
     flags |= {"num_samples_per_prompt": 2, "train_batch_size": 4, "max_response_length": 6, "run_name": "run"}
     words = to_argv(flags) + ["--rewards", str(folder), "--reward-weights", "1", "--eval-samples", "2"]

@@ -84,7 +84,7 @@ CASES = {
     "one response with the group's mean": (["--num-samples-per-prompt 1"], lambda t, m: {"num_samples_per_prompt": 1, "baseline": "group_mean"}),
     "no response": (["--num-samples-per-prompt"], lambda t, m: {"num_samples_per_prompt": 0}),
     "train batch splits a group": (["--train-batch-size", "--num-samples-per-prompt"], lambda t, m: {"train_batch_size": 6}),
-    "rollout not divisible": (["--rollout-batch-size", "--train-batch-size"], lambda t, m: {"rollout_batch_size": 3}),
+    "rollout not divisible": (["--rollout-batch-size", "--train-batch-size"], lambda t, m: {"rollout_batch_size": 12}),
     "micro batch too small": (["--micro-batch-tokens", "--max-prompt-length"], lambda t, m: {"micro_batch_tokens": 100}),
     # ranges
     "no iteration": (["--num-iterations"], lambda t, m: {"num_iterations": 0}),

@@ -161,7 +161,7 @@ def test_best_score_and_pass_at_k_by_hand(monkeypatch):
     assert metrics["eval/pass_at_k"] == pytest.approx(1 / 3)
     assert metrics["eval/sampled_score"] == pytest.approx((0.9 + 0.5 + 0.1 + 0.2) / 5)
     assert metrics["eval/greedy_accuracy"] == pytest.approx(0.5)
-    assert len(samples) == 6
+    assert len(samples) == 3 + 9
 
 
 def test_held_out_rows_to_which_no_reward_applies(run, tiny_text_model, tmp_path):
@@ -424,8 +424,7 @@ def test_options_run_and_count_their_optimizer_steps(flags, run, tiny_text_model
     folder = run(**flags)
     steps = steps_of(folder)
     assert all(math.isfinite(value) for m in steps for value in m.values())
-    responses = 4 * flags.get("num_samples_per_prompt", 4)
-    expected = 2 * flags.get("num_iterations", 1) * responses // flags.get("train_batch_size", 16)
+    expected = 2 * flags.get("num_iterations", 1) * 16 // flags.get("train_batch_size", 16)
     assert len(taken) == expected
     assert ("loss/kl" in steps[0]) == flags.get("kl_loss", False)
     assert ("objective/kl" in steps[0]) == (flags.get("kl_coef") != 0)
@@ -487,7 +486,7 @@ def test_prompts_of_a_text_model(caught, tiny_text_model, tmp_path):
     shutil.copytree(tiny_text_model, tmp_path / "model")
     tokenizer.chat_template = "{{ mood | default('calm') }}|" + CHAT
     tokenizer.save_pretrained(tmp_path / "model")
-    flags = {"model": tmp_path / "model", "dataset": sums_file(tmp_path, count=1), "rollout_batch_size": 1}
+    flags = {"model": tmp_path / "model", "dataset": sums_file(tmp_path, count=1), "rollout_batch_size": 4}
     flags |= {"train_batch_size": 4}
     question = "what is 0 + 0?"
     assert prompt_texts(caught, tokenizer, **flags) == [f"calm|<user>{question}<assistant>"]

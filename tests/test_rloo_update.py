@@ -18,7 +18,7 @@ from rloo_runs import BASE, catch, caught, flags_of, read_metrics, reward_file, 
 import rloo
 from common.packing import media_token_ids
 
-ONE_STEP = {"rollout_batch_size": 4, "num_samples_per_prompt": 4, "train_batch_size": 16}
+ONE_STEP = {"rollout_batch_size": 16, "num_samples_per_prompt": 4, "train_batch_size": 16}
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------

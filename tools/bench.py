@@ -335,10 +335,18 @@ def reward_cases(args: Args) -> dict[str, dict]:
     def rankings(count: int, prompt_words: int, responses: int) -> list[dict]:
         prompts = words(args, count, prompt_words, spread=0)
         texts = [text.split() for text in words(args, count * responses, 100, spread=0)]
-        spread = [" " + " ".join(text[: 40 + 60 * (7 * i % 10) // 9]) for i, text in enumerate(texts)]  # 40 to 100 words
+        spread = [
+            " " + " ".join(text[: 40 + 60 * (7 * i % 10) // 9]) for i, text in enumerate(texts)
+        ]  # 40 to 100 words
         return [{"prompt": p, "responses": spread[i * responses : (i + 1) * responses]} for i, p in enumerate(prompts)]
 
-    common = {"job": "reward", "model": args.text_model, "pad_token": "<|endoftext|>", "steps": 1, "micro_batch_tokens": 1024}
+    common = {
+        "job": "reward",
+        "model": args.text_model,
+        "pad_token": "<|endoftext|>",
+        "steps": 1,
+        "micro_batch_tokens": 1024,
+    }
     made = {"pairs_100": rankings(16, 100, 2), "pairs_300": rankings(16, 300, 2), "ranked_4": rankings(4, 100, 4)}
     cases = {}
     for name, rows in made.items():
@@ -490,7 +498,7 @@ def run_rloo(job: dict, folder: Path, common: dict) -> dict:
     args = rloo.Args(
         model=job["model"], dataset=write_rows(folder, rows), plain_prompts=job["kind"] == "text", num_iterations=1,
         rewards=(f"{folder}/reward.py:f",), reward_weights=(1.0,), kl_coef=job["beta"], total_steps=job["steps"],
-        rollout_batch_size=len(rows), num_samples_per_prompt=job["G"], train_batch_size=len(rows) * job["G"],
+        rollout_batch_size=len(rows) * job["G"], num_samples_per_prompt=job["G"], train_batch_size=len(rows) * job["G"],
         max_response_length=job["max_new_tokens"], learning_rate=1e-6, lr_schedule="constant", warmup_steps=0,
         micro_batch_tokens=job.get("micro_batch_tokens", 8192), max_prompt_length=768, **common,
     )  # fmt: skip
