@@ -11,8 +11,9 @@ os.environ["WANDB_MODE"] = "offline"
 
 import pytest
 
-import common  # noqa: F401, I001  before transformers
-from transformers.utils import logging
+import common  # noqa: F401  before transformers
+
+from transformers.utils import logging  # isort: skip
 
 logging.get_logger()  # its handler keeps the stderr of this moment, not that of the first test that captures it
 
