@@ -718,6 +718,8 @@ def read_frames(path: Path, fps: float, least: int) -> tuple[float, int, list[in
     import av
 
     with av.open(str(path)) as container:
+        if not container.streams.video:
+            raise ValueError("it has sound, but no pictures")
         stream = container.streams.video[0]
         rate = float(stream.average_rate or fps)
         total = stream.frames or round((container.duration or 0) / av.time_base * rate)

@@ -336,6 +336,27 @@ def test_a_run_on_pictures_videos_and_text(run, mixed_file, any_reward):
     assert metrics[0]["train/skipped_updates"] == 0 and metrics[0]["policy/ratio"] == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.parametrize("script", ["reward_bt", "grm_sft"])
+def test_the_supervised_scripts_read_videos_too(script, argv, folder, tmp_path, monkeypatch):
+    clip, frames = str(folder / "ball.mp4"), write_frames(tmp_path, range(0, 24, 4))
+    rows = []
+    for videos in ([clip], frames, [clip, str(folder / "ball.gif")], []):
+        if script == "reward_bt":
+            rows.append({"prompt": "what moves?", "chosen": "a square", "rejected": "a cat", "videos": videos})
+        else:
+            turns = [("user", "what moves?"), ("assistant", "a square")]
+            rows.append({"messages": [{"role": r, "content": c} for r, c in turns], "videos": videos})
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+    module = importlib.import_module(script)
+    for name in [name for name in dir(module) if name.startswith("draw_")]:  # that takes longer than the steps
+        monkeypatch.setattr(module, name, lambda *args: None)
+    flags = {"dataset": source, "eval_dataset": None, "batch_size": 4, "max_steps": 2, "epochs": 2}
+    module.main(module.parse_args(argv(script, **flags)))
+    metrics = read_jsonl(tmp_path / "runs/run/metrics.jsonl")
+    key = {"reward_bt": "rm/loss", "grm_sft": "loss/sft"}[script]
+    assert all(np.isfinite(record[key]) for record in metrics if key in record) and key in metrics[-1]
+
+
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -381,7 +402,7 @@ BAD = {  # name: (words of the sentence, video from the test's folder)
     "cut mkv": (["cut off", "frames"], lambda t: cut(write_video(t / "a.mkv"), 0.6)),
     "cut gif": (["video"], lambda t: cut(write_animation(t / "a.gif", [125] * 24), 0.5)),
     "cut webp": (["video"], lambda t: cut(write_animation(t / "a.webp", [125] * 24), 0.5)),
-    "sound alone": (["can't be read"], lambda t: write_sound(t / "a.wav")),
+    "sound alone": (["no pictures"], lambda t: write_sound(t / "a.wav")),
     "no length": (["no frames", "how long"], lambda t: raw_stream(write_video(t / "a.mp4"))),
     "a folder": (["can't be read"], lambda t: str(t)),
     "no frames in the list": (["no frames"], lambda t: []),
