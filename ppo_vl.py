@@ -103,6 +103,8 @@ class Args:
     """column with one picture or a list (path, bytes, PIL); None: images, image"""
     video_column: str | None = None
     """column with one video or a list (file, or list of frames); None: videos, video"""
+    video_fps: float = 2.0
+    """frames per second that are taken from a video file; lists of frames are taken as they are, at this rate"""
     answer_column: str | None = None
     """column with the reference answer; None: answer, reference, solution, ground_truth"""
     system_prompt: str | None = None
@@ -373,7 +375,7 @@ def check_args(args: Args, world_size: int) -> None:
         positive="total_steps rollout_batch_size num_samples_per_prompt generation_batch_size max_prompt_length "
         "max_response_length temperature reward_timeout kl_horizon clip_coef clip_coef_high num_ppo_epochs train_batch_size "
         "ptx_batch_size learning_rate critic_learning_rate max_grad_norm max_skipped_updates micro_batch_tokens "
-        "save_total_limit eval_num_samples lora_alpha entropy_token_ratio",
+        "save_total_limit eval_num_samples lora_alpha entropy_token_ratio video_fps",
         not_negative="seed kl_coef value_clip vf_coef warmup_steps critic_warmup_steps weight_decay eval_steps eval_samples "
         "save_steps lora_rank dynamic_sampling replay_limit advantage_clip entropy_coef freezing_actor_steps ptx_coef "
         "router_aux_coef",
@@ -540,7 +542,9 @@ def as_list(value: Any, video: bool = False) -> list:
     """One picture or clip, a list of them, or None -> a list. A list of frames is one clip."""
     if value is None:
         return []
-    frames = video and isinstance(value, list) and value and not isinstance(value[0], (list, str))
+    first = value[0] if isinstance(value, list) and value else None
+    file = isinstance(first, str) and not first.lower().endswith((".png", ".jpg", ".jpeg", ".bmp"))
+    frames = video and first is not None and not file and not isinstance(first, list)
     return list(value) if isinstance(value, list) and not frames else [value]
 
 
@@ -610,6 +614,7 @@ def read_row(row: dict, data: dict, where: str) -> dict:
         "columns": row,
         "plain": data["plain_prompts"] and isinstance(prompt, str),
         "template_kwargs": data["template_kwargs"],
+        "video_fps": data["video_fps"],
         "folder": data["folder"],
         "where": where,
     }
@@ -634,23 +639,77 @@ def load_image(source: Any, folder: Path, where: str):
         fail(f"{where}: image can't be read ({one_line(error)})")
 
 
-def load_video(source: Any, folder: Path, where: str) -> np.ndarray:
-    """-> frames (F, height, width, 3) uint8, from a list of pictures, or from a file that PIL (GIF, WebP) or PyAV can read."""
-    from PIL import Image, ImageSequence
+def load_video(source: Any, folder: Path, where: str, fps: float, least: int) -> tuple[np.ndarray, dict]:
+    """-> frames (F, height, width, 3) uint8 and, for the processor, when they were taken.
 
+    source: a file, of which `fps` frames per second are kept, or a list of pictures, taken at that rate. Of what has fewer
+    than `least` frames the last one is repeated.
+    """
     if isinstance(source, list):
-        return np.stack([np.asarray(load_image(frame, folder, where)) for frame in source])
-    try:
-        path = Path(source).expanduser()
-        path = path if path.is_absolute() or path.exists() else folder / path
-        if path.suffix.lower() in (".gif", ".webp"):
-            return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(Image.open(path))])
-        import av
+        frames = [np.asarray(load_image(frame, folder, where)) for frame in source]
+        rate, total, indices = fps, len(frames), list(range(len(frames)))
+    else:
+        try:
+            path = Path(source).expanduser()
+            path = path if path.is_absolute() or path.exists() else folder / path
+            rate, total, indices, frames = read_frames(path, fps, least)
+        except Exception as error:
+            fail(f"{where}: video can't be read ({one_line(error)})")
+        if len(frames) < 0.9 * len(indices):  # some headers promise a few frames too many
+            fail(f"{where}: the video is cut off, {len(frames)} of {len(indices)} frames can be read; replace the file")
+        indices = indices[: len(frames)]
+    if not frames:
+        fail(f"{where}: the video has no frames, or doesn't say how long it is; replace it or leave the row out")
+    if len({frame.shape for frame in frames}) > 1:
+        sizes = " and ".join(sorted({f"{frame.shape[1]} x {frame.shape[0]}" for frame in frames}))
+        fail(f"{where}: the frames of a video have different sizes ({sizes}); make them equal")
+    missing = max(0, least - len(frames))
+    metadata = {"total_num_frames": total, "fps": rate, "frames_indices": indices + indices[-1:] * missing}
+    return np.stack(frames + frames[-1:] * missing), metadata
 
-        with av.open(str(path)) as container:
-            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
-    except Exception as error:
-        fail(f"{where}: video can't be read ({one_line(error)})")
+
+def read_frames(path: Path, fps: float, least: int) -> tuple[float, int, list[int], list[np.ndarray]]:
+    """-> frames per second of a file, how many there are, which of them are wanted, and those that could be read. Only these
+    are kept in memory. PIL reads GIF and WebP, PyAV everything else."""
+    frames = []
+    if path.suffix.lower() in (".gif", ".webp"):
+        from PIL import Image
+
+        with Image.open(path) as image:
+            total, seconds = image.n_frames, 0.0
+            for i in range(total):
+                image.seek(i)
+                image.load()  # WebP tells a frame's duration only then
+                seconds += (image.info.get("duration") or 100) / 1000  # 0.1 s where none is given, as browsers do
+            indices = sample_frames(total, total / seconds, fps, least)
+            for i in indices:
+                image.seek(i)
+                frames.append(np.asarray(image.convert("RGB")))
+        return total / seconds, total, indices, frames
+    import av
+
+    with av.open(str(path)) as container:
+        if not container.streams.video:
+            raise ValueError("it has sound, but no pictures")
+        stream = container.streams.video[0]
+        rate = float(stream.average_rate or fps)
+        total = stream.frames or round((container.duration or 0) / av.time_base * rate)
+        indices = sample_frames(total, rate, fps, least)
+        for i, frame in enumerate(container.decode(stream)):
+            if len(frames) == len(indices):
+                break
+            if i == indices[len(frames)]:
+                frames.append(frame.to_ndarray(format="rgb24"))
+    return rate, total, indices, frames
+
+
+def sample_frames(total: int, rate: float, fps: float, least: int) -> list[int]:
+    """Which of `total` frames, shown at `rate` per second, make `fps` per second, evenly spread; at least `least` of them.
+
+    sample_frames(9, 6.0, 2.0, 1) -> [0, 3, 6]
+    """
+    count = min(total, max(least, int(total * fps / rate + 1e-6)))
+    return [k * total // count for k in range(count)]
 
 
 def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str:
@@ -693,12 +752,33 @@ def run_processor(processor, row: dict, text: str) -> dict:
         if row["images"]:
             kwargs["images"] = [load_image(image, row["folder"], row["where"]) for image in row["images"]]
         if row["videos"]:
-            kwargs["videos"] = [load_video(video, row["folder"], row["where"]) for video in row["videos"]]
+            least = getattr(processor.video_processor, "temporal_patch_size", 1)
+            clips = [load_video(v, row["folder"], row["where"], row["video_fps"], least) for v in row["videos"]]
+            kwargs["videos"], kwargs["video_metadata"] = map(list, zip(*clips))
             kwargs["do_sample_frames"] = False
     try:
-        return processor(text=[text], return_tensors="pt", **kwargs)
+        inputs = processor(text=[text], return_tensors="pt", **kwargs)
     except Exception as error:
         fail(f"{row['where']}: the processor rejects the prompt ({one_line(error)})")
+    check_placeholders(processor, row, inputs)
+    return inputs
+
+
+def check_placeholders(processor, row: dict, inputs: dict) -> None:
+    """As many placeholder tokens as features (without grids: one per picture or more), or the model fails amid training."""
+    for kind in ("image", "video"):
+        token_id, grids = getattr(processor, f"{kind}_token_id", None), inputs.get(f"{kind}_grid_thw")
+        if not row[f"{kind}s"] or token_id is None:
+            continue
+        tokens = int((inputs["input_ids"] == token_id).sum())
+        features = max(tokens, len(row[f"{kind}s"]))
+        if grids is not None:
+            features = int(grids.prod(-1).sum()) // getattr(processor, f"{kind}_processor").merge_size ** 2
+        if tokens != features:
+            fail(
+                f"{row['where']}: {tokens} {kind} tokens in the prompt stand for {features} {kind} features; check the chat "
+                "template of --model"
+            )
 
 
 def run_processor_at_once(processor, rows: list[dict], texts: list[str]) -> list[dict]:
@@ -716,7 +796,10 @@ def run_processor_at_once(processor, rows: list[dict], texts: list[str]) -> list
             kept = batch["attention_mask"].bool()
             names = [name for name in ("input_ids", "mm_token_type_ids") if name in batch]
             ids = [{name: torch.as_tensor(batch[name])[i, row][None] for name in names} for i, row in enumerate(kept)]
-            return [{**x, "pixel_values": p, "image_grid_thw": g} for x, p, g in zip(ids, pixels, grids)]
+            inputs = [{**x, "pixel_values": p, "image_grid_thw": g} for x, p, g in zip(ids, pixels, grids)]
+            for row, x in zip(rows, inputs):
+                check_placeholders(processor, row, x)
+            return inputs
     return [run_processor(processor, row, text) for row, text in zip(rows, texts)]
 
 
@@ -795,6 +878,7 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
         "system_prompt": args.system_prompt,
         "plain_prompts": args.plain_prompts,
         "template_kwargs": parse_template_kwargs(args),
+        "video_fps": args.video_fps,
     }
     indices = np.arange(len(rows))
     if 0 < limit < len(rows):
@@ -1688,7 +1772,8 @@ def generate(
     input_ids = torch.stack([F.pad(s["prompt_ids"], (n, 0)) for s, n in zip(samples, pad)]).to(device)  # (S, P)
     attention_mask = torch.stack([F.pad(torch.ones(P - n, dtype=torch.long), (n, 0)) for n in pad]).to(device)  # (S, P)
     position_ids = torch.stack([F.pad(s["position_ids"], (n, 0)) for s, n in zip(samples, pad)], dim=-2).to(device)
-    next_position = position_ids.amax(-1).amax(0) if position_ids.dim() == 3 else position_ids.amax(-1)  # (S,)
+    last = position_ids[..., -1]  # not the largest: the frames of a long video may lie beyond the text after it
+    next_position = last.amax(0) if position_ids.dim() == 3 else last  # (S,)
     media, order = {}, {}
     for kind in ("images", "videos"):
         tensors, order[kind] = unique_media(samples, kind)
@@ -2127,11 +2212,10 @@ class PtxData:
         for k in ends:
             kinds = [part["type"] for message in messages[:k] for part in message["content"]]
             own = {"images": images[: kinds.count("image")], "videos": videos[: kinds.count("video")]}
-            kwargs = parse_template_kwargs(self.args)
-            rows.append(
-                {"messages": messages[: k + 1], **own, "plain": False, "template_kwargs": kwargs, "where": where}
-            )
-        return [{**row, "folder": folder} for row in rows]
+            rows.append({"messages": messages[: k + 1], **own})
+        args = self.args
+        shared = {"plain": False, "template_kwargs": parse_template_kwargs(args), "video_fps": args.video_fps}
+        return [{**row, **shared, "folder": folder, "where": where} for row in rows]
 
     def encode(self, item: tuple[int, int]) -> tuple[dict, torch.Tensor]:
         """-> the turn's prompt as in a rollout, and the tokens (R,) of its answer, with one end token."""

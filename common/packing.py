@@ -257,7 +257,8 @@ def build_pack(
         prompt_slice = torch.arange(offset, offset + P)
         input_ids.append(prompt["prompt_ids"])
         positions.append(prompt["position_ids"])
-        next_position = int(prompt["position_ids"].max()) + 1  # all three axes go on from here
+        # All axes go on from the last token: the frames of a long video may lie beyond the text after it.
+        next_position = int(prompt["position_ids"][..., -1].max()) + 1
         cu_q.append(offset + P)
         cu_k.append(cu_k[-1] + P)
         kv_index.append(prompt_slice)

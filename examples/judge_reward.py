@@ -44,7 +44,7 @@ def judge_pairs(pairs: list[dict]) -> list[float]:
     args = grm_sft.Args(max_response_length=int(os.environ.get("JUDGE_TOKENS", 64)))
     rows = [{**pair, "response": grm_sft.write_verdict("1", "Answer")} for pair in pairs]  # a place holder, never read
     source = {"rows": rows, "read": grm_sft.read_pairs, "source": "judge", "folder": Path("."), "seed": 0}
-    source |= {"system_prompt": None, "template_kwargs": {}, "options": ("1", "2")}
+    source |= {"system_prompt": None, "template_kwargs": {}, "video_fps": args.video_fps, "options": ("1", "2")}
     both = [grm_sft.read_judged(source, i, swap) for i in range(len(rows)) for swap in (False, True)]
     judged = []
     for start in range(0, len(both), args.generation_batch_size):

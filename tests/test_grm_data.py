@@ -187,7 +187,14 @@ def trained(processor, row: dict, end_ids: list[int]) -> list[str]:
 
 def chat_row(tmp_path, messages: list, images=()) -> dict:
     source = {"rows": [{"messages": messages, "images": list(images)}], "read": grm_sft.read_dialogue, "source": "chat"}
-    source |= {"folder": FILES, "seed": 0, "system_prompt": None, "template_kwargs": {}, "options": ()}
+    source |= {
+        "folder": FILES,
+        "seed": 0,
+        "system_prompt": None,
+        "template_kwargs": {},
+        "video_fps": 2.0,
+        "options": (),
+    }
     return grm_sft.read_judged(source, 0)
 
 

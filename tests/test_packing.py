@@ -174,7 +174,7 @@ def make_batch(family: str, model):
     if family in QWEN_VL:
         clip = make_picture(family, 7, (2, 4, 4))
         prompts.append(make_prompt(family, model, 7, clips=[clip]))
-        prompts.append(make_prompt(family, model, 3, [picture(2)], [make_picture(family, 8, (3, 4, 8)), clip]))
+        prompts.append(make_prompt(family, model, 3, [picture(2)], [make_picture(family, 8, (10, 4, 4)), clip]))
     lengths = [[5, 1, 2, 9, 3, 3, 1, 4], [4], [3, 3, 3], [1, 6], [2, 5, 1], [7]][: len(prompts)]
     groups, flat = [], []
     for g, group in enumerate(lengths):
