@@ -313,7 +313,7 @@ def parse_recipe(args: Args) -> dict[str, list]:
     for label, pairs in recipe.items():
         try:
             assert pairs and all(isinstance(source, str) and math.isfinite(weight) for source, weight in pairs)
-        except (AssertionError, TypeError, ValueError):
+        except (AssertionError, TypeError, ValueError, OverflowError):
             fail(f"{flag}: {label!r} needs a list of [source, weight] with finite weights, not {str(pairs)[:80]}")
     return recipe
 
@@ -818,17 +818,18 @@ def load_rewards(args: Args, device: torch.device) -> list[Reward]:
     rewards, loop, recipe = [], asyncio.new_event_loop(), parse_recipe(args)
     flag = f"--reward-recipe {args.reward_recipe}:" if args.reward_recipe else "--rewards"
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    for label, pairs in recipe.items():
+    for pairs in recipe.values():
         if len(dict(pairs)) < len(pairs):
-            fail(f"{flag} {' '.join(source for source, _ in pairs)}: a source stands there twice; name each once")
+            fail(
+                f"{flag} {' '.join(repr(source) for source, _ in pairs)}: one stands there twice; name each source once"
+            )
     for source in dict.fromkeys(source for pairs in recipe.values() for source, _ in pairs):
         weights = {label: dict(pairs).get(source) for label, pairs in recipe.items()}
         if source in RULES:
             rewards.append(Reward(source, weights, partial(RULES[source], max_length=args.max_response_length)))
         elif re.match(r"https?://", source):
             function = remote_reward(source, args.reward_timeout)
-            name = metric_name(re.sub(r"^\w+://(.*@)?|\?.*", "", source))
-            rewards.append(Reward(name, weights, function, is_remote=True, loop=loop))
+            rewards.append(Reward(metric_name(source), weights, function, is_remote=True, loop=loop))
         elif re.search(r"\.py(:\w*)?$", source):
             function = load_reward_fn(source)
             on_loop = loop if inspect.iscoroutinefunction(function) else None
@@ -952,8 +953,8 @@ REMOTE_LIMIT = 2**24  # bytes of an answer
 
 
 def metric_name(text: str) -> str:
-    """Letters, digits and underscores: http://Judge:8009/score -> judge_8009_score."""
-    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+    """Letters, digits and underscores, of a URL without user and query: http://judge:8009/score -> judge_8009_score."""
+    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"^\w+://([^/]*@)?|\?.*", "", text.lower())).strip("_")
 
 
 def encode_picture(source: Any, row: dict) -> str:
@@ -984,7 +985,7 @@ def remote_reward(url: str, timeout: float) -> Callable:
         assert httpx.URL(url).host
     except (AssertionError, httpx.InvalidURL):
         fail(f"--rewards {url} is no URL of a server; write it as http://host:port/path")
-    name, jitter = metric_name(re.sub(r"^\w+://(.*@)?|\?.*", "", url)), random.Random()
+    jitter = random.Random()
 
     def stop(problem: str, tries: int) -> NoReturn:
         times = "once" if tries == 1 else f"{tries} times"
@@ -1045,19 +1046,19 @@ def remote_reward(url: str, timeout: float) -> Callable:
                 B, answer = len(part["responses"]), answer if isinstance(answer, dict) else {}
                 components = answer.get("components", {})
                 if not isinstance(components, dict):
-                    stop(f"its components are no object but {str(components)[:80]}", tries)
+                    stop(f"its components are {str(components)[:80]}, not an object", tries)
                 for key, values in [("rewards", answer.get("rewards")), *components.items()]:
                     if not isinstance(values, list) or len(values) != B:
                         got = f"{len(values)} numbers" if isinstance(values, list) else "no list"
                         stop(f"it gave {got} as {key!r} for {B} responses", tries)
                     for x in values:
-                        if x is not None and not (type(x) in (int, float) and math.isfinite(x)):
+                        if x is not None and not (type(x) in (int, float) and abs(x) <= sys.float_info.max):
                             stop(f"it gave {str(x)[:80]!r} among {key!r}, not a finite number or null", tries)
                 rewards += answer["rewards"]
                 for key, values in components.items():
                     for x in values:
                         if x is not None:
-                            log_metric(f"reward/{name}_{metric_name(key)}", x)
+                            log_metric(f"reward/{metric_name(url)}_{metric_name(key)}", x)
         return rewards
 
     return score
@@ -1099,34 +1100,29 @@ def score_responses(
     With a recipe a source sees the responses alone whose label has a weight for it; if there is none, it is not called.
     """
     B, logged, extras = len(texts), {"metrics": {}, "extra": {}}, []
+    chats = [not isinstance(row["prompt"], str) for row in rows]
     log_metric = lambda name, value: logged["metrics"].setdefault(name, []).append(float(value))  # noqa: E731
-    results, calls, deadlines = {}, {}, {}
-    row_weights = {r.name: [r.weights.get(row["label"], r.weights.get("default")) for row in rows] for r in rewards}
-    members = {name: [b for b, weight in enumerate(ws) if weight is not None] for name, ws in row_weights.items()}
+    by_row = {
+        **{name: [row["columns"].get(name) for row in rows] for name in rows[0]["columns"]},
+        "answer": [row["answer"] for row in rows],
+        "prompts": [row["prompt"] for row in rows],
+        "completions": [[{"role": "assistant", "content": t}] if chat else t for t, chat in zip(texts, chats)],
+        "completion_ids": completion_ids,
+    }
+    results, calls, deadlines, row_weights, members = {}, {}, {}, {}, {}
     for reward in sorted(rewards, key=lambda r: r.loop is None):  # asynchronous ones first: they run while others do
-        own = members[reward.name]
-        own_rows, own_texts = [rows[b] for b in own], [texts[b] for b in own]
-        if not own:
-            results[reward.name] = []
+        weights = [reward.weights.get(row["label"], reward.weights.get("default")) for row in rows]
+        own = [b for b, weight in enumerate(weights) if weight is not None]
+        row_weights[reward.name], members[reward.name] = weights, own
+        inputs = {"rows": [rows[b] for b in own], "texts": [texts[b] for b in own]}
+        if not own or reward.is_model:
+            results[reward.name] = reward.function(**inputs) if own else []
             continue
-        if reward.is_model:
-            results[reward.name] = reward.function(own_rows, own_texts)
-            continue
-        keywords = {"rows": own_rows, "texts": own_texts, "log_metric": log_metric}
         if not reward.is_remote:
-            keywords = {
-                **{name: [row["columns"].get(name) for row in own_rows] for name in rows[0]["columns"]},
-                "answer": [row["answer"] for row in own_rows],
-                "prompts": [row["prompt"] for row in own_rows],
-                "completions": [
-                    text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
-                    for row, text in zip(own_rows, own_texts)
-                ],
-                "completion_ids": [completion_ids[b] for b in own],
-                "trainer_state": trainer_state,
-                "log_metric": log_metric,
-                "log_extra": lambda column, values, own=own: extras.append((own, column, list(values))),
-            }
+            inputs = {name: [values[b] for b in own] for name, values in by_row.items()}
+            inputs["trainer_state"] = trainer_state
+            inputs["log_extra"] = lambda column, values, own=own: extras.append((own, column, list(values)))
+        keywords = {**inputs, "log_metric": log_metric}
         calls[reward.name], deadlines[reward.name] = start_call(reward, keywords, device), time.monotonic() + timeout
         if reward.loop is None and not concurrent.futures.wait([calls[reward.name]], timeout).done:
             break
