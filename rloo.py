@@ -319,20 +319,21 @@ def check_args(args: Args, world_size: int) -> None:
 
 def parse_recipe(args: Args) -> dict[str, list]:
     """Label -> [(source, weight), ...]; "default": of all other rows. Without --reward-recipe there is nothing else."""
-    if args.reward_recipe is None:
-        return {"default": list(zip(args.rewards, args.reward_weights))}
-    flag = f"--reward-recipe {args.reward_recipe}"
-    try:
-        recipe = json.loads(Path(args.reward_recipe).read_text())
-    except (OSError, ValueError) as error:
-        fail(f"{flag} can't be read as JSON ({one_line(error)})")
+    flag, recipe = "--rewards", {"default": list(zip(args.rewards, args.reward_weights))}
+    if args.reward_recipe is not None:
+        flag = f"--reward-recipe {args.reward_recipe}"
+        try:
+            recipe = json.loads(Path(args.reward_recipe).read_text())
+        except (OSError, ValueError) as error:
+            fail(f"{flag} can't be read as JSON ({one_line(error)})")
     if not isinstance(recipe, dict) or not recipe:
         fail(f'{flag} must hold an object like {{"label": [["source", weight], ...], ...}}')
     for label, pairs in recipe.items():
         try:
-            assert pairs and all(isinstance(source, str) and math.isfinite(weight) for source, weight in pairs)
+            assert all(isinstance(source, str) and math.isfinite(weight) for source, weight in pairs)
+            assert pairs and len(dict(pairs)) == len(pairs)
         except (AssertionError, TypeError, ValueError, OverflowError):
-            fail(f"{flag}: {label!r} needs a list of [source, weight] with finite weights, not {str(pairs)[:80]}")
+            fail(f"{flag}: {label!r} needs [source, weight] pairs, each source once, not {str(pairs)[:80]}")
     return recipe
 
 
@@ -835,9 +836,7 @@ RULES = {
 class Reward:
     name: str
     weights: dict[str, float | None]  # by label, "default" for any other; None or no entry: such rows are not scored
-    function: (
-        Callable  # of a rule or a user: keywords -> list; of a reward model or a server: (rows, texts, ...) -> list
-    )
+    function: Callable  # of a rule or a user: keywords -> list; of a reward model or server: (rows, texts, ...) -> list
     is_model: bool = False
     is_remote: bool = False
     loop: asyncio.AbstractEventLoop | None = None  # where an `async def` function runs
@@ -848,11 +847,6 @@ def load_rewards(args: Args, device: torch.device) -> list[Reward]:
     rewards, loop, recipe = [], asyncio.new_event_loop(), parse_recipe(args)
     flag = f"--reward-recipe {args.reward_recipe}:" if args.reward_recipe else "--rewards"
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    for pairs in recipe.values():
-        if len(dict(pairs)) < len(pairs):
-            fail(
-                f"{flag} {' '.join(repr(source) for source, _ in pairs)}: one stands there twice; name each source once"
-            )
     for source in dict.fromkeys(source for pairs in recipe.values() for source, _ in pairs):
         weights = {label: dict(pairs).get(source) for label, pairs in recipe.items()}
         if source in RULES:
@@ -1004,15 +998,14 @@ def encode_picture(source: Any, row: dict) -> str:
 def remote_reward(url: str, timeout: float) -> Callable:
     """A reward server -> async (rows, texts, log_metric) -> one number or None per response.
 
-    POST {"prompts", "queries" (prompt + response), "responses", "references", "labels", "images" (lists of base64 files)},
-    each a list with an entry per response, at most REMOTE_BATCH. The answer: {"rewards": [number or null, ...]} and, if it
-    likes, "components": {name: [number or null, ...]}, which are logged only. Whatever may pass (no connection, status
-    429 or 5xx, an answer that is no JSON) is tried again, with longer and longer waits. Raises RuntimeError, one sentence.
+    The protocol stands in docs/rloo.md. What may pass (no connection, status 429 or 5xx, an answer that is no JSON) is
+    tried again, with longer and longer waits, within the time-out. Raises RuntimeError with one whole sentence.
     """
     import httpx
 
     try:
-        assert httpx.URL(url).host
+        parts = httpx.URL(url)
+        assert re.fullmatch(r"[\w.:-]+", parts.host) and (parts.port or 0) < 2**16
     except (AssertionError, httpx.InvalidURL):
         fail(f"--rewards {url} is no URL of a server; write it as http://host:port/path")
     jitter = random.Random()
@@ -1086,9 +1079,8 @@ def remote_reward(url: str, timeout: float) -> Callable:
                             stop(f"it gave {str(x)[:80]!r} among {key!r}, not a finite number or null", tries)
                 rewards += answer["rewards"]
                 for key, values in components.items():
-                    for x in values:
-                        if x is not None:
-                            log_metric(f"reward/{metric_name(url)}_{metric_name(key)}", x)
+                    for x in (x for x in values if x is not None):
+                        log_metric(f"reward/{metric_name(url)}_{metric_name(key)}", x)
         return rewards
 
     return score
@@ -1141,9 +1133,9 @@ def score_responses(
     }
     results, calls, deadlines, row_weights, members = {}, {}, {}, {}, {}
     for reward in sorted(rewards, key=lambda r: r.loop is None):  # asynchronous ones first: they run while others do
-        weights = [reward.weights.get(row["label"], reward.weights.get("default")) for row in rows]
-        own = [b for b, weight in enumerate(weights) if weight is not None]
-        row_weights[reward.name], members[reward.name] = weights, own
+        own_weights = [reward.weights.get(row["label"], reward.weights.get("default")) for row in rows]
+        own = [b for b, weight in enumerate(own_weights) if weight is not None]
+        row_weights[reward.name], members[reward.name] = own_weights, own
         inputs = {"rows": [rows[b] for b in own], "texts": [texts[b] for b in own]}
         if not own or reward.is_model:
             results[reward.name] = reward.function(**inputs) if own else []
@@ -1163,7 +1155,8 @@ def score_responses(
         except Exception as error:
             if not call.done():
                 fail(f"reward function {name} gave no answer within --reward-timeout {timeout:g} seconds")
-            fail(str(error) if name in remote else f"reward function {name} raised {one_line(error)}")
+            said = isinstance(error, RuntimeError) and name in remote
+            fail(str(error) if said else f"reward function {name} raised {one_line(error)}")
     for own, column, values in extras:
         if len(values) != len(own):
             fail(
