@@ -983,8 +983,8 @@ def remote_reward(url: str, timeout: float) -> Callable:
     def stop(problem: str, tries: int) -> NoReturn:
         times = "once" if tries == 1 else f"{tries} times"
         raise RuntimeError(
-            f"--rewards {url}, asked {times}: {problem}; see to that server, and go on with --resume from the newest "
-            "checkpoint, which is intact"
+            f"--rewards {url}, asked {times}: {problem}; see to that server (checkpoints saved so far are intact: go on from "
+            "the newest with --resume)"
         )
 
     async def ask(client, body: bytes, deadline: float) -> tuple[dict, int]:

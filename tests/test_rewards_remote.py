@@ -298,7 +298,7 @@ def test_what_stays_wrong_is_asked_once(server, capfd, case):
     server.answers = [answer]
     error = sentence(capfd, lambda: score(only(server), [row(0)] * 2, ["abc", "a"]))
     assert len(server.requests) == 1
-    for part in [server.url, "asked once", "--resume", "newest checkpoint", *parts]:
+    for part in [server.url, "asked once", "go on from the newest with --resume", *parts]:
         assert part in error, part
     assert len(error) < 450
 
