@@ -14,6 +14,7 @@ Reference implementation of the same interface: opendilab/LightRFT@49e62cb light
 """
 
 import asyncio
+import base64
 import concurrent.futures
 import contextlib
 import inspect
@@ -22,6 +23,7 @@ import json
 import logging
 import math
 import os
+import random
 import re
 import shutil
 import sys
@@ -107,6 +109,8 @@ class Args:
     """frames per second that are taken from a video file; lists of frames are taken as they are, at this rate"""
     answer_column: str | None = None
     """column with the reference answer; None: answer, reference, solution, ground_truth"""
+    label_column: str | None = None
+    """column with the kind of a row, which --reward-recipe goes by; None: label, reward_label"""
     system_prompt: str | None = None
     """system message put before prompts that have none"""
     plain_prompts: bool = False
@@ -154,11 +158,13 @@ class Args:
 
     # --- rewards ---
     rewards: tuple[str, ...] = ("accuracy", "format")
-    """sources: accuracy, format, length, overlong, repetition, path.py:function, or the folder of a reward model"""
+    """sources: accuracy, format, length, overlong, repetition, path.py:function, a reward model's folder, or a server's URL"""
     reward_weights: tuple[float, ...] = (0.9, 0.1)
     """one weight per source; the score of a response is the weighted sum"""
+    reward_recipe: str | None = None
+    """JSON file with {label: [[source, weight], ...], ...}, instead of --rewards and --reward-weights"""
     reward_timeout: float = 600.0
-    """seconds that a reward function may take for one batch of responses"""
+    """seconds that a reward function or server may take for one batch of responses, second tries counted"""
     reward_running_norm: Literal["off", "scale", "standardize"] = "off"
     """divide scores by the standard deviation of all training scores so far; standardize: subtract their mean first"""
     reward_clip: tuple[float, float] | None = None
@@ -360,11 +366,12 @@ def check_rollout_args(args: Args, world_size: int) -> None:
         )
     if not args.rewards:
         fail("--rewards is empty: name at least one source of rewards")
-    if len(args.reward_weights) != len(args.rewards):
+    if args.reward_recipe is None and len(args.reward_weights) != len(args.rewards):
         fail(
             f"--reward-weights has {len(args.reward_weights)} weights, --rewards has {len(args.rewards)} sources "
             f"({' '.join(args.rewards)}); give one weight per source"
         )
+    parse_recipe(args)
     parse_template_kwargs(args)
 
 
@@ -433,6 +440,26 @@ def check_lora_args(args: Args) -> None:
         fail("--load-in-4bit needs CUDA, --lora-rank greater than 0 and --zero-stage 2 or less")
 
 
+def parse_recipe(args: Args) -> dict[str, list]:
+    """Label -> [(source, weight), ...]; "default": of all other rows. Without --reward-recipe there is nothing else."""
+    flag, recipe = "--rewards", {"default": list(zip(args.rewards, args.reward_weights))}
+    if args.reward_recipe is not None:
+        flag = f"--reward-recipe {args.reward_recipe}"
+        try:
+            recipe = json.loads(Path(args.reward_recipe).read_text())
+        except (OSError, ValueError) as error:
+            fail(f"{flag} can't be read as JSON ({one_line(error)})")
+    if not isinstance(recipe, dict) or not recipe:
+        fail(f'{flag} must hold an object like {{"label": [["source", weight], ...], ...}}')
+    for label, pairs in recipe.items():
+        try:
+            assert all(isinstance(source, str) and math.isfinite(weight) for source, weight in pairs)
+            assert pairs and len(dict(pairs)) == len(pairs)
+        except (AssertionError, TypeError, ValueError, OverflowError):
+            fail(f"{flag}: {label!r} needs [source, weight] pairs, each source once, not {str(pairs)[:80]}")
+    return recipe
+
+
 def parse_template_kwargs(args: Args) -> dict:
     """--chat-template-kwargs -> dict."""
     try:
@@ -468,6 +495,7 @@ COLUMNS = {
     "image": ("images", "image"),
     "video": ("videos", "video"),
     "answer": ("answer", "reference", "solution", "ground_truth"),
+    "label": ("label", "reward_label"),
 }
 
 
@@ -530,10 +558,10 @@ def find_columns(args: Args, names: list[str], source: str) -> dict[str, str | N
         columns[kind] = chosen or next((name for name in candidates if name in names), None)
     if columns["prompt"] is None:
         fail(f"{source} has no prompt column ({', '.join(COLUMNS['prompt'])}); name it with --prompt-column")
-    if "accuracy" in args.rewards and columns["answer"] is None:
+    if columns["answer"] is None and any("accuracy" in dict(pairs) for pairs in parse_recipe(args).values()):
         fail(
             f"{source} has no answer column ({', '.join(COLUMNS['answer'])}), which the accuracy reward needs: name it with "
-            "--answer-column or take accuracy out of --rewards"
+            "--answer-column or take accuracy out of the rewards"
         )
     return columns
 
@@ -595,21 +623,28 @@ def read_messages(chat: Any, images: list, videos: list, where: str) -> tuple[li
 
 
 def read_row(row: dict, data: dict, where: str) -> dict:
-    """One row in one shape: messages, images, videos, answer and the raw columns; pictures are not opened yet."""
-    columns = data["columns"]
+    """One row in one shape: messages, images, videos, answer, label and raw columns; pictures are not opened yet."""
+    columns, recipe = data["columns"], data["recipe"]
     media = {k: as_list(row[columns[k]] if columns[k] else None, k == "video") for k in ("image", "video")}
     prompt = row[columns["prompt"]]
     messages, images, videos = read_messages(prompt, media["image"], media["video"], where)
     if data["system_prompt"] and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": [{"type": "text", "text": data["system_prompt"]}]}, *messages]
-    answer = row[columns["answer"]] if columns["answer"] else None
-    if columns["answer"] and answer is None:
+    answer, label = (row[columns[kind]] if columns[kind] else None for kind in ("answer", "label"))
+    label = label if label is None else str(label)
+    if label not in recipe and "default" not in recipe:
+        fail(
+            f"{where}: the label {label!r} is none of --reward-recipe ({', '.join(recipe)}); add it there, or a default"
+        )
+    needed = len(recipe) == 1 or "accuracy" in dict(recipe.get(label) or recipe["default"])
+    if columns["answer"] and answer is None and needed:
         fail(f"{where}: the answer in column {columns['answer']!r} is missing")
     return {
         "messages": messages,
         "images": images,
         "videos": videos,
         "answer": answer,
+        "label": label,
         "prompt": prompt,
         "columns": row,
         "plain": data["plain_prompts"] and isinstance(prompt, str),
@@ -862,8 +897,9 @@ def count_prompt_tokens(
 def prepare_data(args: Args, model, processor, source: str, split: str, limit: int, show: bool) -> dict:
     """Read, check and length-filter a dataset before training: what is wrong with a row is said here, not after an hour.
 
-    -> {"rows": Dataset, "columns", "folder", "source", "keep": indices of the rows that fit, "dropped": how many do not}.
-    Every picture is decoded once; limit > 0 takes a fixed random subset first.
+    -> {"rows": Dataset, "columns", "folder", "source", "keep": indices of the rows that fit, "dropped": how many do not,
+    "probes": the first of them with each label of the recipe}. Every picture is decoded once; limit > 0 takes a fixed
+    random subset first.
     """
     from tqdm import tqdm
 
@@ -879,15 +915,17 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
         "plain_prompts": args.plain_prompts,
         "template_kwargs": parse_template_kwargs(args),
         "video_fps": args.video_fps,
+        "recipe": parse_recipe(args),
     }
     indices = np.arange(len(rows))
     if 0 < limit < len(rows):
         indices = np.sort(np.random.default_rng(0).permutation(len(rows))[:limit])
     special = adds_special_tokens(getattr(processor, "tokenizer", processor), {"plain": args.plain_prompts})
-    texts, image_sizes, lengths, sizes_by_path = [], [], {}, {}
+    texts, labels, image_sizes, lengths, sizes_by_path = [], {}, [], {}, {}
     for i in tqdm(indices.tolist(), desc=f"checking {source} ({split})", disable=not show, leave=False):
         row = get_row(data, i)
         texts.append(render_chat(processor, row))
+        labels[i] = row["label"] if row["label"] in data["recipe"] else "default"
         image_sizes.append([])
         for image in row["images"]:
             size = sizes_by_path.get(image) if isinstance(image, str) else None
@@ -916,7 +954,8 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
             f"(the shortest has {min(counted)} tokens)"
         )
     encode_prompts(model, processor, [get_row(data, keep[0])])  # the whole path once, pixels and positions included
-    return {**data, "keep": keep, "dropped": len(counted) - len(keep)}
+    probes = list({labels[i]: i for i in reversed(keep)}.values())
+    return {**data, "keep": keep, "dropped": len(counted) - len(keep), "probes": probes}
 
 
 def get_row(data: dict, index: int) -> dict:
@@ -989,33 +1028,40 @@ RULES = {
 @dataclass
 class Reward:
     name: str
-    weight: float
-    function: Callable  # of a rule or a user: keywords -> list; of a reward model: (rows, texts) -> list
+    weights: dict[str, float | None]  # by label, "default" for any other; None or no entry: such rows are not scored
+    function: Callable  # of a rule or a user: keywords -> list; of a reward model or server: (rows, texts, ...) -> list
     is_model: bool = False
+    is_remote: bool = False
     loop: asyncio.AbstractEventLoop | None = None  # where an `async def` function runs
 
 
 def load_rewards(args: Args, device: torch.device) -> list[Reward]:
-    """--rewards and --reward-weights -> sources. Functions of path.py:function follow TRL's protocol (see score_responses)."""
-    rewards, loop = [], asyncio.new_event_loop()
+    """--rewards or --reward-recipe -> sources. Functions of path.py:function follow TRL's protocol (see score_responses)."""
+    rewards, loop, recipe = [], asyncio.new_event_loop(), parse_recipe(args)
+    flag = f"--reward-recipe {args.reward_recipe}:" if args.reward_recipe else "--rewards"
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    for source, weight in zip(args.rewards, args.reward_weights, strict=True):
+    for source in dict.fromkeys(source for pairs in recipe.values() for source, _ in pairs):
+        weights = {label: dict(pairs).get(source) for label, pairs in recipe.items()}
         if source in RULES:
-            rewards.append(Reward(source, weight, partial(RULES[source], max_length=args.max_response_length)))
+            rewards.append(Reward(source, weights, partial(RULES[source], max_length=args.max_response_length)))
+        elif re.match(r"https?://", source):
+            function = remote_reward(source, args.reward_timeout)
+            rewards.append(Reward(metric_name(source), weights, function, is_remote=True, loop=loop))
         elif re.search(r"\.py(:\w*)?$", source):
             function = load_reward_fn(source)
             on_loop = loop if inspect.iscoroutinefunction(function) else None
-            rewards.append(Reward(source.rpartition(":")[2], weight, function, loop=on_loop))
+            rewards.append(Reward(source.rpartition(":")[2], weights, function, loop=on_loop))
         elif (Path(source) / "config.json").is_file():
             name = Path(source).resolve().name
-            rewards.append(Reward(name, weight, load_reward_model(args, source, device), is_model=True))
+            rewards.append(Reward(name, weights, load_reward_model(args, source, device), is_model=True))
         else:
             fail(
-                f"--rewards {source}: neither one of {', '.join(RULES)}, nor path.py:function, nor a reward model's folder"
+                f"{flag} {source}: neither one of {', '.join(RULES)}, nor path.py:function, nor a reward model's folder, "
+                "nor a URL"
             )
     names = [reward.name for reward in rewards]
     if len(set(names)) < len(names):
-        fail(f"--rewards {' '.join(args.rewards)}: two sources are called {max(names, key=names.count)!r}; rename one")
+        fail(f"{flag} {' '.join(names)}: two sources are called {max(names, key=names.count)!r}; rename one")
     return rewards
 
 
@@ -1118,6 +1164,121 @@ def classify(model, sequences: list[torch.Tensor], max_tokens: int, device) -> l
     return scores
 
 
+REMOTE_BATCH = 64  # responses in one request
+REMOTE_TRIES = 5
+REMOTE_LIMIT = 2**24  # bytes of an answer
+
+
+def metric_name(text: str) -> str:
+    """Letters, digits and underscores, of a URL without user and query: http://judge:8009/score -> judge_8009_score."""
+    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"^\w+://([^/]*@)?|\?.*", "", text.lower())).strip("_")
+
+
+def encode_picture(source: Any, row: dict) -> str:
+    """-> base64 of the picture's own file, or of a PNG where the dataset holds a decoded picture."""
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str):
+        path = Path(source).expanduser()
+        source = (path if path.is_absolute() or path.exists() else row["folder"] / path).read_bytes()
+    if not isinstance(source, bytes):
+        buffer = io.BytesIO()
+        load_image(source, row["folder"], row["where"]).save(buffer, "PNG")
+        source = buffer.getvalue()
+    return base64.b64encode(source).decode()
+
+
+def remote_reward(url: str, timeout: float) -> Callable:
+    """A reward server -> async (rows, texts, log_metric) -> one number or None per response.
+
+    The protocol stands in docs/rloo.md. What may pass (no connection, status 429 or 5xx, an answer that is no JSON) is
+    tried again, with longer and longer waits, within the time-out. Raises RuntimeError with one whole sentence.
+    """
+    import httpx
+
+    try:
+        parts = httpx.URL(url)
+        assert re.fullmatch(r"[\w.:-]+", parts.host) and (parts.port or 0) < 2**16
+    except (AssertionError, httpx.InvalidURL):
+        fail(f"--rewards {url} is no URL of a server; write it as http://host:port/path")
+    jitter = random.Random()
+
+    def stop(problem: str, tries: int) -> NoReturn:
+        times = "once" if tries == 1 else f"{tries} times"
+        raise RuntimeError(
+            f"--rewards {url}, asked {times}: {problem}; see to that server (checkpoints saved so far are intact: go on from "
+            "the newest with --resume)"
+        )
+
+    async def ask(client, body: bytes, deadline: float) -> tuple[dict, int]:
+        """-> the answer, and how often it was asked for."""
+        for tries in range(1, REMOTE_TRIES + 1):
+            status, answer = 0, bytearray()
+            try:
+                async with (
+                    asyncio.timeout(deadline - time.monotonic()),
+                    client.stream("POST", url, content=body) as response,
+                ):
+                    status = response.status_code
+                    async for chunk in response.aiter_bytes():
+                        answer += chunk
+                        if len(answer) > REMOTE_LIMIT:
+                            stop(f"the answer has more than {REMOTE_LIMIT} bytes", tries)
+                if status == 200:
+                    return json.loads(answer), tries
+                problem = f"status {status}, {' '.join(answer.decode(errors='replace').split())[:100]!r}"
+            except TimeoutError:
+                problem = f"no answer within --reward-timeout {timeout:g} seconds"
+            except (httpx.RequestError, ValueError) as error:
+                problem = f"no answer in JSON ({one_line(error)})" if status else one_line(error)
+            wait = min(8.0, 0.5 * 2 ** (tries - 1)) * jitter.uniform(0.5, 1.0)
+            may_pass = status in (0, 200, 429) or status >= 500
+            if not may_pass or tries == REMOTE_TRIES or time.monotonic() + wait > deadline:
+                stop(problem, tries)
+            logging.getLogger(SCRIPT).warning(f"reward server {url}: {problem}; asked again in {wait:.1f} s")
+            await asyncio.sleep(wait)
+
+    async def score(rows: list[dict], texts: list[str], log_metric: Callable) -> list[float | None]:
+        deadline, pictures, rewards = time.monotonic() + timeout, {}, []
+        for row in rows:  # the responses of a prompt share its row
+            if id(row) not in pictures:
+                pictures[id(row)] = [await asyncio.to_thread(encode_picture, image, row) for image in row["images"]]
+        asked = ["\n".join("".join(part.get("text", "") for part in m["content"]) for m in r["messages"]) for r in rows]
+        table = {
+            "prompts": asked,
+            "queries": [prompt + text for prompt, text in zip(asked, texts)],
+            "responses": texts,
+            "references": [row["answer"] for row in rows],
+            "labels": [row["label"] for row in rows],
+            "images": [pictures[id(row)] for row in rows],
+        }
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        limits = httpx.Timeout(None, connect=10)  # the rest is up to the deadline
+        async with httpx.AsyncClient(headers=headers, timeout=limits, follow_redirects=False) as client:
+            for start in range(0, len(rows), REMOTE_BATCH):
+                part = {key: values[start : start + REMOTE_BATCH] for key, values in table.items()}
+                body = await asyncio.to_thread(json.dumps, part, default=str)
+                answer, tries = await ask(client, body.encode(), deadline)
+                B, answer = len(part["responses"]), answer if isinstance(answer, dict) else {}
+                components = answer.get("components", {})
+                if not isinstance(components, dict):
+                    stop(f"its components are {str(components)[:80]}, not an object", tries)
+                for key, values in [("rewards", answer.get("rewards")), *components.items()]:
+                    if not isinstance(values, list) or len(values) != B:
+                        got = f"{len(values)} numbers" if isinstance(values, list) else "no list"
+                        stop(f"it gave {got} as {key!r} for {B} responses", tries)
+                    for x in values:
+                        if x is not None and not (type(x) in (int, float) and abs(x) <= sys.float_info.max):
+                            stop(f"it gave {str(x)[:80]!r} among {key!r}, not a finite number or null", tries)
+                rewards += answer["rewards"]
+                for key, values in components.items():
+                    for x in (x for x in values if x is not None):
+                        log_metric(f"reward/{metric_name(url)}_{metric_name(key)}", x)
+        return rewards
+
+    return score
+
+
 def start_call(reward: Reward, keywords: dict, device: torch.device) -> concurrent.futures.Future:
     """Call a reward function beside this thread, so that one that hangs can be left behind."""
     if reward.loop is not None:
@@ -1151,46 +1312,60 @@ def score_responses(
     one assistant message), completion_ids, answer, every column of the dataset, trainer_state (global_step, max_steps),
     log_metric(name, number) and log_extra(column, values). It returns B values, each a number, None (not applicable) or a
     dict of named components. `async def` functions run side by side, the others in order. Protocol: huggingface/trl@f2cd577.
+    With a recipe a source sees the responses alone whose label has a weight for it; if there is none, it is not called.
     """
-    B, logged = len(texts), {"metrics": {}, "extra": {}}
+    B, logged, extras = len(texts), {"metrics": {}, "extra": {}}, []
     chats = [not isinstance(row["prompt"], str) for row in rows]
-    keywords = {
+    log_metric = lambda name, value: logged["metrics"].setdefault(name, []).append(float(value))  # noqa: E731
+    by_row = {
         **{name: [row["columns"].get(name) for row in rows] for name in rows[0]["columns"]},
         "answer": [row["answer"] for row in rows],
         "prompts": [row["prompt"] for row in rows],
         "completions": [[{"role": "assistant", "content": t}] if chat else t for t, chat in zip(texts, chats)],
         "completion_ids": completion_ids,
-        "trainer_state": trainer_state,
-        "log_metric": lambda name, value: logged["metrics"].setdefault(name, []).append(float(value)),
-        "log_extra": lambda column, values: logged["extra"].update({column: list(values)}),
     }
-    results, calls, deadlines = {}, {}, {}
+    results, calls, deadlines, row_weights, members = {}, {}, {}, {}, {}
     for reward in sorted(rewards, key=lambda r: r.loop is None):  # asynchronous ones first: they run while others do
-        if reward.is_model:
-            results[reward.name] = reward.function(rows, texts)
+        own_weights = [reward.weights.get(row["label"], reward.weights.get("default")) for row in rows]
+        own = [b for b, weight in enumerate(own_weights) if weight is not None]
+        row_weights[reward.name], members[reward.name] = own_weights, own
+        inputs = {"rows": [rows[b] for b in own], "texts": [texts[b] for b in own]}
+        if not own or reward.is_model:
+            results[reward.name] = reward.function(**inputs) if own else []
             continue
+        if not reward.is_remote:
+            inputs = {name: [values[b] for b in own] for name, values in by_row.items()}
+            inputs["trainer_state"] = trainer_state
+            inputs["log_extra"] = lambda column, values, own=own: extras.append((own, column, list(values)))
+        keywords = {**inputs, "log_metric": log_metric}
         calls[reward.name], deadlines[reward.name] = start_call(reward, keywords, device), time.monotonic() + timeout
         if reward.loop is None and not concurrent.futures.wait([calls[reward.name]], timeout).done:
             break
+    remote = {reward.name for reward in rewards if reward.is_remote}  # they keep the time themselves, and say more
     for name, call in calls.items():
         try:
-            results[name] = call.result(max(0.0, deadlines[name] - time.monotonic()))
+            results[name] = call.result(max(0.0, deadlines[name] - time.monotonic()) + 5 * (name in remote))
         except Exception as error:
             if not call.done():
                 fail(f"reward function {name} gave no answer within --reward-timeout {timeout:g} seconds")
-            fail(f"reward function {name} raised {one_line(error)}")
-    for column, values in logged["extra"].items():
-        if len(values) != B:
+            said = isinstance(error, RuntimeError) and name in remote
+            fail(str(error) if said else f"reward function {name} raised {one_line(error)}")
+    for own, column, values in extras:
+        if len(values) != len(own):
             fail(
-                f"a reward function gave log_extra {len(values)} values of {column!r} for {B} responses; give one each"
+                f"a reward function gave log_extra {len(values)} values of {column!r} for {len(own)} responses; "
+                "give one each"
             )
+        whole = logged["extra"].setdefault(column, [None] * B)
+        for b, value in zip(own, values):
+            whole[b] = value
     components, weights, owners = {}, {}, {}
     for reward in rewards:
-        values, name = results[reward.name], reward.name
-        if not hasattr(values, "__len__") or len(values) != B:
+        values, name, own = results[reward.name], reward.name, members[reward.name]
+        if not hasattr(values, "__len__") or len(values) != len(own):
             got = f"{len(values)} values" if hasattr(values, "__len__") else type(values).__name__
-            fail(f"reward function {name} returned {got} for {B} responses; return one value per response")
-        for b, value in enumerate(values):
+            fail(f"reward function {name} returned {got} for {len(own)} responses; return one value per response")
+        for b, value in zip(own, values):
             for key, x in (value if isinstance(value, dict) else {name: value}).items():
                 try:
                     number = math.nan if x is None else float(x)
@@ -1201,7 +1376,7 @@ def score_responses(
                 if owners.setdefault(key, name) != name:
                     fail(f"reward function {name} returns a component {key!r}, and so does {owners[key]}; rename it")
                 components.setdefault(key, np.full(B, np.nan))[b] = number
-                weights[key] = reward.weight
+                weights.setdefault(key, np.zeros(B))[b] = row_weights[name][b]
     components = components or {reward.name: np.full(B, np.nan) for reward in rewards}  # empty dicts only
     stacked = np.stack([weights.get(key, 0.0) * values for key, values in components.items()])  # (components, B)
     scores = np.where(np.isnan(stacked).all(0), np.nan, np.nansum(stacked, axis=0))
@@ -2401,7 +2576,8 @@ def evaluate(
     if np.isfinite(best).any():
         metrics["eval/best_score"] = float(best[np.isfinite(best)].mean())
     if "accuracy" in tables:
-        metrics["eval/pass_at_k"] = float((tables["accuracy"] == 1).any(1).mean())
+        judged = ~np.isnan(tables["accuracy"]).all(1)  # with a recipe not every prompt is
+        metrics["eval/pass_at_k"] = float((tables["accuracy"][judged] == 1).any(1).mean())
     return {**metrics, "eval/num_samples": len(records)}, samples
 
 
@@ -2676,11 +2852,11 @@ def main(args: Args) -> dict[str, float]:
             args, model, processor, eval_source, args.eval_dataset_split, args.eval_samples, main_rank
         )
 
-    # Reward functions once on two empty responses: one that raises is found before the engines start and the run has a folder.
+    # Rewards once on two empty responses per label: one that fails is found before the engines start and the run has a folder.
     state = SimpleNamespace(global_step=0, max_steps=args.total_steps, max_response_length=args.max_response_length)
-    score_responses(
-        sources, [get_row(data, data["keep"][0])] * 2, ["", ""], [end_ids[:1]] * 2, state, args.reward_timeout, device
-    )
+    probes = [row for index in data["probes"] for row in [get_row(data, index)] * 2]
+    B = len(probes)
+    score_responses(sources, probes, [""] * B, [end_ids[:1]] * B, state, args.reward_timeout, device)
 
     disable_dropout(model)
     shared = enable_packing(model)

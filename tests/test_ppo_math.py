@@ -274,10 +274,10 @@ threading.Thread(target=LOOP.run_forever, daemon=True).start()
 
 def score(functions, texts, prompt: str | list = "<answer>a</answer>", timeout=5.0):
     """-> scores, components, what functions logged. functions: (name, weight, function)."""
-    row = {"prompt": prompt, "answer": "a", "columns": {"level": 3}}
+    row = {"prompt": prompt, "answer": "a", "label": None, "columns": {"level": 3}}
     state = SimpleNamespace(global_step=4, max_steps=9)
     loops = [LOOP if inspect.iscoroutinefunction(function) else None for _, _, function in functions]
-    sources = [ppo_vl.Reward(*source, loop=loop) for source, loop in zip(functions, loops)]
+    sources = [ppo_vl.Reward(n, {"default": w}, f, loop=loop) for (n, w, f), loop in zip(functions, loops)]
     B = len(texts)
     return ppo_vl.score_responses(sources, [row] * B, texts, [[1]] * B, state, timeout, torch.device("cpu"))
 

@@ -119,7 +119,7 @@ CASES = {
     "too few weights": (["--reward-weights has 1", "--rewards has 2"], lambda t, m: rewards("accuracy", "format", weights=1)),
     "too many weights": (["--reward-weights has 3", "--rewards has 2"], lambda t, m: rewards("accuracy", "format", weights=3)),
     "unknown source": (["nonsense", "accuracy", "path.py:function"], lambda t, m: rewards("nonsense")),
-    "the same source twice": (["'length'", "rename"], lambda t, m: rewards("length", "length")),
+    "the same source twice": (["'length'", "once"], lambda t, m: rewards("length", "length")),
     "a function named like a rule": (["'length'"], lambda t, m: functions(t, ONE.format(name="length", more=", **c"), "length") | {"rewards": [f"{t}/r.py:length", "length"], "reward_weights": [1, 1]}),
     "function without **kwargs": (["score", "**kwargs"], lambda t, m: functions(t, ONE.format(name="score", more=""), "score")),
     "async function without **kwargs": (["score", "**kwargs"], lambda t, m: functions(t, "async " + ONE.format(name="score", more=", answer"), "score")),
