@@ -24,9 +24,8 @@ eighths = st.integers(-80, 80).map(lambda k: k / 8)  # exact in fp32, and so are
 finite = st.floats(-10, 10, allow_subnormal=False)
 # [(score, group), ...] in any order, some groups of one, some ids without a response
 scored = st.lists(st.tuples(eighths, st.integers(0, 5)), min_size=1, max_size=24)
-masks = st.integers(1, 5).flatmap(
-    lambda R: st.lists(st.lists(st.booleans(), min_size=R, max_size=R), min_size=1, max_size=5)
-)
+masks = st.integers(1, 5).flatmap(lambda R: st.lists(st.tuples(*[st.booleans()] * R), min_size=1, max_size=5))
+row_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 seeds = st.integers(0, 10**6)
 
 
@@ -195,23 +194,7 @@ def slow_gae(rewards, values, gamma: float, gae_lambda: float) -> list[float]:
     return [sum((gamma * gae_lambda) ** (s - t) * delta[s] for s in range(t, T)) for t in range(T)]
 
 
-@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=5), seed=seeds, coef=st.floats(0, 1))
-@quick
-def test_token_rewards_of_ragged_rows(lengths, seed, coef):
-    mask = ragged(lengths)
-    kl, scores = noise(*mask.shape, seed=seed).float(), noise(len(lengths), seed=seed + 1).float()
-    out = ppo_vl.compute_token_rewards(scores, kl, mask, coef)
-    for b, t in itertools.product(*map(range, mask.shape)):
-        expected = -coef * kl[b, t].item() + (scores[b].item() if t == lengths[b] - 1 else 0)
-        assert out[b, t].item() == pytest.approx(expected if t < lengths[b] else 0.0, abs=1e-5)
-
-
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
-    seed=seeds,
-    gamma=st.floats(0, 1),
-    gae_lambda=st.floats(0, 1),
-)
+@given(lengths=row_lengths, seed=seeds, gamma=st.floats(0, 1), gae_lambda=st.floats(0, 1))
 @quick
 def test_gae_is_its_sum_on_every_row(lengths, seed, gamma, gae_lambda):
     mask = ragged(lengths)  # beyond it: numbers that no row may see
@@ -311,14 +294,9 @@ def test_policy_losses_are_the_formulas_anywhere(kind, tokens, c):
 BY_HAND = {
     "clip": [(1.25, 1, -1.25, -1.25), (1.4, 1, -1.28, 0), (0.75, -1, 0.8, 0), (0.75, 1, -0.75, -0.75), (5, -2, 10, 10)],
     "dual_clip": [(1.4, 1, -1.28, 0), (5, -2, 6, 0), (2.9, -2, 5.8, 5.8), (5, 2, -2.56, 0), (0.75, -1, 0.8, 0)],
-    "cpg": [
-        (1.25, 2, -2 * math.log(1.25), -2),
-        (1.4, 2, -2 * math.log(1.28), 0),  # beyond the upper bound: no gradient
-        (0.5, 2, -2 * math.log(0.5), -2),  # beyond the lower one, on the wrong side: the full one
-        (0.5, -2, 2 * math.log(0.8), 0),
-        (1.4, -2, 2 * math.log(1.4), 2),
-        (5.0, 0, 0, 0),
-    ],
+    # beyond a bound on the right side the gradient ends, on the wrong one it stays
+    "cpg": [(1.25, 2, -0.446287, -2), (1.4, 2, -0.493720, 0), (0.5, 2, 1.386294, -2), (5, 0, 0, 0)]
+    + [(0.5, -2, -0.446287, 0), (1.4, -2, 0.672944, 2)],  # 2 log of 1.25, 1.28, 1 / 0.5, 0.8, 1.4
     "gspo": [(1.25, 1, -1.25, -1.25), (1.4, 1, -1.28, 0), (0.75, -1, 0.8, 0), (5, -2, 10, 10)],
 }
 
@@ -328,17 +306,13 @@ def test_policy_losses_by_hand(kind, case):
     ratio, A, loss, gradient = case
     zero = torch.zeros(1, dtype=torch.float64)
     losses, _, grad = loss_and_grad(kind, zero + math.log(ratio), zero, zero + A)
-    assert losses.item() == pytest.approx(loss) and grad.item() == pytest.approx(gradient)
+    assert losses.item() == pytest.approx(loss, abs=1e-6) and grad.item() == pytest.approx(gradient)
 
 
-@given(
-    owners=st.lists(st.sampled_from([0, 2, 3, 7]), min_size=1, max_size=16),  # interleaved, with gaps
-    seed=seeds,
-    c=st.sampled_from([0.05, 0.2, 0.4]),
-)
+@given(owners=st.lists(st.sampled_from([0, 2, 3, 7]), min_size=1, max_size=16), seed=seeds, c=st.floats(0.05, 0.4))
 @quick
 def test_gspo_with_sequence_means_is_the_formula_of_whole_responses(owners, seed, c):
-    """J = mean_i min(s_i A_i, clip(s_i) A_i), s_i = exp(mean_t logratio): eq. (5) and (7), values and gradients."""
+    """J = mean_i min(s_i A_i, clip(s_i) A_i), s_i = exp(mean_t logratio): eq. (5) and (7). Owners interleave and have gaps."""
     owner, old, delta = tensor(owners), noise(len(owners), seed=seed), noise(len(owners), seed=seed + 1, scale=0.5)
     A = noise(8, seed=seed + 2)[owner]  # one advantage per response
     order = sorted(set(owners))
@@ -397,9 +371,6 @@ def test_huge_ratios_stay_finite(kind):
     assert all(x.isfinite().all() for x in (losses, grad, *metrics.values()))
     assert metrics["policy/ratio"][0] > 1e8 and metrics["policy/approx_kl"][0] > 1e8
     assert grad[0] == 0 and grad[3] == 0  # clipped
-    together, _, grad = loss_and_grad(kind, delta[:2], torch.zeros(2), A[:2], torch.zeros(2, dtype=torch.long))
-    if kind == "gspo":  # their mean is 0
-        assert together.tolist() == [-1, -1] and grad.tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize("kind", LOSSES)
