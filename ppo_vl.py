@@ -1842,7 +1842,7 @@ def compute_policy_loss(
         zeros = logratio.new_zeros(int(owner.max()) + 1)
         count = zeros.index_add(0, owner, torch.ones_like(logratio)).clamp(min=1)
         mean = (zeros.index_add(0, owner, logratio.detach()) / count)[owner]
-        logratio = mean + logratio - logratio.detach()  # the value of the mean, the gradient of the token
+        logratio = mean + (logratio - logratio.detach())  # the value of the mean, the gradient of the token
     ratio = logratio.clamp(-20, 20).exp()  # fp32 ends at e^88
     low, high = (ratio < 1 - clip_coef) & (A < 0), (ratio > 1 + clip_coef_high) & (A > 0)
     if policy_loss == "cpg":
@@ -1855,7 +1855,7 @@ def compute_policy_loss(
         low, loss = low | floored, torch.where(floored, -A * dual_clip, loss)
     metrics = {
         "policy/ratio": ratio.detach(),
-        "policy/approx_kl": (torch.expm1(token_logratio) - token_logratio).detach(),
+        "policy/approx_kl": (torch.expm1(token_logratio.clamp(max=20)) - token_logratio).detach(),
         "policy/clipfrac_low": low.float(),
         "policy/clipfrac_high": high.float(),
     }
