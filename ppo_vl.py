@@ -2075,6 +2075,9 @@ class HFSampler:
         model = self.rollout_model or self.model
         return generate(model, samples, num_samples, self.args, self.end_ids, temperature, generator)
 
+    def close(self) -> None:
+        pass
+
 
 class VllmSampler:
     """--rollout vllm: an engine in this process, or one per group of --vllm-tensor-parallel-size consecutive ranks.
@@ -2188,6 +2191,9 @@ class VllmSampler:
     def sleep(self) -> None:
         if self.device.type == "cuda":
             self.llm.sleep(level=2)  # the next sync brings the weights
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()  # it takes torch's process groups with it
 
 
 class ServerSampler:
@@ -2334,9 +2340,12 @@ class ServerSampler:
             parts.append((torch.tensor(ids), torch.tensor(own), choice["finish_reason"] == "length"))
         return parts
 
-    def image_part(self, source: Any, row: dict) -> dict:
-        import base64
+    def close(self) -> None:
+        self.client.close()
+        if self.rank == 0 and self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
+    def image_part(self, source: Any, row: dict) -> dict:
         buffer = io.BytesIO()
         load_image(source, row["folder"], row["where"]).save(buffer, "PNG")
         data = base64.b64encode(buffer.getvalue()).decode()
@@ -3556,7 +3565,9 @@ def main(args: Args) -> dict[str, float]:
             flush=True,
         )
     barrier(world_size)
-    dist.destroy_process_group()
+    sampler.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return metrics
 
 
