@@ -1,4 +1,4 @@
-"""Options of ppo_vl on tiny models, through its command line: estimators, losses, KL, critics, PTX, EMA, freezing, LoRA, batches."""
+"""Options of ppo_vl on tiny models, by its command line: losses, KL, critics, PTX, EMA, freezing, LoRA, batches, rewards."""
 # ruff: noqa: F401, F811  fixtures
 
 import inspect
@@ -297,3 +297,323 @@ def test_critic_from_a_text_classifier_takes_its_head(caught, text, tiny_text_mo
 
 def test_critic_with_another_tokenizer_is_refused(stops, vlm, tiny_text_model):
     stops("--critic-model", "tokenizer", **vlm, critic_model=tiny_text_model)
+
+
+# --- 5. supervised rows beside ---------------------------------------------------------------------------------------
+
+
+def ptx_rows(vqa_rows: list[dict]) -> list[dict]:
+    """Every way to write a supervised row, with and without pictures; columns that a row does not have are null."""
+    a, b = vqa_rows[0]["image"], vqa_rows[1]["image"]
+
+    def turn(role: str, text: str) -> dict:
+        return {"role": role, "content": text}
+
+    later = [
+        turn("user", "hello"),
+        turn("assistant", "hi"),
+        turn("user", "<image> and this?"),
+        turn("assistant", "red"),
+    ]
+    twice = [
+        turn("user", "<image> what?"),
+        turn("assistant", "one"),
+        turn("user", "<image> now?"),
+        turn("assistant", "two"),
+    ]
+    system = [turn("system", "be brief"), turn("user", "is grass green?"), turn("assistant", "yes it is")]
+    rows = [
+        {"prompt": "what shape is it?", "response": "a circle", "image": [a]},
+        {"prompt": "is the sky blue?", "response": "yes"},
+        {"messages": later, "image": [b]},
+        {"messages": twice, "image": [a, b]},
+        {"messages": system},
+        {"prompt": "which of <image> and <image>?", "response": "the second", "image": [a, b]},
+    ]
+    return [{"prompt": None, "response": None, "messages": None, "image": [], **row} for row in rows]
+
+
+PTX_ANSWERS = ["a circle", "yes", "hi", "red", "one", "two", "yes it is", "the second"]
+PTX_PICTURES = [1, 0, 0, 1, 1, 2, 0, 2]  # that stand before the answer
+
+
+@pytest.fixture
+def ptx(vqa_rows, tmp_path) -> dict:
+    return {
+        "ptx_dataset": write_jsonl(tmp_path / "ptx.jsonl", ptx_rows(vqa_rows)),
+        "ptx_batch_size": 8,
+        "ptx_coef": 0.7,
+    }
+
+
+def test_ptx_learns_the_answers_with_one_end_token_and_nothing_else(caught, vlm, ptx, tiny):
+    data = caught("update", **vlm, advantage="rloo", **ptx)["ptx"]
+    tokenizer = ppo_vl.load_processor(tiny).tokenizer
+    encoded = [data.encode(item) for item in data.items]
+    texts = [tokenizer.decode(response) for _, response in encoded]
+    assert texts == [f"{answer}{tokenizer.eos_token}" for answer in PTX_ANSWERS]
+    assert [len(sample["images"]) for sample, _ in encoded] == PTX_PICTURES
+    prompts = [tokenizer.decode(sample["prompt_ids"]) for sample, _ in encoded]
+    assert "hi<" in prompts[3] and "hello" in prompts[3] and "be brief" in prompts[6]
+    assert all(prompt.endswith("assistant\n") for prompt in prompts)
+
+
+def test_ptx_of_a_template_without_end_token_adds_one(caught, text, tmp_path, tiny_text_model):
+    shutil.copytree(tiny_text_model, tmp_path / "model")
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    (tmp_path / "model/chat_template.jinja").write_text(template)
+    chat = [("user", "2 + 2?"), ("assistant", "4"), ("user", "and 3 + 3?"), ("assistant", "6")]
+    rows = [{"messages": [{"role": role, "content": content} for role, content in chat]}]
+    flags = {**text, "model": tmp_path / "model", "ptx_dataset": write_jsonl(tmp_path / "ptx.jsonl", rows)}
+    data = caught("update", **flags, advantage="rloo")["ptx"]
+    encoded, decode = [data.encode(item) for item in data.items], data.processor.decode
+    assert [decode(response) for _, response in encoded] == ["4\n<|end|>", "6\n<|end|>"]
+    assert decode(encoded[1][0]["prompt_ids"]) == "user: 2 + 2?\nassistant: 4\nuser: and 3 + 3?\nassistant: "
+
+
+def test_gradient_with_ptx_is_the_sum_of_both_parts(caught, vlm, ptx, vqa_rows, plain_model, monkeypatch):
+    call = caught("update", **vlm, advantage="rloo", **ptx, **ONE_STEP)
+    both, _ = gradients_of_update(monkeypatch, call)
+    alone, _ = gradients_of_update(monkeypatch, call, ptx=None)
+    model, processor = plain_model
+    total, count = 0.0, 0
+    for row in ptx_rows(vqa_rows):
+        chat = row["messages"]
+        if chat is None:
+            prompt = row["prompt"] if "<image>" in row["prompt"] else "<image>" * len(row["image"]) + row["prompt"]
+            chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": row["response"]}]
+        for k, message in enumerate(chat):
+            if message["role"] != "assistant":
+                continue
+            inputs, length = ptx_inputs(processor, chat[: k + 1], row["image"])
+            logits = model(**inputs).logits[0].float()
+            logits[:, media_token_ids(model.config)] = float("-inf")
+            logp = logits.log_softmax(-1)[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
+            total, count = total - logp[-length:].sum(), count + length
+    (total / count).backward()
+    expected = {f"model.{name}": 0.7 * p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_same_gradients({name: both[name] - alone[name] for name in both}, expected, tolerance=1e-3)
+    assert both.keys() == alone.keys() and torch.stack([g.norm() for g in alone.values()]).norm() > 1e-3
+
+
+def ptx_inputs(processor, chat: list[dict], images: list[str]) -> tuple[dict, int]:
+    """What a user of transformers feeds the model with to learn the last turn, and the tokens of that turn."""
+    from PIL import Image
+
+    messages = []
+    for message in chat:
+        pieces = [piece for piece in re.split("(<image>)", message["content"]) if piece]
+        parts = [{"type": "image"} if x == "<image>" else {"type": "text", "text": x} for x in pieces]
+        messages.append({"role": message["role"], "content": parts})
+    used = sum(message["content"].count("<image>") for message in chat)
+    start = processor.apply_chat_template(messages[:-1], add_generation_prompt=True)
+    pictures = [Image.open(path).convert("RGB") for path in images[:used]] or None
+    inputs = processor(text=[start], images=pictures, return_tensors="pt")
+    answer = processor.tokenizer(chat[-1]["content"] + processor.tokenizer.eos_token, return_tensors="pt")["input_ids"]
+    whole = dict(inputs) | {"input_ids": torch.cat([inputs["input_ids"], answer], dim=1)}
+    whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+    if "mm_token_type_ids" in whole:
+        types = torch.as_tensor(whole["mm_token_type_ids"])
+        whole["mm_token_type_ids"] = torch.nn.functional.pad(types, (0, answer.shape[1]))
+    return whole, answer.shape[1]
+
+
+def test_ptx_rows_are_shuffled_anew_in_every_epoch(run, vlm, unsaved, ptx, monkeypatch):
+    seen, encode, packs = [], ppo_vl.PtxData.encode, ppo_vl.PtxData.packs
+
+    def spy(self, number, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(ppo_vl.PtxData, "encode", lambda self, item: seen.append(item) or encode(self, item))
+            return packs(self, number, *args)
+
+    monkeypatch.setattr(ppo_vl.PtxData, "packs", spy)
+    steps = steps_of(
+        run(**vlm, advantage="rloo", **{**ptx, "ptx_batch_size": 4})
+    )  # 8 optimizer steps: 4 epochs of 8 turns
+    epochs = [tuple(seen[k : k + 8]) for k in range(0, len(seen), 8)]
+    assert len(epochs) == 4 and len(set(epochs)) == 4
+    assert all(sorted(epoch) == sorted(epochs[0]) and len(set(epoch)) == 8 for epoch in epochs)
+    assert all(m["loss/ptx"] > 0 for m in steps)
+
+
+def test_ptx_turns_that_are_too_long_are_dropped_and_counted(run, text, unsaved, tmp_path, capsys):
+    rows = [{"prompt": "a", "response": "b" * n} for n in (5, 900, 2000)]
+    run(**text, advantage="rloo", total_steps=1, ptx_dataset=write_jsonl(tmp_path / "ptx.jsonl", rows))
+    assert "2 supervised turns (1 too long)" in capsys.readouterr().out
+
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+BAD_PTX = {
+    "no assistant turn": (["row 1", "assistant"], [{"messages": CHAT}, {"messages": CHAT[:1]}]),
+    "assistant first": (["row 0", "assistant"], [{"messages": CHAT[1:]}]),
+    "no response": (["row 1", "assistant"], [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}]),
+    "picture is missing": (["row 0", "nope.png"], [{"prompt": "a", "response": "b", "image": "nope.png"}]),
+    "picture without a place": (["row 0", "placeholder"], [{"prompt": "<image> a", "response": "b"}]),
+    "no column": (["ptx.jsonl", "messages", "text"], [{"text": "a"}]),
+    "nothing": (["ptx.jsonl"], []),
+    "special token": (["row 0", "<|im_end|>"], [{"prompt": "a", "response": "b<|im_end|>"}]),
+    "all too long": (["--ptx-dataset", "short"], [{"prompt": "a", "response": "b " * 3000}]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PTX)
+def test_bad_ptx_rows_are_refused(name, stops, vlm, tmp_path):
+    words, rows = BAD_PTX[name]
+    stops(*words, **vlm, ptx_dataset=write_jsonl(tmp_path / "ptx.jsonl", rows))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_empty_ptx_dataset_is_refused(stops, vlm, tmp_path):
+    (tmp_path / "ptx.csv").write_text("prompt,response\n")
+    stops("ptx.csv", "empty", **vlm, ptx_dataset=tmp_path / "ptx.csv")
+
+
+# --- 6. EMA ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ema_weights(monkeypatch):
+    """Weights (i -> tensor) at the start and after every update of the averages of the runs to come, and their names."""
+    history, init, update = [], ppo_vl.Ema.__init__, ppo_vl.Ema.update
+
+    def first(self, module, *args):
+        init(self, module, *args)
+        names = [name for name, p in module.named_parameters() if p.requires_grad]
+        history[:] = [names, {i: average.clone() for i, average in self.average.items()}]
+
+    def after(self):
+        history.append({i: p.detach().float().cpu().clone() for i, p in self.each()})
+        update(self)
+
+    monkeypatch.setattr(ppo_vl.Ema, "__init__", first)
+    monkeypatch.setattr(ppo_vl.Ema, "update", after)
+    return history
+
+
+def closed_form(history: list, beta: float) -> dict[str, torch.Tensor]:
+    """beta^N w_0 + (1 - beta) sum_n beta^(N - n) w_n"""
+    names, start, *later = history
+    N = len(later)
+    return {
+        name.removeprefix("model."): beta**N * start[i]
+        + (1 - beta) * sum(beta ** (N - n) * w[i] for n, w in enumerate(later, 1))
+        for i, name in enumerate(names)
+    }
+
+
+def assert_close_weights(weights: dict, expected: dict, tolerance=1e-6):
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name].float(), tensor, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_average_is_the_closed_form_of_the_weights(zero_stage, run, any_reward, ema_weights, monkeypatch):
+    from transformers import AutoModelForImageTextToText
+
+    applied, inside = ppo_vl.Ema.applied, []
+
+    class Watched:
+        """Ema.applied: the weights while it holds, and before and after."""
+
+        def __init__(self, ema):
+            self.ema, self.context = ema, applied(ema)
+
+        def now(self):
+            return {i: p.detach().clone() for i, p in self.ema.each()}
+
+        def __enter__(self):
+            self.before = self.now()
+            self.context.__enter__()
+            assert all(torch.equal(p, self.ema.average[i]) for i, p in self.now().items())
+            inside.append(not same_weights(self.now(), self.before))
+
+        def __exit__(self, *error):
+            self.context.__exit__(*error)
+            assert same_weights(self.now(), self.before)
+
+    monkeypatch.setattr(ppo_vl.Ema, "applied", lambda self: Watched(self))
+    flags = {
+        **any_reward,
+        **FAST,
+        "advantage": "rloo",
+        "ema_beta": 0.8,
+        "eval_ema": True,
+        "eval_samples": 4,
+        "kl_coef": 0,
+    }
+    folder = run(**flags, zero_stage=zero_stage)
+    assert len(ema_weights) == 2 + 8 and inside == [False, True, True], "evaluation before and after, and the export"
+    expected = closed_form(ema_weights, 0.8)
+    saved, plain = (
+        dict(AutoModelForImageTextToText.from_pretrained(f, dtype=torch.float32).named_parameters())
+        for f in (folder / "checkpoint-2/ema", folder / "checkpoint-2")
+    )
+    assert_close_weights(saved, expected)
+    last = {name.removeprefix("model."): ema_weights[-1][i] for i, name in enumerate(ema_weights[0])}
+    assert_close_weights(plain, last, tolerance=0)
+    assert any((saved[name] - plain[name]).abs().max() > 1e-3 for name in plain)
+    before, *_, end = read_metrics(folder)
+    for metrics in (before, end):
+        names = {name for name in metrics if name.startswith("eval/") and not name.startswith("eval/ema_")}
+        assert {name.replace("eval/", "eval/ema_") for name in names} <= metrics.keys()
+    assert before["eval/ema_greedy_score"] == before["eval/greedy_score"]
+
+
+def test_average_goes_on_after_a_resume(run, text):
+    flags = {**text, **FAST, "advantage": "rloo", "ema_beta": 0.9, "save_steps": 1, "kl_coef": 0}
+    folder = run(**flags)
+    whole = {name: load_file(folder / f"checkpoint-2/{name}/model.safetensors") for name in ("ema", ".")}
+    shutil.rmtree(folder / "checkpoint-2")
+    run(**flags, resume=folder / "checkpoint-1")
+    for name, expected in whole.items():
+        assert same_weights(load_file(folder / f"checkpoint-2/{name}/model.safetensors"), expected)
+    assert not same_weights(whole["ema"], whole["."])
+
+
+def test_average_of_adapters_is_exported_merged(run, text, ema_weights):
+    folder = run(**text, **FAST, advantage="rloo", ema_beta=0.5, lora_rank=4, kl_coef=0)
+    assert all("lora_" in name for name in ema_weights[0])
+    average = closed_form(ema_weights, 0.5)
+    saved, start = (load_file(f / "model.safetensors") for f in (folder / "checkpoint-2/ema", Path(text["model"])))
+    changed = {name for name in start if not torch.equal(start[name], saved[name])}
+    assert changed == {name.replace("lora_A.default.weight", "weight") for name in average if "lora_A" in name}
+    for name in changed:
+        A, B = (average[name.replace("weight", f"lora_{side}.default.weight")] for side in "AB")
+        torch.testing.assert_close(saved[name], start[name] + 32 / 4 * B @ A, atol=1e-5, rtol=1e-5)
+
+
+# Replays rank 0's responses of an earlier run, and keeps what Ema.update sees.
+EMA_SCRIPT = """
+import sys, os, torch
+sys.path.insert(0, {root!r})
+import ppo_vl
+records, gather = {folder!r} + "/records.pt", ppo_vl.gather_records
+
+def replay(own, world_size):
+    if not os.path.exists(records):
+        torch.save(gather(own, world_size), records)
+    return torch.load(records, weights_only=False)
+
+ppo_vl.gather_records = replay
+ppo_vl.main(ppo_vl.parse_args(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_one_and_two_ranks_have_the_same_average(argv, text, tmp_path):
+    (tmp_path / "script.py").write_text(EMA_SCRIPT.format(root=str(ROOT), folder=str(tmp_path)))
+    flags = {**text, **FAST, "adam_beta2": 0.9, "advantage": "rloo", "ema_beta": 0.5, "kl_coef": 0, "total_steps": 1}
+    saved = {}
+    for ranks, stage in ((1, 0), (2, 0), (2, 2), (2, 3)):
+        name = f"ranks{ranks}zero{stage}"
+        torchrun(ranks, tmp_path / "script.py", *argv(**flags, zero_stage=stage, run_name=name))
+        saved[name] = [load_file(tmp_path / f"runs/{name}/checkpoint-1/{x}/model.safetensors") for x in ("ema", ".")]
+    start = load_file(Path(text["model"]) / "model.safetensors")
+    for name in list(saved)[1:]:
+        for one, two in zip(saved["ranks1zero0"], saved[name], strict=True):
+            moved = math.sqrt(sum(float((one[n] - start[n]).square().sum()) for n in start))
+            apart = math.sqrt(sum(float((one[n] - two[n]).square().sum()) for n in start))
+            assert apart < 0.02 * moved, (
+                f"{name}: {apart / moved}"
+            )  # Adam makes much of gradients that are rounding alone
