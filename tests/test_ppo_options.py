@@ -464,9 +464,9 @@ def test_bad_ptx_rows_are_refused(name, stops, vlm, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_empty_ptx_dataset_is_refused(stops, vlm, tmp_path):
+def test_ptx_dataset_without_rows_is_refused(stops, vlm, tmp_path):
     (tmp_path / "ptx.csv").write_text("prompt,response\n")
-    stops("ptx.csv", "empty", **vlm, ptx_dataset=tmp_path / "ptx.csv")
+    stops("ptx.csv", "no data", **vlm, ptx_dataset=tmp_path / "ptx.csv")
 
 
 # --- 6. EMA ----------------------------------------------------------------------------------------------------------
@@ -617,3 +617,282 @@ def test_one_and_two_ranks_have_the_same_average(argv, text, tmp_path):
             assert apart < 0.02 * moved, (
                 f"{name}: {apart / moved}"
             )  # Adam makes much of gradients that are rounding alone
+
+
+# --- 7. frozen parts -------------------------------------------------------------------------------------------------
+
+
+def part_of(name: str) -> str:
+    """Of a parameter of the tiny vision-language model."""
+    return "text" if "visual" not in name else "projector" if "merger" in name else "vision"
+
+
+FROZEN = {
+    "freeze_vision": (True, lambda name: part_of(name) == "vision"),
+    "freeze_projector": (True, lambda name: part_of(name) == "projector"),
+    "freeze_text": (True, lambda name: part_of(name) == "text"),
+    "freeze": (r"layers\.[01]\.|embed", lambda name: re.search(r"layers\.[01]\.|embed", name) is not None),
+}
+
+
+@pytest.mark.parametrize("flag", FROZEN)
+def test_frozen_parts_stay_and_the_others_move(flag, run, vlm, unsaved, seen_updates, value_head_is_random):
+    value, is_frozen = FROZEN[flag]
+    run(**vlm, **FAST, critic_learning_rate=1e-3, **{flag: value})
+    for engine in ("actor", "critic") if flag != "freeze" else ("actor",):  # --freeze names parameters of the actor
+        before, after = seen_updates[0]["before"][engine], seen_updates[-1]["after"][engine]
+        frozen = {name for name in before if is_frozen(name) and name != "value_head.weight"}
+        assert frozen and frozen != before.keys()
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        if engine == "actor":
+            assert moved == before.keys() - frozen
+        else:
+            assert not moved & frozen and len(moved) > 0.9 * len(before.keys() - frozen)  # no LM head there
+
+
+def test_a_frozen_actor_of_the_same_flags_resumes(run, text):
+    flags = {**text, "advantage": "rloo", "freeze": r"layers\.0", "save_steps": 1}
+    folder = run(**flags)
+    whole = load_file(folder / "checkpoint-2/model.safetensors")
+    shutil.rmtree(folder / "checkpoint-2")
+    run(**flags, resume=folder / "checkpoint-1")
+    assert same_weights(load_file(folder / "checkpoint-2/model.safetensors"), whole)
+
+
+NOTHING_TO_FREEZE = {
+    "no such part": (["--freeze-vision"], {"freeze_vision": True}),
+    "no such projector": (["--freeze-projector"], {"freeze_projector": True}),
+    "nothing left": (["--freeze-text"], {"freeze_text": True}),
+    "matches nothing": (["--freeze", "nonsense"], {"freeze": "nonsense"}),
+    "matches everything": (["--freeze", "every"], {"freeze": "."}),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_TO_FREEZE)
+def test_nothing_to_freeze_or_to_train_is_refused(name, stops, text, tmp_path):
+    words, flags = NOTHING_TO_FREEZE[name]
+    stops(*words, **text, advantage="rloo", **flags)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_frozen_parts_that_leave_nothing_are_refused(stops, vlm):
+    stops("--freeze-text", **vlm, freeze_vision=True, freeze_projector=True, freeze_text=True)
+
+
+@pytest.fixture
+def tower_calls(monkeypatch):
+    """Keys of the pictures that each call of a vision tower prepares, by the model it belongs to."""
+    import common.packing
+
+    calls, encode = {}, common.packing.encode_media
+
+    def spy(base, media, order, keys=None, cache=None):
+        original = base.get_image_features
+        base.get_image_features = lambda **kw: calls.setdefault(id(base), []).append(keys["images"]) or original(**kw)
+        try:
+            return encode(base, media, order, keys, cache)
+        finally:
+            del base.get_image_features
+
+    monkeypatch.setattr(common.packing, "encode_media", spy)
+    return calls
+
+
+TOWER = {"freeze_vision": True, "freeze_projector": True}
+
+
+@pytest.mark.parametrize("flags", [TOWER, {"freeze": "visual", "advantage": "rloo"}], ids=["parts", "regex"])
+def test_a_frozen_tower_runs_once_per_picture_and_rollout(
+    flags, run, mixed, any_reward, unsaved, tower_calls, monkeypatch
+):
+    bases, make = {}, ppo_vl.make_engine
+
+    def keep(args, module, *rest):
+        model = module.backbone if isinstance(module, ppo_vl.Critic) else module.model
+        bases[type(module).__name__] = id(model.base_model)
+        return make(args, module, *rest)
+
+    monkeypatch.setattr(ppo_vl, "make_engine", keep)
+    run(**{**mixed, **any_reward}, **flags, kl_coef=0.1)
+    assert tower_calls.keys() == set(bases.values()), "the reference takes the features of the actor"
+    for calls in tower_calls.values():
+        assert len(calls) == 2, "one pack scores a rollout here; the updates take what it left"
+        assert all(len(keys) == len(set(keys)) == 2 for keys in calls)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_with_remembered_pictures_are_those_without(
+    checkpointing, caught, mixed, any_reward, monkeypatch, value_head_is_random
+):
+    flags = {**mixed, **any_reward, **TOWER, **ONE_STEP, "gradient_checkpointing": checkpointing}
+    call = caught("update", **flags)
+    cached, _ = gradients_of_update(monkeypatch, call)
+    caches = [call[name].module.media_cache for name in ("actor", "critic")]
+    assert all(len(cache) == 2 for cache in caches)
+    for name in ("actor", "critic"):
+        call[name].module.media_cache = None
+    fresh, _ = gradients_of_update(monkeypatch, call)
+    assert_same_gradients(cached, fresh, tolerance=1e-5)
+    assert not any("visual" in name for name in cached)
+
+
+TRAINED_TOWERS = [{"freeze_vision": True}, {"lora_rank": 2, "lora_targets": "visual.*qkv"}]
+
+
+@pytest.mark.parametrize("flags", TRAINED_TOWERS, ids=lambda flags: next(iter(flags)))
+def test_a_tower_that_is_trained_is_never_remembered(flags, caught, vlm):
+    assert caught("update", **vlm, **flags, advantage="rloo")["actor"].module.media_cache is None
+
+
+def test_remembered_pictures_do_not_outlive_a_rollout(run, vlm, unsaved, monkeypatch):
+    seen, update = [], ppo_vl.update
+
+    def spy(args, rollout, tables, policy_mask, sample_of, actor, *rest):
+        keys = {("images", x["key"]) for g, _ in rollout.groups for x in sample_of(g)["images"]}
+        seen.append(actor.module.media_cache.keys() == keys)
+        return update(args, rollout, tables, policy_mask, sample_of, actor, *rest)
+
+    monkeypatch.setattr(ppo_vl, "update", spy)
+    run(**vlm, advantage="rloo", **TOWER)
+    assert seen == [True, True]
+
+
+# --- 8. LoRA ---------------------------------------------------------------------------------------------------------
+
+LORA = {"lora_rank": 4, "lora_alpha": 8, **FAST, "learning_rate": 1e-2, "critic_learning_rate": 1e-2}
+
+
+def plain_name(name: str) -> str:
+    return name.replace(".base_layer", "").removeprefix("backbone.").removeprefix("model.").removeprefix("model.")
+
+
+def test_lora_trains_adapters_alone_and_exports_the_merged_model(run_with_engines, vlm, vqa_rows, plain_model):
+    from transformers import AutoModelForImageTextToText
+
+    folder, engines = run_with_engines(**vlm, **LORA, total_steps=3)
+    start = {plain_name(name): p for name, p in plain_model[0].named_parameters()}
+    for kind, engine in engines.items():
+        parameters = dict(engine.module.named_parameters())
+        base = {plain_name(n): p for n, p in parameters.items() if "lora_" not in n and "value_head" not in n}
+        assert base and base.keys() <= start.keys() and all(torch.equal(p, start[n]) for n, p in base.items())
+        adapters = {n: p for n, p in parameters.items() if "lora_" in n}
+        assert len(adapters) == 2 * 7 * 4 and all(p.abs().max() > 0 for p in adapters.values())
+        trained = {n for n, p in parameters.items() if p.requires_grad}
+        assert trained == adapters.keys() | ({"value_head.weight"} if kind == "Critic" else set())
+    model = engines["Actor"].module.model
+    merged = AutoModelForImageTextToText.from_pretrained(folder / "checkpoint-3", dtype=torch.float32).eval()
+    inputs = plain_inputs(plain_model[1], {**vqa_rows[0], "images": [vqa_rows[0]["image"]]})
+    with torch.no_grad():
+        logp = [m.eval()(**inputs).logits.log_softmax(-1) for m in (model, merged, plain_model[0])]
+    assert (logp[0] - logp[1]).abs().max() < 1e-4
+    assert (logp[0] - logp[2]).abs().max() > 1e-2
+
+
+def test_reference_of_lora_is_the_model_without_adapters(caught, run, text, unsaved, tiny_text_model):
+    steps = steps_of(run(**text, **LORA, advantage="rloo", kl_coef=0.1, kl_estimator="k2"))
+    assert steps[0]["objective/kl"] == pytest.approx(0, abs=1e-6) and steps[1]["objective/kl"] > 1e-4
+    call = caught("update", 2, **text, **LORA, advantage="rloo", kl_coef=0.1, run_name="again")
+    rollout, model = call["rollout"], ppo_vl.load_model(tiny_text_model, torch.float32)
+    shared = ppo_vl.enable_packing(model)
+    reference = ppo_vl.Actor(call["args"], model.eval())
+    for pack in ppo_vl.packs_of_rank(call["args"], rollout, rollout.groups, call["sample_of"], shared, 0, 1, "cpu"):
+        with torch.no_grad():
+            expected = reference(pack)[0]
+        torch.testing.assert_close(ppo_vl.rows_to_flat(rollout.ref_logprobs, pack), expected, atol=1e-4, rtol=0)
+    assert (rollout.logprobs - rollout.ref_logprobs).abs().max() > 1e-2
+
+
+def test_kl_of_lora_is_subtracted_from_the_rewards(caught, text):
+    flags = {**text, **LORA, "advantage": "rloo", "whiten_advantages": "off"}
+    call = caught("update", 2, **flags, kl_coef=0.1)
+    rollout, mask = call["rollout"], call["rollout"].response_mask
+    kl = (rollout.logprobs - rollout.ref_logprobs) * mask
+    centered = ppo_vl.center_scores(rollout.scores, rollout.group_ids, "rloo")
+    to_go = kl.flip(1).cumsum(1).flip(1)  # gamma 1, no critic: KL from here to the end
+    expected = (centered[:, None] - 0.1 * to_go) * mask
+    torch.testing.assert_close(call["tables"]["advantages"], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_gradient_checkpointing_of_lora_does_not_change_the_result(run, vlm, unsaved):
+    plain, saving = (
+        steps_of(run(**vlm, **{**LORA, "learning_rate": 1e-3}, run_name=f"run{flag}", gradient_checkpointing=flag))
+        for flag in (False, True)
+    )
+    for a, b in zip(plain, saving, strict=True):
+        for name in ("loss/policy", "loss/value", "train/grad_norm", "train/critic_grad_norm", "objective/scores"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), name
+    assert plain[0]["train/grad_norm"] > 0
+
+
+# --- 9. mixture of experts -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moe_model(tiny_text_model, tmp_path_factory) -> str:
+    """Folder of a random mixture of experts with the tokenizer of the text model."""
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_text_model)
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    size |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, router_aux_loss_coef=0.25, **size
+    )
+    model = Qwen3MoeForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "gate.weight" in name:
+            parameter.data.mul_(30)  # experts of unequal load
+    folder = tmp_path_factory.mktemp("moe_model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def router_gradients(gradients: dict) -> dict:
+    return {name: g for name, g in gradients.items() if "mlp.gate" in name}
+
+
+def test_load_balancing_loss_is_that_of_transformers(caught, text, moe_model, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    flags = {
+        **text,
+        "model": moe_model,
+        "advantage": "rloo",
+        **ONE_STEP,
+        "rollout_batch_size": 4,
+        "train_batch_size": 4,
+    }
+    call = caught("update", **flags)
+    call["tables"] |= {"advantages": torch.zeros_like(call["tables"]["advantages"])}
+    gradients, packs = gradients_of_update(monkeypatch, call)
+    rollout, sample = call["rollout"], call["sample_of"](0)
+    assert packs == 1 and len(rollout.groups) == 1
+    rows = [torch.cat([sample["prompt_ids"], response]) for response in rollout.response_ids]
+    model = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32)
+    input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    attention_mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    (0.25 * model(input_ids=input_ids, attention_mask=attention_mask, output_router_logits=True).aux_loss).backward()
+    expected = {f"model.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert router_gradients(expected)
+    found = {name: g for name, g in gradients.items() if g.any()}
+    assert_same_gradients(found, expected)
+
+
+def test_router_aux_coef_of_a_run(run, text, moe_model, unsaved, monkeypatch):
+    losses = {}
+    for coef in (None, 0.5, 0):
+        name = f"run{coef}"
+        steps = steps_of(run(**{**text, "model": moe_model}, advantage="rloo", run_name=name, router_aux_coef=coef))
+        assert all(math.isfinite(value) for m in steps for value in m.values())
+        losses[coef] = [m.get("loss/router") for m in steps]
+    assert losses[0] == [None, None]
+    assert losses[0.5][0] == pytest.approx(2 * losses[None][0], rel=1e-3) and losses[None][0] > 0.25
+
+
+def test_router_learns_nothing_from_a_coefficient_of_0(caught, text, moe_model, monkeypatch):
+    call = caught("update", **{**text, "model": moe_model}, advantage="rloo", **ONE_STEP, router_aux_coef=0)
+    call["tables"] |= {"advantages": torch.zeros_like(call["tables"]["advantages"])}
+    gradients, _ = gradients_of_update(monkeypatch, call)
+    assert not any(g.any() for g in gradients.values())
