@@ -896,3 +896,323 @@ def test_router_learns_nothing_from_a_coefficient_of_0(caught, text, moe_model, 
     call["tables"] |= {"advantages": torch.zeros_like(call["tables"]["advantages"])}
     gradients, _ = gradients_of_update(monkeypatch, call)
     assert not any(g.any() for g in gradients.values())
+
+
+# --- 10. batches -----------------------------------------------------------------------------------------------------
+
+
+BATCHES = {  # rollout and train batch size -> rollouts and optimizer steps of a step, with 2 epochs
+    "less": (16, 4, 1, 8),
+    "equal": (16, 16, 1, 2),
+    "more": (8, 24, 3, 2),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_optimizer_steps_are_as_many_as_are_said(name, run, text, unsaved, monkeypatch, capsys, seen_updates):
+    rollout_size, train_size, rollouts, updates = BATCHES[name]
+    calls, step = [], ppo_vl.optimizer_step
+    monkeypatch.setattr(ppo_vl, "optimizer_step", lambda engine: calls.append(1) or step(engine))
+    flags = {"rollout_batch_size": rollout_size, "train_batch_size": train_size, "advantage": "rloo"}
+    steps = steps_of(run(**text, **flags))
+    said = (
+        f"a step is {rollouts} rollout(s) of {rollout_size} responses and {updates} optimizer step(s) of {train_size}"
+    )
+    assert said in capsys.readouterr().out
+    assert len(calls) == 2 * updates
+    assert [m["rollout/responses_trained"] for m in steps] == [rollouts * rollout_size] * 2
+    rows = [row for call in seen_updates for row in call["rollout"].row_indices]
+    assert len(rows) == 2 * rollouts * rollout_size // 4
+    assert len(set(rows[:12])) == min(12, len(rows)), "each row once per pass over the data"
+
+
+@pytest.mark.parametrize("limit, kept", [(4, 1), (11, 2), (100, 4)])
+def test_replay_limit_trains_on_the_newest_groups(limit, kept, run, text, unsaved, monkeypatch, seen_updates):
+    sampled, generate = [], ppo_vl.generate_and_score
+
+    def spy(*args):
+        records, prompts = generate(*args)
+        sampled.append([record["row"] for record in records])
+        return records, prompts
+
+    monkeypatch.setattr(ppo_vl, "generate_and_score", spy)
+    folder = run(**text, advantage="rloo", replay_limit=limit, save_trajectories=True)
+    assert [call["rollout"].row_indices for call in seen_updates] == [rows[-kept:] for rows in sampled]
+    assert [m["rollout/responses_trained"] for m in steps_of(folder)] == [4 * kept] * 2
+    lines = read_jsonl(folder / "trajectories/step_2.jsonl")
+    assert [line["row"] for line in lines] == [row for row in sampled[1][-kept:] for _ in range(4)]
+
+
+@pytest.fixture
+def uneven_reward(tmp_path) -> dict:
+    """A reward that tells the responses of every second sum apart."""
+    body = "return [sum(ids) % 7 if int(a) % 4 else 1.0 for ids, a in zip(completion_ids, answer)]"
+    (tmp_path / "uneven.py").write_text(f"def score(completion_ids, answer, **columns):\n    {body}\n")
+    return {"rewards": [f"{tmp_path}/uneven.py:score"], "reward_weights": [1]}
+
+
+def test_dynamic_sampling_goes_on_until_every_group_has_a_spread(run, text, unsaved, uneven_reward, seen_updates):
+    flags = {**text, **uneven_reward, "advantage": "group_norm", "max_response_length": 12}
+    steps = steps_of(run(**flags, dynamic_sampling=5))
+    for call, metrics in zip(seen_updates, steps, strict=True):
+        scores = call["rollout"].scores.view(4, 4)
+        assert (scores.std(1) > 0).all() and metrics["rollout/responses_trained"] == 16
+        assert metrics["rollout/prompts_sampled"] > 4 and metrics["rollout/zero_std_groups_frac"] > 0
+    assert steps[1]["train/episode"] == 4 * sum(m["rollout/prompts_sampled"] for m in steps)
+    seen_updates.clear()
+    steps = steps_of(run(**flags, dynamic_sampling=0, run_name="off"))
+    assert [m["rollout/prompts_sampled"] for m in steps] == [4, 4]
+    assert any((call["rollout"].scores.view(4, 4).std(1) == 0).any() for call in seen_updates)
+
+
+def test_dynamic_sampling_without_any_spread_is_refused(stops, text, tmp_path):
+    (tmp_path / "same.py").write_text("def score(answer, **columns):\n    return [1.0] * len(answer)\n")
+    flags = {**text, "rewards": [f"{tmp_path}/same.py:score"], "reward_weights": [1], "advantage": "rloo"}
+    stops("step 1", "--dynamic-sampling", **flags, dynamic_sampling=2)
+
+
+def test_epochs_are_shuffled_anew(caught, text, monkeypatch):
+    """More in test_ppo_update.py; here over the steps of a run too, with fewer groups than optimizer steps."""
+    flags = {"advantage": "rloo", "rollout_batch_size": 16, "train_batch_size": 4, "replay_limit": 12}
+    call = caught("update", **text, **flags, num_ppo_epochs=4)
+    batches, packs = [], ppo_vl.packs_of_rank
+
+    def spy(args, rollout, groups, *rest):
+        batches.append([g for g, _ in groups])
+        return packs(args, rollout, groups, *rest)
+
+    monkeypatch.setattr(ppo_vl, "packs_of_rank", spy)
+    for step in (1, 2):
+        metrics, taken = ppo_vl.update(**{**call, "step": step})
+        assert taken == [True] * 12, "3 of 4 optimizer steps have a group"
+    order = [g for batch in batches for g in batch]
+    epochs = [tuple(order[k : k + 3]) for k in range(0, len(order), 3)]
+    assert len(epochs) == 8 and all(sorted(epoch) == [0, 1, 2] for epoch in epochs)
+    assert len(set(epochs)) > 3
+
+
+# --- 11. rewards, advantages, entropy --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def raw_and_used(monkeypatch):
+    """Scores of the rollouts, and those that the estimator sees."""
+    seen, make, center = {"raw": [], "used": []}, ppo_vl.make_rollout, ppo_vl.center_scores
+
+    def spy_make(*args):
+        rollout = make(*args)
+        seen["raw"].append(rollout.scores.clone())
+        return rollout
+
+    def spy_center(scores, *args):
+        seen["used"].append(scores.clone())
+        return center(scores, *args)
+
+    monkeypatch.setattr(ppo_vl, "make_rollout", spy_make)
+    monkeypatch.setattr(ppo_vl, "center_scores", spy_center)
+    return seen
+
+
+@pytest.mark.parametrize("norm", ["scale", "standardize"])
+def test_scores_are_normalized_by_all_training_scores_so_far(norm, run, text, vqa, raw_and_used):
+    flags = {**text, "eval_dataset": text["dataset"], "eval_steps": 1, "save_steps": 1, "advantage": "reinforce"}
+    folder = run(**flags, total_steps=3, reward_running_norm=norm)
+    raw, used = raw_and_used["raw"], raw_and_used["used"]
+    for n in (1, 2, 3):
+        so_far = torch.cat(raw[:n]).double()
+        mean = so_far.mean() if norm == "standardize" else 0.0
+        expected = (raw[n - 1].double() - mean) / so_far.std(correction=0)
+        torch.testing.assert_close(used[n - 1].double(), expected, atol=1e-5, rtol=1e-5)
+    state = json.loads((folder / "checkpoint-3/state/trainer_state.json").read_text())["moments"]
+    assert state[0] == 48, "evaluations are not counted"
+    assert state[1:] == pytest.approx([so_far.mean().item(), (so_far - so_far.mean()).square().sum().item()])
+    shutil.rmtree(folder / "checkpoint-3")
+    run(**flags, total_steps=3, reward_running_norm=norm, resume=folder / "checkpoint-2")
+    assert torch.equal(raw_and_used["used"][3], used[2]), "the moments are restored"
+    for metrics in steps_of(folder):
+        assert metrics["objective/scores"] == pytest.approx(raw[metrics["train/step"] - 1].mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["scale", "standardize"])
+def test_scores_that_are_all_equal_are_normalized_safely(norm, run, text, unsaved, tmp_path, raw_and_used):
+    (tmp_path / "same.py").write_text("def score(answer, **columns):\n    return [0.7] * len(answer)\n")
+    flags = {**text, "rewards": [f"{tmp_path}/same.py:score"], "reward_weights": [1], "advantage": "reinforce"}
+    steps = steps_of(run(**flags, reward_running_norm=norm))
+    assert all(math.isfinite(value) for m in steps for value in m.values())
+    for scores in raw_and_used["used"]:
+        assert scores.tolist() == pytest.approx([0.7 if norm == "scale" else 0.0] * 16, abs=1e-6)
+
+
+def test_reward_clip_bounds_the_scores_and_counts_them(run, text, unsaved, raw_and_used):
+    steps = steps_of(run(**text, advantage="reinforce", reward_clip=(0.2, 0.6)))
+    for raw, used, metrics in zip(raw_and_used["raw"], raw_and_used["used"], steps, strict=True):
+        assert torch.equal(used, raw.clamp(0.2, 0.6))
+        outside = ((raw < 0.2) | (raw > 0.6)).float().mean().item()
+        assert 0 < outside < 1 and metrics["objective/reward_clipfrac"] == pytest.approx(outside)
+
+
+def test_reward_clip_comes_after_the_normalization(run, text, unsaved, raw_and_used):
+    run(**text, advantage="reinforce", reward_clip=(-1, 1), reward_running_norm="standardize", total_steps=1)
+    raw = raw_and_used["raw"][0]
+    expected = ((raw - raw.mean()) / raw.std(correction=0)).clamp(-1, 1)
+    torch.testing.assert_close(raw_and_used["used"][0], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("whiten", ["on", "off"])
+def test_advantage_clip_bounds_the_advantages_and_counts_them(whiten, run, text, unsaved, seen_updates):
+    flags = {**text, "advantage": "rloo", "whiten_advantages": whiten, "total_steps": 1}
+    limit = 0.8 if whiten == "on" else 0.2
+    run(**flags)
+    [metrics] = steps_of(run(**flags, advantage_clip=limit, run_name="clipped"))
+    mask = seen_updates[0]["rollout"].response_mask
+    free, clipped = (call["tables"]["advantages"] for call in seen_updates)
+    assert torch.equal(clipped, free.clamp(-limit, limit)) and free.abs().max() > limit
+    frac = (free.abs() > limit)[mask].float().mean().item()
+    assert 0 < frac < 1 and metrics["objective/advantage_clipfrac"] == pytest.approx(frac)
+    assert metrics["objective/advantages_std"] == pytest.approx(clipped[mask].std(correction=0).item(), rel=1e-4)
+
+
+def test_share_of_tokens_of_highest_entropy_is_chosen(run, text, unsaved, seen_updates):
+    flags = {**text, "advantage": "rloo", "entropy_token_ratio": 0.2, "kl_coef": 0}
+    steps = steps_of(run(**flags))
+    for call, metrics in zip(seen_updates, steps, strict=True):
+        mask, chosen, entropy = call["rollout"].response_mask, call["policy_mask"], call["rollout"].entropy
+        assert entropy[mask & ~chosen].max() < entropy[chosen].min() and not (chosen & ~mask).any()
+        assert metrics["train/tokens_trained_frac"] == pytest.approx(0.2, abs=0.03)
+        assert metrics["train/tokens_trained_frac"] == pytest.approx((chosen.sum() / mask.sum()).item())
+
+
+def test_policy_loss_of_the_chosen_tokens_alone(caught, text, monkeypatch):
+    call = caught("update", **text, **ONE_STEP, advantage="rloo", entropy_token_ratio=0.2, kl_coef=0)
+    few, _ = gradients_of_update(monkeypatch, call)
+    zeroed = call["tables"]["advantages"] * call["policy_mask"]
+    share = (call["policy_mask"].sum() / call["rollout"].response_mask.sum()).item()
+    full_mask = call["rollout"].response_mask
+    same, _ = gradients_of_update(
+        monkeypatch, call, policy_mask=full_mask, tables=call["tables"] | {"advantages": zeroed}
+    )
+    assert_same_gradients(few, {name: g / share for name, g in same.items()})  # its mean is over the chosen tokens
+
+
+def test_entropy_bonus_is_minus_the_gradient_of_the_mean_entropy(caught, text, tiny_text_model, monkeypatch):
+    call = caught("update", **text, advantage="rloo", temperature=0.8, **ONE_STEP)
+    bonus, _ = gradients_of_update(monkeypatch, call, args=replace(call["args"], entropy_coef=0.3))
+    none, _ = gradients_of_update(monkeypatch, call)
+    model, rollout = ppo_vl.load_model(tiny_text_model, torch.float32), call["rollout"]
+    entropies = []
+    for g, members in rollout.groups:
+        prompt = call["sample_of"](g)["prompt_ids"]
+        for b in members:
+            logits = model(input_ids=torch.cat([prompt, rollout.response_ids[b]])[None]).logits[0, len(prompt) - 1 : -1]
+            logp = (logits / 0.8).log_softmax(-1)
+            entropies.append(-(logp.exp() * logp).sum(-1))
+    torch.cat(entropies).mean().backward()
+    expected = {f"model.{name}": -0.3 * p.grad for name, p in model.named_parameters()}
+    assert_same_gradients({name: bonus[name] - none[name] for name in bonus}, expected, tolerance=2e-3)
+
+
+# --- 12. what is written ---------------------------------------------------------------------------------------------
+
+TABLES = ["engine_logprobs", "logprobs", "ref_logprobs", "values", "advantages", "returns"]
+
+
+@pytest.mark.parametrize("advantage", ["gae", "rloo"])
+def test_trajectories_hold_every_response_with_its_tables(advantage, run, vlm, tiny, unsaved, seen_updates):
+    folder = run(**vlm, advantage=advantage, save_trajectories=True)
+    decode = ppo_vl.load_processor(tiny).tokenizer.decode
+    assert sorted(path.name for path in (folder / "trajectories").iterdir()) == ["step_1.jsonl", "step_2.jsonl"]
+    for step, call in enumerate(seen_updates, 1):
+        lines, rollout = read_jsonl(folder / f"trajectories/step_{step}.jsonl"), call["rollout"]
+        assert len(lines) == 16
+        for b, line in enumerate(lines):
+            ids = line["response_ids"]
+            assert ids == rollout.response_ids[b].tolist()
+            assert all(len(line[name]) == len(ids) for name in TABLES)
+            assert decode(ids, skip_special_tokens=True) == line["response"]
+            assert line["score"] == pytest.approx(rollout.scores[b].item(), rel=1e-5)
+            assert line["logprobs"] == pytest.approx(rollout.logprobs[b, : len(ids)].tolist())
+            assert line["advantages"] == pytest.approx(call["tables"]["advantages"][b, : len(ids)].tolist())
+            assert line["truncated"] == (len(ids) == SHORT["max_response_length"] and ids[-1] != 500)
+            assert line["row"] == rollout.row_indices[b // 4] and Path(line["images"][0]).is_file()
+
+
+def test_trajectories_leave_out_responses_without_a_score_and_are_written_anew_on_resume(run, text, tmp_path):
+    body = "return [None if sum(ids) % 3 == 0 else float(sum(ids) % 5) for ids in completion_ids]"
+    (tmp_path / "some.py").write_text(f"def score(completion_ids, **columns):\n    {body}\n")
+    flags = {**text, "rewards": [f"{tmp_path}/some.py:score"], "reward_weights": [1], "advantage": "reinforce"}
+    folder = run(**flags, save_trajectories=True, save_steps=1)
+    whole = [read_jsonl(folder / f"trajectories/step_{n}.jsonl") for n in (1, 2)]
+    for lines, metrics in zip(whole, steps_of(folder), strict=True):
+        assert len(lines) == metrics["rollout/responses_trained"] < 16
+        for line in lines:
+            assert sum(line["response_ids"]) % 3 and line["score"] == sum(line["response_ids"]) % 5
+    shutil.rmtree(folder / "checkpoint-2")
+    run(**flags, save_trajectories=True, resume=folder / "checkpoint-1")
+    again = read_jsonl(folder / "trajectories/step_2.jsonl")
+    assert [line["response_ids"] for line in again] == [line["response_ids"] for line in whole[1]]
+
+
+def test_every_held_out_generation_is_kept(run, text, unsaved):
+    flags = {**text, "eval_dataset": text["dataset"], "eval_samples": 0, "eval_num_samples": 3, "eval_steps": 1}
+    folder = run(**flags, advantage="rloo")
+    assert sorted(path.name for path in (folder / "eval").iterdir()) == [f"eval_step_{n}.json" for n in (0, 1, 2)]
+    for step in (0, 1, 2):
+        samples = json.loads((folder / f"eval/eval_step_{step}.json").read_text())
+        [metrics] = [m for m in read_metrics(folder) if m["train/step"] == step]
+        for phase, count in (("greedy", 1), ("sampled", 3)):
+            own = [sample for sample in samples if sample["phase"] == f"eval_{phase}"]
+            assert sorted(sample["row"] for sample in own) == sorted(list(range(12)) * count)
+            scores = [sample["score"] for sample in own]
+            assert metrics[f"eval/{phase}_score"] == pytest.approx(np.mean(scores))
+
+
+# --- 13. bad flags ---------------------------------------------------------------------------------------------------
+
+BAD_FLAGS = {
+    "rollout no multiple": (["--rollout-batch-size 10", "multiple"], {"rollout_batch_size": 10}),
+    "train no multiple": (["--train-batch-size 10", "multiple"], {"train_batch_size": 10}),
+    "batches do not fit": (["--rollout-batch-size 24", "16"], {"rollout_batch_size": 24, "train_batch_size": 16}),
+    "pack too small": (["--micro-batch-tokens"], {"micro_batch_tokens": 500}),
+    "kl_target without kl": (["--kl-target"], {"kl_target": 1, "kl_coef": 0}),
+    "kl_target of 0": (["--kl-target"], {"kl_target": 0}),
+    "reward_clip upside down": (["--reward-clip", "less"], {"reward_clip": (1, -1)}),
+    "reward_clip of nothing": (["--reward-clip", "less"], {"reward_clip": (1, 1)}),
+    "dynamic sampling of one": (["--dynamic-sampling"], {"dynamic_sampling": 1, "num_samples_per_prompt": 1}),
+    "critic model without critic": (["--critic-model", "rloo"], {"advantage": "rloo", "critic_model": "x"}),
+    "shared backbone without critic": (["--critic-share-backbone"], {"advantage": "cpgd", "critic_share_backbone": True}),
+    "frozen actor without critic": (["--freezing-actor-steps"], {"advantage": "reinforce", "freezing_actor_steps": 1}),
+    "shared backbone and model": (["--critic-model"], {"critic_share_backbone": True, "critic_model": "x"}),
+    "shared backbone, frozen actor": (["--critic-share-backbone"], {"critic_share_backbone": True, "freezing_actor_steps": 1}),
+    "actor always frozen": (["--freezing-actor-steps 2", "--total-steps 2"], {"freezing_actor_steps": 2}),
+    "dual_clip of 1": (["--dual-clip"], {"dual_clip": 1}),
+    "replay limit below a group": (["--replay-limit 3"], {"replay_limit": 3}),
+    "ema_beta of 1": (["--ema-beta"], {"ema_beta": 1}),
+    "ema_beta above 1": (["--ema-beta"], {"ema_beta": 1.5}),
+    "eval_ema without ema": (["--eval-ema", "--ema-beta"], {"eval_ema": True}),
+    "freeze no regex": (["--freeze", "regular expression"], {"freeze": "("}),
+    "lora targets without lora": (["--lora-targets", "--lora-rank"], {"lora_targets": "q"}),
+    "lora targets no regex": (["--lora-targets", "regular expression"], {"lora_rank": 2, "lora_targets": "("}),
+    "4 bit on the CPU": (["--load-in-4bit", "CUDA"], {"load_in_4bit": True, "lora_rank": 2}),
+    **{
+        f"{name} is {value}": ([f"--{name.replace('_', '-')}"], {name: value})
+        for name, value in {
+            "entropy_token_ratio": 0, "entropy_coef": -1, "advantage_clip": -1, "ptx_coef": -0.1, "ptx_batch_size": 0,
+            "router_aux_coef": -1, "lora_rank": -1, "lora_alpha": 0, "replay_limit": -1, "critic_warmup_steps": -1,
+            "freezing_actor_steps": -1, "clip_coef_high": 0, "generation_batch_size": 0, "eval_num_samples": 0,
+        }.items()
+    },
+    **{
+        f"{name} of one response": ([f"--advantage {name}", "2 or more"], {"advantage": name, "num_samples_per_prompt": 1})
+        for name in ("reinforce_baseline", "rloo", "group_norm", "cpgd")
+    },
+    "half of the tokens twice": (["--entropy-token-ratio"], {"entropy_token_ratio": 1.5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_FLAGS)
+def test_bad_flags_are_refused_before_a_model_is_loaded(name, stops, monkeypatch, tmp_path):
+    words, flags = BAD_FLAGS[name]
+    for function in ("load_model", "load_processor", "load_rows"):
+        monkeypatch.delattr(ppo_vl, function)
+    stops(*words, **flags)
+    assert not (tmp_path / "runs").exists()
