@@ -33,6 +33,7 @@ import ppo_vl
 from common.packing import media_token_ids
 
 FAST = {"learning_rate": 3e-3, "warmup_steps": 0, "lr_schedule": "constant"}  # visible after one step
+SMALL = {"rollout_batch_size": 8, "train_batch_size": 4, "num_ppo_epochs": 1}  # two optimizer steps per step
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ VARIANTS += [{"loss_agg": f"seq-mean-token-{name}"} for name in ("mean", "sum", 
 
 @pytest.mark.parametrize("flags", VARIANTS, ids=lambda flags: next(iter(flags.values())))
 def test_every_estimator_loss_and_aggregation_trains(flags, run, vlm, unsaved, seen_updates):
-    steps = steps_of(run(**vlm, **{"advantage": "group_norm", **flags}))
+    steps = steps_of(run(**vlm, **SMALL, **{"advantage": "group_norm", **flags}))
     assert len(steps) == 2
     for metrics in steps:
         assert not ACTOR_METRICS - metrics.keys()
@@ -154,7 +155,7 @@ def test_every_estimator_loss_and_aggregation_trains(flags, run, vlm, unsaved, s
 
 
 def test_gradient_of_the_kl_loss_is_that_without_packing(caught, mixed, monkeypatch):
-    call = caught("update", advantage="reinforce", kl_loss=True, **mixed, **ONE_STEP)
+    call = caught("update", advantage="reinforce", kl_loss=True, **mixed, num_ppo_epochs=1, train_batch_size=16)
     tables = call["tables"]
     noise = torch.randn(tables["ref_logprobs"].shape, generator=torch.Generator().manual_seed(0))
     call["tables"] = tables | {"advantages": torch.zeros_like(noise), "ref_logprobs": tables["ref_logprobs"] + noise}
@@ -437,9 +438,9 @@ def test_ptx_rows_are_shuffled_anew_in_every_epoch(run, vlm, unsaved, ptx, monke
     assert all(m["loss/ptx"] > 0 for m in steps)
 
 
-def test_ptx_turns_that_are_too_long_are_dropped_and_counted(run, text, unsaved, tmp_path, capsys):
+def test_ptx_turns_that_are_too_long_are_dropped_and_counted(caught, text, tmp_path, capsys):
     rows = [{"prompt": "a", "response": "b" * n} for n in (5, 900, 2000)]
-    run(**text, advantage="rloo", total_steps=1, ptx_dataset=write_jsonl(tmp_path / "ptx.jsonl", rows))
+    caught("update", **text, advantage="rloo", ptx_dataset=write_jsonl(tmp_path / "ptx.jsonl", rows))
     assert "2 supervised turns (1 too long)" in capsys.readouterr().out
 
 
@@ -539,11 +540,12 @@ def test_average_is_the_closed_form_of_the_weights(zero_stage, run, any_reward, 
         "advantage": "rloo",
         "ema_beta": 0.8,
         "eval_ema": True,
-        "eval_samples": 4,
+        "eval_samples": 2,
+        **SMALL,
         "kl_coef": 0,
     }
     folder = run(**flags, zero_stage=zero_stage)
-    assert len(ema_weights) == 2 + 8 and inside == [False, True, True], "evaluation before and after, and the export"
+    assert len(ema_weights) == 2 + 4 and inside == [False, True, True], "evaluation before and after, and the export"
     expected = closed_form(ema_weights, 0.8)
     saved, plain = (
         dict(AutoModelForImageTextToText.from_pretrained(f, dtype=torch.float32).named_parameters())
@@ -638,7 +640,7 @@ FROZEN = {
 @pytest.mark.parametrize("flag", FROZEN)
 def test_frozen_parts_stay_and_the_others_move(flag, run, vlm, unsaved, seen_updates, value_head_is_random):
     value, is_frozen = FROZEN[flag]
-    run(**vlm, **FAST, critic_learning_rate=1e-3, **{flag: value})
+    run(**vlm, **FAST, **SMALL, critic_learning_rate=1e-3, total_steps=1, **{flag: value})
     for engine in ("actor", "critic") if flag != "freeze" else ("actor",):  # --freeze names parameters of the actor
         before, after = seen_updates[0]["before"][engine], seen_updates[-1]["after"][engine]
         frozen = {name for name in before if is_frozen(name) and name != "value_head.weight"}
@@ -769,7 +771,7 @@ def plain_name(name: str) -> str:
 def test_lora_trains_adapters_alone_and_exports_the_merged_model(run_with_engines, vlm, vqa_rows, plain_model):
     from transformers import AutoModelForImageTextToText
 
-    folder, engines = run_with_engines(**vlm, **LORA, total_steps=3)
+    folder, engines = run_with_engines(**vlm, **LORA, **SMALL, total_steps=3)
     start = {plain_name(name): p for name, p in plain_model[0].named_parameters()}
     for kind, engine in engines.items():
         parameters = dict(engine.module.named_parameters())
@@ -815,7 +817,9 @@ def test_kl_of_lora_is_subtracted_from_the_rewards(caught, text):
 
 def test_gradient_checkpointing_of_lora_does_not_change_the_result(run, vlm, unsaved):
     plain, saving = (
-        steps_of(run(**vlm, **{**LORA, "learning_rate": 1e-3}, run_name=f"run{flag}", gradient_checkpointing=flag))
+        steps_of(
+            run(**vlm, **SMALL, **{**LORA, "learning_rate": 1e-3}, run_name=f"run{flag}", gradient_checkpointing=flag)
+        )
         for flag in (False, True)
     )
     for a, b in zip(plain, saving, strict=True):
@@ -1210,9 +1214,12 @@ BAD_FLAGS = {
 
 
 @pytest.mark.parametrize("name", BAD_FLAGS)
-def test_bad_flags_are_refused_before_a_model_is_loaded(name, stops, monkeypatch, tmp_path):
+def test_bad_flags_are_refused_before_a_model_is_loaded(name, monkeypatch, tmp_path, capfd):
     words, flags = BAD_FLAGS[name]
     for function in ("load_model", "load_processor", "load_rows"):
         monkeypatch.delattr(ppo_vl, function)
-    stops(*words, **flags)
+    with pytest.raises(SystemExit) as stopped:  # without the command line, which takes longer than the checks
+        ppo_vl.main(ppo_vl.Args(**{**SHORT, "output_dir": str(tmp_path / "runs"), **flags}))
+    assert stopped.value.code == 2
+    assert_one_sentence(capfd.readouterr().err, words)
     assert not (tmp_path / "runs").exists()
