@@ -1,6 +1,7 @@
 """Options of ppo_vl on tiny models, by its command line: losses, KL, critics, PTX, EMA, freezing, LoRA, batches, rewards."""
 # ruff: noqa: F401, F811  fixtures
 
+import functools
 import inspect
 import json
 import math
@@ -34,6 +35,14 @@ from common.packing import media_token_ids
 
 FAST = {"learning_rate": 3e-3, "warmup_steps": 0, "lr_schedule": "constant"}  # visible after one step
 SMALL = {"rollout_batch_size": 8, "train_batch_size": 4, "num_ppo_epochs": 1}  # two optimizer steps per step
+
+
+@pytest.fixture(scope="module", autouse=True)
+def source_is_parsed_once():
+    """Finding the sections of Args in the script takes a third of a second per command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspect, "getsource", functools.cache(inspect.getsource))
+        yield
 
 
 @pytest.fixture
