@@ -3438,7 +3438,7 @@ def main(args: Args) -> dict[str, float]:
         # Every rank holds the whole rollout, so these are global without a collective.
         mask = rollout.response_mask
         kl = torch.zeros_like(rollout.logprobs)  # (B, R)
-        if reference is not None:
+        if args.kl_coef > 0:
             kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator) * mask
         scores = rollout.scores
         if args.reward_running_norm != "off":
