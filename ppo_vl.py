@@ -321,7 +321,8 @@ def fail(message: str) -> NoReturn:
 def parse_args(argv: list[str]) -> Args:
     """One box of --help per section of Args: tyro makes one of each nested dataclass, so that is what it is given."""
     types, defaults, sections = get_type_hints(Args), Args(), {}
-    parts = re.split(r"    # --- (.+) ---\n", inspect.getsource(Args))[1:]
+    source = Path(__file__).read_text().partition("\nclass Args:\n")[2].partition("\n\n\n")[0]
+    parts = re.split(r"    # --- (.+) ---\n", source)[1:]
     for title, body in zip(parts[::2], parts[1::2]):
         flags = re.findall(r'^    (\w+): .*?^    """(.*?)"""$', body, re.DOTALL | re.MULTILINE)
         fields = [
@@ -2766,7 +2767,7 @@ class PtxData:
         ids = tokenizer(whole[len(start) :], add_special_tokens=False)["input_ids"]
         ends = [i for i, token in enumerate(ids) if token in self.end_ids]
         ids = (
-            ids[: ends[-1] + 1] if ends else [*ids, self.end_ids[0]]
+            ids[: ends[0] + 1] if ends else [*ids, self.end_ids[0]]
         )  # templates may write a newline after the end token
         [sample] = encode_prompts(self.model, self.processor, [prompt])
         return sample, torch.tensor(ids)

@@ -14,7 +14,6 @@ Reference implementations: huggingface/trl@f2cd577 trl/trainer/reward_trainer.py
 """
 
 import contextlib
-import inspect
 import io
 import json
 import logging
@@ -203,7 +202,8 @@ def fail(message: str) -> NoReturn:
 def parse_args(argv: list[str]) -> Args:
     """One box of --help per section of Args: tyro makes one of each nested dataclass, so that is what it is given."""
     types, defaults, sections = get_type_hints(Args), Args(), {}
-    parts = re.split(r"    # --- (.+) ---\n", inspect.getsource(Args))[1:]
+    source = Path(__file__).read_text().partition("\nclass Args:\n")[2].partition("\n\n\n")[0]
+    parts = re.split(r"    # --- (.+) ---\n", source)[1:]
     for title, body in zip(parts[::2], parts[1::2]):
         flags = re.findall(r'^    (\w+): .*?^    """(.*?)"""$', body, re.DOTALL | re.MULTILINE)
         fields = [

@@ -30,7 +30,7 @@ each_script = pytest.mark.parametrize("script", SCRIPTS)
 
 
 def python(*words, cwd=ROOT, **env) -> subprocess.CompletedProcess:
-    env = {**os.environ, "COLUMNS": "1000", "NO_COLOR": "1", **env}
+    env = {**os.environ, "COLUMNS": "90", "NO_COLOR": "1", **env}
     return subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True)
 
 
