@@ -172,6 +172,13 @@ def test_every_flag_named_in_the_docs_exists(page):
     assert unknown == []
 
 
+def test_every_test_named_in_the_docs_exists():
+    named = {pair for page in PAGES for pair in re.findall(r"`(test_\w+\.py)::(test_\w+)`", page.read_text())}
+    assert len(named) >= 40
+    for file, name in sorted(named):
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
+
+
 # --- order -----------------------------------------------------------------------------------------------------------
 
 
