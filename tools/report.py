@@ -320,7 +320,7 @@ def curve(runs: list[dict], key: str) -> list[tuple[float, float, float, float]]
     return [tuple(sum(column) / len(part) for column in zip(*part)) for part in bins]
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round numbers from low to high."""
     step = 10 ** math.floor(math.log10((high - low) / count))
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count)
@@ -380,7 +380,8 @@ def panel(title: str, groups: list[dict], keys: list[str]) -> str:
         )
     drawn = sorted({k for _, k, _ in series})
     legend = "".join(
-        f'<span><svg width="26" height="8" aria-hidden="true"><path class="line key s{k % 4}" d="M1,4H25"/></svg>{escape(keys[k])}</span>'
+        '<span><svg width="26" height="8" aria-hidden="true">'
+        f'<path class="line key s{k % 4}" d="M1,4H25"/></svg>{escape(keys[k])}</span>'
         for k in drawn
     )
     label = escape(f"{title}. " + "; ".join(told))
@@ -393,7 +394,8 @@ def panel(title: str, groups: list[dict], keys: list[str]) -> str:
 def curves_section(groups: list[dict]) -> str:
     everything = {key for group in groups for run in group["runs"] for key in run["metrics"]}
     legend = "".join(
-        f'<span><svg width="14" height="14" aria-hidden="true"><circle class="c{g % 8}" cx="7" cy="7" r="6"/></svg>{escape(group["label"])}</span>'
+        '<span><svg width="14" height="14" aria-hidden="true">'
+        f'<circle class="c{g % 8}" cx="7" cy="7" r="6"/></svg>{escape(group["label"])}</span>'
         for g, group in enumerate(groups)
     )
     shown, panels = {"train/step", "train/episode"}, []
@@ -532,14 +534,14 @@ def groups_section(runs: list[dict], budget: list[int]) -> str:
             if not group:
                 continue
             first, rows = read_sample(group[0]), []
+            names = list(dict.fromkeys(name for line in group for name in line.get("components", {})))
             for k, line in enumerate(group):
-                components = ", ".join(f"{name} {number(x)}" for name, x in line.get("components", {}).items())
                 rows.append(
                     [
                         str(k),
                         f'<p class="said">{shorten(line.get("response", "")) or "(nothing)"}</p>',
+                        *(number(line.get("components", {}).get(name)) for name in names),
                         number(line.get("score")),
-                        escape(components),
                         number(mean(line.get("advantages", []))),
                         f"{len(line.get('response_ids', []))}{' (cut)' if line.get('truncated') else ''}",
                     ]
@@ -548,14 +550,18 @@ def groups_section(runs: list[dict], budget: list[int]) -> str:
             spread = math.sqrt(mean([(s - mean(scores)) ** 2 for s in scores]))
             pictures = "".join(picture(source, run, budget) for source in first["images"][:4])
             parts.append(
-                f"<h3>{escape(run['name'])}, step {step}</h3>\n"
+                f"<div><h3>{escape(run['name'])}, step {step}</h3>\n"
                 f'<div class="prompt">{pictures}<div><p class="said">{shorten(first["question"])}</p>'
-                f'<p class="muted">right: {escape(first["answer"])} · {len(group)} responses · mean score {number(mean(scores))}, '
-                f"standard deviation {number(spread)}</p></div></div>"
-                + table(["#", "response", "score", "rewards", "advantage, mean over tokens", "tokens"], rows, "numbers")
+                f'<p class="muted">right: {escape(first["answer"])} · {len(group)} responses · '
+                f"mean score {number(mean(scores))}, standard deviation {number(spread)}</p></div></div>"
+                + table(["#", "response", *map(escape, names), "score", "advantage", "tokens"], rows)
+                + "</div>"
             )
-    note = "One prompt per step: the first whose responses do not all score alike. First and last saved step."
-    return f'<p class="muted">{note}</p>' + "".join(parts)
+    note = (
+        "One prompt per step: the first whose responses do not all score alike, in the first and the last saved step. "
+        "Score: of all rewards together. Advantage: mean over the response's tokens."
+    )
+    return f'<p class="muted">{note}</p><div class="pairs">{"".join(parts)}</div>'
 
 
 def load_tokenizer(run: dict):
@@ -569,9 +575,10 @@ def load_tokenizer(run: dict):
         return None
     sys.path.insert(0, str(ROOT))
     import common  # noqa: F401  before transformers: mends torchvision beside a CPU-only torch
-    from transformers import AutoTokenizer
 
     try:
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(folders[0], local_files_only=True)
     except Exception:  # a tokenizer that this transformers can't load: the ids are shown
         return None
@@ -618,7 +625,7 @@ def tokens_section(runs: list[dict]) -> str:
                 scales[view] = max(least, max(map(abs, found)))
         body = ""
         for step, group in groupby(lines, key=lambda entry: entry[0]):
-            body += f"<h3>{escape(run['name'])}, step {step}</h3>\n"
+            body += f"<div><h3>{escape(run['name'])}, step {step}</h3>\n"
             for _, k, line, values in group:
                 ids = line["response_ids"][: max(left, 0)]
                 left -= len(ids)
@@ -632,6 +639,7 @@ def tokens_section(runs: list[dict]) -> str:
                 more = f' <span class="muted">… {cut} more tokens</span>' if cut else ""
                 score = number(line.get("score"))
                 body += f'<p class="tokens"><span class="muted">{k} · score {score}</span> {spans}{more}</p>\n'
+            body += "</div>"
         picks = legends = ""
         for view, name in VIEWS:
             if view not in scales:
@@ -640,15 +648,19 @@ def tokens_section(runs: list[dict]) -> str:
             if view == "ratio":
                 low, middle, high = math.exp(low), 1, math.exp(high)
             checked = "" if picks else " checked"
-            picks += f'<input type="radio" class="pick-{view[0]}" name="view{r}" id="v{r}{view}"{checked}><label for="v{r}{view}">{name}</label> '
+            item = f"v{r}{view}"
+            picks += f'<input type="radio" class="pick-{view[0]}" name="view{r}" id="{item}"{checked}>'
+            picks += f'<label for="{item}">{name}</label> '
             swatches = "".join(f'<i class="swatch d{i}"></i>' for i in range(9))
-            legends += f'<div class="scale scale-{view[0]}">{low:.6g} {swatches} {high:.6g} <span class="muted">(middle: {middle})</span></div>'
+            legends += f'<div class="scale scale-{view[0]}">{number(low)} {swatches} {number(high)} '
+            legends += f'<span class="muted">(middle: {middle})</span></div>'
         note = "" if tokenizer else '<p class="muted">No tokenizer in the run\'s folder: tokens are shown as ids.</p>'
-        parts.append(f'<div class="view">{picks}{legends}{note}<div class="body">{body}</div></div>\n')
+        parts.append(f'<div class="view">{picks}{legends}{note}<div class="body pairs">{body}</div></div>\n')
     note = (
-        "The groups from above, token by token. Advantage: as the update saw it. KL: logprobs - ref_logprobs, one sample of the KL to "
-        "the reference, may be negative. Ratio: exp(logprobs - engine_logprobs), the policy's probability over the sampler's; 1 before the "
-        "first update of a step. Colours reach to the largest value shown of the run. Hover over a token for its values."
+        "The groups from above, token by token. Advantage: as the update saw it. KL: logprobs - ref_logprobs, one sample of "
+        "the KL to the reference, may be negative. Ratio: exp(logprobs - engine_logprobs), the policy's probability over the "
+        "sampler's, before the first update of the step. Colours reach to the largest value shown of the run. Hover over a "
+        "token for its values."
     )
     return f'<p class="muted">{note}</p>' + "".join(parts)
 
@@ -675,42 +687,64 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem; max-width: 1240px; background: var(--page); color: var(--text);
   font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.2rem; margin: 0 0 .5rem; } h3 { font-size: 1rem;
-  margin: 1.2rem 0 .3rem; }
-nav a { margin-right: 1rem; } a { color: var(--c0); }
+h1 { font-size: 1.5rem; margin: 0 0 .25rem; }
+h2 { font-size: 1.2rem; margin: 0 0 .5rem; }
+h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
+nav a { margin-right: 1rem; }
+a { color: var(--c0); }
 section { margin-top: 2rem; padding-top: 1.2rem; border-top: 1px solid var(--rule); }
-p { margin: .2rem 0; } .muted { color: var(--muted); font-size: .87em; } .said { white-space: pre-wrap;
-  overflow-wrap: anywhere; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; margin: .5rem 0; }
+p { margin: .2rem 0; }
+td > p:first-child { margin-top: 0; }
+.muted { color: var(--muted); font-size: .87em; }
+.said { white-space: pre-wrap; overflow-wrap: anywhere; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; margin: .5rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .7rem; border-bottom: 1px solid var(--rule);
   font-weight: normal; }
-thead th { color: var(--muted); font-size: .87em; } td { font-variant-numeric: tabular-nums; }
-.args td { overflow-wrap: anywhere; max-width: 26rem; } .samples { width: 100%; table-layout: fixed; }
-.samples th:first-child { width: 15%; } .samples th:nth-child(2) { width: 25%; } code { font-size: .92em; }
+thead th { color: var(--muted); font-size: .87em; }
+td { font-variant-numeric: tabular-nums; }
+.args td { overflow-wrap: anywhere; max-width: 26rem; }
+.samples { width: 100%; table-layout: fixed; }
+.samples th:first-child { width: 15%; }
+.samples th:nth-child(2) { width: 25%; }
+code { font-size: .92em; }
 mark { background: var(--mark); color: var(--text); padding: 0 .2em; border-radius: 3px; }
 img { max-width: 100%; height: auto; min-width: 64px; border-radius: 4px; margin: 0 4px 4px 0; vertical-align: top; }
+.pairs { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 34rem), 1fr)); gap: 0 2rem; }
+.pairs th, .pairs td { padding: .3rem .4rem; }
+.pairs table { font-size: .93em; }
 .prompt { display: flex; gap: .8rem; align-items: flex-start; }
 .panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)); gap: 1rem; margin-top: .8rem; }
-figure { margin: 0; padding: .7rem; background: var(--card); border-radius: 8px; } figcaption { font-weight: 600;
-  font-size: .93em; overflow-wrap: anywhere; }
-figure svg[role] { width: 100%; height: auto; display: block; } svg text { fill: var(--muted); font-size: 11px; }
-.y { text-anchor: end; dominant-baseline: middle; } .x { text-anchor: middle; } .grid { stroke: var(--rule); }
-.line { fill: none; stroke: var(--c); stroke-width: 1.8; stroke-linejoin: round; } .line.key { stroke: var(--muted); }
-.band { fill: var(--c); opacity: .2; } circle { fill: var(--c); }
-.s1 { stroke-dasharray: 6 3; } .s2 { stroke-dasharray: 2 3; } .s3 { stroke-dasharray: 9 3 2 3; }
+figure { margin: 0; padding: .7rem; background: var(--card); border-radius: 8px; }
+figcaption { font-weight: 600; font-size: .93em; overflow-wrap: anywhere; }
+figure svg[role] { width: 100%; height: auto; display: block; }
+svg text { fill: var(--muted); font-size: 11px; }
+.y { text-anchor: end; dominant-baseline: middle; }
+.x { text-anchor: middle; }
+.grid { stroke: var(--rule); }
+.line { fill: none; stroke: var(--c); stroke-width: 1.8; stroke-linejoin: round; }
+.line.key { stroke: var(--muted); }
+.band { fill: var(--c); opacity: .2; }
+circle { fill: var(--c); }
+.s1 { stroke-dasharray: 6 3; }
+.s2 { stroke-dasharray: 2 3; }
+.s3 { stroke-dasharray: 9 3 2 3; }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; font-size: .82em; color: var(--muted); }
 .legend svg { margin-right: .35rem; vertical-align: middle; }
-.legend.runs { font-size: .93em; color: var(--text); } details { margin-top: 1rem; } summary { cursor: pointer;
-  font-weight: 600; }
-.bar { display: flex; align-items: center; gap: .8rem; margin: .4rem 0; } .bar b { flex: 0 0 9rem; font-weight: normal;
-  overflow-wrap: anywhere; }
-.bar div { flex: 1; display: flex; height: 1.4rem; } .bar i { height: 100%; }
+.legend.runs { font-size: .93em; color: var(--text); }
+details { margin-top: 1rem; }
+summary { cursor: pointer; font-weight: 600; }
+.bar { display: flex; align-items: center; gap: .8rem; margin: .4rem 0; }
+.bar b { flex: 0 0 9rem; font-weight: normal; overflow-wrap: anywhere; }
+.bar div { flex: 1; display: flex; height: 1.4rem; }
+.bar i { height: 100%; }
 .swatch { display: inline-block; width: 1.1em; height: 1.1em; vertical-align: -.2em; border-radius: 2px;
   margin-right: .3em; }
-.scale { display: none; margin: .5rem 0; font-variant-numeric: tabular-nums; } .scale .swatch { margin: 0;
-  border-radius: 0; border: 1px solid var(--rule); }
-.view { margin-top: .6rem; } .view label { margin-right: .8rem; } .tokens { margin: .35rem 0; line-height: 1.9;
-  overflow-wrap: anywhere; }
+.scale { display: none; margin: .5rem 0; font-variant-numeric: tabular-nums; }
+.scale .swatch { margin: 0; border-radius: 0; border: 1px solid var(--rule); }
+.view { margin-top: .6rem; }
+.view label { margin-right: .8rem; }
+.tokens { margin: .35rem 0; line-height: 1.9; overflow-wrap: anywhere; }
 .t { font-family: ui-monospace, monospace; font-size: .9em; padding: .15em .12em; border: 1px solid var(--rule);
   border-radius: 3px; margin-right: 1px; }
 """
@@ -741,7 +775,8 @@ def build(runs: list[dict]) -> str:
     nav = "".join(f'<a href="#{name}">{head}</a>' for name, head, _ in sections)
     body = "".join(f'<section id="{name}"><h2>{head}</h2>\n{content}</section>\n' for name, head, content in sections)
     return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<link rel="icon" href="data:,"><title>{title}</title>\n<style>{STYLE}</style></head>\n'
         f"<body><header><h1>{title}</h1><nav>{nav}</nav></header>\n<main>{body}</main></body></html>\n"
     )
