@@ -415,28 +415,32 @@ def curves_section(groups: list[dict]) -> str:
 
 
 def args_section(runs: list[dict]) -> str:
-    names = list(dict.fromkeys(name for run in runs for name in run["args"]))
-    different, equal = [], []
-    for name in names:
-        values = [
-            json.dumps(run["args"][name], ensure_ascii=False) if name in run["args"] else "no such flag" for run in runs
-        ]
+    """Flags with different values, flags that some of the scripts don't have, equal ones."""
+    different, partial, equal = [], [], []
+    for name in dict.fromkeys(name for run in runs for name in run["args"]):
+        values = [json.dumps(run["args"][name], ensure_ascii=False) if name in run["args"] else "–" for run in runs]
         flag = f"<code>--{escape(name.replace('_', '-'))}</code>"
-        if len(set(values)) > 1:
-            usual = max(values, key=values.count)
-            cells = [
-                f"<mark>{escape(v)}</mark>" if values.count(usual) == 1 or v != usual else escape(v) for v in values
-            ]
+        there = [value for value in values if value != "–"]
+        usual = max(there, key=there.count)
+        marked = [usual] if there.count(usual) > 1 else []  # where no two are alike all are marked
+        cells = [escape(value) if value in ("–", *marked) else f"<mark>{escape(value)}</mark>" for value in values]
+        if len(set(there)) > 1:
             different.append([f"<b>≠</b> {flag}", *cells])
+        elif len(there) < len(runs):
+            partial.append([flag, *map(escape, values)])
         else:
             equal.append([flag, escape(values[0])])
     if not runs[1:]:
         return table(["flag", "value"], equal, "args")
     head = ["flag", *(escape(run["name"]) for run in runs)]
-    return (
-        (table(head, different, "args") if different else "<p>The runs have the same args.</p>")
-        + f"<details><summary>{len(equal)} equal args</summary>{table(['flag', 'value in all runs'], equal, 'args')}</details>"
+    parts = [table(head, different, "args") if different else "<p>The runs have the same args.</p>"]
+    if partial:
+        title = f"{len(partial)} flags that only some of the scripts have"
+        parts.append(f"<details><summary>{title}</summary>{table(head, partial, 'args')}</details>")
+    parts.append(
+        f"<details><summary>{len(equal)} equal args</summary>{table(['flag', 'all runs'], equal, 'args')}</details>"
     )
+    return "".join(parts)
 
 
 def timings_section(runs: list[dict]) -> str:
@@ -466,16 +470,14 @@ def timings_section(runs: list[dict]) -> str:
         for i, phase in enumerate((*PHASES, "other"))
         if phase in kinds
     )
-    cells = [
-        [
-            escape(run["name"]),
-            *(f"{s[phase]:.3f} s" for phase in kinds),
-            f"{s['total']:.3f} s",
-            f"{s['eval']:.3f} s" if s["eval"] else "–",
-        ]
-        for run, s in rows
-    ]
-    note = "Mean seconds per step. Phases: time/rollout, time/score, time/update, time/sync; other: the rest of time/total."
+    cells = []
+    for run, seconds in rows:
+        shown = [f"{seconds[k]:.3f} s" if seconds[k] else "–" for k in (*kinds, "total", "eval")]
+        cells.append([escape(run["name"]), *shown])
+    note = (
+        "Mean seconds per step. Phases: time/rollout, time/score, time/update, time/sync; other: the rest of time/total, which "
+        "is the whole step where a script times no phases."
+    )
     return f'<p class="muted">{note}</p><div class="legend">{legend}</div>{bars}' + table(
         ["run", *kinds, "step", "an evaluation"], cells, "numbers"
     )
@@ -520,16 +522,16 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def without_trajectories(run: dict) -> str:
-    how = "run ppo_vl.py with --save-trajectories" if run["script"] == "ppo_vl.py" else "only ppo_vl.py saves them"
-    return f"<p>{escape(run['name'])}: left out, the run saved no trajectories ({how}).</p>\n"
+def without_trajectories(runs: list[dict]) -> str:
+    """A sentence on the runs of which groups and tokens can't be shown, if there are any."""
+    names = ", ".join(escape(run["name"]) for run in runs if not any(run["trajectories"].values()))
+    how = "ppo_vl.py saves them with --save-trajectories, the other scripts don't"
+    return f"<p>Left out, because no trajectories were saved ({how}): {names}.</p>" if names else ""
 
 
 def groups_section(runs: list[dict], budget: list[int]) -> str:
     parts = []
     for run in runs:
-        if not run["trajectories"]:
-            parts.append(without_trajectories(run))
         for step, group in run["trajectories"].items():
             if not group:
                 continue
@@ -561,7 +563,7 @@ def groups_section(runs: list[dict], budget: list[int]) -> str:
         "One prompt per step: the first whose responses do not all score alike, in the first and the last saved step. "
         "Score: of all rewards together. Advantage: mean over the response's tokens."
     )
-    return f'<p class="muted">{note}</p><div class="pairs">{"".join(parts)}</div>'
+    return f'<p class="muted">{note}</p><div class="pairs">{"".join(parts)}</div>{without_trajectories(runs)}'
 
 
 def load_tokenizer(run: dict):
@@ -614,7 +616,6 @@ def tokens_section(runs: list[dict]) -> str:
         lines = [(step, k, line) for step, group in run["trajectories"].items() for k, line in enumerate(group)]
         lines = [(step, k, line, token_values(line)) for step, k, line in lines if line.get("response_ids")]
         if not lines:
-            parts.append(without_trajectories(run))
             continue
         tokenizer, left = load_tokenizer(run), TOKENS // len(runs)
         scales = {}
@@ -662,7 +663,7 @@ def tokens_section(runs: list[dict]) -> str:
         "sampler's, before the first update of the step. Colours reach to the largest value shown of the run. Hover over a "
         "token for its values."
     )
-    return f'<p class="muted">{note}</p>' + "".join(parts)
+    return f'<p class="muted">{note}</p>' + "".join(parts) + without_trajectories(runs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
