@@ -9,7 +9,7 @@ import sys
 import tomllib
 
 import pytest
-from conftest import ROOT, SCRIPTS, to_argv
+from conftest import ROOT, SCRIPTS, to_argv, write_jsonl
 
 spec = importlib.util.spec_from_file_location("inline_tool", ROOT / "tools/inline.py")
 inline_tool = importlib.util.module_from_spec(spec)
@@ -100,21 +100,25 @@ def test_it_never_overwrites_the_script(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_inlined_file_runs_alone(name, tmp_path, argv, tiny):
+def test_inlined_file_runs_alone(name, tmp_path, argv, tiny, vqa_rows):
     """--help, and a step on the tiny model, in a folder with nothing else."""
     folder = tmp_path / "alone"
     folder.mkdir()
     done = call([sys.executable, str(ROOT / "tools/inline.py"), str(ROOT / f"{name}.py"), "--output", "one.py"], folder)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in folder.iterdir()] == ["one.py"]
-    done = call([sys.executable, "one.py", "--help"], folder)
-    assert done.returncode == 0 and "--learning-rate" in done.stdout
     if name in ("ppo_vl", "rloo"):
         flags = argv(name, total_steps=1, output_dir="runs")
     else:
-        model, data = {"model": tiny, "dataset": "easy-vqa"}, {"eval_samples": 8, "batch_size": 8}
-        steps = {"max_steps": 1, "eval_steps": 0, "output_dir": "runs", "run_name": "run"}
-        flags = to_argv({**model, **data, **steps})
+        rows = [{**row, "chosen": row["answer"], "rejected": "no answer"} for row in vqa_rows[:16]]
+        if name == "grm_sft":  # makes its pairs from the answers
+            rows = vqa_rows[:16]
+        source = write_jsonl(tmp_path / "rows.jsonl", rows)
+        held_out = "eval_datasets" if name == "reward_bt" else "eval_dataset"
+        flags = {"model": tiny, "dataset": source, held_out: source, "eval_samples": 4, "eval_steps": 0}
+        flags = to_argv({**flags, "batch_size": 8, "max_steps": 1, "output_dir": "runs", "run_name": "run"})
+    done = call([sys.executable, "one.py", "--help"], folder)
+    assert done.returncode == 0 and "--learning-rate" in done.stdout
     done = call([sys.executable, "one.py", *flags], folder, 500)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (folder / "runs/run/metrics.jsonl").stat().st_size > 0

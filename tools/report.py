@@ -470,16 +470,18 @@ def timings_section(runs: list[dict]) -> str:
         for i, phase in enumerate((*PHASES, "other"))
         if phase in kinds
     )
-    cells = []
+    cells, columns = [], {**{kind: kind for kind in kinds}, "total": "step", "eval": "an evaluation"}
+    if not any(seconds["eval"] for _, seconds in rows):
+        del columns["eval"]
     for run, seconds in rows:
-        shown = [f"{seconds[k]:.3f} s" if seconds[k] else "–" for k in (*kinds, "total", "eval")]
+        shown = [f"{seconds[k]:.3f} s" if seconds[k] else "–" for k in columns]
         cells.append([escape(run["name"]), *shown])
     note = (
         "Mean seconds per step. Phases: time/rollout, time/score, time/update, time/sync; other: the rest of time/total, which "
         "is the whole step where a script times no phases."
     )
     return f'<p class="muted">{note}</p><div class="legend">{legend}</div>{bars}' + table(
-        ["run", *kinds, "step", "an evaluation"], cells, "numbers"
+        ["run", *columns.values()], cells, "numbers"
     )
 
 
