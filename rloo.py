@@ -1,3 +1,27 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0",
+#     "torchvision==0.28.0",
+#     "transformers==5.19.0",
+#     "deepspeed==0.19.8",
+#     "accelerate==1.15.0",
+#     "av==18.1.0",
+#     "datasets==5.2.0",
+#     "easy-vqa==1.0",
+#     "httpx==0.28.1",
+#     "matplotlib==3.11.2",
+#     "ninja==1.13.2",
+#     "numpy==2.3.5",
+#     "peft==0.21.2",
+#     "pillow==13.0.0",
+#     "safetensors==0.8.0",
+#     "tensorboard==2.21.0",
+#     "tqdm==4.70.1",
+#     "tyro==1.0.17",
+#     "wandb==0.31.0",
+# ]
+# ///
 """RLOO: REINFORCE with a leave-one-out baseline, for text and vision-language models, in one file.
 
 Paper: Back to Basics, https://arxiv.org/abs/2402.14740 · leave-one-out baseline: https://openreview.net/forum?id=r1lgTGL5DE.
