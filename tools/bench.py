@@ -345,7 +345,7 @@ def reward_cases(args: Args) -> dict[str, dict]:
         "model": args.text_model,
         "pad_token": "<|endoftext|>",
         "steps": 1,
-        "micro_batch_tokens": 1024,
+        "micro_batch_tokens": 512,
     }
     made = {"pairs_100": rankings(16, 100, 2), "pairs_300": rankings(16, 300, 2), "ranked_4": rankings(4, 100, 4)}
     cases = {}
