@@ -18,18 +18,18 @@ Reference implementation: opendilab/LightRFT@49e62cb, GRMTrainerVL and examples/
 """
 
 import contextlib
-import hashlib
 import fcntl
-import random
-import signal
+import hashlib
 import inspect
 import io
 import json
 import logging
 import math
 import os
+import random
 import re
 import shutil
+import signal
 import sys
 import textwrap
 import time
@@ -258,7 +258,8 @@ def check_args(args: Args, world_size: int) -> None:
         args,
         positive="max_length generation_batch_size max_response_length top_p epochs batch_size learning_rate "
         "max_grad_norm max_skipped_updates micro_batch_tokens logging_steps save_total_limit lora_alpha video_fps",
-        not_negative="seed max_checkpoint_gb max_steps train_samples eval_temperature warmup_steps weight_decay eval_steps eval_samples "
+        not_negative="max_checkpoint_gb "
+        "seed max_steps train_samples eval_temperature warmup_steps weight_decay eval_steps eval_samples "
         "save_steps lora_rank",
         unit="top_p min_lr_ratio adam_beta1 adam_beta2",
     )
@@ -2434,10 +2435,7 @@ def main(args: Args) -> dict[str, float]:
     # --- 11. finish --------------------------------------------------------------------------------------------------
     bar.close()
     if main_rank and stopped:
-        print(
-            f"{received or 'a signal on another rank'}: stopped after step {step}; go on with --resume {saved}",
-            flush=True,
-        )
+        print(f"stopped by a signal after step {step}; go on with --resume {saved}", flush=True)
     elif main_rank:
         gain = "no held-out rows"
         if eval_data is not None:
@@ -2453,6 +2451,8 @@ def main(args: Args) -> dict[str, float]:
             f"{gain} · training {time.time() - train_started:.0f} s, in all {time.time() - started:.0f} s · {saved}",
             flush=True,
         )
+    if main_rank:
+        lock.close()
     barrier(world_size)
     dist.destroy_process_group()
     return metrics

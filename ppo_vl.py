@@ -19,7 +19,6 @@ import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
-import signal
 import inspect
 import io
 import json
@@ -29,6 +28,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import textwrap
 import threading
@@ -396,7 +396,8 @@ def check_args(args: Args, world_size: int) -> None:
         "max_response_length temperature reward_timeout kl_horizon clip_coef clip_coef_high num_ppo_epochs train_batch_size "
         "ptx_batch_size learning_rate critic_learning_rate max_grad_norm max_skipped_updates micro_batch_tokens "
         "save_total_limit eval_num_samples lora_alpha entropy_token_ratio video_fps",
-        not_negative="seed max_checkpoint_gb kl_coef value_clip vf_coef warmup_steps critic_warmup_steps weight_decay eval_steps eval_samples "
+        not_negative="max_checkpoint_gb "
+        "seed kl_coef value_clip vf_coef warmup_steps critic_warmup_steps weight_decay eval_steps eval_samples "
         "save_steps lora_rank dynamic_sampling replay_limit advantage_clip entropy_coef freezing_actor_steps ptx_coef "
         "router_aux_coef",
         unit="gamma gae_lambda top_p min_lr_ratio adam_beta1 adam_beta2 entropy_token_ratio ema_beta",
@@ -3407,10 +3408,7 @@ def main(args: Args) -> dict[str, float]:
     # --- 11. finish --------------------------------------------------------------------------------------------------
     bar.close()
     if main_rank and stopped:
-        print(
-            f"{received or 'a signal on another rank'}: stopped after step {step}; go on with --resume {saved}",
-            flush=True,
-        )
+        print(f"stopped by a signal after step {step}; go on with --resume {saved}", flush=True)
     elif main_rank:
         gain = ""
         if eval_data is not None:
@@ -3424,6 +3422,8 @@ def main(args: Args) -> dict[str, float]:
             f"in all {time.time() - started:.0f} s · {saved}",
             flush=True,
         )
+    if main_rank:
+        lock.close()
     barrier(world_size)
     dist.destroy_process_group()
     return metrics

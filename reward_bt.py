@@ -16,16 +16,16 @@ Reference implementations: huggingface/trl@f2cd577 trl/trainer/reward_trainer.py
 import contextlib
 import fcntl
 import hashlib
-import random
-import signal
 import inspect
 import io
 import json
 import logging
 import math
 import os
+import random
 import re
 import shutil
+import signal
 import sys
 import textwrap
 import time
@@ -257,7 +257,8 @@ def check_args(args: Args, world_size: int) -> None:
         args,
         positive="max_length epochs batch_size learning_rate max_grad_norm lora_alpha max_skipped_updates "
         "micro_batch_tokens save_total_limit video_fps",
-        not_negative="seed max_checkpoint_gb center_coef label_smoothing router_aux_coef max_steps training_time_limit "
+        not_negative="max_checkpoint_gb "
+        "seed center_coef label_smoothing router_aux_coef max_steps training_time_limit "
         "warmup_steps weight_decay eval_steps eval_samples save_steps save_interval_minutes lora_rank",
         unit="min_lr_ratio adam_beta1 adam_beta2",
     )
@@ -2229,7 +2230,8 @@ def main(args: Args) -> dict[str, float]:
         log(first_step, {"train/step": first_step, "train/episode": episode, **last_eval}, samples)
     received, stopped = catch_signals(), False
     bar = tqdm(total=total_steps, initial=first_step, desc=SCRIPT, unit="step", disable=not main_rank)
-    train_started = last_save = time.time()
+    last_save = time.time()
+    train_started = last_save - (resumed["seconds"] if resumed is not None else 0.0)
     engine.train()
     for step in range(first_step + 1, total_steps + 1):
         # --- 7. update -----------------------------------------------------------------------------------------------
@@ -2284,6 +2286,7 @@ def main(args: Args) -> dict[str, float]:
                 "skipped_in_a_row": skipped_in_a_row,
                 "wandb_id": wandb_id,
                 "before": before,
+                "seconds": t1 - train_started,
             }
 
             def export(folder: Path) -> None:
@@ -2297,10 +2300,7 @@ def main(args: Args) -> dict[str, float]:
     # --- 11. finish --------------------------------------------------------------------------------------------------
     bar.close()
     if main_rank and stopped:
-        print(
-            f"{received or 'a signal on another rank'}: stopped after step {step}; go on with --resume {saved}",
-            flush=True,
-        )
+        print(f"stopped by a signal after step {step}; go on with --resume {saved}", flush=True)
     elif main_rank:
         gain = ", ".join(
             f"held-out {name} accuracy {before[f'eval/{name}/accuracy']:.3f} -> {last_eval[f'eval/{name}/accuracy']:.3f}, "
@@ -2312,6 +2312,8 @@ def main(args: Args) -> dict[str, float]:
             f"in all {time.time() - started:.0f} s · {saved}",
             flush=True,
         )
+    if main_rank:
+        lock.close()
     barrier(world_size)
     dist.destroy_process_group()
     return metrics

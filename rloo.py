@@ -19,7 +19,6 @@ import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
-import signal
 import inspect
 import io
 import json
@@ -29,6 +28,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import textwrap
 import threading
@@ -337,7 +337,8 @@ def check_args(args: Args, world_size: int) -> None:
         positive="total_steps rollout_batch_size generation_batch_size max_prompt_length max_response_length temperature "
         "reward_timeout clip_coef clip_coef_high num_iterations train_batch_size learning_rate max_grad_norm lora_alpha "
         "max_skipped_updates micro_batch_tokens save_total_limit eval_num_samples num_samples_per_prompt video_fps",
-        not_negative="seed max_checkpoint_gb kl_coef entropy_coef warmup_steps weight_decay eval_steps eval_samples save_steps lora_rank "
+        not_negative="max_checkpoint_gb "
+        "seed kl_coef entropy_coef warmup_steps weight_decay eval_steps eval_samples save_steps lora_rank "
         "dynamic_sampling ref_sync_steps",
         unit="top_p min_lr_ratio adam_beta1 adam_beta2 ref_sync_alpha",
     )
@@ -2863,10 +2864,7 @@ def main(args: Args) -> dict[str, float]:
     # --- 11. finish --------------------------------------------------------------------------------------------------
     bar.close()
     if main_rank and stopped:
-        print(
-            f"{received or 'a signal on another rank'}: stopped after step {step}; go on with --resume {saved}",
-            flush=True,
-        )
+        print(f"stopped by a signal after step {step}; go on with --resume {saved}", flush=True)
     elif main_rank:
         gain = ""
         if eval_data is not None:
@@ -2880,6 +2878,8 @@ def main(args: Args) -> dict[str, float]:
             f"in all {time.time() - started:.0f} s · {saved}",
             flush=True,
         )
+    if main_rank:
+        lock.close()
     barrier(world_size)
     dist.destroy_process_group()
     return metrics
