@@ -1886,11 +1886,8 @@ def sync_to_disk(path: Path) -> None:
 
 def checksum(path: Path) -> str:
     """BLAKE2b, 128 bit."""
-    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict:

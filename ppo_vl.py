@@ -2708,11 +2708,8 @@ def sync_to_disk(path: Path) -> None:
 
 def checksum(path: Path) -> str:
     """BLAKE2b, 128 bit."""
-    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict:
@@ -3279,7 +3276,7 @@ def main(args: Args) -> dict[str, float]:
         # Every rank holds the whole rollout, so these are global without a collective.
         mask = rollout.response_mask
         kl = torch.zeros_like(rollout.logprobs)  # (B, R)
-        if reference is not None:
+        if args.kl_coef > 0:  # with adapters the reference is the model without them
             kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator) * mask
         scores = rollout.scores
         if args.reward_running_norm != "off":

@@ -1741,11 +1741,8 @@ def sync_to_disk(path: Path) -> None:
 
 def checksum(path: Path) -> str:
     """BLAKE2b, 128 bit."""
-    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict:
@@ -2156,12 +2153,14 @@ def main(args: Args) -> dict[str, float]:
         for name, source in eval_sources(args).items()
     }
     total_steps = args.max_steps or math.ceil(args.epochs * len(data["keep"]) / args.batch_size)
-    if resumed is not None and resumed["step"] >= total_steps:
+    out_of_time = resumed is not None and 0 < args.training_time_limit * 60 <= resumed["seconds"]
+    if resumed is not None and (resumed["step"] >= total_steps or out_of_time):
         if auto:  # a loop that starts it again and again ends here
             print(f"{args.resume} has done all {resumed['step']} steps")
             return {}
         fail(
-            f"--resume {args.resume} has done {resumed['step']} steps; raise --max-steps or --epochs ({total_steps} steps)"
+            f"--resume {args.resume} has done {resumed['step']} of {total_steps} steps; raise --max-steps, --epochs or "
+            "--training-time-limit"
         )
 
     if classifier_class(model.config) is not None:
