@@ -2,11 +2,15 @@
 
 import errno
 import fcntl
+import gc
 import importlib
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +19,13 @@ from conftest import ROOT, SCRIPTS, TINY, read_jsonl, to_argv, write_jsonl
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 STEPS = {"ppo_vl": "total_steps", "rloo": "total_steps", "grm_sft": "max_steps", "reward_bt": "max_steps"}
-DRAWN = "def score(completion_ids, **columns):\n    import random, numpy, torch\n    total = random.random() + numpy.random.rand()\n"
-DRAWN += "    return [sum(ids) % 7 / 7 + total + float(torch.rand(())) for ids in completion_ids]\n"
+DRAWN = """
+import random, numpy, torch
+
+def score(completion_ids, **columns):
+    drawn = random.random() + numpy.random.rand() + float(torch.rand(()))
+    return [sum(ids) % 7 / 7 + drawn * i for i, ids in enumerate(completion_ids)]
+"""
 
 
 def flags_of(script: str, folder: Path, text_model: str) -> dict:
@@ -70,6 +79,8 @@ def error_of(script: str, flags: dict, capfd) -> str:
     with pytest.raises(SystemExit) as stopped:
         main_of(script, flags)
     assert stopped.value.code == 2
+    del stopped
+    gc.collect()  # the lock of the folder goes with the frames of main
     lines = [line for line in capfd.readouterr().err.splitlines() if "error: " in line]
     assert len(lines) == 1, lines
     return lines[0]
@@ -363,14 +374,14 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(
     module = importlib.import_module(script)
     flags = flags_of(script, tmp_path, tiny_text_model) | {STEPS[script]: 1, "run_name": "run"}
     folder = main_of(script, flags)
-    full = OSError(errno.ENOSPC, "No space left on device")
 
     def refuse(*args, **kwargs):
-        raise full
+        if place == "torch.save":  # how torch tells it
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        if place == "torch.save":  # how torch tells it
-            full = RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file")
+        if place == "torch.save":
             patch.setattr(torch, "save", refuse)
         else:
             opened = Path.open
@@ -395,3 +406,167 @@ def test_a_folder_that_became_read_only(finished, tmp_path, capfd):
     folder.chmod(0o500)
     assert "can't be written" in error_of("reward_bt", {**flags, "resume": "auto"}, capfd)
     folder.chmod(0o700)
+
+
+# --- signals and kills, in processes of their own --------------------------------------------------------------------
+
+DRIVER = """
+import os, sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import json, test_resume
+script, flags = json.loads(sys.argv[1])
+test_resume.main_of(script, flags)
+"""
+
+
+def start(script: str, flags: dict, folder: Path, launcher: tuple = ()) -> subprocess.Popen:
+    (folder / "driver.py").write_text(DRIVER.format(root=str(ROOT)))
+    words = [sys.executable, *launcher, folder / "driver.py", json.dumps([script, flags], default=str)]
+    return subprocess.Popen([str(w) for w in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(condition, process, seconds: float = 120) -> None:
+    end = time.time() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert time.time() < end
+        time.sleep(0.02)
+
+
+def endless(script: str, folder: Path, text_model: str) -> tuple[dict, Path]:
+    """Flags of a run that takes long enough to be stopped, and its metrics."""
+    flags = flags_of(script, folder, text_model) | {STEPS[script]: 100_000, "eval_steps": 0, "save_steps": 0}
+    return {**flags, "run_name": "run"}, folder / "runs/run/metrics.jsonl"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_from_outside_saves_and_exits_0(number, tiny_text_model, tmp_path):
+    flags, metrics = endless("reward_bt", tmp_path, tiny_text_model)
+    process = start("reward_bt", flags, tmp_path)
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, process)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and number.name in out and "stopped by a signal after step" in out, out[-3000:]
+    [saved] = metrics.parent.glob("checkpoint-*")
+    step = int(saved.name.removeprefix("checkpoint-"))
+    assert read_jsonl(metrics)[-1]["train/step"] == step
+    assert importlib.import_module("reward_bt").checkpoint_damage(saved) is None
+
+
+def test_a_second_interrupt_ends_at_once(tiny_text_model, tmp_path):
+    """The first one waits for the end of a step, which takes a minute: the reward sleeps in its fourth call."""
+    flags, metrics = endless("rloo", tmp_path, tiny_text_model)
+    Path(flags["rewards"][0].split(":")[0]).write_text(
+        "import time\ncalls = []\n\ndef score(completion_ids, **columns):\n    calls.append(1)\n"
+        f"    if len(calls) == 6:\n        open({str(tmp_path / 'slow')!r}, 'w').close()\n        time.sleep(60)\n"
+        "    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
+    )
+    process = start("rloo", flags, tmp_path)
+    wait_for((tmp_path / "slow").exists, process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None
+    began = time.time()
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and time.time() - began < 5 and "Traceback" not in out, out[-3000:]
+    assert not list(metrics.parent.glob("checkpoint-*"))
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["rloo", "reward_bt"])
+def test_two_ranks_stop_together(script, tiny_text_model, tmp_path):
+    """SIGTERM to the launcher, as from a cluster: it hands it on, and both ranks save after the same step."""
+    flags, metrics = endless(script, tmp_path, tiny_text_model)
+    process = start(script, flags, tmp_path, TORCHRUN)
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert "stopped by a signal after step" in out and out.count("the run saves and ends") == 1, out[-3000:]
+    [saved] = metrics.parent.glob("checkpoint-*")
+    assert importlib.import_module(script).checkpoint_damage(saved) is None
+    assert len(list(saved.glob("state/rng_*.pt"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_ends_the_others(rank, tiny_text_model, tmp_path):
+    flags, metrics = endless("rloo", tmp_path, tiny_text_model)
+    process = start("rloo", flags, tmp_path, TORCHRUN)
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, process)
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+    ranks = {}
+    for pid in map(int, children.split()):
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        ranks[int(next(x for x in environment if x.startswith(b"RANK=")).split(b"=")[1])] = pid
+    began = time.time()
+    os.kill(ranks[rank], signal.SIGKILL)
+    out, _ = process.communicate(timeout=120)
+    assert time.time() - began < 60 and process.returncode != 0
+    assert "SIGKILL" in out or "exitcode: -9" in out, out[-3000:]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+@pytest.mark.slow
+def test_all_ranks_that_fail_alike_say_it_once(tiny_text_model, tmp_path):
+    flags, _ = endless("rloo", tmp_path, tiny_text_model)
+    out, _ = start("rloo", {**flags, "learning_rate": -1}, tmp_path, TORCHRUN).communicate(timeout=120)
+    assert out.count("error: --learning-rate") == 1
+    out, _ = start("rloo", {**flags, "max_prompt_length": 1}, tmp_path, TORCHRUN).communicate(timeout=120)
+    assert out.count("error: all 16 rows") == 1
+
+
+KILLS = """
+import os, random, signal, sys, time
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import json, test_resume, torch
+torch.set_num_threads(1)
+script, flags, kills = json.loads(sys.argv[1])
+
+def go(name):
+    child = os.fork()  # all is imported already: a run starts in a fraction of a second
+    if child == 0:
+        try:
+            test_resume.main_of(script, {{**flags, "resume": "auto", "run_name": name}})
+            os._exit(0)
+        except BaseException:
+            import traceback; traceback.print_exc()
+            os._exit(1)
+    return child
+
+import importlib, transformers
+importlib.import_module(script)
+began = time.time()
+assert os.waitpid(go("whole"), 0)[1] == 0
+whole, draw, killed = time.time() - began, random.Random(0), 0
+while killed < kills:
+    child = go("part")
+    time.sleep(draw.uniform(0.2, 0.2 * whole))
+    os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    assert status == signal.SIGKILL, (status, killed)
+    killed += 1
+    print("killed", killed, sorted(p for p in os.listdir(flags["output_dir"] + "/part") if "check" in p)
+          if os.path.exists(flags["output_dir"] + "/part") else [], flush=True)
+assert os.waitpid(go("part"), 0)[1] == 0
+print("ended")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["rloo"])
+def test_thirty_kills_at_random_moments_change_nothing(script, tiny_text_model, tmp_path):
+    steps = 60
+    flags = flags_of(script, tmp_path, tiny_text_model) | {STEPS[script]: steps, "save_steps": 1, "eval_steps": 5}
+    (tmp_path / "kills.py").write_text(KILLS.format(root=str(ROOT)))
+    flags = {name: str(x) if isinstance(x, Path) else x for name, x in flags.items()}
+    words = [sys.executable, tmp_path / "kills.py", json.dumps([script, flags, 30])]
+    began = time.time()
+    result = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    print(result.stdout, f"{time.time() - began:.0f} s")
+    assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
+    assert result.stdout.count("killed") == 30 and "is skipped" not in result.stderr
+    assert_same_run(tmp_path / "runs/whole", tmp_path / "runs/part", steps)
