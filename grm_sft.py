@@ -205,9 +205,7 @@ def fail(message: str) -> NoReturn:
     """Bad input: one sentence that names the sample, file or flag and what to do; exit code 2."""
     from tqdm import tqdm
 
-    if (
-        int(os.environ.get("RANK", 0)) > 0
-    ):  # where all ranks fail alike, rank 0 says it, and the launcher ends the others
+    if not main_process():  # where all ranks fail alike, rank 0 says it, and the launcher ends the others
         with contextlib.suppress(ValueError):  # in a thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)
@@ -1495,6 +1493,8 @@ def init_distributed() -> tuple[int, int, torch.device]:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # On a CPU it would compile this for a minute, for nothing, under a lock that a killed run leaves to all later ones.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return rank, world_size, device
 
@@ -2088,9 +2088,8 @@ def catch_signals() -> list[str]:
             os._exit(128 + number)
         received.append(signal.Signals(number).name)
         if main_process():
-            os.write(
-                2, f"\n{received[-1]}: the run saves and ends after this step\n".encode()
-            )  # print may be interrupted
+            text = f"\n{received[-1]}: the run saves and ends after this step\n"
+            os.write(2, text.encode())  # a print may be under way
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
