@@ -539,12 +539,16 @@ def go(name):
 
 import importlib, transformers
 importlib.import_module(script)
-began = time.time()
-assert os.waitpid(go("whole"), 0)[1] == 0
-whole, draw, killed = time.time() - began, random.Random(0), 0
+began, child = time.time(), go("whole")
+while not os.path.exists(flags["output_dir"] + "/whole/metrics.jsonl"):
+    time.sleep(0.01)
+setup = time.time() - began
+assert os.waitpid(child, 0)[1] == 0
+step = (time.time() - began - setup) / flags["total_steps"]
+draw, killed = random.Random(0), 0
 while killed < kills:
     child = go("part")
-    time.sleep(draw.uniform(0.2, 0.2 * whole))
+    time.sleep(draw.uniform(0.5 * setup, setup + 5 * step))
     os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     assert status == signal.SIGKILL, (status, killed)
@@ -559,7 +563,7 @@ print("ended")
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["rloo"])
 def test_thirty_kills_at_random_moments_change_nothing(script, tiny_text_model, tmp_path):
-    steps = 60
+    steps = 80
     flags = flags_of(script, tmp_path, tiny_text_model) | {STEPS[script]: steps, "save_steps": 1, "eval_steps": 5}
     (tmp_path / "kills.py").write_text(KILLS.format(root=str(ROOT)))
     flags = {name: str(x) if isinstance(x, Path) else x for name, x in flags.items()}
