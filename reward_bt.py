@@ -38,21 +38,25 @@ Reference implementations: huggingface/trl@f2cd577 trl/trainer/reward_trainer.py
 """
 
 import contextlib
+import fcntl
+import hashlib
 import io
 import json
 import logging
 import math
 import os
+import random
 import re
 import shutil
+import signal
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, make_dataclass
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from itertools import combinations, groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_type_hints
+from typing import IO, Annotated, Any, Literal, NoReturn, get_type_hints
 
 import numpy as np
 import torch
@@ -92,7 +96,9 @@ class Args:
     run_name: str | None = None
     """name of this run's folder; None: script, model, seed and time"""
     resume: str | None = None
-    """checkpoint folder (runs/NAME/checkpoint-N) to continue from; the run goes on in its own folder"""
+    """checkpoint folder (runs/NAME/checkpoint-N) to continue from, in its own folder; auto: the newest whole one of the run"""
+    force: bool = False
+    """--resume: go on although flags that decide the result were changed"""
 
     # --- model and data ---
     model: str = "assets/tiny_vl"
@@ -207,6 +213,8 @@ class Args:
     """checkpoint when this much time has passed since the last one; 0 = never"""
     save_total_limit: int = 2
     """checkpoints kept, newest first"""
+    max_checkpoint_gb: float = 0.0
+    """older checkpoints are deleted when all of them take more than this, 1e9 bytes; the newest is kept; 0 = no limit"""
     track: bool = False
     """log to Weights and Biases too (WANDB_MODE=offline works)"""
     wandb_project: str = "cleanrft"
@@ -219,6 +227,10 @@ def fail(message: str) -> NoReturn:
     """Bad input: one sentence that names the sample, file or flag and what to do; exit code 2."""
     from tqdm import tqdm
 
+    if not main_process():  # where all ranks fail alike, rank 0 says it, and the launcher ends the others
+        with contextlib.suppress(ValueError):  # in a thread
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)
     tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also while a progress bar stands there
     raise SystemExit(2)
 
@@ -267,7 +279,8 @@ def check_args(args: Args, world_size: int) -> None:
         args,
         positive="max_length epochs batch_size learning_rate max_grad_norm lora_alpha max_skipped_updates "
         "micro_batch_tokens save_total_limit video_fps",
-        not_negative="seed center_coef label_smoothing router_aux_coef max_steps training_time_limit "
+        not_negative="max_checkpoint_gb "
+        "seed center_coef label_smoothing router_aux_coef max_steps training_time_limit "
         "warmup_steps weight_decay eval_steps eval_samples save_steps save_interval_minutes lora_rank",
         unit="min_lr_ratio adam_beta1 adam_beta2",
     )
@@ -328,16 +341,20 @@ def check_lora_args(args: Args) -> None:
 
 
 def check_output(args: Args) -> Path:
-    """-> the run's folder, which does not exist yet (it is made once model and data are known to be good)."""
-    if args.resume is not None:
-        return Path(args.resume).resolve().parent
+    """-> the run's folder, which a new run makes once model and data are known to be good."""
+    if args.resume == "auto" and args.run_name is None:
+        fail("--resume auto looks for checkpoints in --output-dir/--run-name: give a --run-name")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run_dir = Path(args.output_dir) / (args.run_name or f"{SCRIPT}-{Path(args.model).name}-seed{args.seed}-{stamp}")
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+    if args.resume not in (None, "auto"):
+        run_dir = Path(args.resume).resolve().parent
+    elif run_dir.exists() and (not run_dir.is_dir() or (args.resume is None and any(run_dir.iterdir()))):
         fail(f"--run-name {args.run_name}: {run_dir} exists already; choose another name, or continue it with --resume")
     parent = next(folder for folder in [run_dir, *run_dir.absolute().parents] if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         fail(f"--output-dir {args.output_dir} can't be written: {parent} is not a writable folder")
+    if (run_dir / ".lock").exists() and main_process():
+        lock_folder(run_dir).close()  # another run there is found now, not after the models are loaded
     return run_dir
 
 
@@ -1411,6 +1428,8 @@ def init_distributed() -> tuple[int, int, torch.device]:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # On a CPU it would compile this for a minute, for nothing, under a lock that a killed run leaves to all later ones.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return rank, world_size, device
 
@@ -1679,32 +1698,138 @@ def save_checkpoint(
 ) -> Path:
     """checkpoint-N: a Hugging Face folder that loads by itself, and state/ with all that --resume needs.
 
-    engines: name -> engine. export(folder) writes the Hugging Face folder. Written under a temporary name and renamed when
-    complete. Collective: all ranks call, and export too.
+    engines: name -> engine. export(folder) writes the Hugging Face folder. Written under a temporary name, and renamed once
+    all of it is on the disk; only then older ones are deleted. Collective: all ranks call, and export too.
     """
     rank, world_size = ranks
     final, folder = run_dir / f"checkpoint-{step}", run_dir / f"checkpoint-{step}.tmp"
-    if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    barrier(world_size)
-    for name, engine in engines.items():
-        engine.save_checkpoint(str(folder / "state" / name), tag="engine")
-    torch.save({"torch": torch.get_rng_state(), "numpy": np.random.get_state()}, folder / "state" / f"rng_{rank}.pt")
-    export(folder)
-    if rank == 0:
-        (folder / "state" / "trainer_state.json").write_text(json.dumps({**state, "args": asdict(args)}, indent=2))
-        (folder / "README.md").write_text(checkpoint_readme(args, step, metrics))
-    barrier(world_size)
-    if rank == 0:
-        if final.exists():
-            shutil.rmtree(final)
-        folder.rename(final)
-        kept = sorted(int(p.name[11:]) for p in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name))
-        for old in [n for n in kept if n <= step][: -args.save_total_limit]:  # later ones: a run that was left behind
-            shutil.rmtree(run_dir / f"checkpoint-{old}")
+    with writing(folder):
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        barrier(world_size)
+        for name, engine in engines.items():
+            engine.save_checkpoint(str(folder / "state" / name), tag="engine")
+        torch.save(random_states(), folder / "state" / f"rng_{rank}.pt")
+        export(folder)
+        if rank == 0:
+            state = {**state, "world_size": world_size, "args": asdict(args)}
+            (folder / "state" / "trainer_state.json").write_text(json.dumps(state, indent=2))
+            (folder / "README.md").write_text(checkpoint_readme(args, step, metrics))
+        barrier(world_size)
+        write_manifest(folder, ranks)
+        if rank == 0:
+            if final.exists():  # of a run that was resumed before it
+                final.rename(run_dir / f"{final.name}.old.tmp")
+            folder.rename(final)
+            sync_to_disk(run_dir)
+            delete_old_checkpoints(args, run_dir, step)
     barrier(world_size)
     return final
+
+
+def random_states() -> dict:
+    """Of this rank: torch, numpy and Python, of which dropout and reward functions may draw."""
+    kind, key, *rest = np.random.get_state()
+    states = {"torch": torch.get_rng_state(), "numpy": (kind, key.tolist(), *rest), "python": random.getstate()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def write_manifest(folder: Path, ranks: tuple[int, int]) -> None:
+    """manifest.json, the last file of a checkpoint: size and checksum of all others, which are on the disk by then. Every
+    rank reads its share of them. Collective: all ranks call."""
+    rank, world_size = ranks
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    own = {}
+    for name in names[rank::world_size]:
+        sync_to_disk(folder / name)
+        own[name] = [(folder / name).stat().st_size, checksum(folder / name)]
+    parts = [own] * world_size
+    if world_size > 1:
+        dist.all_gather_object(parts, own)
+    if rank == 0:
+        manifest = {"saved": time.time(), "files": {name: part[name] for part in parts for name in sorted(part)}}
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        for path in [folder / "manifest.json", *filter(Path.is_dir, folder.rglob("*")), folder]:
+            sync_to_disk(path)
+
+
+def sync_to_disk(path: Path) -> None:
+    """A file's content, a folder's list of names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def checksum(path: Path) -> str:
+    """BLAKE2b, 128 bit."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def read_manifest(folder: Path) -> dict:
+    """{} where there is none that can be read."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        return manifest if {"saved", "files"} <= manifest.keys() else {}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def checkpoint_damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint; None: every file has the size and the checksum of its manifest."""
+    files = read_manifest(folder).get("files")
+    if files is None:
+        return f"{folder / 'manifest.json'}, written last, is missing or can't be read"
+    for name, (size, digest) in files.items():
+        try:
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{folder / name} has {found} bytes, not {size}"
+            if checksum(folder / name) != digest:
+                return f"{folder / name} is not what was written: its checksum differs"
+        except OSError as error:
+            return f"{folder / name} can't be read ({one_line(error)})"
+    return None
+
+
+def find_checkpoint(args: Args, run_dir: Path) -> str | None:
+    """-> the folder that --resume asks for; auto: the whole one that was saved last, None where there is none."""
+    if args.resume is None:
+        return None
+    if args.resume != "auto":
+        damage = checkpoint_damage(Path(args.resume))
+        if damage is not None:
+            fail(f"--resume {args.resume} is no whole checkpoint: {damage}; name another one, or use --resume auto")
+        return args.resume
+    folders = [path for path in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    for folder in sorted(folders, key=lambda path: read_manifest(path).get("saved", math.inf), reverse=True):
+        damage = checkpoint_damage(folder)
+        if damage is None:
+            return str(folder)
+        if main_process():
+            print(f"warning: {folder} is skipped: {damage}", file=sys.stderr, flush=True)
+    if main_process():
+        print(f"--resume auto: no checkpoint in {run_dir}, so the run starts afresh there", flush=True)
+    return None
+
+
+def delete_old_checkpoints(args: Args, run_dir: Path, step: int) -> None:
+    """Keep the newest up to --save-total-limit and --max-checkpoint-gb; that of this step is kept whatever its size."""
+    steps = [int(p.name[11:]) for p in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    total = 0
+    for i, n in enumerate(
+        sorted((n for n in steps if n <= step), reverse=True)
+    ):  # later ones: a run that was left behind
+        folder = run_dir / f"checkpoint-{n}"
+        total += sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        too_big = args.max_checkpoint_gb and total > args.max_checkpoint_gb * 1e9
+        if i and (i >= args.save_total_limit or too_big):
+            folder.rename(run_dir / f"{folder.name}.old.tmp")
+    for left in run_dir.glob("checkpoint-*.old.tmp"):
+        shutil.rmtree(left)
 
 
 def export_reward_model(module: RewardModel, processor, folder: Path, zero_stage: int, rank: int) -> None:
@@ -1741,36 +1866,138 @@ def checkpoint_readme(args: Args, step: int, metrics: dict[str, float]) -> str:
     )
 
 
-def load_checkpoint(args: Args, engines: dict, state: dict, world_size: int, rank: int) -> None:
+def load_checkpoint(args: Args, engines: dict, rank: int) -> None:
     """Engine states and random states of --resume."""
     folder = Path(args.resume)
-    if state["world_size"] != world_size:
-        fail(f"--resume {folder} was saved by {state['world_size']} ranks, not {world_size}; start as many")
     try:
         for name, engine in engines.items():
+            schedule = engine.lr_scheduler
+            rates = schedule.base_lrs
+            flags = [
+                {name: group[name] for name in ("betas", "weight_decay")} for group in schedule.optimizer.param_groups
+            ]
             if engine.load_checkpoint(str(folder / "state" / name), tag="engine")[0] is None:
                 raise FileNotFoundError(folder / "state" / name)
-        random_state = torch.load(folder / "state" / f"rng_{rank}.pt", weights_only=False)
+            schedule.base_lrs = rates  # what the flags say now counts, also after --force
+            factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+            for group, own, rate, factor in zip(schedule.optimizer.param_groups, flags, rates, factors, strict=True):
+                group.update({**own, "initial_lr": rate, "lr": rate * factor})
+        states = torch.load(folder / "state" / f"rng_{rank}.pt")
+        torch.set_rng_state(states["torch"])
+        np.random.set_state(states["numpy"])
+        random.setstate(states["python"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
     except Exception as error:
         fail(f"--resume {folder} does not fit this run ({one_line(error)})")
-    torch.set_rng_state(random_state["torch"])
-    np.random.set_state(random_state["numpy"])
 
 
-def read_trainer_state(args: Args, fixed: tuple[str, ...]) -> dict:
-    """Read and check trainer_state.json before any model is loaded. fixed: flags that must be as they were."""
+def read_trainer_state(args: Args, free: str) -> dict:
+    """Read and check trainer_state.json before any model is loaded. free: flags that may change without changing the result;
+    --force lets the others change too."""
     path = Path(args.resume) / "state" / "trainer_state.json"
-    if not path.is_file():
-        fail(f"--resume {args.resume}: no checkpoint of this script there ({path} is missing)")
     try:
         state = json.loads(path.read_text())
-    except ValueError as error:
-        fail(f"--resume {args.resume}: {path} can't be read ({one_line(error)})")
-    for name in fixed:
-        saved, flag = state["args"].get(name), "--" + name.replace("_", "-")
-        if saved != getattr(args, name):
-            fail(f"--resume {args.resume} was saved with {flag} {saved}, not {getattr(args, name)}; use the same")
+        saved, ranks = {**asdict(Args()), **state["args"]}, state["world_size"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fail(f"--resume {args.resume}: no checkpoint of this script there: {path} can't be read ({one_line(error)})")
+    saved, now = (json.loads(json.dumps(flags)) for flags in (saved, asdict(args)))  # tuples become lists
+    changed = [
+        name for name in now if saved[name] != now[name] and name not in ("output_dir", "run_name", "resume", "force")
+    ]
+    words = {name: "--" + name.replace("_", "-") for name in changed}
+    wrong = [name for name in changed if name not in free.split()]
+    if wrong and not args.force:
+        before, after = (", ".join(f"{words[name]} {flags[name]}" for name in wrong) for flags in (saved, now))
+        fail(
+            f"--resume {args.resume} was saved with {before}, not {after}; use the same, or go on all the same with --force"
+        )
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks != world_size:
+        fail(
+            f"--resume {args.resume} was saved by {ranks} ranks, not {world_size}: start as many, or a new run, with a new "
+            f"optimizer, from its weights: --model {args.resume}"
+        )
+    if main_process():
+        listed = ", ".join(f"{words[name]} {saved[name]} -> {now[name]}" for name in changed) or "none"
+        print(f"goes on from {args.resume}; flags changed since: {listed}", flush=True)
     return state
+
+
+def open_run(args: Args, run_dir: Path, last_step: int) -> IO:
+    """Make or enter the run's folder, undo what was written after the checkpoint that is resumed (last_step; -1: none)
+    -> the lock of the folder, which holds while the file is open. For rank 0."""
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(run_dir)
+        for left in run_dir.glob("*.tmp"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    truncate_jsonl(run_dir / "metrics.jsonl", "train/step", last_step)
+    truncate_jsonl(run_dir / "samples.jsonl", "step", last_step)
+    write_text(run_dir / "args.json", json.dumps(asdict(args), indent=2))
+    return lock
+
+
+def lock_folder(run_dir: Path) -> IO:
+    """A lock of the operating system: it ends with the process, however that ends."""
+    with writing(run_dir / ".lock"):
+        lock = (run_dir / ".lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"{run_dir} is in use by another run; wait for its end, or choose another --run-name")
+    except OSError as error:
+        logging.getLogger(SCRIPT).warning(f"{run_dir}: its file system has no locks ({one_line(error)})")
+    return lock
+
+
+def main_process() -> bool:
+    """Rank 0, also before the ranks know each other."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def catch_signals() -> list[str]:
+    """-> names of the SIGTERM and SIGINT that came so far: the run saves and ends after its step. A second SIGINT ends it at
+    once."""
+    received = []
+
+    def handle(number: int, frame) -> None:
+        if received and number == signal.SIGINT:
+            os._exit(128 + number)
+        received.append(signal.Signals(number).name)
+        if main_process():
+            text = f"\n{received[-1]}: the run saves and ends after this step\n"
+            os.write(2, text.encode())  # a print may be under way
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    return received
+
+
+def stop_asked(received: list[str], world_size: int, device: torch.device) -> bool:
+    """Whether any rank got a signal, so that all end after the same step."""
+    count = torch.tensor(len(received), device=device)
+    if world_size > 1:
+        dist.all_reduce(count)
+    return bool(count > 0)
+
+
+@contextlib.contextmanager
+def writing(path: Path):
+    """Around what writes: a full or read-only disk is said in one sentence."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
+        name = getattr(error, "filename", None) or path
+        fail(f"{name} can't be written ({one_line(error)}); make room or make it writable, and go on with --resume")
+
+
+def write_text(path: Path, text: str) -> None:
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
 
 
 def barrier(world_size: int) -> None:
@@ -1779,19 +2006,19 @@ def barrier(world_size: int) -> None:
 
 
 def append_jsonl(path: Path, records: list[dict]) -> None:
-    with path.open("a") as file:
+    with writing(path), path.open("a") as file:
         file.writelines(json.dumps(record, default=str) + "\n" for record in records)
 
 
 def truncate_jsonl(path: Path, key: str, last_step: int) -> None:
-    """Drop what an interrupted run wrote after the checkpoint that is resumed."""
+    """Drop what an interrupted run wrote after the checkpoint that is resumed, and a line that it could not finish."""
     if path.exists():
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        path.write_text("")
-        append_jsonl(path, [record for record in records if record[key] <= last_step])
+        lines, new = path.read_text(errors="replace").splitlines(keepends=True), path.with_name(f"{path.name}.tmp")
+        write_text(new, "".join(line for line in lines if line.endswith("\n") and json.loads(line)[key] <= last_step))
+        new.replace(path)
 
 
-def start_loggers(args: Args, run_dir: Path, wandb_id: str | None) -> tuple[list[Callable], str | None]:
+def start_loggers(args: Args, run_dir: Path, wandb_id: str | None, last_step: int) -> tuple[list[Callable], str | None]:
     """-> functions (step, metrics) for Weights and Biases and TensorBoard, as asked for, and the wandb run id."""
     loggers = []
     if args.track:
@@ -1806,7 +2033,7 @@ def start_loggers(args: Args, run_dir: Path, wandb_id: str | None) -> tuple[list
     if args.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(run_dir / "tensorboard")
+        writer = SummaryWriter(run_dir / "tensorboard", purge_step=last_step + 1)
         loggers.append(lambda step, metrics: [writer.add_scalar(name, x, step) for name, x in metrics.items()])
     return loggers, wandb_id
 
@@ -1829,7 +2056,8 @@ def draw_curves(run_dir: Path, panels: list[tuple[str, list[str]]]) -> None:
         if axes.lines:
             axes.legend(fontsize=8)
     figure.suptitle(run_dir.name)
-    figure.savefig(run_dir / "curves.png", dpi=90)
+    with writing(run_dir / "curves.png"):
+        figure.savefig(run_dir / "curves.png", dpi=90)
 
 
 def draw_calibration(run_dir: Path, name: str, step: int, data: dict, rewards: torch.Tensor) -> None:
@@ -1858,7 +2086,9 @@ def draw_calibration(run_dir: Path, name: str, step: int, data: dict, rewards: t
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
     figure.suptitle(f"{run_dir.name}, {name}, step {step}, {len(data['keep'])} prompts")
-    figure.savefig(run_dir / f"calibration-{name}-{step}.png", dpi=80)
+    path = run_dir / f"calibration-{name}-{step}.png"
+    with writing(path):
+        figure.savefig(path, dpi=80)
 
 
 def draw_worst_pairs(run_dir: Path, name: str, step: int, samples: list[dict], data: dict) -> None:
@@ -1880,7 +2110,9 @@ def draw_worst_pairs(run_dir: Path, name: str, step: int, samples: list[dict], d
         text = "\n".join(textwrap.shorten(line, 90, placeholder="...") for line in (asked, *sides))
         axes.set_title("\n".join(textwrap.fill(line, 44) for line in text.splitlines()).replace("$", r"\$"), fontsize=9)
     figure.suptitle(f"{run_dir.name}, {name}, step {step}: the pairs with the lowest chosen - rejected")
-    figure.savefig(run_dir / f"worst-{name}-{step}.png", dpi=70)
+    path = run_dir / f"worst-{name}-{step}.png"
+    with writing(path):
+        figure.savefig(path, dpi=70)
 
 
 PANELS = [
@@ -1909,17 +2141,26 @@ def main(args: Args) -> dict[str, float]:
     transformers.utils.logging.set_verbosity_error()  # that the head is new; other missing weights stop the run
     check_args(args, int(os.environ.get("WORLD_SIZE", 1)))
     run_dir = check_output(args)
+    auto, args = args.resume == "auto", replace(args, resume=find_checkpoint(args, run_dir))
     resumed = None
     if args.resume is not None:
-        resumed = read_trainer_state(args, ("model", "zero_stage", "dtype", "lora_rank", "lora_targets", "freeze"))
+        free = (
+            "max_steps epochs training_time_limit eval_datasets eval_split save_interval_minutes "
+            "max_skipped_updates eval_steps eval_samples save_steps save_total_limit max_checkpoint_gb track "
+            "wandb_project tensorboard"
+        )
+        resumed = read_trainer_state(args, free)
     rank, world_size, device = init_distributed()
     ranks, main_rank = (rank, world_size), rank == 0
     if world_size > 1:  # the name holds a time: all ranks take rank 0's
-        names = [str(run_dir)]
+        names = [str(run_dir), args.resume]
         dist.broadcast_object_list(names)
         run_dir = Path(names[0])
+        if names[1] != args.resume:
+            fail(f"--resume: rank {rank} finds {args.resume} and rank 0 {names[1]}; all need the same --output-dir")
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
+    random.seed(args.seed)
     auto_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = {"auto": auto_dtype, "fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
 
@@ -1935,9 +2176,14 @@ def main(args: Args) -> dict[str, float]:
         for name, source in eval_sources(args).items()
     }
     total_steps = args.max_steps or math.ceil(args.epochs * len(data["keep"]) / args.batch_size)
-    if resumed is not None and resumed["step"] >= total_steps:
+    out_of_time = resumed is not None and 0 < args.training_time_limit * 60 <= resumed["seconds"]
+    if resumed is not None and (resumed["step"] >= total_steps or out_of_time):
+        if auto:  # a loop that starts it again and again ends here
+            print(f"{args.resume} has done all {resumed['step']} steps")
+            return {}
         fail(
-            f"--resume {args.resume} has done {resumed['step']} steps; raise --max-steps or --epochs ({total_steps} steps)"
+            f"--resume {args.resume} has done {resumed['step']} of {total_steps} steps; raise --max-steps, --epochs or "
+            "--training-time-limit"
         )
 
     if classifier_class(model.config) is not None:
@@ -1958,16 +2204,13 @@ def main(args: Args) -> dict[str, float]:
     # From here on the run has a folder.
     first_step, episode, skipped_in_a_row, wandb_id = 0, 0, 0, None
     if resumed is not None:
-        load_checkpoint(args, {"reward": engine}, resumed, world_size, rank)
+        load_checkpoint(args, {"reward": engine}, rank)
         first_step, episode = resumed["step"], resumed["episode"]
         skipped_in_a_row, wandb_id = resumed["skipped_in_a_row"], resumed["wandb_id"]
     loggers = []
     if main_rank:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        truncate_jsonl(run_dir / "metrics.jsonl", "train/step", first_step)
-        truncate_jsonl(run_dir / "samples.jsonl", "step", first_step)
-        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        loggers, wandb_id = start_loggers(args, run_dir, wandb_id)
+        lock = open_run(args, run_dir, -1 if resumed is None else first_step)
+        loggers, wandb_id = start_loggers(args, run_dir, wandb_id, first_step)
         for name, rows in {"training": data, **eval_sets}.items():
             print(
                 f"{name}: {len(rows['keep'])} rows of {rows['source']}, {rows['dropped']} over --max-length left out, "
@@ -1981,8 +2224,9 @@ def main(args: Args) -> dict[str, float]:
             finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}  # JSON has no NaN
             append_jsonl(run_dir / "metrics.jsonl", [finite])
             append_jsonl(run_dir / "samples.jsonl", [{"step": step, **sample} for sample in samples])
-            for logger in loggers:
-                logger(step, metrics)
+            with writing(run_dir):
+                for logger in loggers:
+                    logger(step, metrics)
 
     def run_evaluation(step: int) -> tuple[dict[str, float], list[dict]]:
         t0, results, samples = time.time(), {}, []
@@ -2000,13 +2244,16 @@ def main(args: Args) -> dict[str, float]:
         (title, [f"rm/{key}" for key in keys] + [f"eval/{name}/{key}" for name in eval_sets for key in keys])
         for title, keys in PANELS
     ] + [("gradient norm", ["train/grad_norm"]), ("learning rate", ["train/learning_rate"])]
-    metrics, before, last_eval = {}, {}, {}
-    if eval_sets:
+    metrics, before = {}, {} if resumed is None else resumed["before"]
+    last_eval = before
+    if eval_sets and not before:  # a resumed run has it
         last_eval, samples = run_evaluation(first_step)
         before = last_eval
         log(first_step, {"train/step": first_step, "train/episode": episode, **last_eval}, samples)
+    received, stopped = catch_signals(), False
     bar = tqdm(total=total_steps, initial=first_step, desc=SCRIPT, unit="step", disable=not main_rank)
-    train_started = last_save = time.time()
+    last_save = time.time()
+    train_started = last_save - (resumed["seconds"] if resumed is not None else 0.0)
     engine.train()
     for step in range(first_step + 1, total_steps + 1):
         # --- 7. update -----------------------------------------------------------------------------------------------
@@ -2045,6 +2292,7 @@ def main(args: Args) -> dict[str, float]:
         out_of_time = 0 < args.training_time_limit <= float(minutes[0])
         save_due = 0 < args.save_interval_minutes <= float(minutes[1])
         last = step == total_steps or out_of_time
+        stopped = stop_asked(received, world_size, device) and not last
         evaluated = last or (args.eval_steps > 0 and step % args.eval_steps == 0)
         samples = []
         if eval_sets and evaluated:
@@ -2053,13 +2301,14 @@ def main(args: Args) -> dict[str, float]:
         log(step, metrics, samples)
         if main_rank and evaluated:
             draw_curves(run_dir, panels)
-        if last or save_due or (args.save_steps and step % args.save_steps == 0):
+        if last or stopped or save_due or (args.save_steps and step % args.save_steps == 0):
             trainer_state = {
                 "step": step,
                 "episode": episode,
                 "skipped_in_a_row": skipped_in_a_row,
                 "wandb_id": wandb_id,
-                "world_size": world_size,
+                "before": before,
+                "seconds": t1 - train_started,
             }
 
             def export(folder: Path) -> None:
@@ -2067,12 +2316,14 @@ def main(args: Args) -> dict[str, float]:
 
             saved = save_checkpoint(args, run_dir, step, {"reward": engine}, export, trainer_state, metrics, ranks)
             last_save = time.time()
-        if last:
+        if last or stopped:
             break
 
     # --- 11. finish --------------------------------------------------------------------------------------------------
     bar.close()
-    if main_rank:
+    if main_rank and stopped:
+        print(f"stopped by a signal after step {step}; go on with --resume {saved}", flush=True)
+    elif main_rank:
         gain = ", ".join(
             f"held-out {name} accuracy {before[f'eval/{name}/accuracy']:.3f} -> {last_eval[f'eval/{name}/accuracy']:.3f}, "
             f"ece {last_eval[f'eval/{name}/ece']:.3f}"
@@ -2083,6 +2334,8 @@ def main(args: Args) -> dict[str, float]:
             f"in all {time.time() - started:.0f} s · {saved}",
             flush=True,
         )
+    if main_rank:
+        lock.close()
     barrier(world_size)
     dist.destroy_process_group()
     return metrics
