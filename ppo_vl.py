@@ -17,6 +17,7 @@ import asyncio
 import base64
 import concurrent.futures
 import contextlib
+import functools
 import inspect
 import io
 import json
@@ -603,6 +604,8 @@ def read_messages(chat: Any, images: list, videos: list, where: str) -> tuple[li
                     inline[part["type"]].append(part[part["type"]])
                 parts.append({"type": part["type"]})
                 continue
+            if not isinstance(part.get("text") or "", str):
+                fail(f"{where}: the text of a message part must be a string, not {str(part['text'])[:80]!r}")
             for piece in re.split(r"(<image>|<video>)", part.get("text") or ""):
                 if piece in ("<image>", "<video>"):
                     parts.append({"type": piece[1:-1]})
@@ -655,8 +658,15 @@ def read_row(row: dict, data: dict, where: str) -> dict:
     }
 
 
+IMAGE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start a program, as EPS does
+MAX_PIXELS = 2**26  # of a picture; a file of a few bytes can claim more than memory holds
+
+
 def load_image(source: Any, folder: Path, where: str):
-    """-> RGB picture from a path (relative ones are tried beside the dataset too), bytes, {"bytes", "path"} or PIL image."""
+    """-> RGB picture from a path (relative ones are tried beside the dataset too), bytes, {"bytes", "path"} or PIL image.
+
+    Of an animation the first frame; what is transparent becomes white; the name's ending is not looked at.
+    """
     from PIL import Image
 
     if isinstance(source, dict):
@@ -666,9 +676,16 @@ def load_image(source: Any, folder: Path, where: str):
     try:
         if isinstance(source, str):
             path = Path(source).expanduser()
-            source = Image.open(path if path.is_absolute() or path.exists() else folder / path)
+            path = path if path.is_absolute() or path.exists() else folder / path
+            source = Image.open(path, formats=IMAGE_FORMATS)
         elif isinstance(source, bytes):
-            source = Image.open(io.BytesIO(source))
+            source = Image.open(io.BytesIO(source), formats=IMAGE_FORMATS)
+        if source.width * source.height > MAX_PIXELS:
+            raise ValueError(f"{source.width} x {source.height} pixels are more than {MAX_PIXELS}; make it smaller")
+        if source.mode.startswith("I"):  # 16 bits: convert would cut what is above 255
+            source = Image.fromarray((np.asarray(source) // 257).clip(0, 255).astype(np.uint8))
+        if source.has_transparency_data:
+            source = Image.alpha_composite(Image.new("RGBA", source.size, "white"), source.convert("RGBA"))
         return source.convert("RGB")  # reads every pixel: a truncated file fails here
     except Exception as error:
         fail(f"{where}: image can't be read ({one_line(error)})")
@@ -747,17 +764,41 @@ def sample_frames(total: int, rate: float, fps: float, least: int) -> list[int]:
     return [k * total // count for k in range(count)]
 
 
+@functools.lru_cache
+def special_tokens(processor) -> re.Pattern:
+    """Any token of the tokenizer that steers: end of turn, placeholder of a picture, padding. The longest of them first."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokens |= {*tokenizer.all_special_tokens, *(getattr(processor, f"{kind}_token", "") for kind in ("image", "video"))}
+    tokens = sorted({token.strip() for token in tokens} - {""}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def escape(value: Any, special: re.Pattern) -> Any:
+    """A text, or all texts in messages, with a blank after the first character of each special token, so that it is one no
+    more: "a<|im_end|>" -> "a< |im_end|>". What is escaped already stays as it is."""
+    if isinstance(value, dict):
+        return {escape(key, special): escape(x, special) for key, x in value.items()}
+    if isinstance(value, list):
+        value, texts = [escape(x, special) for x in value], ""
+        for part in value:  # the template may join the texts of a message
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                part["text"] = (" " if special.search(texts + part["text"]) else "") + part["text"]
+                texts += part["text"]
+        return value
+    while isinstance(value, str) and special.search(value):  # what is left of one may be part of another
+        value = special.sub(lambda m: f"{m[0][0]} {m[0][1:]}" if len(m[0]) > 1 else " ", value)
+    return value
+
+
 def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str:
     """The chat template's text of the row's messages, with the prompt of the answer; placeholders not yet expanded.
 
-    messages: a whole chat to render instead, answers included and no prompt of another one.
+    messages: a whole chat to render instead, answers included and no prompt of another one. What comes from data is escaped.
     """
     tokenizer, where = getattr(processor, "tokenizer", processor), row["where"]
     whole, messages = messages is not None, messages or row["messages"]
-    for text in (part["text"] for m in messages for part in m["content"] if part["type"] == "text"):
-        for token in tokenizer.all_special_tokens if tokenizer.chat_template is not None else []:
-            if token in text:
-                fail(f"{where}: the prompt's text contains the special token {token}; take it out")
+    special = special_tokens(processor)
     if tokenizer is processor:
         if row["images"] or row["videos"]:
             fail(f"{where}: pictures or videos in a prompt for a text model; choose a vision-language --model")
@@ -765,16 +806,15 @@ def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str
         if row["plain"] or tokenizer.chat_template is None:
             contents = [m["content"] for m in messages]
             if not whole:
-                return "\n".join(contents)
-            return "\n".join(contents[:-1]) + contents[-1] + (tokenizer.eos_token or "")
+                return escape("\n".join(contents), special)
+            return escape("\n".join(contents[:-1]) + contents[-1], special) + (tokenizer.eos_token or "")
     elif row["plain"]:
         fail(f"{where}: --plain-prompts is for text models; a vision-language model needs its chat template")
     if row["videos"] and getattr(processor, "video_processor", None) is None:
         fail(f"{where}: videos in a prompt, but the processor of --model has no video processor; take them out")
     try:
-        return processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not whole, **row["template_kwargs"]
-        )
+        messages, kwargs = escape(messages, special), escape(row["template_kwargs"], special)
+        return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=not whole, **kwargs)
     except Exception as error:
         fail(f"{where}: the chat template rejects the messages ({one_line(error)})")
 
@@ -1117,8 +1157,6 @@ def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable
     except Exception as error:
         fail(f"--rewards {folder} can't be loaded as a reward model ({one_line(error)})")
     processor = load_processor(folder, "--rewards")
-    tokenizer = getattr(processor, "tokenizer", processor)
-    special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)) or "(?!)")  # the policy may write them
     model = model.to(device).eval().requires_grad_(False)
     if head is not None:
         shared, head = enable_packing(model), head.to(device, model.dtype)
@@ -1130,8 +1168,8 @@ def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable
         for _, members in groupby(range(len(rows)), key=lambda b: id(rows[b])):
             members = list(members)
             row = {**rows[members[0]], "plain": False, "template_kwargs": {}}
-            clean = [special.sub("", texts[b]) for b in members]
-            chats = [[*row["messages"], {"role": "assistant", "content": [{"type": "text", "text": t}]}] for t in clean]
+            answers = [{"role": "assistant", "content": [{"type": "text", "text": texts[b]}]} for b in members]
+            chats = [[*row["messages"], answer] for answer in answers]
             sample, rests = encode_group(model, processor, row, [render_chat(processor, row, chat) for chat in chats])
             groups.append((len(prompts), members))
             prompts.append(sample)
