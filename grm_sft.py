@@ -18,6 +18,7 @@ Reference implementation: opendilab/LightRFT@49e62cb, GRMTrainerVL and examples/
 """
 
 import contextlib
+import contextvars
 import functools
 import hashlib
 import inspect
@@ -103,6 +104,8 @@ class Args:
     """train on every pair twice, as it is and with its sides exchanged: the verdict follows, a bias to one side can't pay"""
     chat_template_kwargs: str = "{}"
     """JSON object handed to the chat template, for example '{"enable_thinking": false}'"""
+    on_bad_sample: Literal["error", "skip"] = "error"
+    """a row that can't be used, found before training: end the run, or leave it out and name it in bad_samples.jsonl"""
     max_length: int = 2048
     """tokens of a whole row, picture tokens and answer counted; nothing is ever cut"""
     overlong: Literal["drop", "error"] = "drop"
@@ -195,9 +198,15 @@ class Args:
     """log to TensorBoard too"""
 
 
+LEAVE_OUT = contextvars.ContextVar("LEAVE_OUT", default=False)  # True: `fail` is about a row that may be left out
+
+
 def fail(message: str) -> NoReturn:
     """Bad input: one sentence that names the sample, file or flag and what to do; exit code 2."""
     from tqdm import tqdm
+
+    if LEAVE_OUT.get():
+        raise SystemExit(message)  # check_row takes it
 
     tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also while a progress bar stands there
     raise SystemExit(2)
@@ -343,6 +352,34 @@ def load_rows(source: str, split: str):
         return datasets.load_dataset(source, split=split)
     except Exception as error:
         fail(f"{source} can't be read as a dataset: {one_line(error)}")
+
+
+def check_row(args: Args, data: dict, index: int, read: Callable) -> Any:
+    """read(index), which fails where a row can't be used. With --on-bad-sample skip such a row is left out like one that is
+    too long: None, and data["bad"] says why."""
+    before = LEAVE_OUT.set(args.on_bad_sample == "skip")
+    try:
+        try:
+            return read(index)
+        except Exception as error:
+            fail(f"{data['source']} row {index} can't be used ({one_line(error)})")
+    except SystemExit as error:
+        if not LEAVE_OUT.get():
+            raise
+        data["bad"].append({"step": 0, "dataset": data["source"], "row": index, "reason": error.code})
+    finally:
+        LEAVE_OUT.reset(before)
+
+
+def report_bad(data: dict, count: int, show: bool) -> None:
+    """Name the rows that check_row left out of `count`."""
+    bad, warn = data["bad"], logging.getLogger(SCRIPT).warning
+    if len(bad) == count:
+        fail(f"none of the {count} rows of {data['source']} can be used; the first one: {bad[0]['reason']}")
+    for record in bad[:10] if show else []:
+        warn(f"left out: {record['reason']}")
+    if bad and show:
+        warn(f"{len(bad)} of {count} rows of {data['source']} left out; bad_samples.jsonl of the run names them all")
 
 
 def load_easy_vqa(split: str):
@@ -534,10 +571,10 @@ def read_dialogue(row: dict, rng, data: dict, where: str) -> dict:
         fail(f"{where}: messages must begin with a system or user message and end with the assistant's")
     media = {"images": as_list(row.get("images")), "videos": as_list(row.get("videos"), video=True)}
     content = messages[-1].get("content")
-    for part in content if isinstance(content, list) else []:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            fail(f"{where}: the assistant's last message must be text")
-    answer = content if isinstance(content, str) else "".join(part["text"] or "" for part in content or [])
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in as_list(content)]
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        fail(f"{where}: the assistant's last message must be text")
+    answer = "".join(part["text"] or "" for part in parts)
     return {"messages": messages[:-1], "sides": None, "answer": answer, "noun": "Answer", **media}
 
 
@@ -668,7 +705,7 @@ def read_judged(data: dict, index: int, swap: bool = False) -> dict:
     }
 
 
-IMAGE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start a program, as EPS does
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start a program, as EPS does
 MAX_PIXELS = 2**26  # of a picture; a file of a few bytes can claim more than memory holds
 
 
@@ -1032,6 +1069,7 @@ def open_source(args: Args, name: str, split: str, seed: int) -> dict:
         "template_kwargs": parse_template_kwargs(args),
         "video_fps": args.video_fps,
         "options": ("1", "2", "tie"),
+        "bad": [],
     }
 
 
@@ -1087,19 +1125,23 @@ def prepare_judged(
         if 0 < limit < len(indices):
             indices = np.sort(np.random.default_rng(0).permutation(len(indices))[:limit])
         has_ties = False
+
+        def measure(i: int, source=source) -> list[dict]:
+            """The row's entry, and that of its sides exchanged."""
+            rows = [read_judged(source, i)]
+            if training and args.swap_sides and rows[0]["is_pair"]:
+                rows.append(read_judged(source, i, True))
+            return [make_entry(processor, row, end_ids, media_ids, extra_tokens) for row in rows]
+
         for i in tqdm(indices.tolist(), desc=f"checking {name} ({split})", disable=not show, leave=False):
-            row = read_judged(source, i)
-            has_ties |= row["truth"] == "tie"
-            for swap in (False, True) if training and args.swap_sides and row["is_pair"] else (False,):
-                entry = make_entry(
-                    processor, read_judged(source, i, True) if swap else row, end_ids, media_ids, extra_tokens
-                )
-                entry |= {"source": s, "index": i, "swap": swap}
+            for swap, entry in enumerate(check_row(args, source, i, measure) or []):
+                has_ties |= entry["truth"] == "tie"
+                entry |= {"source": s, "index": i, "swap": bool(swap)}
                 shortest = min(shortest, entry["length"])
                 if entry["length"] > args.max_length:
                     if args.overlong == "error":
                         too_long = (
-                            f"{row['where']} has {entry['length']} tokens, more than --max-length {args.max_length}"
+                            f"{name} row {i} has {entry['length']} tokens, more than --max-length {args.max_length}"
                         )
                         fail(f"{too_long}; raise it, or leave such rows out with --overlong drop")
                     data["dropped"] += 1
@@ -1109,6 +1151,7 @@ def prepare_judged(
                 entry["group"] = members[0] if members else len(data["entries"])  # named after its first entry
                 members.append(len(data["entries"]))
                 data["entries"].append(entry)
+        report_bad(source, len(indices), show)
         if not has_ties:
             source["options"] = ("1", "2")
     if not data["entries"]:
@@ -2132,10 +2175,19 @@ def main(args: Args) -> dict[str, float]:
     if main_rank:
         (run_dir / "eval").mkdir(parents=True, exist_ok=True)
         truncate_jsonl(run_dir / "metrics.jsonl", "train/step", first_step)
+        truncate_jsonl(run_dir / "bad_samples.jsonl", "step", first_step)
+        bad = [
+            record
+            for part in [*data["sources"], *(eval_data["sources"] if eval_data else [])]
+            for record in part["bad"]
+        ]
+        if bad and resumed is None:
+            append_jsonl(run_dir / "bad_samples.jsonl", bad)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         loggers, wandb_id = start_loggers(args, run_dir, wandb_id)
         print(
-            f"{run_dir}: {len(data['entries'])} training rows ({data['dropped']} over --max-length dropped), "
+            f"{run_dir}: {len(data['entries'])} training rows ({data['dropped']} over --max-length dropped, "
+            f"{sum(len(source['bad']) for source in data['sources'])} bad), "
             f"{len(eval_data['entries']) if eval_data else 0} held out, {total_steps} steps, {world_size} rank(s) on "
             f"{device.type}, {dtype}",
             flush=True,

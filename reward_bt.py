@@ -14,6 +14,7 @@ Reference implementations: huggingface/trl@f2cd577 trl/trainer/reward_trainer.py
 """
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import io
@@ -107,6 +108,8 @@ class Args:
     """string prompts go to a text model as they are, without its chat template"""
     chat_template_kwargs: str = "{}"
     """JSON object handed to the chat template, for example '{"enable_thinking": false}'"""
+    on_bad_sample: Literal["error", "skip"] = "error"
+    """a row that can't be used, found before training: end the run, or leave it out and name it in bad_samples.jsonl"""
     max_length: int = 1024
     """tokens of prompt and one response, picture tokens counted; see --overflow"""
     overflow: Literal["filter", "keep_start", "keep_end", "error"] = "filter"
@@ -193,9 +196,15 @@ class Args:
     """log to TensorBoard too"""
 
 
+LEAVE_OUT = contextvars.ContextVar("LEAVE_OUT", default=False)  # True: `fail` is about a row that may be left out
+
+
 def fail(message: str) -> NoReturn:
     """Bad input: one sentence that names the sample, file or flag and what to do; exit code 2."""
     from tqdm import tqdm
+
+    if LEAVE_OUT.get():
+        raise SystemExit(message)  # check_row takes it
 
     tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also while a progress bar stands there
     raise SystemExit(2)
@@ -369,6 +378,34 @@ def load_rows(source: str, split: str):
         return datasets.load_dataset(source, split=split)
     except Exception as error:
         fail(f"{source} can't be read as a dataset: {one_line(error)}")
+
+
+def check_row(args: Args, data: dict, index: int, read: Callable) -> Any:
+    """read(index), which fails where a row can't be used. With --on-bad-sample skip such a row is left out like one that is
+    too long: None, and data["bad"] says why."""
+    before = LEAVE_OUT.set(args.on_bad_sample == "skip")
+    try:
+        try:
+            return read(index)
+        except Exception as error:
+            fail(f"{data['source']} row {index} can't be used ({one_line(error)})")
+    except SystemExit as error:
+        if not LEAVE_OUT.get():
+            raise
+        data["bad"].append({"step": 0, "dataset": data["source"], "row": index, "reason": error.code})
+    finally:
+        LEAVE_OUT.reset(before)
+
+
+def report_bad(data: dict, count: int, show: bool) -> None:
+    """Name the rows that check_row left out of `count`."""
+    bad, warn = data["bad"], logging.getLogger(SCRIPT).warning
+    if len(bad) == count:
+        fail(f"none of the {count} rows of {data['source']} can be used; the first one: {bad[0]['reason']}")
+    for record in bad[:10] if show else []:
+        warn(f"left out: {record['reason']}")
+    if bad and show:
+        warn(f"{len(bad)} of {count} rows of {data['source']} left out; bad_samples.jsonl of the run names them all")
 
 
 def load_easy_vqa(split: str):
@@ -617,7 +654,7 @@ def read_ranking(row: dict, data: dict, where: str) -> dict:
     }
 
 
-IMAGE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start a program, as EPS does
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start a program, as EPS does
 MAX_PIXELS = 2**26  # of a picture; a file of a few bytes can claim more than memory holds
 
 
@@ -971,11 +1008,27 @@ def prepare_rankings(args: Args, model, processor, source: str, split: str, limi
     if 0 < limit < len(rows):
         indices = np.sort(np.random.default_rng(0).permutation(len(rows))[:limit])
     cache = {}
-    data |= {"keep": [], "lengths": {}, "margins": {}, "weights": {}, "last_ids": set(), "dropped": 0, "cut": 0}
+    data |= {
+        "keep": [],
+        "lengths": {},
+        "margins": {},
+        "weights": {},
+        "last_ids": set(),
+        "bad": [],
+        "dropped": 0,
+        "cut": 0,
+    }
     shortest = math.inf
-    for i in tqdm(indices.tolist(), desc=f"checking {source} ({split})", disable=not show, leave=False):
+
+    def measure(i: int) -> tuple:
         row = get_ranking(data, i)
-        ids, P, R, fixed = measure_ranking(model, processor, row, cache)
+        return row, *measure_ranking(model, processor, row, cache)
+
+    for i in tqdm(indices.tolist(), desc=f"checking {source} ({split})", disable=not show, leave=False):
+        checked = check_row(args, data, i, measure)
+        if checked is None:
+            continue
+        row, ids, P, R, fixed = checked
         shortest = min(shortest, P + max(R))
         fitted = fit_lengths(P, R, fixed, args.max_length, args.overflow)
         if fitted != (P, R) and args.overflow == "error":
@@ -997,6 +1050,7 @@ def prepare_rankings(args: Args, model, processor, source: str, split: str, limi
         data["last_ids"] |= {sequence[-1] for sequence in ids}
         data["keep"].append(i)
         data["lengths"][i], data["margins"][i], data["weights"][i] = fitted, row["margin"], row["weight"]
+    report_bad(data, len(indices), show)
     if not data["keep"]:
         fail(
             f"all {len(indices)} rows of {source} are longer than --max-length {args.max_length} (the shortest has {shortest} "
@@ -1982,12 +2036,16 @@ def main(args: Args) -> dict[str, float]:
         run_dir.mkdir(parents=True, exist_ok=True)
         truncate_jsonl(run_dir / "metrics.jsonl", "train/step", first_step)
         truncate_jsonl(run_dir / "samples.jsonl", "step", first_step)
+        truncate_jsonl(run_dir / "bad_samples.jsonl", "step", first_step)
+        bad = [record for part in [data, *eval_sets.values()] for record in part["bad"]]
+        if bad and resumed is None:
+            append_jsonl(run_dir / "bad_samples.jsonl", bad)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         loggers, wandb_id = start_loggers(args, run_dir, wandb_id)
         for name, rows in {"training": data, **eval_sets}.items():
             print(
                 f"{name}: {len(rows['keep'])} rows of {rows['source']}, {rows['dropped']} over --max-length left out, "
-                f"{rows['cut']} cut",
+                f"{len(rows['bad'])} bad ones too, {rows['cut']} cut",
                 flush=True,
             )
         print(f"{run_dir}: {total_steps} steps, {world_size} rank(s) on {device.type}, {dtype}", flush=True)

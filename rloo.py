@@ -17,6 +17,7 @@ import asyncio
 import base64
 import concurrent.futures
 import contextlib
+import contextvars
 import functools
 import inspect
 import io
@@ -114,6 +115,8 @@ class Args:
     """string prompts go to a text model as they are, without its chat template"""
     chat_template_kwargs: str = "{}"
     """JSON object handed to the chat template, for example '{"enable_thinking": false}'"""
+    on_bad_sample: Literal["error", "skip"] = "error"
+    """a row that can't be used, found before training: end the run, or leave it out and name it in bad_samples.jsonl"""
     max_prompt_length: int = 1024
     """tokens, picture tokens counted; longer rows are dropped at the start and counted in the log"""
     lora_rank: int = 0
@@ -236,9 +239,15 @@ class Args:
     """log to TensorBoard too"""
 
 
+LEAVE_OUT = contextvars.ContextVar("LEAVE_OUT", default=False)  # True: `fail` is about a row that may be left out
+
+
 def fail(message: str) -> NoReturn:
     """Bad input: one sentence that names the sample, file or flag and what to do; exit code 2."""
     from tqdm import tqdm
+
+    if LEAVE_OUT.get():
+        raise SystemExit(message)  # check_row takes it
 
     tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also while a progress bar stands there
     raise SystemExit(2)
@@ -441,6 +450,34 @@ def load_rows(source: str, split: str):
         fail(f"{source} can't be read as a dataset: {one_line(error)}")
 
 
+def check_row(args: Args, data: dict, index: int, read: Callable) -> Any:
+    """read(index), which fails where a row can't be used. With --on-bad-sample skip such a row is left out like one that is
+    too long: None, and data["bad"] says why."""
+    before = LEAVE_OUT.set(args.on_bad_sample == "skip")
+    try:
+        try:
+            return read(index)
+        except Exception as error:
+            fail(f"{data['source']} row {index} can't be used ({one_line(error)})")
+    except SystemExit as error:
+        if not LEAVE_OUT.get():
+            raise
+        data["bad"].append({"step": 0, "dataset": data["source"], "row": index, "reason": error.code})
+    finally:
+        LEAVE_OUT.reset(before)
+
+
+def report_bad(data: dict, count: int, show: bool) -> None:
+    """Name the rows that check_row left out of `count`."""
+    bad, warn = data["bad"], logging.getLogger(SCRIPT).warning
+    if len(bad) == count:
+        fail(f"none of the {count} rows of {data['source']} can be used; the first one: {bad[0]['reason']}")
+    for record in bad[:10] if show else []:
+        warn(f"left out: {record['reason']}")
+    if bad and show:
+        warn(f"{len(bad)} of {count} rows of {data['source']} left out; bad_samples.jsonl of the run names them all")
+
+
 def load_easy_vqa(split: str):
     """easy-VQA (MIT): 64 x 64 drawings with questions, 13 possible answers; images and questions lie inside the package."""
     import datasets
@@ -568,7 +605,7 @@ def read_row(row: dict, data: dict, where: str) -> dict:
     }
 
 
-IMAGE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start a program, as EPS does
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start a program, as EPS does
 MAX_PIXELS = 2**26  # of a picture; a file of a few bytes can claim more than memory holds
 
 
@@ -848,8 +885,8 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
     """Read, check and length-filter a dataset before training: what is wrong with a row is said here, not after an hour.
 
     -> {"rows": Dataset, "columns", "folder", "source", "keep": indices of the rows that fit, "dropped": how many do not,
-    "probes": the first of them with each label of the recipe}. Every picture is decoded once; limit > 0 takes a fixed
-    random subset first.
+    "bad": rows that can't be used, "probes": the first of those kept with each label of the recipe}. Every picture is decoded
+    once; limit > 0 takes a fixed random subset first.
     """
     from tqdm import tqdm
 
@@ -866,17 +903,18 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
         "template_kwargs": parse_template_kwargs(args),
         "video_fps": args.video_fps,
         "recipe": parse_recipe(args),
+        "bad": [],
     }
     indices = np.arange(len(rows))
     if 0 < limit < len(rows):
         indices = np.sort(np.random.default_rng(0).permutation(len(rows))[:limit])
     special = adds_special_tokens(getattr(processor, "tokenizer", processor), {"plain": args.plain_prompts})
-    texts, labels, image_sizes, lengths, sizes_by_path = [], {}, [], {}, {}
-    for i in tqdm(indices.tolist(), desc=f"checking {source} ({split})", disable=not show, leave=False):
-        row = get_row(data, i)
-        texts.append(render_chat(processor, row))
-        labels[i] = row["label"] if row["label"] in data["recipe"] else "default"
-        image_sizes.append([])
+    sizes_by_path = {}
+
+    def measure(i: int) -> tuple[str, str, list[tuple[int, int]], int | None]:
+        """Label, rendered text, (H, W) of the pictures; the length where there are videos: the processor alone knows it."""
+        row, sizes = get_row(data, i), []
+        text = render_chat(processor, row)
         for image in row["images"]:
             size = sizes_by_path.get(image) if isinstance(image, str) else None
             if size is None:
@@ -890,21 +928,26 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
                     )
                 if isinstance(image, str):
                     sizes_by_path[image] = size
-            image_sizes[-1].append(size)
-        if row["videos"]:
-            lengths[len(texts) - 1] = len(encode_prompts(model, processor, [row])[0]["prompt_ids"])
-    counted = count_prompt_tokens(
-        processor, texts, [[] if i in lengths else s for i, s in enumerate(image_sizes)], special
-    )
-    counted = [lengths.get(i, n) for i, n in enumerate(counted)]
-    keep = [int(i) for i, n in zip(indices, counted) if n <= args.max_prompt_length]
+            sizes.append(size)
+        length = len(encode_prompts(model, processor, [row])[0]["prompt_ids"]) if row["videos"] else None
+        return row["label"] if row["label"] in data["recipe"] else "default", text, sizes, length
+
+    bar = tqdm(indices.tolist(), desc=f"checking {source} ({split})", disable=not show, leave=False)
+    checked = {i: found for i in bar if (found := check_row(args, data, i, measure)) is not None}
+    report_bad(data, len(indices), show)
+    labels, texts, image_sizes, lengths = zip(*checked.values())
+    image_sizes = [sizes if length is None else [] for sizes, length in zip(image_sizes, lengths)]
+    counted = count_prompt_tokens(processor, list(texts), image_sizes, special)
+    counted = [n if length is None else length for n, length in zip(counted, lengths)]
+    keep = [i for i, n in zip(checked, counted) if n <= args.max_prompt_length]
     if not keep:
         fail(
             f"all {len(counted)} rows of {source} are longer than --max-prompt-length {args.max_prompt_length} "
             f"(the shortest has {min(counted)} tokens)"
         )
     encode_prompts(model, processor, [get_row(data, keep[0])])  # the whole path once, pixels and positions included
-    probes = list({labels[i]: i for i in reversed(keep)}.values())
+    label_of = dict(zip(checked, labels))
+    probes = list({label_of[i]: i for i in reversed(keep)}.values())
     return {**data, "keep": keep, "dropped": len(counted) - len(keep), "probes": probes}
 
 
@@ -2460,10 +2503,15 @@ def main(args: Args) -> dict[str, float]:
         run_dir.mkdir(parents=True, exist_ok=True)
         truncate_jsonl(run_dir / "metrics.jsonl", "train/step", first_step)
         truncate_jsonl(run_dir / "samples.jsonl", "step", first_step)
+        truncate_jsonl(run_dir / "bad_samples.jsonl", "step", first_step)
+        bad = [record for part in [data, eval_data] if part for record in part["bad"]]
+        if bad and resumed is None:
+            append_jsonl(run_dir / "bad_samples.jsonl", bad)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         loggers, wandb_id = start_loggers(args, run_dir, wandb_id)
         print(
-            f"{run_dir}: {len(data['keep'])} training prompts ({data['dropped']} over --max-prompt-length dropped), "
+            f"{run_dir}: {len(data['keep'])} training prompts ({data['dropped']} over --max-prompt-length dropped, "
+            f"{len(data['bad'])} bad), "
             f"{len(eval_data['keep']) if eval_data else 0} held out, {world_size} rank(s) on {device.type}, {dtype}",
             flush=True,
         )
