@@ -156,7 +156,7 @@ class Args:
     reward_recipe: str | None = None
     """JSON file with {label: [[source, weight], ...], ...}, instead of --rewards and --reward-weights"""
     reward_timeout: float = 600.0
-    """seconds that a reward function or server may take for one batch of responses, second tries counted"""
+    """seconds that a reward function may take for a batch of responses, or a server for a request, and as long a pause"""
     reward_clip: tuple[float, float] | None = None
     """lowest and highest score; scores are clipped to it before the KL is subtracted"""
     kl_coef: float = 0.01
@@ -1156,7 +1156,8 @@ def classify(model, sequences: list[torch.Tensor], max_tokens: int, device) -> l
 
 
 REMOTE_BATCH = 64  # responses in one request
-REMOTE_TRIES = 5
+REMOTE_TRIES = 5  # until the run counts as paused
+REMOTE_NEWS = 30.0  # seconds between two warnings of a paused run
 REMOTE_LIMIT = 2**24  # bytes of an answer
 
 
@@ -1183,7 +1184,8 @@ def remote_reward(url: str, timeout: float) -> Callable:
     """A reward server -> async (rows, texts, log_metric) -> one number or None per response.
 
     The protocol stands in docs/rloo.md. What may pass (no connection, status 429 or 5xx, an answer that is no JSON) is
-    tried again, with longer and longer waits, within the time-out. Raises RuntimeError with one whole sentence.
+    tried again, with longer and longer waits. When REMOTE_TRIES or the time-out are used up the run pauses: it asks on until
+    the server is back, or the time-out has passed once more. Raises RuntimeError with one whole sentence.
     """
     import httpx
 
@@ -1201,10 +1203,11 @@ def remote_reward(url: str, timeout: float) -> Callable:
             "the newest with --resume)"
         )
 
-    async def ask(client, body: bytes, deadline: float) -> tuple[dict, int]:
+    async def ask(client, body: bytes) -> tuple[dict, int]:
         """-> the answer, and how often it was asked for."""
-        for tries in range(1, REMOTE_TRIES + 1):
-            status, answer = 0, bytearray()
+        deadline, paused, news, tries = time.monotonic() + timeout, None, 0.0, 0
+        while True:
+            tries, status, answer = tries + 1, 0, bytearray()
             try:
                 async with (
                     asyncio.timeout(deadline - time.monotonic()),
@@ -1222,15 +1225,23 @@ def remote_reward(url: str, timeout: float) -> Callable:
                 problem = f"no answer within --reward-timeout {timeout:g} seconds"
             except (httpx.RequestError, ValueError) as error:
                 problem = f"no answer in JSON ({one_line(error)})" if status else one_line(error)
-            wait = min(8.0, 0.5 * 2 ** (tries - 1)) * jitter.uniform(0.5, 1.0)
-            may_pass = status in (0, 200, 429) or status >= 500
-            if not may_pass or tries == REMOTE_TRIES or time.monotonic() + wait > deadline:
+            wait, now = 0.5 * 2 ** min(tries - 1, 4) * jitter.uniform(0.5, 1.0), time.monotonic()
+            if paused is None and (tries >= REMOTE_TRIES or now + wait > deadline):
+                paused, deadline, news = now, now + timeout, now
+            if not (status in (0, 200, 429) or status >= 500) or now + wait > deadline:
                 stop(problem, tries)
-            logging.getLogger(SCRIPT).warning(f"reward server {url}: {problem}; asked again in {wait:.1f} s")
+            if paused is None or now >= news:
+                text = f"asked again in {wait:.1f} s"
+                if paused is not None:
+                    news, text = (
+                        now + REMOTE_NEWS,
+                        f"the run is paused for {now - paused:.0f} s, and at most {timeout:g} s",
+                    )
+                logging.getLogger(SCRIPT).warning(f"reward server {url}: {problem}; {text}")
             await asyncio.sleep(wait)
 
     async def score(rows: list[dict], texts: list[str], log_metric: Callable) -> list[float | None]:
-        deadline, pictures, rewards = time.monotonic() + timeout, {}, []
+        pictures, rewards = {}, []
         for row in rows:  # the responses of a prompt share its row
             if id(row) not in pictures:
                 pictures[id(row)] = [await asyncio.to_thread(encode_picture, image, row) for image in row["images"]]
@@ -1249,7 +1260,7 @@ def remote_reward(url: str, timeout: float) -> Callable:
             for start in range(0, len(rows), REMOTE_BATCH):
                 part = {key: values[start : start + REMOTE_BATCH] for key, values in table.items()}
                 body = await asyncio.to_thread(json.dumps, part, default=str)
-                answer, tries = await ask(client, body.encode(), deadline)
+                answer, tries = await ask(client, body.encode())
                 B, answer = len(part["responses"]), answer if isinstance(answer, dict) else {}
                 components = answer.get("components", {})
                 if not isinstance(components, dict):
@@ -1335,7 +1346,7 @@ def score_responses(
     remote = {reward.name for reward in rewards if reward.is_remote}  # they keep the time themselves, and say more
     for name, call in calls.items():
         try:
-            results[name] = call.result(max(0.0, deadlines[name] - time.monotonic()) + 5 * (name in remote))
+            results[name] = call.result(None if name in remote else max(0.0, deadlines[name] - time.monotonic()))
         except Exception as error:
             if not call.done():
                 fail(f"reward function {name} gave no answer within --reward-timeout {timeout:g} seconds")
