@@ -1290,9 +1290,9 @@ def load_model(name: str, dtype: torch.dtype, four_bit: bool = False):
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
         )
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        return auto.from_pretrained(path, dtype=dtype, **kwargs)
+        return auto.from_pretrained(path, dtype=dtype, use_safetensors=True, **kwargs)  # a .bin can hold code
     except Exception as error:
         fail(f"--model {name} can't be loaded ({one_line(error)})")
 
@@ -1303,8 +1303,8 @@ def load_processor(name: str, flag: str = "--model"):
 
     path = resolve_model(name)
     try:
-        has_vision = hasattr(AutoConfig.from_pretrained(path), "vision_config")
-        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path)
+        has_vision = hasattr(AutoConfig.from_pretrained(path, trust_remote_code=False), "vision_config")
+        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         fail(f"{flag} {name}: its processor or tokenizer can't be loaded ({one_line(error)})")
     if not getattr(processor, "tokenizer", processor)("a")["input_ids"]:  # made up from the config alone

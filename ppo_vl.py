@@ -1181,15 +1181,15 @@ def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable
     head_file = Path(folder) / "score.safetensors"
     try:
         if head_file.is_file():
-            model = AutoModel.from_pretrained(folder, dtype=dtype)
+            model = AutoModel.from_pretrained(folder, dtype=dtype, use_safetensors=True)
             head = load_file(head_file)["score.weight"]  # (1, H)
             if head.shape != (1, model.config.get_text_config().hidden_size):
                 fail(f"--rewards {folder}: score.weight of score.safetensors has shape {tuple(head.shape)}, not (1, H)")
         else:
-            if AutoConfig.from_pretrained(folder).num_labels != 1:
+            if AutoConfig.from_pretrained(folder, trust_remote_code=False).num_labels != 1:
                 fail(f"--rewards {folder} has more than one label; a reward model has one")
             model, info = AutoModelForSequenceClassification.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True
+                folder, dtype=dtype, use_safetensors=True, output_loading_info=True
             )
             if info["missing_keys"]:
                 fail(
@@ -1490,9 +1490,9 @@ def load_model(name: str, dtype: torch.dtype, four_bit: bool = False):
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
         )
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        return auto.from_pretrained(path, dtype=dtype, **kwargs)
+        return auto.from_pretrained(path, dtype=dtype, use_safetensors=True, **kwargs)  # a .bin can hold code
     except Exception as error:
         fail(f"--model {name} can't be loaded ({one_line(error)})")
 
@@ -1503,8 +1503,8 @@ def load_processor(name: str, flag: str = "--model"):
 
     path = resolve_model(name)
     try:
-        has_vision = hasattr(AutoConfig.from_pretrained(path), "vision_config")
-        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path)
+        has_vision = hasattr(AutoConfig.from_pretrained(path, trust_remote_code=False), "vision_config")
+        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         fail(f"{flag} {name}: its processor or tokenizer can't be loaded ({one_line(error)})")
     if not getattr(processor, "tokenizer", processor)("a")["input_ids"]:  # made up from the config alone
@@ -1611,11 +1611,17 @@ def load_critic(args: Args, dtype: torch.dtype, tokenizer) -> tuple[Any, nn.Line
         if not tokenizer.get_vocab().items() <= vocabulary.get_vocab().items():
             fail(f"--critic-model {name} has another tokenizer than --model {args.model}; it reads the same tokens")
     try:
-        classifier = "ForSequenceClassification" in (AutoConfig.from_pretrained(path).architectures or [""])[0]
+        classifier = (
+            "ForSequenceClassification"
+            in (AutoConfig.from_pretrained(path, trust_remote_code=False).architectures or [""])[0]
+        )
         if head_file.is_file():
-            model, weight = AutoModel.from_pretrained(path, dtype=dtype), load_file(head_file)["score.weight"]
+            model, weight = (
+                AutoModel.from_pretrained(path, dtype=dtype, use_safetensors=True),
+                load_file(head_file)["score.weight"],
+            )
         elif classifier:
-            model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
+            model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, use_safetensors=True)
             weight = model.score.weight.detach()  # (1, H)
         else:
             model = load_model(name, dtype, args.load_in_4bit)

@@ -1175,14 +1175,14 @@ def load_backbone(args: Args, dtype: torch.dtype) -> tuple[Any, nn.Linear]:
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=["score"]
         )
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         is_classifier = "ForSequenceClassification" in (config.architectures or [""])[0]
         if is_classifier and config.num_labels != 1:
             fail(f"--model {args.model} is a classifier with {config.num_labels} labels; a reward model has one")
         auto = AutoModel
         if classifier_class(config) is not None:
             auto, kwargs["num_labels"] = AutoModelForSequenceClassification, 1
-        model, info = auto.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)
+        model, info = auto.from_pretrained(path, dtype=dtype, use_safetensors=True, output_loading_info=True, **kwargs)
         head_file = Path(path) / "score.safetensors"
         saved_head = load_file(head_file)["score.weight"] if head_file.is_file() else None
     except Exception as error:
@@ -1222,8 +1222,8 @@ def load_processor(name: str, flag: str = "--model"):
 
     path = resolve_model(name)
     try:
-        has_vision = hasattr(AutoConfig.from_pretrained(path), "vision_config")
-        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path)
+        has_vision = hasattr(AutoConfig.from_pretrained(path, trust_remote_code=False), "vision_config")
+        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         fail(f"{flag} {name}: its processor or tokenizer can't be loaded ({one_line(error)})")
     if not getattr(processor, "tokenizer", processor)("a")["input_ids"]:  # made up from the config alone
