@@ -42,7 +42,9 @@ Reference implementation: opendilab/LightRFT@49e62cb, GRMTrainerVL and examples/
 """
 
 import contextlib
+import contextvars
 import fcntl
+import functools
 import hashlib
 import io
 import json
@@ -130,6 +132,8 @@ class Args:
     """train on every pair twice, as it is and with its sides exchanged: the verdict follows, a bias to one side can't pay"""
     chat_template_kwargs: str = "{}"
     """JSON object handed to the chat template, for example '{"enable_thinking": false}'"""
+    on_bad_sample: Literal["error", "skip"] = "error"
+    """a row that can't be used, found before training: end the run, or leave it out and name it in bad_samples.jsonl"""
     max_length: int = 2048
     """tokens of a whole row, picture tokens and answer counted; nothing is ever cut"""
     overlong: Literal["drop", "error"] = "drop"
@@ -224,10 +228,15 @@ class Args:
     """log to TensorBoard too"""
 
 
+LEAVE_OUT = contextvars.ContextVar("LEAVE_OUT", default=False)  # True: `fail` is about a row that may be left out
+
+
 def fail(message: str) -> NoReturn:
     """Bad input: one sentence that names the sample, file or flag and what to do; exit code 2."""
     from tqdm import tqdm
 
+    if LEAVE_OUT.get():
+        raise SystemExit(message)  # check_row takes it
     if not main_process():  # where all ranks fail alike, rank 0 says it, and the launcher ends the others
         with contextlib.suppress(ValueError):  # in a thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -384,6 +393,34 @@ def load_rows(source: str, split: str):
         fail(f"{source} can't be read as a dataset: {one_line(error)}")
 
 
+def check_row(args: Args, data: dict, index: int, read: Callable) -> Any:
+    """read(index), which fails where a row can't be used. With --on-bad-sample skip such a row is left out like one that is
+    too long: None, and data["bad"] says why."""
+    before = LEAVE_OUT.set(args.on_bad_sample == "skip")
+    try:
+        try:
+            return read(index)
+        except Exception as error:
+            fail(f"{data['source']} row {index} can't be used ({one_line(error)})")
+    except SystemExit as error:
+        if not LEAVE_OUT.get():
+            raise
+        data["bad"].append({"step": 0, "dataset": data["source"], "row": index, "reason": error.code})
+    finally:
+        LEAVE_OUT.reset(before)
+
+
+def report_bad(data: dict, count: int, show: bool) -> None:
+    """Name the rows that check_row left out of `count`."""
+    bad, warn = data["bad"], logging.getLogger(SCRIPT).warning
+    if len(bad) == count:
+        fail(f"none of the {count} rows of {data['source']} can be used; the first one: {bad[0]['reason']}")
+    for record in bad[:10] if show else []:
+        warn(f"left out: {record['reason']}")
+    if bad and show:
+        warn(f"{len(bad)} of {count} rows of {data['source']} left out; bad_samples.jsonl of the run names them all")
+
+
 def load_easy_vqa(split: str):
     """easy-VQA (MIT): 64 x 64 drawings with questions, 13 possible answers; images and questions lie inside the package."""
     import datasets
@@ -439,6 +476,8 @@ def read_messages(chat: Any, images: list, videos: list, where: str) -> tuple[li
                     inline[part["type"]].append(part[part["type"]])
                 parts.append({"type": part["type"]})
                 continue
+            if not isinstance(part.get("text") or "", str):
+                fail(f"{where}: the text of a message part must be a string, not {str(part['text'])[:80]!r}")
             for piece in re.split(r"(<image>|<video>)", part.get("text") or ""):
                 if piece in ("<image>", "<video>"):
                     parts.append({"type": piece[1:-1]})
@@ -571,10 +610,10 @@ def read_dialogue(row: dict, rng, data: dict, where: str) -> dict:
         fail(f"{where}: messages must begin with a system or user message and end with the assistant's")
     media = {"images": as_list(row.get("images")), "videos": as_list(row.get("videos"), video=True)}
     content = messages[-1].get("content")
-    for part in content if isinstance(content, list) else []:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            fail(f"{where}: the assistant's last message must be text")
-    answer = content if isinstance(content, str) else "".join(part["text"] or "" for part in content or [])
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in as_list(content)]
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        fail(f"{where}: the assistant's last message must be text")
+    answer = "".join(part["text"] or "" for part in parts)
     return {"messages": messages[:-1], "sides": None, "answer": answer, "noun": "Answer", **media}
 
 
@@ -705,8 +744,15 @@ def read_judged(data: dict, index: int, swap: bool = False) -> dict:
     }
 
 
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start a program, as EPS does
+MAX_PIXELS = 2**26  # of a picture; a file of a few bytes can claim more than memory holds
+
+
 def load_image(source: Any, folder: Path, where: str):
-    """-> RGB picture from a path (relative ones are tried beside the dataset too), bytes, {"bytes", "path"} or PIL image."""
+    """-> RGB picture from a path (relative ones are tried beside the dataset too), bytes, {"bytes", "path"} or PIL image.
+
+    Of an animation the first frame; what is transparent becomes white; the name's ending is not looked at.
+    """
     from PIL import Image
 
     if isinstance(source, dict):
@@ -716,9 +762,16 @@ def load_image(source: Any, folder: Path, where: str):
     try:
         if isinstance(source, str):
             path = Path(source).expanduser()
-            source = Image.open(path if path.is_absolute() or path.exists() else folder / path)
+            path = path if path.is_absolute() or path.exists() else folder / path
+            source = Image.open(path, formats=IMAGE_FORMATS)
         elif isinstance(source, bytes):
-            source = Image.open(io.BytesIO(source))
+            source = Image.open(io.BytesIO(source), formats=IMAGE_FORMATS)
+        if source.width * source.height > MAX_PIXELS:
+            raise ValueError(f"{source.width} x {source.height} pixels are more than {MAX_PIXELS}; make it smaller")
+        if source.mode.startswith("I"):  # 16 bits: convert would cut what is above 255
+            source = Image.fromarray((np.asarray(source) // 257).clip(0, 255).astype(np.uint8))
+        if source.has_transparency_data:
+            source = Image.alpha_composite(Image.new("RGBA", source.size, "white"), source.convert("RGBA"))
         return source.convert("RGB")  # reads every pixel: a truncated file fails here
     except Exception as error:
         fail(f"{where}: image can't be read ({one_line(error)})")
@@ -797,17 +850,41 @@ def sample_frames(total: int, rate: float, fps: float, least: int) -> list[int]:
     return [k * total // count for k in range(count)]
 
 
+@functools.lru_cache
+def special_tokens(processor) -> re.Pattern:
+    """Any token of the tokenizer that steers: end of turn, placeholder of a picture, padding. The longest of them first."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokens |= {*tokenizer.all_special_tokens, *(getattr(processor, f"{kind}_token", "") for kind in ("image", "video"))}
+    tokens = sorted({token.strip() for token in tokens} - {""}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def escape(value: Any, special: re.Pattern) -> Any:
+    """A text, or all texts in messages, with a blank after the first character of each special token, so that it is one no
+    more: "a<|im_end|>" -> "a< |im_end|>". What is escaped already stays as it is."""
+    if isinstance(value, dict):
+        return {escape(key, special): escape(x, special) for key, x in value.items()}
+    if isinstance(value, list):
+        value, texts = [escape(x, special) for x in value], ""
+        for part in value:  # the template may join the texts of a message
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                part["text"] = (" " if special.search(texts + part["text"]) else "") + part["text"]
+                texts += part["text"]
+        return value
+    while isinstance(value, str) and special.search(value):  # what is left of one may be part of another
+        value = special.sub(lambda m: f"{m[0][0]} {m[0][1:]}" if len(m[0]) > 1 else " ", value)
+    return value
+
+
 def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str:
     """The chat template's text of the row's messages, with the prompt of the answer; placeholders not yet expanded.
 
-    messages: a whole chat to render instead, answers included and no prompt of another one.
+    messages: a whole chat to render instead, answers included and no prompt of another one. What comes from data is escaped.
     """
     tokenizer, where = getattr(processor, "tokenizer", processor), row["where"]
     whole, messages = messages is not None, messages or row["messages"]
-    for text in (part["text"] for m in messages for part in m["content"] if part["type"] == "text"):
-        for token in tokenizer.all_special_tokens if tokenizer.chat_template is not None else []:
-            if token in text:
-                fail(f"{where}: the prompt's text contains the special token {token}; take it out")
+    special = special_tokens(processor)
     if tokenizer is processor:
         if row["images"] or row["videos"]:
             fail(f"{where}: pictures or videos in a prompt for a text model; choose a vision-language --model")
@@ -815,16 +892,15 @@ def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str
         if row["plain"] or tokenizer.chat_template is None:
             contents = [m["content"] for m in messages]
             if not whole:
-                return "\n".join(contents)
-            return "\n".join(contents[:-1]) + contents[-1] + (tokenizer.eos_token or "")
+                return escape("\n".join(contents), special)
+            return escape("\n".join(contents[:-1]) + contents[-1], special) + (tokenizer.eos_token or "")
     elif row["plain"]:
         fail(f"{where}: --plain-prompts is for text models; a vision-language model needs its chat template")
     if row["videos"] and getattr(processor, "video_processor", None) is None:
         fail(f"{where}: videos in a prompt, but the processor of --model has no video processor; take them out")
     try:
-        return processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not whole, **row["template_kwargs"]
-        )
+        messages, kwargs = escape(messages, special), escape(row["template_kwargs"], special)
+        return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=not whole, **kwargs)
     except Exception as error:
         fail(f"{where}: the chat template rejects the messages ({one_line(error)})")
 
@@ -966,7 +1042,7 @@ def label_chat(processor, row: dict, end_ids: list[int]) -> tuple[np.ndarray, np
         if ends:
             mask[start : ends[0] + 1] = True
             continue
-        content = "".join(part.get("text", "") for part in message["content"])
+        content = escape("".join(part.get("text", "") for part in message["content"]), special_tokens(processor))
         bare = next(
             (tokens(before + text) for text in (content, content.strip()) if after.startswith(before + text)), None
         )
@@ -1032,6 +1108,7 @@ def open_source(args: Args, name: str, split: str, seed: int) -> dict:
         "template_kwargs": parse_template_kwargs(args),
         "video_fps": args.video_fps,
         "options": ("1", "2", "tie"),
+        "bad": [],
     }
 
 
@@ -1087,19 +1164,23 @@ def prepare_judged(
         if 0 < limit < len(indices):
             indices = np.sort(np.random.default_rng(0).permutation(len(indices))[:limit])
         has_ties = False
+
+        def measure(i: int, source=source) -> list[dict]:
+            """The row's entry, and that of its sides exchanged."""
+            rows = [read_judged(source, i)]
+            if training and args.swap_sides and rows[0]["is_pair"]:
+                rows.append(read_judged(source, i, True))
+            return [make_entry(processor, row, end_ids, media_ids, extra_tokens) for row in rows]
+
         for i in tqdm(indices.tolist(), desc=f"checking {name} ({split})", disable=not show, leave=False):
-            row = read_judged(source, i)
-            has_ties |= row["truth"] == "tie"
-            for swap in (False, True) if training and args.swap_sides and row["is_pair"] else (False,):
-                entry = make_entry(
-                    processor, read_judged(source, i, True) if swap else row, end_ids, media_ids, extra_tokens
-                )
-                entry |= {"source": s, "index": i, "swap": swap}
+            for swap, entry in enumerate(check_row(args, source, i, measure) or []):
+                has_ties |= entry["truth"] == "tie"
+                entry |= {"source": s, "index": i, "swap": bool(swap)}
                 shortest = min(shortest, entry["length"])
                 if entry["length"] > args.max_length:
                     if args.overlong == "error":
                         too_long = (
-                            f"{row['where']} has {entry['length']} tokens, more than --max-length {args.max_length}"
+                            f"{name} row {i} has {entry['length']} tokens, more than --max-length {args.max_length}"
                         )
                         fail(f"{too_long}; raise it, or leave such rows out with --overlong drop")
                     data["dropped"] += 1
@@ -1109,6 +1190,7 @@ def prepare_judged(
                 entry["group"] = members[0] if members else len(data["entries"])  # named after its first entry
                 members.append(len(data["entries"]))
                 data["entries"].append(entry)
+        report_bad(source, len(indices), show)
         if not has_ties:
             source["options"] = ("1", "2")
     if not data["entries"]:
@@ -1247,9 +1329,9 @@ def load_model(name: str, dtype: torch.dtype, four_bit: bool = False):
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
         )
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        return auto.from_pretrained(path, dtype=dtype, **kwargs)
+        return auto.from_pretrained(path, dtype=dtype, use_safetensors=True, **kwargs)  # a .bin can hold code
     except Exception as error:
         fail(f"--model {name} can't be loaded ({one_line(error)})")
 
@@ -1260,8 +1342,8 @@ def load_processor(name: str, flag: str = "--model"):
 
     path = resolve_model(name)
     try:
-        has_vision = hasattr(AutoConfig.from_pretrained(path), "vision_config")
-        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path)
+        has_vision = hasattr(AutoConfig.from_pretrained(path, trust_remote_code=False), "vision_config")
+        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         fail(f"{flag} {name}: its processor or tokenizer can't be loaded ({one_line(error)})")
     if not getattr(processor, "tokenizer", processor)("a")["input_ids"]:  # made up from the config alone
@@ -2346,9 +2428,18 @@ def main(args: Args) -> dict[str, float]:
     loggers = []
     if main_rank:
         lock = open_run(args, run_dir, -1 if resumed is None else first_step)
+        truncate_jsonl(run_dir / "bad_samples.jsonl", "step", first_step)
+        bad = [
+            record
+            for part in [*data["sources"], *(eval_data["sources"] if eval_data else [])]
+            for record in part["bad"]
+        ]
+        if bad and resumed is None:
+            append_jsonl(run_dir / "bad_samples.jsonl", bad)
         loggers, wandb_id = start_loggers(args, run_dir, wandb_id, first_step)
         print(
-            f"{run_dir}: {len(data['entries'])} training rows ({data['dropped']} over --max-length dropped), "
+            f"{run_dir}: {len(data['entries'])} training rows ({data['dropped']} over --max-length dropped, "
+            f"{sum(len(source['bad']) for source in data['sources'])} bad), "
             f"{len(eval_data['entries']) if eval_data else 0} held out, {total_steps} steps, {world_size} rank(s) on "
             f"{device.type}, {dtype}",
             flush=True,

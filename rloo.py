@@ -41,7 +41,9 @@ import asyncio
 import base64
 import concurrent.futures
 import contextlib
+import contextvars
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import inspect
@@ -143,6 +145,8 @@ class Args:
     """string prompts go to a text model as they are, without its chat template"""
     chat_template_kwargs: str = "{}"
     """JSON object handed to the chat template, for example '{"enable_thinking": false}'"""
+    on_bad_sample: Literal["error", "skip"] = "error"
+    """a row that can't be used, found before training: end the run, or leave it out and name it in bad_samples.jsonl"""
     max_prompt_length: int = 1024
     """tokens, picture tokens counted; longer rows are dropped at the start and counted in the log"""
     lora_rank: int = 0
@@ -198,7 +202,7 @@ class Args:
     reward_recipe: str | None = None
     """JSON file with {label: [[source, weight], ...], ...}, instead of --rewards and --reward-weights"""
     reward_timeout: float = 600.0
-    """seconds that a reward function or server may take for one batch of responses, second tries counted"""
+    """seconds that a reward function may take for a batch of responses, or a server for a request, and as long a pause"""
     reward_clip: tuple[float, float] | None = None
     """lowest and highest score; scores are clipped to it before the KL is subtracted"""
     kl_coef: float = 0.01
@@ -283,10 +287,15 @@ class Args:
     """log to TensorBoard too"""
 
 
+LEAVE_OUT = contextvars.ContextVar("LEAVE_OUT", default=False)  # True: `fail` is about a row that may be left out
+
+
 def fail(message: str) -> NoReturn:
     """Bad input: one sentence that names the sample, file or flag and what to do; exit code 2."""
     from tqdm import tqdm
 
+    if LEAVE_OUT.get():
+        raise SystemExit(message)  # check_row takes it
     if not main_process():  # where all ranks fail alike, rank 0 says it, and the launcher ends the others
         with contextlib.suppress(ValueError):  # in a thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -513,6 +522,34 @@ def load_rows(source: str, split: str):
         fail(f"{source} can't be read as a dataset: {one_line(error)}")
 
 
+def check_row(args: Args, data: dict, index: int, read: Callable) -> Any:
+    """read(index), which fails where a row can't be used. With --on-bad-sample skip such a row is left out like one that is
+    too long: None, and data["bad"] says why."""
+    before = LEAVE_OUT.set(args.on_bad_sample == "skip")
+    try:
+        try:
+            return read(index)
+        except Exception as error:
+            fail(f"{data['source']} row {index} can't be used ({one_line(error)})")
+    except SystemExit as error:
+        if not LEAVE_OUT.get():
+            raise
+        data["bad"].append({"step": 0, "dataset": data["source"], "row": index, "reason": error.code})
+    finally:
+        LEAVE_OUT.reset(before)
+
+
+def report_bad(data: dict, count: int, show: bool) -> None:
+    """Name the rows that check_row left out of `count`."""
+    bad, warn = data["bad"], logging.getLogger(SCRIPT).warning
+    if len(bad) == count:
+        fail(f"none of the {count} rows of {data['source']} can be used; the first one: {bad[0]['reason']}")
+    for record in bad[:10] if show else []:
+        warn(f"left out: {record['reason']}")
+    if bad and show:
+        warn(f"{len(bad)} of {count} rows of {data['source']} left out; bad_samples.jsonl of the run names them all")
+
+
 def load_easy_vqa(split: str):
     """easy-VQA (MIT): 64 x 64 drawings with questions, 13 possible answers; images and questions lie inside the package."""
     import datasets
@@ -586,6 +623,8 @@ def read_messages(chat: Any, images: list, videos: list, where: str) -> tuple[li
                     inline[part["type"]].append(part[part["type"]])
                 parts.append({"type": part["type"]})
                 continue
+            if not isinstance(part.get("text") or "", str):
+                fail(f"{where}: the text of a message part must be a string, not {str(part['text'])[:80]!r}")
             for piece in re.split(r"(<image>|<video>)", part.get("text") or ""):
                 if piece in ("<image>", "<video>"):
                     parts.append({"type": piece[1:-1]})
@@ -638,8 +677,15 @@ def read_row(row: dict, data: dict, where: str) -> dict:
     }
 
 
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start a program, as EPS does
+MAX_PIXELS = 2**26  # of a picture; a file of a few bytes can claim more than memory holds
+
+
 def load_image(source: Any, folder: Path, where: str):
-    """-> RGB picture from a path (relative ones are tried beside the dataset too), bytes, {"bytes", "path"} or PIL image."""
+    """-> RGB picture from a path (relative ones are tried beside the dataset too), bytes, {"bytes", "path"} or PIL image.
+
+    Of an animation the first frame; what is transparent becomes white; the name's ending is not looked at.
+    """
     from PIL import Image
 
     if isinstance(source, dict):
@@ -649,9 +695,16 @@ def load_image(source: Any, folder: Path, where: str):
     try:
         if isinstance(source, str):
             path = Path(source).expanduser()
-            source = Image.open(path if path.is_absolute() or path.exists() else folder / path)
+            path = path if path.is_absolute() or path.exists() else folder / path
+            source = Image.open(path, formats=IMAGE_FORMATS)
         elif isinstance(source, bytes):
-            source = Image.open(io.BytesIO(source))
+            source = Image.open(io.BytesIO(source), formats=IMAGE_FORMATS)
+        if source.width * source.height > MAX_PIXELS:
+            raise ValueError(f"{source.width} x {source.height} pixels are more than {MAX_PIXELS}; make it smaller")
+        if source.mode.startswith("I"):  # 16 bits: convert would cut what is above 255
+            source = Image.fromarray((np.asarray(source) // 257).clip(0, 255).astype(np.uint8))
+        if source.has_transparency_data:
+            source = Image.alpha_composite(Image.new("RGBA", source.size, "white"), source.convert("RGBA"))
         return source.convert("RGB")  # reads every pixel: a truncated file fails here
     except Exception as error:
         fail(f"{where}: image can't be read ({one_line(error)})")
@@ -730,17 +783,41 @@ def sample_frames(total: int, rate: float, fps: float, least: int) -> list[int]:
     return [k * total // count for k in range(count)]
 
 
+@functools.lru_cache
+def special_tokens(processor) -> re.Pattern:
+    """Any token of the tokenizer that steers: end of turn, placeholder of a picture, padding. The longest of them first."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokens |= {*tokenizer.all_special_tokens, *(getattr(processor, f"{kind}_token", "") for kind in ("image", "video"))}
+    tokens = sorted({token.strip() for token in tokens} - {""}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def escape(value: Any, special: re.Pattern) -> Any:
+    """A text, or all texts in messages, with a blank after the first character of each special token, so that it is one no
+    more: "a<|im_end|>" -> "a< |im_end|>". What is escaped already stays as it is."""
+    if isinstance(value, dict):
+        return {escape(key, special): escape(x, special) for key, x in value.items()}
+    if isinstance(value, list):
+        value, texts = [escape(x, special) for x in value], ""
+        for part in value:  # the template may join the texts of a message
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                part["text"] = (" " if special.search(texts + part["text"]) else "") + part["text"]
+                texts += part["text"]
+        return value
+    while isinstance(value, str) and special.search(value):  # what is left of one may be part of another
+        value = special.sub(lambda m: f"{m[0][0]} {m[0][1:]}" if len(m[0]) > 1 else " ", value)
+    return value
+
+
 def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str:
     """The chat template's text of the row's messages, with the prompt of the answer; placeholders not yet expanded.
 
-    messages: a whole chat to render instead, answers included and no prompt of another one.
+    messages: a whole chat to render instead, answers included and no prompt of another one. What comes from data is escaped.
     """
     tokenizer, where = getattr(processor, "tokenizer", processor), row["where"]
     whole, messages = messages is not None, messages or row["messages"]
-    for text in (part["text"] for m in messages for part in m["content"] if part["type"] == "text"):
-        for token in tokenizer.all_special_tokens if tokenizer.chat_template is not None else []:
-            if token in text:
-                fail(f"{where}: the prompt's text contains the special token {token}; take it out")
+    special = special_tokens(processor)
     if tokenizer is processor:
         if row["images"] or row["videos"]:
             fail(f"{where}: pictures or videos in a prompt for a text model; choose a vision-language --model")
@@ -748,16 +825,15 @@ def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str
         if row["plain"] or tokenizer.chat_template is None:
             contents = [m["content"] for m in messages]
             if not whole:
-                return "\n".join(contents)
-            return "\n".join(contents[:-1]) + contents[-1] + (tokenizer.eos_token or "")
+                return escape("\n".join(contents), special)
+            return escape("\n".join(contents[:-1]) + contents[-1], special) + (tokenizer.eos_token or "")
     elif row["plain"]:
         fail(f"{where}: --plain-prompts is for text models; a vision-language model needs its chat template")
     if row["videos"] and getattr(processor, "video_processor", None) is None:
         fail(f"{where}: videos in a prompt, but the processor of --model has no video processor; take them out")
     try:
-        return processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not whole, **row["template_kwargs"]
-        )
+        messages, kwargs = escape(messages, special), escape(row["template_kwargs"], special)
+        return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=not whole, **kwargs)
     except Exception as error:
         fail(f"{where}: the chat template rejects the messages ({one_line(error)})")
 
@@ -881,8 +957,8 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
     """Read, check and length-filter a dataset before training: what is wrong with a row is said here, not after an hour.
 
     -> {"rows": Dataset, "columns", "folder", "source", "keep": indices of the rows that fit, "dropped": how many do not,
-    "probes": the first of them with each label of the recipe}. Every picture is decoded once; limit > 0 takes a fixed
-    random subset first.
+    "bad": rows that can't be used, "probes": the first of those kept with each label of the recipe}. Every picture is decoded
+    once; limit > 0 takes a fixed random subset first.
     """
     from tqdm import tqdm
 
@@ -899,17 +975,18 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
         "template_kwargs": parse_template_kwargs(args),
         "video_fps": args.video_fps,
         "recipe": parse_recipe(args),
+        "bad": [],
     }
     indices = np.arange(len(rows))
     if 0 < limit < len(rows):
         indices = np.sort(np.random.default_rng(0).permutation(len(rows))[:limit])
     special = adds_special_tokens(getattr(processor, "tokenizer", processor), {"plain": args.plain_prompts})
-    texts, labels, image_sizes, lengths, sizes_by_path = [], {}, [], {}, {}
-    for i in tqdm(indices.tolist(), desc=f"checking {source} ({split})", disable=not show, leave=False):
-        row = get_row(data, i)
-        texts.append(render_chat(processor, row))
-        labels[i] = row["label"] if row["label"] in data["recipe"] else "default"
-        image_sizes.append([])
+    sizes_by_path = {}
+
+    def measure(i: int) -> tuple[str, str, list[tuple[int, int]], int | None]:
+        """Label, rendered text, (H, W) of the pictures; the length where there are videos: the processor alone knows it."""
+        row, sizes = get_row(data, i), []
+        text = render_chat(processor, row)
         for image in row["images"]:
             size = sizes_by_path.get(image) if isinstance(image, str) else None
             if size is None:
@@ -923,21 +1000,26 @@ def prepare_data(args: Args, model, processor, source: str, split: str, limit: i
                     )
                 if isinstance(image, str):
                     sizes_by_path[image] = size
-            image_sizes[-1].append(size)
-        if row["videos"]:
-            lengths[len(texts) - 1] = len(encode_prompts(model, processor, [row])[0]["prompt_ids"])
-    counted = count_prompt_tokens(
-        processor, texts, [[] if i in lengths else s for i, s in enumerate(image_sizes)], special
-    )
-    counted = [lengths.get(i, n) for i, n in enumerate(counted)]
-    keep = [int(i) for i, n in zip(indices, counted) if n <= args.max_prompt_length]
+            sizes.append(size)
+        length = len(encode_prompts(model, processor, [row])[0]["prompt_ids"]) if row["videos"] else None
+        return row["label"] if row["label"] in data["recipe"] else "default", text, sizes, length
+
+    bar = tqdm(indices.tolist(), desc=f"checking {source} ({split})", disable=not show, leave=False)
+    checked = {i: found for i in bar if (found := check_row(args, data, i, measure)) is not None}
+    report_bad(data, len(indices), show)
+    labels, texts, image_sizes, lengths = zip(*checked.values())
+    image_sizes = [sizes if length is None else [] for sizes, length in zip(image_sizes, lengths)]
+    counted = count_prompt_tokens(processor, list(texts), image_sizes, special)
+    counted = [n if length is None else length for n, length in zip(counted, lengths)]
+    keep = [i for i, n in zip(checked, counted) if n <= args.max_prompt_length]
     if not keep:
         fail(
             f"all {len(counted)} rows of {source} are longer than --max-prompt-length {args.max_prompt_length} "
             f"(the shortest has {min(counted)} tokens)"
         )
     encode_prompts(model, processor, [get_row(data, keep[0])])  # the whole path once, pixels and positions included
-    probes = list({labels[i]: i for i in reversed(keep)}.values())
+    label_of = dict(zip(checked, labels))
+    probes = list({label_of[i]: i for i in reversed(keep)}.values())
     return {**data, "keep": keep, "dropped": len(counted) - len(keep), "probes": probes}
 
 
@@ -1079,15 +1161,15 @@ def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable
     head_file = Path(folder) / "score.safetensors"
     try:
         if head_file.is_file():
-            model = AutoModel.from_pretrained(folder, dtype=dtype)
+            model = AutoModel.from_pretrained(folder, dtype=dtype, use_safetensors=True)
             head = load_file(head_file)["score.weight"]  # (1, H)
             if head.shape != (1, model.config.get_text_config().hidden_size):
                 fail(f"--rewards {folder}: score.weight of score.safetensors has shape {tuple(head.shape)}, not (1, H)")
         else:
-            if AutoConfig.from_pretrained(folder).num_labels != 1:
+            if AutoConfig.from_pretrained(folder, trust_remote_code=False).num_labels != 1:
                 fail(f"--rewards {folder} has more than one label; a reward model has one")
             model, info = AutoModelForSequenceClassification.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True
+                folder, dtype=dtype, use_safetensors=True, output_loading_info=True
             )
             if info["missing_keys"]:
                 fail(
@@ -1098,8 +1180,6 @@ def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable
     except Exception as error:
         fail(f"--rewards {folder} can't be loaded as a reward model ({one_line(error)})")
     processor = load_processor(folder, "--rewards")
-    tokenizer = getattr(processor, "tokenizer", processor)
-    special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)) or "(?!)")  # the policy may write them
     model = model.to(device).eval().requires_grad_(False)
     if head is not None:
         shared, head = enable_packing(model), head.to(device, model.dtype)
@@ -1111,8 +1191,8 @@ def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable
         for _, members in groupby(range(len(rows)), key=lambda b: id(rows[b])):
             members = list(members)
             row = {**rows[members[0]], "plain": False, "template_kwargs": {}}
-            clean = [special.sub("", texts[b]) for b in members]
-            chats = [[*row["messages"], {"role": "assistant", "content": [{"type": "text", "text": t}]}] for t in clean]
+            answers = [{"role": "assistant", "content": [{"type": "text", "text": texts[b]}]} for b in members]
+            chats = [[*row["messages"], answer] for answer in answers]
             sample, rests = encode_group(model, processor, row, [render_chat(processor, row, chat) for chat in chats])
             groups.append((len(prompts), members))
             prompts.append(sample)
@@ -1146,7 +1226,8 @@ def classify(model, sequences: list[torch.Tensor], max_tokens: int, device) -> l
 
 
 REMOTE_BATCH = 64  # responses in one request
-REMOTE_TRIES = 5
+REMOTE_TRIES = 5  # until the run counts as paused
+REMOTE_NEWS = 30.0  # seconds between two warnings of a paused run
 REMOTE_LIMIT = 2**24  # bytes of an answer
 
 
@@ -1173,7 +1254,8 @@ def remote_reward(url: str, timeout: float) -> Callable:
     """A reward server -> async (rows, texts, log_metric) -> one number or None per response.
 
     The protocol stands in docs/rloo.md. What may pass (no connection, status 429 or 5xx, an answer that is no JSON) is
-    tried again, with longer and longer waits, within the time-out. Raises RuntimeError with one whole sentence.
+    tried again, with longer and longer waits. When REMOTE_TRIES or the time-out are used up the run pauses: it asks on until
+    the server is back, or the time-out has passed once more. Raises RuntimeError with one whole sentence.
     """
     import httpx
 
@@ -1191,10 +1273,11 @@ def remote_reward(url: str, timeout: float) -> Callable:
             "the newest with --resume)"
         )
 
-    async def ask(client, body: bytes, deadline: float) -> tuple[dict, int]:
+    async def ask(client, body: bytes) -> tuple[dict, int]:
         """-> the answer, and how often it was asked for."""
-        for tries in range(1, REMOTE_TRIES + 1):
-            status, answer = 0, bytearray()
+        deadline, paused, news, tries = time.monotonic() + timeout, None, 0.0, 0
+        while True:
+            tries, status, answer = tries + 1, 0, bytearray()
             try:
                 async with (
                     asyncio.timeout(deadline - time.monotonic()),
@@ -1212,15 +1295,23 @@ def remote_reward(url: str, timeout: float) -> Callable:
                 problem = f"no answer within --reward-timeout {timeout:g} seconds"
             except (httpx.RequestError, ValueError) as error:
                 problem = f"no answer in JSON ({one_line(error)})" if status else one_line(error)
-            wait = min(8.0, 0.5 * 2 ** (tries - 1)) * jitter.uniform(0.5, 1.0)
-            may_pass = status in (0, 200, 429) or status >= 500
-            if not may_pass or tries == REMOTE_TRIES or time.monotonic() + wait > deadline:
+            wait, now = 0.5 * 2 ** min(tries - 1, 4) * jitter.uniform(0.5, 1.0), time.monotonic()
+            if paused is None and (tries >= REMOTE_TRIES or now + wait > deadline):
+                paused, deadline, news = now, now + timeout, now
+            if not (status in (0, 200, 429) or status >= 500) or now + wait > deadline:
                 stop(problem, tries)
-            logging.getLogger(SCRIPT).warning(f"reward server {url}: {problem}; asked again in {wait:.1f} s")
+            if paused is None or now >= news:
+                text = f"asked again in {wait:.1f} s"
+                if paused is not None:
+                    news, text = (
+                        now + REMOTE_NEWS,
+                        f"the run is paused for {now - paused:.0f} s, and at most {timeout:g} s",
+                    )
+                logging.getLogger(SCRIPT).warning(f"reward server {url}: {problem}; {text}")
             await asyncio.sleep(wait)
 
     async def score(rows: list[dict], texts: list[str], log_metric: Callable) -> list[float | None]:
-        deadline, pictures, rewards = time.monotonic() + timeout, {}, []
+        pictures, rewards = {}, []
         for row in rows:  # the responses of a prompt share its row
             if id(row) not in pictures:
                 pictures[id(row)] = [await asyncio.to_thread(encode_picture, image, row) for image in row["images"]]
@@ -1239,7 +1330,7 @@ def remote_reward(url: str, timeout: float) -> Callable:
             for start in range(0, len(rows), REMOTE_BATCH):
                 part = {key: values[start : start + REMOTE_BATCH] for key, values in table.items()}
                 body = await asyncio.to_thread(json.dumps, part, default=str)
-                answer, tries = await ask(client, body.encode(), deadline)
+                answer, tries = await ask(client, body.encode())
                 B, answer = len(part["responses"]), answer if isinstance(answer, dict) else {}
                 components = answer.get("components", {})
                 if not isinstance(components, dict):
@@ -1325,7 +1416,7 @@ def score_responses(
     remote = {reward.name for reward in rewards if reward.is_remote}  # they keep the time themselves, and say more
     for name, call in calls.items():
         try:
-            results[name] = call.result(max(0.0, deadlines[name] - time.monotonic()) + 5 * (name in remote))
+            results[name] = call.result(None if name in remote else max(0.0, deadlines[name] - time.monotonic()))
         except Exception as error:
             if not call.done():
                 fail(f"reward function {name} gave no answer within --reward-timeout {timeout:g} seconds")
@@ -1379,9 +1470,9 @@ def load_model(name: str, dtype: torch.dtype, four_bit: bool = False):
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
         )
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        return auto.from_pretrained(path, dtype=dtype, **kwargs)
+        return auto.from_pretrained(path, dtype=dtype, use_safetensors=True, **kwargs)  # a .bin can hold code
     except Exception as error:
         fail(f"--model {name} can't be loaded ({one_line(error)})")
 
@@ -1392,8 +1483,8 @@ def load_processor(name: str, flag: str = "--model"):
 
     path = resolve_model(name)
     try:
-        has_vision = hasattr(AutoConfig.from_pretrained(path), "vision_config")
-        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path)
+        has_vision = hasattr(AutoConfig.from_pretrained(path, trust_remote_code=False), "vision_config")
+        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         fail(f"{flag} {name}: its processor or tokenizer can't be loaded ({one_line(error)})")
     if not getattr(processor, "tokenizer", processor)("a")["input_ids"]:  # made up from the config alone
@@ -3051,9 +3142,14 @@ def main(args: Args) -> dict[str, float]:
     loggers = []
     if main_rank:
         lock = open_run(args, run_dir, -1 if resumed is None else first_step)
+        truncate_jsonl(run_dir / "bad_samples.jsonl", "step", first_step)
+        bad = [record for part in [data, eval_data] if part for record in part["bad"]]
+        if bad and resumed is None:
+            append_jsonl(run_dir / "bad_samples.jsonl", bad)
         loggers, wandb_id = start_loggers(args, run_dir, wandb_id, first_step)
         print(
-            f"{run_dir}: {len(data['keep'])} training prompts ({data['dropped']} over --max-prompt-length dropped), "
+            f"{run_dir}: {len(data['keep'])} training prompts ({data['dropped']} over --max-prompt-length dropped, "
+            f"{len(data['bad'])} bad), "
             f"{len(eval_data['keep']) if eval_data else 0} held out, {world_size} rank(s) on {device.type}, {dtype}",
             flush=True,
         )

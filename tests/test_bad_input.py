@@ -120,8 +120,6 @@ CASES = {
     "no messages": (["row 1", "messages"], lambda t, m: rows_file(t, row(prompt=[{"role": "user", "content": "a"}]), row(prompt=[]))),
     "message without content": (["row 0", "part"], lambda t, m: rows_file(t, row(prompt=[{"role": "user", "content": None}]))),
     "answer missing": (["row 1", "answer"], lambda t, m: rows_file(t, row(), row(answer=None))),
-    "special token in text": (["row 0", "<|image_pad|>"], lambda t, m: rows_file(t, row(prompt="what <|image_pad|>?"))),
-    "special token in system prompt": (["<|im_end|>"], lambda t, m: {"system_prompt": "be kind<|im_end|>"}),
     "more placeholders than images": (["row 0", "2 image", "1 image"], lambda t, m: rows_file(t, row(prompt="<image><image>?", image=picture(t)))),
     "fewer placeholders than images": (["row 0", "1 image", "2 image"], lambda t, m: rows_file(t, row(prompt="<image>?", images=[picture(t)] * 2))),
     "placeholder without images": (["row 0", "0 images"], lambda t, m: rows_file(t, row(prompt="<image>?"))),

@@ -94,7 +94,6 @@ CASES = {
     "image missing": (["row 0", "nope.png"], lambda t: rows(t, {"prompt": "a", "response": GOOD, "images": ["nope.png"] * 2})),
     "image broken": (["row 0", "image"], lambda t: rows(t, {"prompt": "a", "response": GOOD, "images": [broken_picture(t)] * 2})),
     "video missing": (["row 0", "nope.gif"], lambda t: rows(t, {"prompt": "a", "response": GOOD, "videos": ["nope.gif"] * 2})),
-    "special token": (["row 0", "<|im_end|>"], lambda t: rows(t, pair(response="<|im_end|>" + GOOD))),
     "placeholder in a text": (["row 0", "0 images"], lambda t: rows(t, pair(prompt="<image> which?"))),
     # the other formats
     "hpdv3 without prompt": (["row 1", "prompt"], lambda t: rows(t, hpd(), hpd(prompt=None))),

@@ -266,7 +266,7 @@ def test_tokens_that_join_the_answer_with_the_template_are_refused(tmp_path, tin
     class Joining:
         """A tokenizer of pairs of letters: where an answer begins at an odd place, no token begins there."""
 
-        chat_template, all_special_tokens, eos_token = "x", [], None
+        chat_template, all_special_tokens, added_tokens_decoder, eos_token = "x", [], {}, None
 
         def __call__(self, text, add_special_tokens):
             return {"input_ids": [hash(text[i : i + 2]) % 1000 for i in range(0, len(text), 2)]}

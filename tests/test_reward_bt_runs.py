@@ -436,7 +436,6 @@ CASES = {
     "ids outside the vocabulary": (["row 0", "vocabulary"], lambda t: data(t, {"chosen_ids": [1, 2], "rejected_ids": [1, 9999]})),
     "ids with nothing in common": (["row 0", "common"], lambda t: data(t, {"chosen_ids": [1, 2], "rejected_ids": [2, 3]})),
     "tools are no list": (["row 0", "tools"], lambda t: data(t, pair(tools="search"))),
-    "special token in a response": (["row 0", "<|end|>"], lambda t: data(t, pair(chosen="a<|end|>"))),
     "picture for a text model": (["row 0", "text model"], lambda t: data(t, pair(image=picture(t)))),
     "all too long": (["--max-length", "--overflow"], lambda t: {"max_length": 9}),
     "too long is an error": (["row 0", "--max-length", "--overflow"], lambda t: {"max_length": 9, "overflow": "error"}),
