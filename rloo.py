@@ -183,6 +183,8 @@ class Args:
     """servers for --rollout vllm-server, started as docs/vllm.md says"""
     vllm_timeout: float = 600.0
     """seconds that a server may be away before the run saves its state and stops"""
+    async_rollout: bool = False
+    """with vllm-server: sample the next step's responses during the update, with weights that are one step old"""
     tis_clip: float = 0.0
     """weigh each token's policy gradient by its probability here over that in the sampler, at most this (2.0); 0 = off"""
     tis_level: Literal["token", "sequence"] = "token"
@@ -432,6 +434,10 @@ def check_sampler_args(args: Args, world_size: int) -> None:
         fail(f"--vllm-tensor-parallel-size {args.vllm_tensor_parallel_size} does not divide the {world_size} ranks")
     if args.rollout == "vllm-server" and not args.vllm_urls:
         fail("--rollout vllm-server needs --vllm-urls")
+    if args.async_rollout and (args.rollout != "vllm-server" or args.tis_clip == 0 or args.dynamic_sampling):
+        fail(
+            "--async-rollout needs --rollout vllm-server, a --tis-clip such as 2 (weights are old), and no --dynamic-sampling"
+        )
     if args.tis_clip and args.tis_clip < 1:
         fail(f"--tis-clip must be 0 (off) or at least 1, not {args.tis_clip}")
 
@@ -3181,6 +3187,22 @@ def main(args: Args) -> dict[str, float]:
             draw_samples(run_dir, step, [sample for sample in shown if sample["phase"] == "eval_sampled"], eval_data)
         return results, shown
 
+    def draw(step: int, start: int, count: int) -> tuple[list[dict], dict[int, dict]]:
+        """This rank's share of `count` prompts from the stream's `start` on: records and encoded prompts, or what broke."""
+        positions = batch_indices(start, count, len(data["keep"]), args.seed)
+        share = np.array_split(np.array([data["keep"][i] for i in positions]), world_size)[rank].tolist()
+        if step not in generators:  # a refill draws on
+            generators[step] = torch.Generator(device).manual_seed((args.seed * 1_000_003 + step) * 10_007 + rank)
+        try:
+            return generate_and_score(
+                sampler, processor, data, share, args.num_samples_per_prompt, args, sources, args.temperature,
+                generators[step], step,
+            )  # fmt: skip
+        except EngineError as error:
+            return [{"error": str(error)}], {}
+
+    background, ahead, generators = concurrent.futures.ThreadPoolExecutor(1), None, {}
+
     def save(step: int) -> Path:
         """All that the next step depends on. Collective."""
         trainer_state = {
@@ -3214,20 +3236,11 @@ def main(args: Args) -> dict[str, float]:
     for step in range(first_step + 1, args.total_steps + 1):
         # --- 4. rollout ----------------------------------------------------------------------------------------------
         t0 = time.time()
-        generator = torch.Generator(device).manual_seed((args.seed * 1_000_003 + step) * 10_007 + rank)
         records, kept, encoded, missing, cursor_before = [], [], {}, prompts_per_step, cursor
         for _ in range(args.dynamic_sampling + 1):
-            positions = batch_indices(cursor, max(missing, world_size), len(data["keep"]), args.seed)
-            cursor += len(positions)
-            indices = [data["keep"][i] for i in positions]
-            share = np.array_split(np.array(indices), world_size)[rank].tolist()
-            try:
-                part, prompts = generate_and_score(
-                    sampler, processor, data, share, args.num_samples_per_prompt, args, sources, args.temperature,
-                    generator, step,
-                )  # fmt: skip
-            except EngineError as error:
-                part, prompts = [{"error": str(error)}], {}
+            count = max(missing, world_size)
+            part, prompts = draw(step, cursor, count) if ahead is None else ahead.result()
+            cursor, ahead = cursor + count, None
             encoded |= prompts
             records += gather_records(part, world_size)
             broken = [record["error"] for record in records if "error" in record]
@@ -3245,8 +3258,10 @@ def main(args: Args) -> dict[str, float]:
                 break
         rollout = make_rollout(kept[:prompts_per_step], args.mask_truncated)
         for record in records:
-            if record["version"] != step - 1:
+            if not step - 1 - args.async_rollout <= record["version"] <= step - 1:
                 fail(f"step {step}: responses were drawn with the weights of step {record['version']}, not {step - 1}")
+        if args.async_rollout and step < args.total_steps:
+            ahead = background.submit(draw, step + 1, cursor, prompts_per_step)
         if args.rollout == "vllm":
             sampler.sleep()
         t1 = time.time()
@@ -3314,6 +3329,8 @@ def main(args: Args) -> dict[str, float]:
         t3 = time.time()
 
         # --- 8. sync weights -----------------------------------------------------------------------------------------
+        if ahead is not None:  # it is to end with the weights that it began with
+            concurrent.futures.wait([ahead])
         sync_sampler(step)
         t4 = time.time()
 
@@ -3335,6 +3352,7 @@ def main(args: Args) -> dict[str, float]:
             metrics["rollout/tis_weight_mean"] = tis_weights[mask].mean().item()
         metrics |= {
             "rollout/prompts_sampled": len(records),
+            "rollout/lag": float(np.mean([step - 1 - record["version"] for record in records])),
             "rollout/responses_trained": len(rollout.response_ids),
             "time/rollout": t1 - t0,
             "time/score": t2 - t1,
