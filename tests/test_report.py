@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -331,6 +332,29 @@ def test_a_real_run_and_its_twin(run, tmp_path):
     [metrics] = [json.loads(x) for x in (real_runs[0] / "metrics.jsonl").read_text().splitlines()[-1:]]
     shown = {key for key in metrics if key in text}
     assert shown == set(metrics) - {"train/step", "train/episode"}
+
+
+def test_commands_of_the_page_parse():
+    """Each command of docs/report.md; the folders and the script that it names are what the others write."""
+    import tyro
+
+    import ppo_vl
+
+    page = (ROOT / "docs/report.md").read_text()
+    words = [shlex.split(line) for block in re.findall(r"```bash\n(.*?)```", page, re.S) for line in block.splitlines()]
+    made = []
+    for python, script, *flags in words:
+        assert python == "python" and (ROOT / script).is_file()
+        if script == "ppo_vl.py":
+            args = ppo_vl.parse_args(flags)
+            made.append(f"{args.output_dir}/{args.run_name}")
+        elif script == "tools/report.py":
+            assert tyro.cli(report_tool.Args, args=flags).runs == made and len(made) == 2
+        else:
+            assert script == "tools/inline.py" and flags[0] == "ppo_vl.py" and flags[1] == "--output"
+    assert len(words) == 4
+    for key in re.findall(r"`((?:time|policy)/\w+)`", page):
+        assert f'"{key}"' in (ROOT / "ppo_vl.py").read_text(), key
 
 
 def browse(page: Path, *flags: str) -> subprocess.CompletedProcess:
