@@ -72,6 +72,7 @@ def checkpoint(tmp: Path, model: str, **changed) -> dict:
         "args": args,
     }
     (tmp / "old/checkpoint-1/state/trainer_state.json").write_text(json.dumps(state))
+    rloo.write_manifest(tmp / "old/checkpoint-1", (0, 1))
     return {"resume": tmp / "old/checkpoint-1"}
 
 
@@ -143,7 +144,7 @@ CASES = {
     "resume with another alpha": (["--lora-alpha"], lambda t, m: checkpoint(t, m, lora_rank=4) | {"lora_rank": 4, "lora_alpha": 5}),
     "resume with other targets": (["--lora-targets"], lambda t, m: checkpoint(t, m, lora_rank=4) | {"lora_rank": 4, "lora_targets": "q_proj"}),
     "resume with another sync": (["--ref-sync-steps"], lambda t, m: checkpoint(t, m) | {"ref_sync_steps": 3}),
-    "resume without engine state": (["--resume"], lambda t, m: checkpoint(t, m)),
+    "resume without engine state": (["--resume", "does not fit"], lambda t, m: checkpoint(t, m) | {"force": True}),
 }  # fmt: skip
 
 
