@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_jsonl
-from rloo_runs import flags_of, reward_file, sums_file, words
+from rloo_runs import BASE, flags_of, reward_file, sums_file, words
 
 import rloo
 
@@ -61,7 +61,7 @@ def rows_file(tmp: Path, *rows: dict) -> dict:
 def checkpoint(tmp: Path, model: str, **changed) -> dict:
     """Flags that resume from a folder with a trainer state alone."""
     (tmp / "old/checkpoint-1/state").mkdir(parents=True)
-    args = vars(rloo.Args(model=str(model), **changed))
+    args = {**vars(rloo.Args()), **BASE, "model": str(model), **changed}
     state = {
         "step": 1,
         "episode": 0,
