@@ -1998,12 +1998,13 @@ def read_trainer_state(args: Args, free: str) -> dict:
     changed = [
         name for name in now if saved[name] != now[name] and name not in ("output_dir", "run_name", "resume", "force")
     ]
-    words = {name: "--" + name.replace("_", "-") for name in changed}
-    wrong = [name for name in changed if name not in free.split()]
-    if wrong and not args.force:
-        before, after = (", ".join(f"{words[name]} {flags[name]}" for name in wrong) for flags in (saved, now))
+    words = {name: f"--{name.replace('_', '-')} {saved[name]} -> {now[name]}" for name in changed}
+    decisive = [words[name] for name in changed if name not in free.split()]
+    if decisive and not args.force:
+        listed = textwrap.shorten(", ".join(decisive), 400, placeholder=" ...")
         fail(
-            f"--resume {args.resume} was saved with {before}, not {after}; use the same, or go on all the same with --force"
+            f"--resume {args.resume}: flags that decide the result were changed: {listed}; use the same, or go on all the same "
+            "with --force"
         )
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if ranks != world_size:
@@ -2012,7 +2013,7 @@ def read_trainer_state(args: Args, free: str) -> dict:
             f"optimizer, from its weights: --model {args.resume}"
         )
     if main_process():
-        listed = ", ".join(f"{words[name]} {saved[name]} -> {now[name]}" for name in changed) or "none"
+        listed = ", ".join(words.values()) or "none"
         print(f"goes on from {args.resume}; flags changed since: {listed}", flush=True)
     return state
 

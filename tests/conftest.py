@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tiny model is faster on one thread, and two ranks share two cores
@@ -32,6 +33,15 @@ def lasting_process_group():
     dist.destroy_process_group = destroy
     if dist.is_initialized():
         destroy()
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers():
+    """A run in this process takes SIGTERM and SIGINT for itself: afterwards they are the test runner's again."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

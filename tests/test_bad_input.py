@@ -59,6 +59,7 @@ def checkpoint(tmp: Path, text: str | None = None, step: int = 1, **changed) -> 
     state = {"step": step, "episode": 0, "kl_coef": 0.01, "skipped_in_a_row": 0, "wandb_id": None, "world_size": 1}
     state["args"] = args
     (tmp / "old/checkpoint-1/state/trainer_state.json").write_text(json.dumps(state) if text is None else text)
+    ppo_vl.write_manifest(tmp / "old/checkpoint-1", (0, 1))
     return {"resume": tmp / "old/checkpoint-1"}
 
 
@@ -146,9 +147,9 @@ CASES = {
     "resume from nothing": (["--resume", "nope"], lambda t, m: {"resume": "nope"}),
     "resume another model": (["--resume", "--model"], lambda t, m: checkpoint(t, model="other")),
     "resume with another critic": (["--critic-share-backbone"], lambda t, m: checkpoint(t, model=m, critic_share_backbone=True)),
-    "resume a finished run": (["--total-steps"], lambda t, m: checkpoint(t, model=m, step=2)),
+    "resume a finished run": (["--total-steps"], lambda t, m: checkpoint(t, model=m, step=2) | {"force": True}),
     "resume from half a state": (["--resume", "trainer_state.json"], lambda t, m: checkpoint(t, text='{"step": 1, ')),
-    "resume without engine state": (["--resume"], lambda t, m: checkpoint(t, model=m)),
+    "resume without engine state": (["--resume", "does not fit"], lambda t, m: checkpoint(t, model=m) | {"force": True}),
     # reward functions
     "no reward file": (["--rewards", "nope.py"], lambda t, m: own("nope.py:score")),
     "reward without function name": (["--rewards", "path.py:function"], lambda t, m: own(text_file(t, "r.py", ""))),

@@ -58,6 +58,7 @@ def checkpoint(tmp: Path, **changed) -> dict:
     state["args"] = vars(grm_sft.Args(model=TINY)) | changed
     (tmp / "old/checkpoint-1/state").mkdir(parents=True)
     (tmp / "old/checkpoint-1/state/trainer_state.json").write_text(json.dumps(state))
+    grm_sft.write_manifest(tmp / "old/checkpoint-1", (0, 1))
     return {"resume": tmp / "old/checkpoint-1"}
 
 
@@ -119,7 +120,7 @@ CASES = {
     "model without weights": (["--model"], lambda t: shutil.copytree(TINY, t / "m", ignore=shutil.ignore_patterns("*.safetensors")) and {"model": t / "m"}),
     "resume from nothing": (["--resume", "nope"], lambda t: {"resume": "nope"}),
     "resume with another freeze": (["--resume", "--freeze-vision"], lambda t: checkpoint(t, freeze_vision=False)),
-    "resume a finished run": (["--resume", "--max-steps"], lambda t: checkpoint(t)),
+    "resume a finished run": (["--resume", "--max-steps"], lambda t: checkpoint(t) | {"force": True}),
 }  # fmt: skip
 
 

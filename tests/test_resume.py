@@ -224,7 +224,7 @@ def test_flags_of_today_decide_where_force_lets_them_change(tiny_text_model, tmp
         "save_steps": 1,
     }
     error = error_of("reward_bt", changed, capfd)
-    assert "--seed 3, --learning-rate 0.001, not --seed 4, --learning-rate 0.0001" in error and "--force" in error
+    assert "--seed 3 -> 4, --learning-rate 0.001 -> 0.0001; use the same" in error and "--force" in error
     main_of("reward_bt", {**changed, "force": True})
     out = capfd.readouterr().out
     assert "--learning-rate 0.001 -> 0.0001, " in out and "--max-steps 4 -> 5" in out

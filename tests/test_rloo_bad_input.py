@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_jsonl
-from rloo_runs import flags_of, reward_file, sums_file, words
+from rloo_runs import BASE, flags_of, reward_file, sums_file, words
 
 import rloo
 
@@ -61,7 +61,7 @@ def rows_file(tmp: Path, *rows: dict) -> dict:
 def checkpoint(tmp: Path, model: str, **changed) -> dict:
     """Flags that resume from a folder with a trainer state alone."""
     (tmp / "old/checkpoint-1/state").mkdir(parents=True)
-    args = vars(rloo.Args(model=str(model), **changed))
+    args = {**vars(rloo.Args()), **BASE, "model": str(model), **changed}
     state = {
         "step": 1,
         "episode": 0,
@@ -72,6 +72,7 @@ def checkpoint(tmp: Path, model: str, **changed) -> dict:
         "args": args,
     }
     (tmp / "old/checkpoint-1/state/trainer_state.json").write_text(json.dumps(state))
+    rloo.write_manifest(tmp / "old/checkpoint-1", (0, 1))
     return {"resume": tmp / "old/checkpoint-1"}
 
 
@@ -143,7 +144,7 @@ CASES = {
     "resume with another alpha": (["--lora-alpha"], lambda t, m: checkpoint(t, m, lora_rank=4) | {"lora_rank": 4, "lora_alpha": 5}),
     "resume with other targets": (["--lora-targets"], lambda t, m: checkpoint(t, m, lora_rank=4) | {"lora_rank": 4, "lora_targets": "q_proj"}),
     "resume with another sync": (["--ref-sync-steps"], lambda t, m: checkpoint(t, m) | {"ref_sync_steps": 3}),
-    "resume without engine state": (["--resume"], lambda t, m: checkpoint(t, m)),
+    "resume without engine state": (["--resume", "does not fit"], lambda t, m: checkpoint(t, m) | {"force": True}),
 }  # fmt: skip
 
 
