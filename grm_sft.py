@@ -2494,6 +2494,13 @@ def main(args: Args) -> dict[str, float]:
         # --- 7. update -----------------------------------------------------------------------------------------------
         engine.train()
         step_metrics, taken = train_step(args, model, processor, data, members, engine, shared, ranks)
+        if main_rank and not taken:
+            why, entries = (
+                {"step": step, "reason": "an update was skipped, its gradients were not finite"},
+                [data["entries"][m] for m in members],
+            )
+            places = [(data["sources"][entry["source"]]["source"], entry["index"]) for entry in entries]
+            append_jsonl(run_dir / "bad_samples.jsonl", [{**why, "dataset": name, "row": i} for name, i in places])
         skipped_in_a_row = 0 if taken else skipped_in_a_row + 1
         if skipped_in_a_row >= args.max_skipped_updates:
             fail(f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate")

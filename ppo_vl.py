@@ -3867,6 +3867,14 @@ def main(args: Args) -> dict[str, float]:
         update_metrics, taken = update(
             args, rollout, tables, policy_mask, sample_of, actor, critic, ema, ptx, shared, ranks, kl_coef, step
         )
+        if main_rank and not all(taken):
+            why = {
+                "step": step,
+                "reason": "an update was skipped, its gradients were not finite",
+                "dataset": data["source"],
+            }
+            culprits = [{**why, "row": record["row"], "responses": record["texts"]} for record in kept]
+            append_jsonl(run_dir / "bad_samples.jsonl", culprits)
         for ok in taken:
             skipped_in_a_row = 0 if ok else skipped_in_a_row + 1
             if skipped_in_a_row >= args.max_skipped_updates:

@@ -2359,6 +2359,13 @@ def main(args: Args) -> dict[str, float]:
         positions = batch_indices((step - 1) * args.batch_size, args.batch_size, len(data["keep"]), args.seed)
         indices = [data["keep"][i] for i in positions]
         update_metrics, taken = update_reward(args, engine, processor, data, indices, shared, ranks)
+        if main_rank and not taken:
+            why = {
+                "step": step,
+                "reason": "an update was skipped, its gradients were not finite",
+                "dataset": data["source"],
+            }
+            append_jsonl(run_dir / "bad_samples.jsonl", [{**why, "row": i} for i in indices])
         skipped_in_a_row = 0 if taken else skipped_in_a_row + 1
         if skipped_in_a_row >= args.max_skipped_updates:
             fail(f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate")

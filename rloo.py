@@ -3319,6 +3319,16 @@ def main(args: Args) -> dict[str, float]:
             )
         else:
             logging.getLogger(SCRIPT).warning(f"step {step}: no response is left to learn from, no update")
+        if main_rank and not all(taken):
+            why = {
+                "step": step,
+                "reason": "an update was skipped, its gradients were not finite",
+                "dataset": data["source"],
+            }
+            culprits = [
+                {**why, "row": record["row"], "responses": record["texts"]} for record in kept[:prompts_per_step]
+            ]
+            append_jsonl(run_dir / "bad_samples.jsonl", culprits)
         for ok in taken:
             skipped_in_a_row = 0 if ok else skipped_in_a_row + 1
             if skipped_in_a_row >= args.max_skipped_updates:

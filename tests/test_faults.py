@@ -315,3 +315,45 @@ def test_a_skipped_row_changes_nothing_for_the_others(script, tiny_text_model, t
     [record] = read_jsonl(tmp_path / "dirty/bad_samples.jsonl")
     assert record["row"] == 2 and "no text" in record["reason"] and not (tmp_path / "clean/bad_samples.jsonl").exists()
     assert "row 2" in caplog.text and "1 of 7 rows" in caplog.text
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_samples_of_a_skipped_update_are_named(script, tiny_text_model, tmp_path, monkeypatch):
+    """A gradient of NaN: the step is skipped and counted, its rows (and responses) stand in bad_samples.jsonl."""
+    module = importlib.import_module(script)
+    for name in ("draw_curves", "draw_samples", "draw_calibration", "draw_worst_pairs"):
+        monkeypatch.setattr(module, name, lambda *args: None, raising=False)
+    take_step, calls = module.optimizer_step, []
+
+    def spoilt(engine):
+        calls.append(engine)
+        if len(calls) == 1:
+            next(p for p in engine.module.parameters() if p.grad is not None).grad.fill_(float("nan"))
+        return take_step(engine)
+
+    monkeypatch.setattr(module, "optimizer_step", spoilt)
+    rows = [row_of(script, prompt=f"what is {i}?") for i in range(6)]
+    flags = run_flags(script, tmp_path, tiny_text_model) | {"run_name": "run"}
+    module.main(module.parse_args(to_argv({**flags, "dataset": write_jsonl(tmp_path / "rows.jsonl", rows)})))
+    skipped = [
+        m["train/skipped_updates"] for m in read_jsonl(tmp_path / "run/metrics.jsonl") if "train/skipped_updates" in m
+    ]
+    assert skipped[0] == 1 == sum(skipped)
+    records = read_jsonl(tmp_path / "run/bad_samples.jsonl")
+    assert len(records) == (2 if script in ("grm_sft", "reward_bt") else 4)
+    for record in records:
+        assert record["step"] == 1 and record["row"] in range(6) and "not finite" in record["reason"]
+        assert record["dataset"].endswith("rows.jsonl")
+        assert len(record.get("responses", "ab")) == 2
+
+
+def test_at_least_a_hundred_bad_inputs_and_faults():
+    import test_bad_input
+    import test_grm_bad_input
+    import test_reward_bt_runs
+    import test_rewards_remote
+    import test_rloo_bad_input
+
+    tables = [m.CASES for m in (test_bad_input, test_grm_bad_input, test_reward_bt_runs, test_rloo_bad_input)]
+    own = len(BAD_PICTURES) + len(BAD_ROWS) + len(FILES)
+    assert own >= 60 and own + sum(map(len, tables)) + len(test_rewards_remote.FATAL) >= 250
