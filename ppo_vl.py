@@ -62,6 +62,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, make_dataclass, replace
+from datetime import timedelta
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -2712,7 +2713,7 @@ def init_distributed() -> tuple[int, int, torch.device]:
     if not dist.is_initialized():
         backend = "nccl" if cuda else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=timedelta(hours=2))  # one rank may wait long for a reward server
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even without a launcher
@@ -3303,6 +3304,8 @@ def checkpoint_readme(args: Args, step: int, metrics: dict[str, float]) -> str:
 def load_checkpoint(args: Args, engines: dict, rank: int) -> None:
     """Engine states and random states of --resume."""
     folder = Path(args.resume)
+    if main_process():
+        print(f"DeepSpeed unpickles {folder}/state: resume only from checkpoints that you trust", flush=True)
     try:
         for name, engine in engines.items():
             schedule = engine.lr_scheduler
