@@ -1282,7 +1282,7 @@ def remote_reward(url: str, timeout: float) -> Callable:
 
     async def ask(client, body: bytes) -> tuple[dict, int]:
         """-> the answer, and how often it was asked for."""
-        deadline, paused, news, tries = time.monotonic() + timeout, None, 0.0, 0
+        deadline, paused, news, tries, before = time.monotonic() + timeout, None, 0.0, 0, ""
         while True:
             tries, status, answer = tries + 1, 0, bytearray()
             try:
@@ -1297,11 +1297,13 @@ def remote_reward(url: str, timeout: float) -> Callable:
                             stop(f"the answer has more than {REMOTE_LIMIT} bytes", tries)
                 if status == 200:
                     return json.loads(answer), tries
-                problem = f"status {status}, {' '.join(answer.decode(errors='replace').split())[:100]!r}"
+                problem = before = f"status {status}, {' '.join(answer.decode(errors='replace').split())[:100]!r}"
             except TimeoutError:
-                problem = f"no answer within --reward-timeout {timeout:g} seconds"
+                problem = f"no answer within --reward-timeout {timeout:g} seconds" + (
+                    f" (before: {before})" * bool(before)
+                )
             except (httpx.RequestError, ValueError) as error:
-                problem = f"no answer in JSON ({one_line(error)})" if status else one_line(error)
+                problem = before = f"no answer in JSON ({one_line(error)})" if status else one_line(error)
             wait, now = 0.5 * 2 ** min(tries - 1, 4) * jitter.uniform(0.5, 1.0), time.monotonic()
             if paused is None and (tries >= REMOTE_TRIES or now + wait > deadline):
                 paused, deadline, news = now, now + timeout, now

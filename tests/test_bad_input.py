@@ -204,6 +204,7 @@ def test_bad_input(name, argv, tmp_path, tiny, capfd):
         before += [
             "runs",
             "runs/run",
+            "runs/run/.lock",
             "runs/run/args.json",
             "runs/run/metrics.jsonl",
             "runs/run/eval",

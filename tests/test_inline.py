@@ -59,7 +59,7 @@ def test_inlined_file_has_everything_once_and_keeps_the_text(name, tmp_path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 assert source.count(ast.get_source_segment(text, node)) == 1, node.name
     (tmp_path / "one.py").write_text(source)
-    done = call(["ruff", "check", "--isolated", "--select", "F", "one.py"], tmp_path)
+    done = call([sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", "one.py"], tmp_path)
     assert done.returncode == 0, done.stdout
 
 

@@ -462,7 +462,6 @@ BAD_PTX = {
     "picture without a place": (["row 0", "placeholder"], [{"prompt": "<image> a", "response": "b"}]),
     "no column": (["ptx.jsonl", "messages", "text"], [{"text": "a"}]),
     "nothing": (["ptx.jsonl"], []),
-    "special token": (["row 0", "<|im_end|>"], [{"prompt": "a", "response": "b<|im_end|>"}]),
     "all too long": (["--ptx-dataset", "short"], [{"prompt": "a", "response": "b " * 3000}]),
 }
 

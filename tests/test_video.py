@@ -157,8 +157,9 @@ def family(request, tiny):
 
 
 def make_row(prompt: str, videos=(), images=(), fps: float = 2.0, number: int = 0) -> dict:
-    columns = {"prompt": "prompt", "image": "images", "video": "videos", "answer": None}
+    columns = {"prompt": "prompt", "image": "images", "video": "videos", "answer": None, "label": None}
     data = {"columns": columns, "system_prompt": None, "plain_prompts": False, "template_kwargs": {}, "video_fps": fps}
+    data["recipe"] = {"default": []}
     row = {"prompt": prompt, "images": list(images), "videos": list(videos)}
     return ppo_vl.read_row(row, {**data, "folder": Path(".")}, f"data row {number}")
 
