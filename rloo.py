@@ -351,6 +351,8 @@ def check_args(args: Args, world_size: int) -> None:
     check_rollout_args(args, world_size)
     check_lora_args(args)
     check_sampler_args(args, world_size)
+    if args.tis_clip and args.tis_clip < 1:
+        fail(f"--tis-clip must be 0 (off) or at least 1, not {args.tis_clip}")
     if args.reward_clip is not None and args.reward_clip[0] >= args.reward_clip[1]:
         fail(f"--reward-clip {args.reward_clip[0]} {args.reward_clip[1]}: the first must be less than the second")
     if args.ref_sync_steps and (args.kl_coef == 0 or args.lora_rank):
@@ -387,8 +389,6 @@ def check_sampler_args(args: Args, world_size: int) -> None:
         fail(f"--vllm-tensor-parallel-size {args.vllm_tensor_parallel_size} does not divide the {world_size} ranks")
     if args.rollout == "vllm-server" and not args.vllm_urls:
         fail("--rollout vllm-server needs --vllm-urls")
-    if args.tis_clip and args.tis_clip < 1:
-        fail(f"--tis-clip must be 0 (off) or at least 1, not {args.tis_clip}")
 
 
 def parse_template_kwargs(args: Args) -> dict:
@@ -1666,7 +1666,7 @@ def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, gener
 class HFSampler:
     """--rollout hf: the trained model itself generates, or its unsharded copy under ZeRO-3."""
 
-    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], ranks: tuple[int, int], device):
+    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], limit: int, ranks, device):
         self.args, self.model, self.rollout_model, self.end_ids = args, model, rollout_model, end_ids
         self.device, self.version = device, -1  # number of the step whose weights are in use
 
@@ -1690,7 +1690,7 @@ class VllmSampler:
     from a stale engine is an error. On CUDA it sleeps while the trainer works.
     """
 
-    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], ranks: tuple[int, int], device):
+    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], limit: int, ranks, device):
         self.args, self.model, self.processor, self.end_ids = args, model, processor, end_ids
         self.device, self.version, (self.rank, self.world_size) = device, -1, ranks
         self.suppressed_ids, cuda = media_token_ids(model.config), device.type == "cuda"
@@ -1704,7 +1704,7 @@ class VllmSampler:
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for the child that looks at the model
         from vllm import LLM
 
-        limit, set_num_threads = args.max_prompt_length + args.max_response_length, torch.set_num_threads
+        set_num_threads = torch.set_num_threads
         try:
             self.llm = LLM(
                 model=resolve_model(args.model),
@@ -1814,7 +1814,7 @@ class ServerSampler:
     back with other weights is given the newest before it is asked again.
     """
 
-    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], ranks: tuple[int, int], device):
+    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], limit: int, ranks, device):
         import httpx
 
         self.args, self.model, self.processor, self.end_ids = args, model, processor, end_ids
@@ -2833,7 +2833,8 @@ def main(args: Args) -> dict[str, float]:
             for logger in loggers:
                 logger(step, metrics)
 
-    sampler = SAMPLERS[args.rollout](args, model, rollout_model, processor, end_ids, ranks, device)
+    limit = args.max_prompt_length + args.max_response_length
+    sampler = SAMPLERS[args.rollout](args, model, rollout_model, processor, end_ids, limit, ranks, device)
 
     def sync_sampler(version: int) -> None:
         """The newest weights, those of step `version`, to whatever samples."""

@@ -161,7 +161,7 @@ def test_exact_sampler_changes_no_bit_of_rloo(vqa, tmp_path, monkeypatch):
 # --- what can go wrong before a run ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["ppo_vl", "rloo"])
+@pytest.mark.parametrize("script", ["ppo_vl", "rloo", "grm_sft"])
 def test_without_vllm_one_sentence(script, monkeypatch, capsys):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, find=importlib.util.find_spec: None if name == "vllm" else find(name)
@@ -293,7 +293,7 @@ def fake():
 def sampler(fake, tiny_text_model, tmp_path):
     argv = to_argv({"model": tiny_text_model, "vllm_urls": [fake.url], "vllm_timeout": 5, "rollout": "vllm-server"})
     model = ppo_vl.load_model(tiny_text_model, torch.float32)
-    sampler = ppo_vl.ServerSampler(ppo_vl.parse_args(argv), model, None, None, [0], (0, 1), CPU)
+    sampler = ppo_vl.ServerSampler(ppo_vl.parse_args(argv), model, None, None, [0], 64, (0, 1), CPU)
     sampler.sync(0, tmp_path)
     fake.asked.clear()
     return sampler
