@@ -3159,6 +3159,20 @@ def draw_curves(run_dir: Path, panels: list[tuple[str, list[str]]]) -> None:
     figure.savefig(run_dir / "curves.png", dpi=90)
 
 
+def draw_gap(run_dir: Path, step: int, differences: torch.Tensor) -> None:
+    """logprob_gap-N.png: sampler's minus trainer's log-prob of a step's response tokens, how often."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    widest = max(differences.abs().max().item(), 1e-6)
+    axes.hist(differences.numpy(), bins=81, range=(-widest, widest), log=True)
+    axes.set(xlabel="log-prob in the sampler - in the trainer, nats", ylabel="response tokens", title=f"step {step}")
+    figure.savefig(run_dir / f"logprob_gap-{step}.png", dpi=80)
+
+
 def draw_samples(run_dir: Path, step: int, samples: list[dict], data: dict) -> None:
     """samples-N.png: held-out prompts with their pictures, and what the model said."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -3582,6 +3596,7 @@ def main(args: Args) -> dict[str, float]:
         log(step, metrics, samples)
         if main_rank and (last or (args.eval_steps and step % args.eval_steps == 0)):
             draw_curves(run_dir, PANELS)
+            draw_gap(run_dir, step, (rollout.engine_logprobs - rollout.logprobs)[mask])
         if last or (args.save_steps and step % args.save_steps == 0):
             saved = save(step)
 

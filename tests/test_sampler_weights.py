@@ -206,7 +206,6 @@ def test_an_engine_that_fails_leaves_a_checkpoint(script, argv, capsys, monkeypa
         return sample(*args)
 
     monkeypatch.setattr(module.HFSampler, "sample", fail_late)
-    monkeypatch.setattr(module, "draw_curves", lambda *args: None)
     with pytest.raises(SystemExit) as stopped:
         module.main(module.parse_args(argv(script, eval_dataset=None)))
     assert stopped.value.code == 2
@@ -215,6 +214,7 @@ def test_an_engine_that_fails_leaves_a_checkpoint(script, argv, capsys, monkeypa
     module.main(module.parse_args(argv(script, eval_dataset=None, resume=checkpoint)))
     steps = [json.loads(line)["train/step"] for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2]
+    assert (tmp_path / "runs/run/logprob_gap-2.png").stat().st_size > 5000
 
 
 # --- a server that is not vLLM ---------------------------------------------------------------------------------------
