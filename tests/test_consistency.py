@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import re
 import shlex
 from functools import cache
@@ -146,7 +147,8 @@ def test_commands_are_found():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_every_command_parses_and_passes_the_flag_checks(page):
+def test_every_command_parses_and_passes_the_flag_checks(page, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)  # some are for those who have vLLM
     for name, words in commands(page):
         if "--help" not in words:
             script = importlib.import_module(name)
@@ -161,7 +163,9 @@ def test_every_flag_named_in_the_docs_exists(page):
     }
     unknown = []
     for line in page.read_text().splitlines():
-        if re.search(r"pip|pytest|torchrun|deepspeed|tools/", line):  # other programs
+        if re.search(
+            r"pip|pytest|torchrun|deepspeed|tools/|vllm serve|of the server|api_server", line
+        ):  # other programs
             continue
         scripts = [page.stem] if page.stem in SCRIPTS else SCRIPTS
         known = tools.union(

@@ -24,6 +24,9 @@ reward    reward_bt.py and RewardTrainer on SmolLM2-135M: 16 pairs with prompts 
           four ranked responses each, which TRL takes as six pairs a prompt
 sft       grm_sft.py and SFTTrainer on the tiny VLM: 64 questions about easy-VQA pictures, all of different pictures, and
           grouped by picture
+
+Needs vLLM (docs/vllm.md)
+sync      handing SmolLM2-135M's weights to a vLLM engine in this process and to a server, against a plain copy of them
 """
 
 import gc
@@ -63,14 +66,16 @@ VOCAB, HIDDEN = 151_936, 256  # of the memory part
 
 @dataclass
 class Args:
-    parts: tyro.conf.Positional[tuple[Literal["vlm", "vlm_long", "text", "memory", "rloo", "reward", "sft"], ...]] = (
-        "vlm", "vlm_long", "text", "memory",
-    )  # fmt: skip
+    parts: tyro.conf.Positional[
+        tuple[Literal["vlm", "vlm_long", "text", "memory", "rloo", "reward", "sft", "sync"], ...]
+    ] = ("vlm", "vlm_long", "text", "memory")
     """what to measure"""
     trl_python: str = "python"
     """python of the environment that has TRL"""
     text_model: str = "models/smollm2"
     """folder made by tools/make_smollm2.py"""
+    vllm_url: str | None = None
+    """part sync: also time a vLLM server there that serves --text-model"""
     cases: tuple[str, ...] = ()
     """cases of a comparison with TRL, such as text_200; none: all"""
     replay: bool = True
@@ -239,6 +244,40 @@ def load_smollm2(args: Args):
     if not Path(args.text_model).is_dir():
         sys.exit(f"--text-model {args.text_model}: no such folder; tools/make_smollm2.py makes it")
     return AutoModelForCausalLM.from_pretrained(args.text_model, dtype=torch.float32)
+
+
+# --- vLLM ------------------------------------------------------------------------------------------------------------
+
+
+def measure_sync(args: Args) -> dict:
+    """Seconds, the fastest of each; the copy goes into tensors that are there already, as the engine's are."""
+    model = load_smollm2(args)
+    weights = list(model.parameters())
+    copies = [x.detach().clone() for x in weights]
+
+    def copy() -> None:
+        for target, x in zip(copies, weights):
+            target.copy_(x.detach())
+
+    urls = () if args.vllm_url is None else (args.vllm_url,)
+    rollout = ppo_vl.Args(model=args.text_model, max_prompt_length=256, max_response_length=64, vllm_urls=urls)
+    processor = ppo_vl.load_processor(args.text_model)
+    ways = {"copy": copy}
+    for name in ("vllm", "vllm-server")[: 1 + len(urls)]:
+        sampler = ppo_vl.SAMPLERS[name](rollout, model, None, processor, [0], 320, (0, 1), torch.device("cpu"))
+        folder = Path(tempfile.mkdtemp())
+        ways[name] = lambda sampler=sampler, folder=folder: sampler.sync(1, folder)
+    seconds = {name: [] for name in ways}
+    for _ in range(args.repeats + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - start)
+    return {
+        "part": "sync",
+        "bytes": sum(x.numel() * x.element_size() for x in weights),
+        **{n: min(s[1:]) for n, s in seconds.items()},
+    }
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -577,6 +616,11 @@ def report(machine: dict, results: list[dict]) -> None:
             cells += [f"{r[f'memory_{side}'] / 1e9:.2f}" for side in ("ours", "trl")]
             print(f"| {r['part']} | {' | '.join(cells)} |")
     for r in results:
+        if r["part"] == "sync":
+            print(f"\n| {r['bytes'] / 1e9:.2f} GB of weights | s | against a copy |")
+            print("|---|---|---|")
+            for name in (n for n in ("copy", "vllm", "vllm-server") if n in r):
+                print(f"| {name} | {r[name]:.2f} | {r[name] / r['copy']:.1f} |")
         if r["part"] == "memory":
             print("\n| log-probs, forward and backward | dense GB | chunked GB | chunked / dense |")
             print("|---|---|---|---|")
@@ -605,6 +649,8 @@ def main(args: Args) -> None:
     for part in args.parts:
         if part == "memory":
             results.append(compare_memory(args))
+        elif part == "sync":
+            results.append(measure_sync(args))
         elif part in ("rloo", "reward", "sft"):
             results += compare_with_trl(args, part)
         else:
