@@ -101,6 +101,7 @@ def test_defaults_pass_the_checks(script):
     script.check_args(script.Args(), world_size=8)
 
 
+@pytest.mark.slow
 def test_a_copied_script_runs_from_another_folder(tmp_path, tiny, vqa):
     shutil.copy(ROOT / "ppo_vl.py", tmp_path)
     shutil.copytree(ROOT / "common", tmp_path / "common", ignore=shutil.ignore_patterns("__pycache__"))

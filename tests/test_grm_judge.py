@@ -75,6 +75,7 @@ def test_the_judge_scores_rollouts(script, judge_reward, vqa, tmp_path, monkeypa
     assert step["objective/scores_std"] > 0
 
 
+@pytest.mark.slow
 def test_the_endpoint_gives_the_same_scores(judge_reward, vqa_rows, monkeypatch):
     command = [sys.executable, str(EXAMPLE.parent / "judge_server.py"), "0"]
     server = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)

@@ -218,6 +218,7 @@ def test_none_is_never_right():
 FIELDS = {"info", "prompt", "generated_text", "response_text", "predicted", "truth", "images"}
 
 
+@pytest.mark.slow
 def test_two_evaluations_are_identical_and_complete(run):
     flags = {"eval_dataset": ALL_FILES, "max_steps": 1, "generation_batch_size": 3}
     folders = [run(run_name=name, **flags) for name in ("a", "b")]
@@ -292,6 +293,7 @@ def test_soft_verdicts_are_those_of_the_plain_model():
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_files_and_learns(run):
     folder = run(eval_dataset=f"{FILES}/pairs.jsonl", max_steps=8, eval_steps=4, learning_rate=2e-3, best_metric="loss")
     metrics = read_jsonl(folder / "metrics.jsonl")

@@ -96,6 +96,7 @@ def test_what_is_no_special_token_stays(tiny):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.slow
 def test_a_row_with_special_tokens_trains_like_its_escaped_text(script, llama, tmp_path, monkeypatch):
     from safetensors.torch import load_file
 

@@ -73,6 +73,7 @@ def test_guard_hides_no_other_error(tmp_path):
     assert done.returncode != 0 and "another defect" in done.stderr
 
 
+@pytest.mark.slow
 def test_image_processors_import_after_common():
     code = "import common\nfrom transformers import AutoProcessor, Qwen2_5_VLProcessor"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -191,6 +191,7 @@ MEMORY_FLAGS = [
 
 
 @pytest.mark.parametrize("flags", MEMORY_FLAGS, ids=lambda flags: next(iter(flags)))
+@pytest.mark.slow
 def test_memory_flags_do_not_change_the_result(flags, plain, run, any_reward, monkeypatch):
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer as Layer
 

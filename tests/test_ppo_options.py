@@ -517,6 +517,7 @@ def assert_close_weights(weights: dict, expected: dict, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.slow
 def test_average_is_the_closed_form_of_the_weights(zero_stage, run, any_reward, ema_weights, monkeypatch):
     from transformers import AutoModelForImageTextToText
 

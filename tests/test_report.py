@@ -386,6 +386,7 @@ document.title = JSON.stringify({wide, broken, changed, tall: document.body.scro
 
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt-get install chromium)")
+@pytest.mark.slow
 def test_in_a_browser(tmp_path, picture):
     """No word in the console, light and dark, no picture broken, nothing wider than the window, the picker recolours."""
     import numpy as np

@@ -170,6 +170,7 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.slow
 def test_everything_that_ppo_keeps_is_resumed(vqa, any_reward, tiny_text_model, tmp_path):
     rows = [{"prompt": f"{i}?", "response": str(i)} for i in range(5)]
     ptx = {"ptx_dataset": write_jsonl(tmp_path / "ptx.jsonl", rows), "ptx_coef": 0.5, "ptx_batch_size": 3}
@@ -186,6 +187,7 @@ def test_everything_that_ppo_keeps_is_resumed(vqa, any_reward, tiny_text_model, 
 
 
 @each_script
+@pytest.mark.slow
 def test_a_signal_ends_the_run_after_its_step_and_auto_goes_on(script, tiny_text_model, tmp_path, capfd, monkeypatch):
     """Stopped after step 1, where no checkpoint and no line of grm_sft's log is due, and once more after step 3."""
     flags = {**flags_of(script, tmp_path, tiny_text_model), "eval_steps": 2}
@@ -356,6 +358,7 @@ def test_size_limit_counts_every_file(finished, tmp_path):
 
 
 @each_script
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused(script, tiny_text_model, tmp_path, capfd):
     flags = flags_of(script, tmp_path, tiny_text_model) | {STEPS[script]: 1, "run_name": "run"}
     folder = main_of(script, flags)
@@ -368,6 +371,7 @@ def test_a_second_run_in_the_same_folder_is_refused(script, tiny_text_model, tmp
 
 @each_script
 @pytest.mark.parametrize("place", ["torch.save", "metrics.jsonl", "manifest.json", "config.json"])
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(
     place, script, tiny_text_model, tmp_path, capfd, monkeypatch
 ):
@@ -440,6 +444,7 @@ def endless(script: str, folder: Path, text_model: str) -> tuple[dict, Path]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_a_signal_from_outside_saves_and_exits_0(number, tiny_text_model, tmp_path):
     flags, metrics = endless("reward_bt", tmp_path, tiny_text_model)
     process = start("reward_bt", flags, tmp_path)
@@ -453,6 +458,7 @@ def test_a_signal_from_outside_saves_and_exits_0(number, tiny_text_model, tmp_pa
     assert importlib.import_module("reward_bt").checkpoint_damage(saved) is None
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_at_once(tiny_text_model, tmp_path):
     """The first one waits for the end of a step, which takes a minute: the reward sleeps in its fourth call."""
     flags, metrics = endless("rloo", tmp_path, tiny_text_model)

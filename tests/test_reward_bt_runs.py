@@ -84,6 +84,7 @@ def read_metrics(folder: Path) -> list[dict]:
 # --- what a run writes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_held_out_sets_keep_distinct_metrics_tables_and_pictures(run, pairs, vqa_rows, tmp_path):
     other = [{**row, "chosen": row["answer"], "rejected": "no answer at all"} for row in vqa_rows[24:30]]
     sets = [f"mine={pairs}", write_jsonl(tmp_path / "other.jsonl", other)]
@@ -224,6 +225,7 @@ def test_the_text_snippet_of_the_docs(run, sums, tiny_text_model):
 
 @pytest.mark.parametrize("script", ["rloo", "ppo_vl"])
 @pytest.mark.parametrize("kind", ["text", "vision"])
+@pytest.mark.slow
 def test_saved_model_is_a_reward_of_rloo_and_ppo(
     script, kind, run, sums, pairs, tiny, tiny_text_model, tmp_path, vqa, vqa_rows
 ):

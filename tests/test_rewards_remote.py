@@ -519,6 +519,7 @@ def test_an_unreachable_server_is_said_before_the_run_has_a_folder(run, server, 
 
 
 @both
+@pytest.mark.slow
 def test_faults_of_a_server_do_not_change_the_weights(run, server, no_waits, script):
     """Statuses, garbage, closed sockets and a hang, at the first rollout and again: the run is the one without them."""
     from safetensors.torch import load_file
@@ -544,6 +545,7 @@ def test_faults_of_a_server_do_not_change_the_weights(run, server, no_waits, scr
 
 
 @both
+@pytest.mark.slow
 def test_a_server_that_dies_costs_no_checkpoint(run, server, no_waits, capfd, tmp_path, script):
     flags = only(server, total_steps=3, eval_dataset=None, save_steps=1, seed=5)
     whole = run(script, run_name="whole", **flags)
