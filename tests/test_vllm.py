@@ -409,6 +409,19 @@ def test_a_run_survives_a_restart_of_its_server(server, pictures, tmp_path):
             assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.parametrize("script", ["ppo_vl", "rloo"])
+def test_rollouts_one_step_ahead_are_one_step_old_and_corrected(script, server, pictures, tmp_path):
+    flags = {"model": TINY, "dataset": pictures, "rollout": "vllm-server", "vllm_urls": [server.url], "tis_clip": 2}
+    flags |= {"eval_dataset": None, "total_steps": 3, "async_rollout": True}
+    done = run_script(script, tmp_path, **{**fatal_reward(tmp_path, server, 0), **flags})
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = metrics_of(tmp_path)
+    assert [m["rollout/lag"] for m in steps] == [0, 1, 1]
+    gaps = [m["rollout/engine_logprob_diff_max"] for m in steps]
+    assert gaps[0] < EXACT and min(gaps[1:]) > 10 * EXACT, "old weights drew, new ones score"
+    assert all(m["rollout/tis_weight_mean"] != 1 for m in steps[1:])
+
+
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
