@@ -1000,9 +1000,13 @@ def adds_special_tokens(tokenizer, row: dict) -> bool:
     return tokenizer.chat_template is None or row["plain"]
 
 
+ENCODING = threading.Lock()  # two threads can't use one fast tokenizer: rollouts may run ahead of an update
+
+
 def encode_prompts(model, processor, rows: list[dict]) -> list[dict]:
     """Prompts as common/packing.py takes them: prompt_ids (P,), position_ids (P,) or (3, P), images, videos."""
-    inputs = run_processor_at_once(processor, rows, [render_chat(processor, row) for row in rows])
+    with ENCODING:
+        inputs = run_processor_at_once(processor, rows, [render_chat(processor, row) for row in rows])
     return [make_sample(model, x, x["input_ids"].shape[1]) for x in inputs]
 
 
