@@ -23,6 +23,12 @@ TINY = str(ROOT / "assets/tiny_vl")
 SCRIPTS = [name for name in ("ppo_vl", "rloo", "reward_bt", "grm_sft") if (ROOT / f"{name}.py").is_file()]
 
 
+def pytest_collection_modifyitems(items):
+    """Two processes take whole files. Those with the most slow tests first, so that none is left alone with them at the end."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
+
+
 @pytest.fixture(scope="session", autouse=True)
 def lasting_process_group():
     """DeepSpeed caches its groups, so runs in one process share the process group: it is destroyed once, at the end."""

@@ -1,5 +1,6 @@
 """Importance weights for responses that another engine drew, and what the trainer makes of a vLLM server, without vLLM."""
 
+import gc
 import importlib
 import itertools
 import json
@@ -209,6 +210,8 @@ def test_an_engine_that_fails_leaves_a_checkpoint(script, argv, capsys, monkeypa
     with pytest.raises(SystemExit) as stopped:
         module.main(module.parse_args(argv(script, eval_dataset=None)))
     assert stopped.value.code == 2
+    del stopped
+    gc.collect()  # the lock of the folder goes with the frames of main
     checkpoint = tmp_path / "runs/run/checkpoint-1"
     assert f"out of memory; go on with --resume {checkpoint}" in capsys.readouterr().err
     module.main(module.parse_args(argv(script, eval_dataset=None, resume=checkpoint)))
