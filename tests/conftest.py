@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+from collections import Counter
 import signal
 from pathlib import Path
 
