@@ -3,8 +3,8 @@
 import importlib
 import json
 import os
-from collections import Counter
 import signal
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tiny model is faster on one thread, and two ranks share two cores

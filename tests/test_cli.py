@@ -72,6 +72,7 @@ def test_help_is_quick_and_shows_every_flag_with_meaning_and_default(script, tmp
 
 
 @each_script
+@pytest.mark.slow
 def test_import_is_light(script):
     code = f"import sys, {script}; print(*{{name.split('.')[0] for name in sys.modules}})"
     loaded = python("-c", code).stdout.split()

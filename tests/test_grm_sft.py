@@ -101,6 +101,7 @@ ALL_FILES = ",".join(str(FILES / name) for name in ("pairs.jsonl", "chat.jsonl",
 
 
 @pytest.mark.parametrize("dataset, shared", [(ALL_FILES, True), ("easy-vqa", True), (ALL_FILES, False)])
+@pytest.mark.slow
 def test_packed_loss_and_gradient_are_those_of_one_row_at_a_time(dataset, shared):
     args, model, processor, data = load(dataset=dataset, train_samples=40)
     members = list(range(len(data["entries"])))[:24]
@@ -253,6 +254,7 @@ def test_both_orders_are_judged(verdict, consistency, monkeypatch):
     assert [r["predicted"] for r in records] == [verdict(grm_sft.get_judged(data, i)) for i in range(4)]
 
 
+@pytest.mark.slow
 def test_evaluated_loss_is_that_of_the_plain_model(run):
     folder = run(eval_dataset=ALL_FILES, max_steps=1)
     records = json.loads((folder / "eval/eval_step_0.json").read_text())
@@ -310,6 +312,7 @@ def test_a_run_leaves_its_files_and_learns(run):
     assert (folder / "eval/eval_step_4.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_the_best_and_not_the_last(run, monkeypatch):
     metrics_of, values = grm_sft.judge_metrics, iter([0.1, 0.9, 0.3])
     monkeypatch.setattr(grm_sft, "judge_metrics", lambda records: metrics_of(records) | {"eval/accuracy": next(values)})
@@ -318,6 +321,7 @@ def test_the_best_checkpoint_is_the_best_and_not_the_last(run, monkeypatch):
     assert "step 2" in text and "| eval/accuracy | 0.9 |" in text
 
 
+@pytest.mark.slow
 def test_resume_continues_as_if_never_stopped(run):
     flags = {"dataset": ALL_FILES, "max_steps": 4, "save_steps": 2, "save_total_limit": 5}
     whole = run(run_name="whole", **flags)

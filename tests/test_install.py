@@ -41,11 +41,13 @@ def run_with_torchvision(folder: Path, source: str, code: str) -> subprocess.Com
 NO_CUDA = "torch.version.cuda = torch.version.hip = None\n"
 
 
+@pytest.mark.slow
 def test_without_the_guard_the_fake_fails(tmp_path):
     done = run_with_torchvision(tmp_path, FAKE_TORCHVISION, "import torchvision")
     assert done.returncode != 0 and "torchvision::nms does not exist" in done.stderr
 
 
+@pytest.mark.slow
 def test_guard_mends_a_torchvision_without_operators(tmp_path):
     code = NO_CUDA + "import common, torchvision\n"
     code += "assert torchvision.half\nassert common._TORCHVISION_SCHEMAS is not None"
@@ -53,6 +55,7 @@ def test_guard_mends_a_torchvision_without_operators(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_guard_leaves_a_loading_torchvision_alone(tmp_path):
     code = NO_CUDA + "import common\nassert common._TORCHVISION_SCHEMAS is None\nimport torchvision"
     done = run_with_torchvision(tmp_path, LOADING_TORCHVISION, code)
@@ -60,6 +63,7 @@ def test_guard_leaves_a_loading_torchvision_alone(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["cuda", "hip"])
+@pytest.mark.slow
 def test_guard_does_nothing_beside_an_accelerator_torch(tmp_path, field):
     code = NO_CUDA + f"torch.version.{field} = '1.0'\nimport common\n"
     code += "assert common._TORCHVISION_SCHEMAS is None\nassert 'torchvision' not in sys.modules\n"
@@ -68,6 +72,7 @@ def test_guard_does_nothing_beside_an_accelerator_torch(tmp_path, field):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_guard_hides_no_other_error(tmp_path):
     done = run_with_torchvision(tmp_path, "raise RuntimeError('another defect')", NO_CUDA + "import common")
     assert done.returncode != 0 and "another defect" in done.stderr

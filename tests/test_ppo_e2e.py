@@ -221,6 +221,7 @@ def test_shared_backbone_with_kl_loss_and_adaptive_coefficient(run, any_reward):
     assert not (folder / "checkpoint-3/state/critic").exists()
 
 
+@pytest.mark.slow
 def test_bf16_without_reference(run, any_reward):
     folder = run(dtype="bf16", kl_coef=0, whiten_advantages="off", value_clip=0, top_p=0.9, **any_reward)
     steps = steps_of(folder)

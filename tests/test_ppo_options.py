@@ -163,6 +163,7 @@ def test_every_estimator_loss_and_aggregation_trains(flags, run, vlm, unsaved, s
 # --- 2. KL -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gradient_of_the_kl_loss_is_that_without_packing(caught, mixed, monkeypatch):
     call = caught("update", advantage="reinforce", kl_loss=True, **mixed, num_ppo_epochs=1, train_batch_size=16)
     tables = call["tables"]
@@ -582,6 +583,7 @@ def test_average_goes_on_after_a_resume(run, text):
     assert not same_weights(whole["ema"], whole["."])
 
 
+@pytest.mark.slow
 def test_average_of_adapters_is_exported_merged(run, text, ema_weights):
     folder = run(**text, **FAST, advantage="rloo", ema_beta=0.5, lora_rank=4, kl_coef=0)
     assert all("lora_" in name for name in ema_weights[0])
@@ -713,6 +715,7 @@ TOWER = {"freeze_vision": True, "freeze_projector": True}
 
 
 @pytest.mark.parametrize("flags", [TOWER, {"freeze": "visual", "advantage": "rloo"}], ids=["parts", "regex"])
+@pytest.mark.slow
 def test_a_frozen_tower_runs_once_per_picture_and_rollout(
     flags, run, mixed, any_reward, unsaved, tower_calls, monkeypatch
 ):

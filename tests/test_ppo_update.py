@@ -190,6 +190,7 @@ def test_advantages_are_whitened_once_over_the_rollout_and_returns_are_not(white
 
 
 @pytest.mark.parametrize("dtype, zero_stage", [("fp32", 0), ("bf16", 0), ("fp32", 2)])
+@pytest.mark.slow
 def test_gradients_of_actor_and_critic_are_clipped_apart(dtype, zero_stage, caught, any_reward, value_head_is_random):
     call = caught("update", **any_reward, dtype=dtype, zero_stage=zero_stage, max_grad_norm=1e-3, **ONE_STEP)
     norms = {}  # per optimizer; under ZeRO one group of parameters at a time
@@ -424,6 +425,7 @@ ENGINES = [("fp32", 0), ("bf16", 0), ("fp32", 1), ("fp32", 2), ("bf16", 2), ("fp
 
 
 @pytest.mark.parametrize("dtype, zero_stage", ENGINES)
+@pytest.mark.slow
 def test_step_with_nan_gradient_is_skipped_and_leaves_no_trace(dtype, zero_stage, caught, monkeypatch, any_reward):
     flags = {"dtype": dtype, "zero_stage": zero_stage, "warmup_steps": 0, "learning_rate": 1e-2}
     call = caught("update", **any_reward, **flags)  # 2 epochs of 2 steps

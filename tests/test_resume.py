@@ -142,6 +142,7 @@ def without_clock(state: dict) -> dict:
 
 
 @each_script
+@pytest.mark.slow
 def test_two_steps_and_two_more_are_four(script, tiny_text_model, tmp_path):
     flags = flags_of(script, tmp_path, tiny_text_model)
     whole = main_of(script, {**flags, "run_name": "whole"})

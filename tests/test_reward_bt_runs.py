@@ -161,6 +161,7 @@ def score_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["text", "vision"])
+@pytest.mark.slow
 def test_lora_trains_and_saves_the_head_and_merges_adapters(kind, run, sums, pairs, tiny, tiny_text_model, tmp_path):
     """The loaded folder gives the scores that the run had at its end."""
     start, source = (tiny_text_model, sums) if kind == "text" else (tiny, pairs)

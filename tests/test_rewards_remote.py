@@ -497,6 +497,7 @@ def test_answers_are_needed_where_accuracy_is(tmp_path, capfd):
 
 
 @both
+@pytest.mark.slow
 def test_runs_against_a_server(run, server, script):
     server.answers = []
     folder = run(script, **only(server, eval_samples=2, eval_num_samples=1))
@@ -571,6 +572,7 @@ def test_a_server_that_dies_costs_no_checkpoint(run, server, no_waits, capfd, tm
 
 
 @both
+@pytest.mark.slow
 def test_runs_with_a_recipe(run, server, vqa_rows, tmp_path, script):
     """Half of the rows are judged by the rules, the other half by the server; the first of each kind is tried at the start."""
     rows = [{**r, "label": ("rules", "server")[i % 2]} for i, r in enumerate(vqa_rows)]

@@ -432,6 +432,7 @@ def test_options_run_and_count_their_optimizer_steps(flags, run, tiny_text_model
     assert steps[0]["train/learning_rate"] == 3e-3
 
 
+@pytest.mark.slow
 def test_entropy_bonus_raises_the_entropy(run, tmp_path):
     same_scores = "def score(completions, **columns):\n    return [0.3] * len(completions)\n"
     flags = {"total_steps": 4, **FAST, **reward_file(tmp_path, same_scores), "learning_rate": 1e-3, "kl_coef": 0}
@@ -460,6 +461,7 @@ def test_reference_moves_towards_the_policy_and_is_resumed(run, tiny_text_model,
     assert abs(plain[2]["objective/kl"] - whole[2]["objective/kl"]) > 1e-4, "step 3 sees another reference"
 
 
+@pytest.mark.slow
 def test_bf16_and_gradient_checkpointing(run):
     plain = steps_of(run(run_name="plain"))
     checkpointed = steps_of(run(run_name="checkpointed", gradient_checkpointing=True))
@@ -637,6 +639,7 @@ def test_lora_resumes_and_checkpoints_gradients(run, tiny_text_model, tmp_path):
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.slow
 def test_lora_under_zero(zero_stage, run, tiny_text_model, tmp_path):
     flags = {"model": tiny_text_model, "dataset": sums_file(tmp_path), "total_steps": 3, **LORA}
     plain, sharded = run(**flags), run(**flags, run_name="zero", zero_stage=zero_stage)

@@ -486,6 +486,7 @@ def assert_same_trajectory(folder: Path, other: Path, tolerance=1e-4):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.slow
 def test_zero_stages_have_the_same_trajectory(stage, run):
     flags = {"total_steps": 3, "kl_coef": 0.1, "ref_sync_steps": 2}
     assert_same_trajectory(run(run_name="zero0", **flags), run(run_name="zero", zero_stage=stage, **flags))

@@ -196,6 +196,7 @@ def test_a_sampler_without_the_last_step_stops_the_run(script, argv, capsys, mon
 
 
 @pytest.mark.parametrize("script", ["ppo_vl", "rloo"])
+@pytest.mark.slow
 def test_an_engine_that_fails_leaves_a_checkpoint(script, argv, capsys, monkeypatch, tmp_path):
     module = importlib.import_module(script)
     sample, calls = module.HFSampler.sample, []

@@ -327,6 +327,7 @@ def mixed_file(folder, vqa_rows, tmp_path) -> str:
     return write_jsonl(tmp_path / "mixed.jsonl", [{**row, "answer": "yes"} for row in rows])
 
 
+@pytest.mark.slow
 def test_a_run_on_pictures_videos_and_text(run, mixed_file, any_reward):
     folder = run(dataset=mixed_file, eval_dataset=mixed_file, rollout_batch_size=24, train_batch_size=24, **any_reward)
     metrics = [record for record in read_jsonl(folder / "metrics.jsonl") if "policy/ratio" in record]
