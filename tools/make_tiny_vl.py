@@ -287,9 +287,7 @@ def attend_equal_pictures(module, query: Tensor, key: Tensor, value: Tensor, att
     """Vision attention for a batch of 64x64 pictures in one call; transformers' SDPA path loops over the pictures."""
     heads, dim = query.shape[1], query.shape[3]
     q, k, v = (t.view(heads, -1, NUM_PATCHES, dim) for t in (query, key, value))  # (heads, pictures, 64, dim)
-    attended = (q @ k.transpose(-1, -2) * scaling).softmax(-1).to(
-        v.dtype
-    ) @ v  # SDPA's backward on CPU is 3 times slower
+    attended = (q @ k.transpose(-1, -2) * scaling).softmax(-1).to(v.dtype) @ v  # SDPA's backward on CPU is 3 times slower
     return attended.view(1, heads, -1, dim).transpose(1, 2), None
 
 
@@ -361,12 +359,7 @@ def train_eyes(args: Args, model, processor) -> None:
 def train_language(args: Args, model, processor, noisy: bool = False) -> None:
     """SFT with the vision tower frozen. Every batch is half real training questions and half questions about drawn pictures."""
     steps, lr = (args.noise_steps, args.noise_lr) if noisy else (args.language_steps, args.language_lr)
-    rng, tokenizer, visual, text = (
-        random.Random(args.seed),
-        processor.tokenizer,
-        model.model.visual,
-        model.model.language_model,
-    )
+    rng, tokenizer, visual, text = random.Random(args.seed), processor.tokenizer, model.model.visual, model.model.language_model
     for parameter in visual.parameters():
         parameter.requires_grad_(False).copy_(parameter.bfloat16())  # the shipped eyes are bf16: learn to read those
     pictures, shapes, colours, _ = draw(DRAWN_PICTURES)
@@ -398,16 +391,12 @@ def train_language(args: Args, model, processor, noisy: bool = False) -> None:
         return i, prompt_ids(question), response_ids(form.format(answer))
 
     length = max(len(prompt_ids(question)) for question, _, _ in real) + 8  # T, the same in every step: compiled once
-    first = prompt_ids(real[0][0]).index(
-        model.config.image_token_id
-    )  # the pictures' tokens stand at one place in all prompts
+    first = prompt_ids(real[0][0]).index(model.config.image_token_id)  # the pictures' tokens stand at one place in all prompts
     last = first + NUM_IMAGE_TOKENS
     row = torch.full((1, length), tokenizer.pad_token_id)
     row[0, first:last] = model.config.image_token_id
     kinds, grid = (row == model.config.image_token_id).int(), torch.tensor([[1, SIZE // PATCH, SIZE // PATCH]])
-    position_ids = model.model.get_rope_index(row, kinds, grid)[0].expand(
-        3, args.batch_size, length
-    )  # true M-RoPE positions
+    position_ids = model.model.get_rope_index(row, kinds, grid)[0].expand(3, args.batch_size, length)  # true M-RoPE positions
 
     for layer in text.layers:
         layer.compile(dynamic=False)
@@ -430,10 +419,7 @@ def train_language(args: Args, model, processor, noisy: bool = False) -> None:
         loss = F.cross_entropy(logits, input_ids[trained])  # mean over the response tokens of the batch
         optimizer.step(loss, step)
         if (step + 1) % 100 == 0 or step + 1 == steps:
-            print(
-                f"{'noise' if noisy else 'language'} {step + 1}: loss {loss:.3f}, {time.time() - start:.0f} s",
-                flush=True,
-            )
+            print(f"{'noise' if noisy else 'language'} {step + 1}: loss {loss:.3f}, {time.time() - start:.0f} s", flush=True)
         if (step + 1) % 500 == 0:
             save(model, processor, args.work_dir / "check")
             accuracy = evaluate(args.work_dir / "check", 1000)["accuracy"]
