@@ -1447,12 +1447,11 @@ def freeze_parts(args: Args, model) -> None:
 
 
 class Policy(nn.Module):
-    """The actor (or the frozen reference): pack -> log-probs, entropy and, on a shared backbone, values."""
+    """The actor (or the frozen reference): pack -> log-probs (M,) and, if asked for, entropy (M,)."""
 
-    def __init__(self, model, temperature: float, value_head: nn.Module | None = None):
+    def __init__(self, model, temperature: float):
         super().__init__()
         self.model = model
-        self.value_head = value_head
         self.temperature = temperature
         self.suppressed_ids = media_token_ids(model.config)
 
@@ -1462,11 +1461,9 @@ class Policy(nn.Module):
 
     def forward(self, pack, with_entropy: bool = False):
         hidden = forward_hidden(self.model, pack)  # (M, H)
-        logprobs, entropy = logprobs_from_hidden(
+        return logprobs_from_hidden(
             hidden, self.head_weight, pack.targets, self.temperature, self.suppressed_ids, with_entropy
         )
-        values = self.value_head(hidden)[:, 0].float() if self.value_head is not None else None  # (M,)
-        return logprobs, entropy, values
 
 
 def disable_dropout(model) -> None:
@@ -1705,12 +1702,13 @@ class VllmSampler:
         inputs, params = [], []
         for row, _, seed in prompts:
             text, tokenizer = render_chat(self.processor, row), getattr(self.processor, "tokenizer", self.processor)
-            ids = tokenizer(text, add_special_tokens=adds_special_tokens(tokenizer, row))["input_ids"]  # not expanded
+            with ENCODING:  # not expanded: the engine does that
+                ids = tokenizer(text, add_special_tokens=adds_special_tokens(tokenizer, row))["input_ids"]
             media = {"image": [load_image(x, row["folder"], row["where"]) for x in row["images"]]}
             inputs.append({"prompt_token_ids": ids, **({"multi_modal_data": media} if row["images"] else {})})
             params.append(
                 SamplingParams(
-                    n=num_samples, temperature=temperature, top_p=args_top_p(self.args, temperature), seed=seed, logprobs=0,
+                    n=num_samples, temperature=temperature, top_p=self.args.top_p, seed=seed, logprobs=0,
                     max_tokens=self.args.max_response_length, stop_token_ids=self.end_ids, detokenize=False,
                     logit_bias={token: -100.0 for token in self.suppressed_ids},
                 )
@@ -1853,7 +1851,7 @@ class ServerSampler:
     ) -> list[tuple]:
         body = {
             "model": self.names[url], "n": num_samples, "temperature": temperature, "seed": seed,
-            "top_p": args_top_p(self.args, temperature), "max_tokens": self.args.max_response_length,
+            "top_p": self.args.top_p, "max_tokens": self.args.max_response_length,
             "stop_token_ids": self.end_ids, "return_token_ids": True, "cache_salt": f"weights-{self.version}",
             "logit_bias": {str(token): -100.0 for token in self.suppressed_ids},
         }  # fmt: skip
@@ -1920,10 +1918,6 @@ def refuse_videos(rows: list[dict]) -> None:
     for row in rows:
         if row["videos"]:
             fail(f"{row['where']}: vLLM is given pictures only here, no videos; use --rollout hf for this data")
-
-
-def args_top_p(args: Args, temperature: float) -> float:
-    return args.top_p if temperature > 0 else 1.0
 
 
 def served_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
@@ -2535,9 +2529,9 @@ def read_trainer_state(args: Args, free: str) -> dict:
     return state
 
 
-def open_run(args: Args, run_dir: Path, last_step: int) -> IO:
-    """Make or enter the run's folder, undo what was written after the checkpoint that is resumed (last_step; -1: none)
-    -> the lock of the folder, which holds while the file is open. For rank 0."""
+def open_run(args: Args, run_dir: Path, last_step: int, bad: list[dict]) -> IO:
+    """Make or enter the run's folder, undo what was written after the checkpoint that is resumed (last_step; -1: none), name
+    the rows left out -> the lock of the folder, which holds while the file is open. For rank 0."""
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(run_dir)
@@ -2545,6 +2539,9 @@ def open_run(args: Args, run_dir: Path, last_step: int) -> IO:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
     truncate_jsonl(run_dir / "metrics.jsonl", "train/step", last_step)
     truncate_jsonl(run_dir / "samples.jsonl", "step", last_step)
+    truncate_jsonl(run_dir / "bad_samples.jsonl", "step", last_step)
+    if bad and last_step < 0:
+        append_jsonl(run_dir / "bad_samples.jsonl", bad)
     write_text(run_dir / "args.json", json.dumps(asdict(args), indent=2))
     return lock
 
@@ -2810,15 +2807,12 @@ def main(args: Args) -> dict[str, float]:
         skipped_in_a_row, wandb_id = resumed["skipped_in_a_row"], resumed["wandb_id"]
     loggers = []
     if main_rank:
-        lock = open_run(args, run_dir, -1 if resumed is None else first_step)
-        truncate_jsonl(run_dir / "bad_samples.jsonl", "step", first_step)
         bad = [
             record
             for part in [*data["sources"], *(eval_data["sources"] if eval_data else [])]
             for record in part["bad"]
         ]
-        if bad and resumed is None:
-            append_jsonl(run_dir / "bad_samples.jsonl", bad)
+        lock = open_run(args, run_dir, -1 if resumed is None else first_step, bad)
         loggers, wandb_id = start_loggers(args, run_dir, wandb_id, first_step)
         print(
             f"{run_dir}: {len(data['entries'])} training rows ({data['dropped']} over --max-length dropped, "

@@ -1251,36 +1251,39 @@ def load_reward_fn(spec: str) -> Callable:
     return function
 
 
-def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable:
-    """A sequence classifier with one label, or a vision-language folder of reward_bt.py -> (rows, texts) -> scores.
-
-    The chat template is the reward model's own. The responses of a prompt share its tokens and pictures, as in training.
-    """
+def read_scorer(folder: str, dtype, flag: str) -> tuple[Any, torch.Tensor | None]:
+    """A sequence classifier with one label, or a vision-language folder of reward_bt.py -> the model and the weight (1, H)
+    of its linear head; None where the head is of another build, as BERT's."""
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-    dtype = torch.float32 if device.type == "cpu" else "auto"
     head_file = Path(folder) / "score.safetensors"
     try:
         if head_file.is_file():
             model = AutoModel.from_pretrained(folder, dtype=dtype, use_safetensors=True)
             head = load_file(head_file)["score.weight"]  # (1, H)
             if head.shape != (1, model.config.get_text_config().hidden_size):
-                fail(f"--rewards {folder}: score.weight of score.safetensors has shape {tuple(head.shape)}, not (1, H)")
-        else:
-            if AutoConfig.from_pretrained(folder, trust_remote_code=False).num_labels != 1:
-                fail(f"--rewards {folder} has more than one label; a reward model has one")
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, output_loading_info=True
-            )
-            if info["missing_keys"]:
-                fail(
-                    f"--rewards {folder} has no weights for {sorted(info['missing_keys'])[0]}: no trained reward model"
-                )
-            linear = isinstance(getattr(model, "score", None), nn.Linear) and model.score.bias is None
-            head = model.score.weight if linear else None
+                fail(f"{flag} {folder}: score.weight of score.safetensors has shape {tuple(head.shape)}, not (1, H)")
+            return model, head
+        if AutoConfig.from_pretrained(folder, trust_remote_code=False).num_labels != 1:
+            fail(f"{flag} {folder} has more than one label; a reward model has one")
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
     except Exception as error:
-        fail(f"--rewards {folder} can't be loaded as a reward model ({one_line(error)})")
+        fail(f"{flag} {folder} can't be loaded as a reward model ({one_line(error)})")
+    if info["missing_keys"]:
+        fail(f"{flag} {folder} has no weights for {sorted(info['missing_keys'])[0]}: no trained reward model")
+    linear = isinstance(getattr(model, "score", None), nn.Linear) and model.score.bias is None
+    return model, model.score.weight.detach() if linear else None
+
+
+def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable:
+    """A folder that read_scorer takes -> (rows, texts) -> scores.
+
+    The chat template is the reward model's own. The responses of a prompt share its tokens and pictures, as in training.
+    """
+    model, head = read_scorer(folder, torch.float32 if device.type == "cpu" else "auto", "--rewards")
     processor = load_processor(folder, "--rewards")
     model = model.to(device).eval().requires_grad_(False)
     if head is not None:
@@ -1680,42 +1683,30 @@ def freeze_parameters(args: Args, module: nn.Module) -> None:
 
 
 def load_critic(args: Args, dtype: torch.dtype, tokenizer) -> tuple[Any, nn.Linear]:
-    """-> the critic's backbone and value head: from the policy's own start, a model, or a folder of reward_bt.py.
+    """-> the critic's backbone and value head: from the policy's own start, a model, or a reward model.
 
     A new head is zero: values start at exactly 0 and the first advantages are the plain returns.
     """
-    from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+    from transformers import AutoConfig
 
-    name = args.critic_model or args.model
+    name, flag = args.critic_model or args.model, "--model" if args.critic_model is None else "--critic-model"
     path = resolve_model(name)
-    head_file, weight = Path(path) / "score.safetensors", None
     if args.critic_model is not None:
-        vocabulary = getattr(load_processor(name, "--critic-model"), "tokenizer", None) or load_processor(name)
-        if not tokenizer.get_vocab().items() <= vocabulary.get_vocab().items():
+        processor = load_processor(name, flag)
+        if not tokenizer.get_vocab().items() <= getattr(processor, "tokenizer", processor).get_vocab().items():
             fail(f"--critic-model {name} has another tokenizer than --model {args.model}; it reads the same tokens")
     try:
-        classifier = (
-            "ForSequenceClassification"
-            in (AutoConfig.from_pretrained(path, trust_remote_code=False).architectures or [""])[0]
-        )
-        if head_file.is_file():
-            model, weight = (
-                AutoModel.from_pretrained(path, dtype=dtype, use_safetensors=True),
-                load_file(head_file)["score.weight"],
-            )
-        elif classifier:
-            model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, use_safetensors=True)
-            weight = model.score.weight.detach()  # (1, H)
-        else:
-            model = load_model(name, dtype, args.load_in_4bit)
+        architecture = (AutoConfig.from_pretrained(path, trust_remote_code=False).architectures or [""])[0]
     except Exception as error:
-        fail(f"--critic-model {name} can't be loaded ({one_line(error)})")
+        fail(f"{flag} {name} can't be loaded ({one_line(error)})")
+    if not architecture.endswith("ForSequenceClassification") and not (Path(path) / "score.safetensors").is_file():
+        model = load_model(name, dtype, args.load_in_4bit)
+        return model, make_value_head(model)
+    model, weight = read_scorer(path, dtype, flag)
+    if weight is None:
+        fail(f"{flag} {name}: its head is more than one linear layer without bias, so no value head can start from it")
     head = make_value_head(model)
-    if weight is not None:
-        if weight.shape != head.weight.shape:
-            fail(f"--critic-model {name}: its head has shape {tuple(weight.shape)}, not {tuple(head.weight.shape)}")
-        head.weight.data.copy_(weight)
+    head.weight.data.copy_(weight)
     return model, head
 
 
@@ -2315,12 +2306,13 @@ class VllmSampler:
         inputs, params = [], []
         for row, _, seed in prompts:
             text, tokenizer = render_chat(self.processor, row), getattr(self.processor, "tokenizer", self.processor)
-            ids = tokenizer(text, add_special_tokens=adds_special_tokens(tokenizer, row))["input_ids"]  # not expanded
+            with ENCODING:  # not expanded: the engine does that
+                ids = tokenizer(text, add_special_tokens=adds_special_tokens(tokenizer, row))["input_ids"]
             media = {"image": [load_image(x, row["folder"], row["where"]) for x in row["images"]]}
             inputs.append({"prompt_token_ids": ids, **({"multi_modal_data": media} if row["images"] else {})})
             params.append(
                 SamplingParams(
-                    n=num_samples, temperature=temperature, top_p=args_top_p(self.args, temperature), seed=seed, logprobs=0,
+                    n=num_samples, temperature=temperature, top_p=self.args.top_p, seed=seed, logprobs=0,
                     max_tokens=self.args.max_response_length, stop_token_ids=self.end_ids, detokenize=False,
                     logit_bias={token: -100.0 for token in self.suppressed_ids},
                 )
@@ -2463,7 +2455,7 @@ class ServerSampler:
     ) -> list[tuple]:
         body = {
             "model": self.names[url], "n": num_samples, "temperature": temperature, "seed": seed,
-            "top_p": args_top_p(self.args, temperature), "max_tokens": self.args.max_response_length,
+            "top_p": self.args.top_p, "max_tokens": self.args.max_response_length,
             "stop_token_ids": self.end_ids, "return_token_ids": True, "cache_salt": f"weights-{self.version}",
             "logit_bias": {str(token): -100.0 for token in self.suppressed_ids},
         }  # fmt: skip
@@ -2530,10 +2522,6 @@ def refuse_videos(rows: list[dict]) -> None:
     for row in rows:
         if row["videos"]:
             fail(f"{row['where']}: vLLM is given pictures only here, no videos; use --rollout hf for this data")
-
-
-def args_top_p(args: Args, temperature: float) -> float:
-    return args.top_p if temperature > 0 else 1.0
 
 
 def served_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
@@ -2954,11 +2942,11 @@ class PtxData:
         start, whole = render_chat(self.processor, prompt), render_chat(self.processor, prompt, row["messages"])
         if not whole.startswith(start):
             fail(f"{row['where']}: the chat template does not continue its own prompt; its answers can't be told apart")
-        ids = tokenizer(whole[len(start) :], add_special_tokens=False)["input_ids"]
+        with ENCODING:
+            ids = tokenizer(whole[len(start) :], add_special_tokens=False)["input_ids"]
         ends = [i for i, token in enumerate(ids) if token in self.end_ids]
-        ids = (
-            ids[: ends[0] + 1] if ends else [*ids, self.end_ids[0]]
-        )  # templates may write a newline after the end token
+        # A template may write a newline after its end token.
+        ids = ids[: ends[0] + 1] if ends else [*ids, self.end_ids[0]]
         [sample] = encode_prompts(self.model, self.processor, [prompt])
         return sample, torch.tensor(ids)
 
@@ -3397,9 +3385,9 @@ def read_trainer_state(args: Args, free: str) -> dict:
     return state
 
 
-def open_run(args: Args, run_dir: Path, last_step: int) -> IO:
-    """Make or enter the run's folder, undo what was written after the checkpoint that is resumed (last_step; -1: none)
-    -> the lock of the folder, which holds while the file is open. For rank 0."""
+def open_run(args: Args, run_dir: Path, last_step: int, bad: list[dict]) -> IO:
+    """Make or enter the run's folder, undo what was written after the checkpoint that is resumed (last_step; -1: none), name
+    the rows left out -> the lock of the folder, which holds while the file is open. For rank 0."""
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(run_dir)
@@ -3407,6 +3395,9 @@ def open_run(args: Args, run_dir: Path, last_step: int) -> IO:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
     truncate_jsonl(run_dir / "metrics.jsonl", "train/step", last_step)
     truncate_jsonl(run_dir / "samples.jsonl", "step", last_step)
+    truncate_jsonl(run_dir / "bad_samples.jsonl", "step", last_step)
+    if bad and last_step < 0:
+        append_jsonl(run_dir / "bad_samples.jsonl", bad)
     write_text(run_dir / "args.json", json.dumps(asdict(args), indent=2))
     return lock
 
@@ -3721,11 +3712,8 @@ def main(args: Args) -> dict[str, float]:
             ema.average = torch.load(Path(args.resume) / "state" / f"ema_{rank}.pt")
     loggers = []
     if main_rank:
-        lock = open_run(args, run_dir, -1 if resumed is None else first_step)
-        truncate_jsonl(run_dir / "bad_samples.jsonl", "step", first_step)
         bad = [record for part in [data, eval_data, ptx and ptx.data] if part for record in part["bad"]]
-        if bad and resumed is None:
-            append_jsonl(run_dir / "bad_samples.jsonl", bad)
+        lock = open_run(args, run_dir, -1 if resumed is None else first_step, bad)
         loggers, wandb_id = start_loggers(args, run_dir, wandb_id, first_step)
         print(
             f"{run_dir}: {len(data['keep'])} training prompts ({data['dropped']} over --max-prompt-length dropped, "
@@ -3764,9 +3752,8 @@ def main(args: Args) -> dict[str, float]:
                 averaged, _ = evaluate(sampler, processor, eval_data, args, sources, ranks, step)
             sync_sampler(step)
             results |= {name.replace("eval/", "eval/ema_"): x for name, x in averaged.items()}
-        shown = []
-        for phase in ("eval_greedy", "eval_sampled"):
-            shown += [sample for sample in samples if sample["phase"] == phase][:16]
+        phases = ("eval_greedy", "eval_sampled")
+        shown = [sample for phase in phases for sample in [s for s in samples if s["phase"] == phase][:16]]
         if main_rank:
             write_text(run_dir / "eval" / f"eval_step_{step}.json", json.dumps(samples, indent=1, default=str))
             draw_samples(run_dir, step, [sample for sample in shown if sample["phase"] == "eval_sampled"], eval_data)
@@ -3873,9 +3860,8 @@ def main(args: Args) -> dict[str, float]:
 
         for engine in engines.values():
             engine.eval()
-            engine.module.media_cache = None if engine.module.media_cache is None else {}
-        if reference is not None:
-            getattr(reference, "module", reference).media_cache = policy.media_cache
+            if engine.module.media_cache is not None:  # the reference's is the actor's
+                engine.module.media_cache.clear()
         score_rollout(args, rollout, sample_of, forward, shared, ranks, device)
         t2 = time.time()
 

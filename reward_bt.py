@@ -2021,9 +2021,9 @@ def read_trainer_state(args: Args, free: str) -> dict:
     return state
 
 
-def open_run(args: Args, run_dir: Path, last_step: int) -> IO:
-    """Make or enter the run's folder, undo what was written after the checkpoint that is resumed (last_step; -1: none)
-    -> the lock of the folder, which holds while the file is open. For rank 0."""
+def open_run(args: Args, run_dir: Path, last_step: int, bad: list[dict]) -> IO:
+    """Make or enter the run's folder, undo what was written after the checkpoint that is resumed (last_step; -1: none), name
+    the rows left out -> the lock of the folder, which holds while the file is open. For rank 0."""
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(run_dir)
@@ -2031,6 +2031,9 @@ def open_run(args: Args, run_dir: Path, last_step: int) -> IO:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
     truncate_jsonl(run_dir / "metrics.jsonl", "train/step", last_step)
     truncate_jsonl(run_dir / "samples.jsonl", "step", last_step)
+    truncate_jsonl(run_dir / "bad_samples.jsonl", "step", last_step)
+    if bad and last_step < 0:
+        append_jsonl(run_dir / "bad_samples.jsonl", bad)
     write_text(run_dir / "args.json", json.dumps(asdict(args), indent=2))
     return lock
 
@@ -2306,11 +2309,8 @@ def main(args: Args) -> dict[str, float]:
         skipped_in_a_row, wandb_id = resumed["skipped_in_a_row"], resumed["wandb_id"]
     loggers = []
     if main_rank:
-        lock = open_run(args, run_dir, -1 if resumed is None else first_step)
-        truncate_jsonl(run_dir / "bad_samples.jsonl", "step", first_step)
         bad = [record for part in [data, *eval_sets.values()] for record in part["bad"]]
-        if bad and resumed is None:
-            append_jsonl(run_dir / "bad_samples.jsonl", bad)
+        lock = open_run(args, run_dir, -1 if resumed is None else first_step, bad)
         loggers, wandb_id = start_loggers(args, run_dir, wandb_id, first_step)
         for name, rows in {"training": data, **eval_sets}.items():
             print(

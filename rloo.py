@@ -1161,36 +1161,39 @@ def load_reward_fn(spec: str) -> Callable:
     return function
 
 
-def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable:
-    """A sequence classifier with one label, or a vision-language folder of reward_bt.py -> (rows, texts) -> scores.
-
-    The chat template is the reward model's own. The responses of a prompt share its tokens and pictures, as in training.
-    """
+def read_scorer(folder: str, dtype, flag: str) -> tuple[Any, torch.Tensor | None]:
+    """A sequence classifier with one label, or a vision-language folder of reward_bt.py -> the model and the weight (1, H)
+    of its linear head; None where the head is of another build, as BERT's."""
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-    dtype = torch.float32 if device.type == "cpu" else "auto"
     head_file = Path(folder) / "score.safetensors"
     try:
         if head_file.is_file():
             model = AutoModel.from_pretrained(folder, dtype=dtype, use_safetensors=True)
             head = load_file(head_file)["score.weight"]  # (1, H)
             if head.shape != (1, model.config.get_text_config().hidden_size):
-                fail(f"--rewards {folder}: score.weight of score.safetensors has shape {tuple(head.shape)}, not (1, H)")
-        else:
-            if AutoConfig.from_pretrained(folder, trust_remote_code=False).num_labels != 1:
-                fail(f"--rewards {folder} has more than one label; a reward model has one")
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, output_loading_info=True
-            )
-            if info["missing_keys"]:
-                fail(
-                    f"--rewards {folder} has no weights for {sorted(info['missing_keys'])[0]}: no trained reward model"
-                )
-            linear = isinstance(getattr(model, "score", None), nn.Linear) and model.score.bias is None
-            head = model.score.weight if linear else None
+                fail(f"{flag} {folder}: score.weight of score.safetensors has shape {tuple(head.shape)}, not (1, H)")
+            return model, head
+        if AutoConfig.from_pretrained(folder, trust_remote_code=False).num_labels != 1:
+            fail(f"{flag} {folder} has more than one label; a reward model has one")
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
     except Exception as error:
-        fail(f"--rewards {folder} can't be loaded as a reward model ({one_line(error)})")
+        fail(f"{flag} {folder} can't be loaded as a reward model ({one_line(error)})")
+    if info["missing_keys"]:
+        fail(f"{flag} {folder} has no weights for {sorted(info['missing_keys'])[0]}: no trained reward model")
+    linear = isinstance(getattr(model, "score", None), nn.Linear) and model.score.bias is None
+    return model, model.score.weight.detach() if linear else None
+
+
+def load_reward_model(args: Args, folder: str, device: torch.device) -> Callable:
+    """A folder that read_scorer takes -> (rows, texts) -> scores.
+
+    The chat template is the reward model's own. The responses of a prompt share its tokens and pictures, as in training.
+    """
+    model, head = read_scorer(folder, torch.float32 if device.type == "cpu" else "auto", "--rewards")
     processor = load_processor(folder, "--rewards")
     model = model.to(device).eval().requires_grad_(False)
     if head is not None:
@@ -1555,12 +1558,11 @@ def adapters_off(model):
 
 
 class Policy(nn.Module):
-    """The actor (or the frozen reference): pack -> log-probs, entropy and, on a shared backbone, values."""
+    """The actor (or the frozen reference): pack -> log-probs (M,) and, if asked for, entropy (M,)."""
 
-    def __init__(self, model, temperature: float, value_head: nn.Module | None = None):
+    def __init__(self, model, temperature: float):
         super().__init__()
         self.model = model
-        self.value_head = value_head
         self.temperature = temperature
         self.suppressed_ids = media_token_ids(model.config)
 
@@ -1570,11 +1572,9 @@ class Policy(nn.Module):
 
     def forward(self, pack, with_entropy: bool = False):
         hidden = forward_hidden(self.model, pack)  # (M, H)
-        logprobs, entropy = logprobs_from_hidden(
+        return logprobs_from_hidden(
             hidden, self.head_weight, pack.targets, self.temperature, self.suppressed_ids, with_entropy
         )
-        values = self.value_head(hidden)[:, 0].float() if self.value_head is not None else None  # (M,)
-        return logprobs, entropy, values
 
 
 def disable_dropout(model) -> None:
@@ -1912,12 +1912,13 @@ class VllmSampler:
         inputs, params = [], []
         for row, _, seed in prompts:
             text, tokenizer = render_chat(self.processor, row), getattr(self.processor, "tokenizer", self.processor)
-            ids = tokenizer(text, add_special_tokens=adds_special_tokens(tokenizer, row))["input_ids"]  # not expanded
+            with ENCODING:  # not expanded: the engine does that
+                ids = tokenizer(text, add_special_tokens=adds_special_tokens(tokenizer, row))["input_ids"]
             media = {"image": [load_image(x, row["folder"], row["where"]) for x in row["images"]]}
             inputs.append({"prompt_token_ids": ids, **({"multi_modal_data": media} if row["images"] else {})})
             params.append(
                 SamplingParams(
-                    n=num_samples, temperature=temperature, top_p=args_top_p(self.args, temperature), seed=seed, logprobs=0,
+                    n=num_samples, temperature=temperature, top_p=self.args.top_p, seed=seed, logprobs=0,
                     max_tokens=self.args.max_response_length, stop_token_ids=self.end_ids, detokenize=False,
                     logit_bias={token: -100.0 for token in self.suppressed_ids},
                 )
@@ -2060,7 +2061,7 @@ class ServerSampler:
     ) -> list[tuple]:
         body = {
             "model": self.names[url], "n": num_samples, "temperature": temperature, "seed": seed,
-            "top_p": args_top_p(self.args, temperature), "max_tokens": self.args.max_response_length,
+            "top_p": self.args.top_p, "max_tokens": self.args.max_response_length,
             "stop_token_ids": self.end_ids, "return_token_ids": True, "cache_salt": f"weights-{self.version}",
             "logit_bias": {str(token): -100.0 for token in self.suppressed_ids},
         }  # fmt: skip
@@ -2127,10 +2128,6 @@ def refuse_videos(rows: list[dict]) -> None:
     for row in rows:
         if row["videos"]:
             fail(f"{row['where']}: vLLM is given pictures only here, no videos; use --rollout hf for this data")
-
-
-def args_top_p(args: Args, temperature: float) -> float:
-    return args.top_p if temperature > 0 else 1.0
 
 
 def served_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
@@ -2550,7 +2547,7 @@ def update_policy(
             packs = list(packs_of_rank(args, rollout, groups, sample_of, shared, rank, world_size, device))
             for i, pack in enumerate(packs):
                 actor.set_gradient_accumulation_boundary(i == len(packs) - 1)
-                new_logprobs, entropy, _ = actor(pack, with_entropy=True)  # (M,)
+                new_logprobs, entropy = actor(pack, with_entropy=True)  # (M,)
                 rows = torch.tensor([b for b, _ in pack.rows], dtype=torch.long)  # (S,) responses of this pack
                 lengths = torch.tensor([R for _, R in pack.rows], dtype=torch.long, device=device)
                 owner = torch.repeat_interleave(lengths)  # (M,) which of them a token belongs to
@@ -2904,9 +2901,9 @@ def read_trainer_state(args: Args, free: str) -> dict:
     return state
 
 
-def open_run(args: Args, run_dir: Path, last_step: int) -> IO:
-    """Make or enter the run's folder, undo what was written after the checkpoint that is resumed (last_step; -1: none)
-    -> the lock of the folder, which holds while the file is open. For rank 0."""
+def open_run(args: Args, run_dir: Path, last_step: int, bad: list[dict]) -> IO:
+    """Make or enter the run's folder, undo what was written after the checkpoint that is resumed (last_step; -1: none), name
+    the rows left out -> the lock of the folder, which holds while the file is open. For rank 0."""
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(run_dir)
@@ -2914,6 +2911,9 @@ def open_run(args: Args, run_dir: Path, last_step: int) -> IO:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
     truncate_jsonl(run_dir / "metrics.jsonl", "train/step", last_step)
     truncate_jsonl(run_dir / "samples.jsonl", "step", last_step)
+    truncate_jsonl(run_dir / "bad_samples.jsonl", "step", last_step)
+    if bad and last_step < 0:
+        append_jsonl(run_dir / "bad_samples.jsonl", bad)
     write_text(run_dir / "args.json", json.dumps(asdict(args), indent=2))
     return lock
 
@@ -3200,11 +3200,8 @@ def main(args: Args) -> dict[str, float]:
             load_weights(reference_module, Path(args.resume) / "state" / "reference.pt", args.zero_stage)
     loggers = []
     if main_rank:
-        lock = open_run(args, run_dir, -1 if resumed is None else first_step)
-        truncate_jsonl(run_dir / "bad_samples.jsonl", "step", first_step)
         bad = [record for part in [data, eval_data] if part for record in part["bad"]]
-        if bad and resumed is None:
-            append_jsonl(run_dir / "bad_samples.jsonl", bad)
+        lock = open_run(args, run_dir, -1 if resumed is None else first_step, bad)
         loggers, wandb_id = start_loggers(args, run_dir, wandb_id, first_step)
         print(
             f"{run_dir}: {len(data['keep'])} training prompts ({data['dropped']} over --max-prompt-length dropped, "
@@ -3233,9 +3230,8 @@ def main(args: Args) -> dict[str, float]:
     def run_evaluation(step: int) -> tuple[dict[str, float], list[dict]]:
         """Every generation goes to eval/eval_step_N.json, the first ones to samples.jsonl and a picture."""
         results, samples = evaluate(sampler, processor, eval_data, args, sources, ranks, step)
-        shown = []
-        for phase in ("eval_greedy", "eval_sampled"):
-            shown += [sample for sample in samples if sample["phase"] == phase][:16]
+        phases = ("eval_greedy", "eval_sampled")
+        shown = [sample for phase in phases for sample in [s for s in samples if s["phase"] == phase][:16]]
         if main_rank:
             write_text(run_dir / "eval" / f"eval_step_{step}.json", json.dumps(samples, indent=1, default=str))
             draw_samples(run_dir, step, [sample for sample in shown if sample["phase"] == "eval_sampled"], eval_data)
