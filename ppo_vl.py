@@ -3028,7 +3028,9 @@ def update(
                         clip_high, args.dual_clip,
                     )  # fmt: skip
                     terms["loss/policy"] = (w["policy"] * pg_loss).sum()
-                    loss = terms["loss/policy"] - args.entropy_coef * (w["all"] * entropy).sum()
+                    loss = terms["loss/policy"]
+                    if args.entropy_coef:  # a term of weight 0 would cost a backward through the vocabulary
+                        loss = loss - args.entropy_coef * (w["all"] * entropy).sum()
                     metrics["policy/entropy"] = entropy
                     if args.kl_loss and kl_coef > 0:
                         kl = kl_estimate(new_logprobs, flat["ref_logprobs"], args.kl_estimator)

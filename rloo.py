@@ -2571,7 +2571,9 @@ def update_policy(
                 pg_loss, metrics = compute_rloo_loss(
                     drawn, logprobs, A.to(device), owner, args.ratio_level, args.clip_coef, clip_high
                 )  # (S,)
-                loss = pg_loss.sum() / num_responses - args.entropy_coef * entropy.sum() / num_tokens
+                loss = pg_loss.sum() / num_responses
+                if args.entropy_coef:  # a term of weight 0 would cost a backward through the vocabulary
+                    loss = loss - args.entropy_coef * entropy.sum() / num_tokens
                 logratio = (new_logprobs - logprobs).detach()
                 metrics |= {
                     "loss/policy": pg_loss,

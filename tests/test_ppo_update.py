@@ -19,6 +19,7 @@ from conftest import ROOT, SHORT, read_jsonl, write_jsonl
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ppo_vl
+from common import packing
 from common.packing import media_token_ids
 
 
@@ -114,6 +115,18 @@ def test_gradient_does_not_depend_on_the_split_into_packs(flags, caught, monkeyp
     assert (packs_of_one, packs_of_two, packs_of_eight) == (1, 2, 8)
     assert_same_gradients(one, two)
     assert_same_gradients(one, eight)
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+def test_entropy_of_weight_0_costs_no_backward(coef, caught, monkeypatch, any_reward):
+    call, given = caught("update", **any_reward, **ONE_STEP, entropy_coef=coef), []
+    backward = packing._ChunkedLogProbs.backward
+    look = staticmethod(
+        lambda ctx, g, grad_entropy: given.append(grad_entropy is not None) or backward(ctx, g, grad_entropy)
+    )
+    monkeypatch.setattr(packing._ChunkedLogProbs, "backward", look)
+    gradients_of_update(monkeypatch, call)
+    assert given == [coef > 0] * len(given) and given
 
 
 def test_first_minibatch_is_on_policy_and_later_ones_are_not(run, monkeypatch, any_reward):

@@ -16,6 +16,7 @@ from conftest import ROOT, TINY, write_jsonl
 from rloo_runs import BASE, catch, caught, flags_of, read_metrics, reward_file, run, steps_of, words
 
 import rloo
+from common import packing
 from common.packing import media_token_ids
 
 ONE_STEP = {"rollout_batch_size": 16, "num_samples_per_prompt": 4, "train_batch_size": 16}
@@ -247,6 +248,18 @@ def test_on_policy_gradient_is_the_same_with_log_probs_computed_beforehand(moved
     assert packs == 1
     assert_same_gradients(in_update, beforehand)
     assert_same_gradients(in_update, recomputed)
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+def test_entropy_of_weight_0_costs_no_backward(coef, moved, monkeypatch):
+    update, given = moved[1], []
+    backward = packing._ChunkedLogProbs.backward
+    look = staticmethod(
+        lambda ctx, g, grad_entropy: given.append(grad_entropy is not None) or backward(ctx, g, grad_entropy)
+    )
+    monkeypatch.setattr(packing._ChunkedLogProbs, "backward", look)
+    gradients_of_update(update, args=replace(update["args"], entropy_coef=coef))
+    assert given == [coef > 0] * len(given) and given
 
 
 def test_gradient_does_not_depend_on_the_split_into_packs(moved):
