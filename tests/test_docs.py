@@ -25,6 +25,8 @@ OTHER_FLAGS = {
     # docs.vllm.ai, "vllm serve": the server is started in an environment of its own
     "vllm serve": "port dtype max-model-len max-num-batched-tokens enforce-eager logprobs-mode enable-chunked-prefill "
     "tensor-parallel-size model served-model-name gpu-memory-utilization limit-mm-per-prompt".split(),
+    # named without a command that would parse it: `deepspeed --help`, `pip install --help`
+    "others": "hostfile extra-index-url no-deps".split(),
 }
 
 each_page = pytest.mark.parametrize("page", [*PAGES, *SOURCES], ids=lambda p: str(p.relative_to(ROOT)))
@@ -63,7 +65,8 @@ def commands(page: Path) -> list[list[str]]:
         doc = (ast.get_docstring(ast.parse(page.read_text())) or "").replace("\\\n", " ")
         start = rf"^    (?:\w+=\S+ )*(?:{'|'.join(PROGRAMS)}) .*"
         blocks = [re.sub(r"\.\.\.(?= |$)", "", line) for line in re.findall(start, doc, re.M)]
-    blocks += [span for span in spans(page) if re.match(rf"(?:\w+=\S+ )*(?:{'|'.join(PROGRAMS)}) .", span)]
+    whole = r"(?:\w+=\S+ )*(?:(?:python|torchrun|deepspeed) .*\.py\b|pip (?:un)?install |pytest |vllm serve ).*"
+    blocks += [span for span in spans(page) if re.fullmatch(whole, span)]
     found = []
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         words: list[str] = []
@@ -271,8 +274,8 @@ def test_every_flag_named_in_the_text_exists(page):
         own = [page.stem] if page.stem in SCRIPTS else SCRIPTS
         named = [ROOT / f"{script}.py" for script in {*own, *re.findall(r"\w+(?=\.py)", line)} & {*SCRIPTS}]
         known = set().union(*map(flags_of, [*named, *tools]), *OTHER_FLAGS.values())
-        for flag in re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z0-9-]+)", re.sub(r"`(?:pip|torchrun) [^`]*`", "", line)):
-            if flag not in known:
+        for flag in re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z0-9-]+)", line):
+            if flag not in known and f"no-{flag}" not in known:
                 unknown.append(f"--{flag}: {line}")
     assert unknown == []
 
@@ -430,9 +433,22 @@ def text_of(file: str) -> str:
 def test_every_feature_of_the_comparison_is_shown_by_a_test():
     """README's table: the second column is ours, and links a test, or says no."""
     table = (ROOT / "README.md").read_text().split("\n## Compared")[1].split("\n## ")[0]
-    rows = [line.split(" | ") for line in re.findall(r"^\| (.*) \|$", table, re.M)]
-    head, rows = rows[0], rows[1:]
-    assert len(head) == 5 and len(rows) >= 12
-    for row in rows:
-        assert len(row) == len(head), row
+    rows = [[cell.strip() for cell in line.split("|")] for line in re.findall(r"^\|(.*)\|$", table, re.M)]
+    assert {len(row) for row in rows} == {5} and len(rows) >= 15
+    for row in rows[2:]:
         assert re.search(r"\]\(tests/test_\w+\.py \"test_\w+\"\)", row[1]) or row[1].startswith("no"), row
+
+
+def test_memory_of_the_recipes_is_what_the_formula_gives():
+    page = ROOT / "docs" / "recipes.md"
+    ((_, code),) = [fence for fence in fences(page) if fence[0] == "python"]
+    names: dict = {}
+    exec(code, names)
+    rows = [line.split(" | ") for line in re.findall(r"^\| (.* \| `.*) \|$", page.read_text(), re.M)][1:]
+    assert len(rows) >= 10
+    for recipe, call, states, critic, reference, others, peak in rows:
+        gb = eval(f"memory(**{call.strip('`')})", names)
+        shown = [*states.split(" + "), critic, reference, *others.split(", "), peak]
+        kinds = "weights gradients optimizer critic reference pack step engine peak".split()
+        assert [float(x) for x in shown] == [gb[kind] for kind in kinds], recipe
+        assert gb["peak"] < 0.85 * 80, f"{recipe}: what the formula leaves out needs room too"
