@@ -393,17 +393,14 @@ FILES = r"(?:(?:common|docs|tools|examples|tests|assets)/.+|[^/]+)\.(?:py|md|sh|
 
 def tracked() -> set[str]:
     """Files of the repository; without git those that are there, but for what a user may have put beside the scripts."""
-    names = []
+    listed = ""
     if shutil.which("git"):
-        names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")[
-            :-1
-        ]
-    if not names:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout
+    names = listed.split("\0")
+    if not listed:
         there = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()]
         names = [name for name in there if "/" in name or Path(name).stem in SCRIPTS]
-    return {
-        name for name in names if re.fullmatch(FILES, name) and (ROOT / name).exists() and "__pycache__" not in name
-    }
+    return {name for name in names if re.fullmatch(FILES, name) and (ROOT / name).exists()}
 
 
 def test_readme_lists_every_file_and_no_other():
