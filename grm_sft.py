@@ -378,7 +378,7 @@ def check_output(args: Args) -> Path:
 
 
 # =====================================================================================================================
-# data
+# data: rows of any dataset -> token ids and pictures, checked before training. To be skipped on a first reading
 # =====================================================================================================================
 
 INSTRUCTION = (
@@ -1006,10 +1006,10 @@ def encode_prompts(model, processor, rows: list[dict]) -> list[dict]:
     """Prompts as common/packing.py takes them: prompt_ids (P,), position_ids (P,) or (3, P), images, videos."""
     with ENCODING:
         inputs = run_processor_at_once(processor, rows, [render_chat(processor, row) for row in rows])
-    return [make_sample(model, x, x["input_ids"].shape[1]) for x in inputs]
+    return [make_prompt(model, x, x["input_ids"].shape[1]) for x in inputs]
 
 
-def make_sample(model, inputs: dict, length: int) -> dict:
+def make_prompt(model, inputs: dict, length: int) -> dict:
     """The first `length` tokens of processed inputs, with all of their media, as common/packing.py takes them."""
     prompt_ids = inputs["input_ids"][0, :length]
     if "mm_token_type_ids" in inputs:
@@ -1283,7 +1283,7 @@ def encode_entries(
     expanded = inputs["input_ids"][0].tolist()
     if len(expanded) < length or expanded[length - 1] != first["ids"][start - 1]:
         fail(f"{row['where']}: the processor makes another number of picture tokens than it said")
-    sample = make_sample(model, inputs, length)
+    sample = make_prompt(model, inputs, length)
     trained = torch.zeros(length, dtype=torch.bool)
     if first["mask"][:start].any():
         places = align_expanded(first["ids"], expanded, data["placeholders"], row["where"])
@@ -2112,6 +2112,11 @@ def keep_trained(
     return replace(pack, predict_from=torch.cat(predict_from), targets=torch.cat(targets)), counts
 
 
+# =====================================================================================================================
+# update
+# =====================================================================================================================
+
+
 def packs_of_batch(args: Args, model, processor, data: dict, members: list[int], shared: bool, ranks: tuple[int, int]):
     """Yield (pack, entry of each of its responses, trained tokens of each) for this rank's part of some entries. All ranks
     yield equally many: collectives inside a forward need everyone."""
@@ -2290,7 +2295,7 @@ def judge_metrics(records: list[dict]) -> dict[str, float]:
 
 
 # =====================================================================================================================
-# save, resume, log
+# save, resume, log. To be skipped on a first reading
 # =====================================================================================================================
 
 

@@ -577,7 +577,7 @@ def check_output(args: Args) -> Path:
 
 
 # =====================================================================================================================
-# data
+# data: rows of any dataset -> token ids and pictures, checked before training. To be skipped on a first reading
 # =====================================================================================================================
 
 COLUMNS = {
@@ -1007,10 +1007,10 @@ def encode_prompts(model, processor, rows: list[dict]) -> list[dict]:
     """Prompts as common/packing.py takes them: prompt_ids (P,), position_ids (P,) or (3, P), images, videos."""
     with ENCODING:
         inputs = run_processor_at_once(processor, rows, [render_chat(processor, row) for row in rows])
-    return [make_sample(model, x, x["input_ids"].shape[1]) for x in inputs]
+    return [make_prompt(model, x, x["input_ids"].shape[1]) for x in inputs]
 
 
-def make_sample(model, inputs: dict, length: int) -> dict:
+def make_prompt(model, inputs: dict, length: int) -> dict:
     """The first `length` tokens of processed inputs, with all of their media, as common/packing.py takes them."""
     prompt_ids = inputs["input_ids"][0, :length]
     if "mm_token_type_ids" in inputs:
@@ -1038,7 +1038,7 @@ def encode_group(model, processor, row: dict, texts: list[str]) -> tuple[dict, l
     if any(media_ids & set(rest) for rest in rests):
         fail(f"{row['where']}: a picture or video stands where the answers differ already; put it into the prompt")
     inputs = run_processor(processor, row, texts[0])
-    sample = make_sample(model, inputs, inputs["input_ids"].shape[1] - (len(ids[0]) - common_length))
+    sample = make_prompt(model, inputs, inputs["input_ids"].shape[1] - (len(ids[0]) - common_length))
     return sample, [torch.tensor(rest) for rest in rests]
 
 
@@ -1143,7 +1143,7 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
 
 
 # =====================================================================================================================
-# rewards
+# rewards: texts of responses -> scores. On a first reading, look at score_responses only
 # =====================================================================================================================
 
 
@@ -2105,19 +2105,19 @@ class Rollout:
     """Responses of one step, the same on every rank. B = responses in the order of their prompts, R = longest."""
 
     row_indices: list[int]  # dataset row of each prompt
-    groups: list[tuple[int, list[int]]]  # (prompt, its responses)
+    groups: list[tuple[int, list[int]]]  # (place in row_indices, places in response_ids)
     prompt_lengths: list[int]
     response_ids: list[torch.Tensor]  # B x (R_b,), EOS included where it was drawn
     response_mask: torch.Tensor  # (B, R) bool
     scores: torch.Tensor  # (B,)
     engine_logprobs: torch.Tensor  # (B, R) of the sampler
-    logprobs: torch.Tensor  # (B, R) of the policy at rollout
+    logprobs: torch.Tensor  # (B, R) of the policy before the update
     ref_logprobs: torch.Tensor  # (B, R) of the frozen reference
-    values: torch.Tensor | None = None  # (B, R) of a critic, where there is one
-    entropy: torch.Tensor | None = None  # (B, R) of the policy at rollout, where it is asked for
+    values: torch.Tensor | None = None  # (B, R) of the critic (ppo_vl.py)
+    entropy: torch.Tensor | None = None  # (B, R) of the policy before the update, if asked for (ppo_vl.py)
 
     @property
-    def group_ids(self) -> torch.Tensor:  # (B,)
+    def group_ids(self) -> torch.Tensor:  # (B,) place in groups
         return torch.cat([torch.full((len(members),), i) for i, (_, members) in enumerate(self.groups)])
 
 
@@ -2676,13 +2676,15 @@ def rollout_metrics(records: list[dict]) -> dict[str, float]:
     return metrics
 
 
-def score_rollout(
-    args: Args, rollout: Rollout, sample_of: Callable, forward: Callable, shared: bool, ranks: tuple[int, int], device
+def fill_logprobs(
+    args: Args, rollout: Rollout, prompt_of: Callable, forward: Callable, shared: bool, ranks: tuple[int, int], device
 ) -> None:
-    """Fill tables of the rollout: one no-grad `forward` of each packed batch gives {name of the table: (M,)}."""
+    """Log-probs of all response tokens, without gradient, into the rollout's tables (ppo_vl.py: values and entropies too).
+
+    forward: pack -> {name of the table: (M,)}."""
     rank, world_size = ranks
     tables = {}
-    for pack in packs_of_rank(args, rollout, rollout.groups, sample_of, shared, rank, world_size, device):
+    for pack in packs_of_rank(args, rollout, rollout.groups, prompt_of, shared, rank, world_size, device):
         with torch.no_grad():
             results = forward(pack)
         for name, flat in results.items():
@@ -2700,7 +2702,7 @@ def sum_over_ranks(table: torch.Tensor, world_size: int, device) -> torch.Tensor
     return table.cpu()
 
 
-def packs_of_rank(args: Args, rollout: Rollout, groups, sample_of, shared: bool, rank: int, world_size: int, device):
+def packs_of_rank(args: Args, rollout: Rollout, groups, prompt_of, shared: bool, rank: int, world_size: int, device):
     """Yield this rank's packs of some groups. All ranks yield equally many: collectives inside a forward need everyone."""
     lengths = [len(ids) for ids in rollout.response_ids]
     plan = plan_packs(groups, rollout.prompt_lengths, lengths, args.micro_batch_tokens, world_size)[rank]
@@ -2709,13 +2711,13 @@ def packs_of_rank(args: Args, rollout: Rollout, groups, sample_of, shared: bool,
     if (
         args.zero_stage == 3 and world_size > 1
     ):  # all ranks gather the vision tower, or none: for images, and for videos
-        with_media = {kind: g for g, _ in reversed(groups) for kind in ("images", "videos") if sample_of(g)[kind]}
+        with_media = {kind: g for g, _ in reversed(groups) for kind in ("images", "videos") if prompt_of(g)[kind]}
     for pieces in plan:
         pieces = pieces or filler
         for kind, g in with_media.items():
-            if not any(sample_of(piece)[kind] for piece, _ in pieces):
+            if not any(prompt_of(piece)[kind] for piece, _ in pieces):
                 pieces = [*pieces, (g, [])]
-        yield build_pack(pieces, {g: sample_of(g) for g, _ in pieces}, rollout.response_ids, shared).to(device)
+        yield build_pack(pieces, {g: prompt_of(g) for g, _ in pieces}, rollout.response_ids, shared).to(device)
 
 
 # =====================================================================================================================
@@ -2880,6 +2882,11 @@ def sync_rollout_model(model, rollout_model) -> None:
     assert not unexpected and set(missing) <= set(rollout_model.all_tied_weights_keys), (missing, unexpected)
 
 
+# =====================================================================================================================
+# update
+# =====================================================================================================================
+
+
 class PtxData:
     """Supervised rows for --ptx-coef: every assistant turn of a chat is one item, after the turns before it."""
 
@@ -2969,7 +2976,7 @@ def update(
     rollout: Rollout,
     tables: dict[str, torch.Tensor],
     policy_mask: torch.Tensor,
-    sample_of: Callable,
+    prompt_of: Callable,
     actor,
     critic,
     ema: Ema | None,
@@ -3005,7 +3012,7 @@ def update(
             weights["all"][members] = token_weights(mask[members], args.loss_agg, args.max_response_length)
             weights["value"][members] = token_weights(mask[members], "token-mean", args.max_response_length)
             tokens_seen += int(mask[members].sum())
-            packs = list(packs_of_rank(args, rollout, groups, sample_of, shared, rank, world_size, device))
+            packs = list(packs_of_rank(args, rollout, groups, prompt_of, shared, rank, world_size, device))
             ptx_packs, ptx_tokens = [], 0
             if ptx is not None and train_actor:
                 so_far = ((step - 1) * args.num_ppo_epochs + epoch) * num_batches + number
@@ -3128,7 +3135,7 @@ def evaluate(
 
 
 # =====================================================================================================================
-# save, resume, log
+# save, resume, log. To be skipped on a first reading
 # =====================================================================================================================
 
 
@@ -3852,8 +3859,8 @@ def main(args: Args) -> dict[str, float]:
             sampler.sleep()
         t1 = time.time()
 
-        # --- 5. score ------------------------------------------------------------------------------------------------
-        def sample_of(g: int, encoded=encoded, rollout=rollout) -> dict:
+        # --- 5. log-probs and values ---------------------------------------------------------------------------------
+        def prompt_of(g: int, encoded=encoded, rollout=rollout) -> dict:
             """Prompt g of this rollout; prepared anew, once, where another rank generated its responses."""
             index = rollout.row_indices[g]
             if index not in encoded:
@@ -3864,7 +3871,7 @@ def main(args: Args) -> dict[str, float]:
             engine.eval()
             if engine.module.media_cache is not None:  # the reference's is the actor's
                 engine.module.media_cache.clear()
-        score_rollout(args, rollout, sample_of, forward, shared, ranks, device)
+        fill_logprobs(args, rollout, prompt_of, forward, shared, ranks, device)
         t2 = time.time()
 
         # --- 6. advantages -------------------------------------------------------------------------------------------
@@ -3908,7 +3915,7 @@ def main(args: Args) -> dict[str, float]:
         for engine in engines.values():
             engine.train()
         update_metrics, taken = update(
-            args, rollout, tables, policy_mask, sample_of, actor, critic, ema, ptx, shared, ranks, kl_coef, step
+            args, rollout, tables, policy_mask, prompt_of, actor, critic, ema, ptx, shared, ranks, kl_coef, step
         )
         if main_rank and not all(taken):
             why = {

@@ -369,7 +369,7 @@ def check_output(args: Args) -> Path:
 
 
 # =====================================================================================================================
-# data
+# data: rows of any dataset -> token ids and pictures, checked before training. To be skipped on a first reading
 # =====================================================================================================================
 
 RANKING_COLUMNS = {
@@ -898,7 +898,7 @@ def adds_special_tokens(tokenizer, row: dict) -> bool:
     return tokenizer.chat_template is None or row["plain"]
 
 
-def make_sample(model, inputs: dict, length: int) -> dict:
+def make_prompt(model, inputs: dict, length: int) -> dict:
     """The first `length` tokens of processed inputs, with all of their media, as common/packing.py takes them."""
     prompt_ids = inputs["input_ids"][0, :length]
     if "mm_token_type_ids" in inputs:
@@ -926,7 +926,7 @@ def encode_group(model, processor, row: dict, texts: list[str]) -> tuple[dict, l
     if any(media_ids & set(rest) for rest in rests):
         fail(f"{row['where']}: a picture or video stands where the answers differ already; put it into the prompt")
     inputs = run_processor(processor, row, texts[0])
-    sample = make_sample(model, inputs, inputs["input_ids"].shape[1] - (len(ids[0]) - common_length))
+    sample = make_prompt(model, inputs, inputs["input_ids"].shape[1] - (len(ids[0]) - common_length))
     return sample, [torch.tensor(rest) for rest in rests]
 
 
@@ -1646,6 +1646,11 @@ def sum_over_ranks(table: torch.Tensor, world_size: int, device) -> torch.Tensor
     return table.cpu()
 
 
+# =====================================================================================================================
+# update
+# =====================================================================================================================
+
+
 def packs_of_rankings(
     args: Args, model, processor, data: dict, indices: list[int], shared: bool, ranks: tuple[int, int], device
 ) -> Iterator[Pack]:
@@ -1783,7 +1788,7 @@ def worst_pairs(data: dict, processor, rewards: torch.Tensor, count: int) -> lis
 
 
 # =====================================================================================================================
-# save, resume, log
+# save, resume, log. To be skipped on a first reading
 # =====================================================================================================================
 
 

@@ -24,13 +24,14 @@
 # ///
 """RLOO: REINFORCE with a leave-one-out baseline, for text and vision-language models, in one file.
 
+A prompt gets G responses. In each step
+    R = score - kl_coef * KL to the start        A = R - mean R of the other responses to the same prompt
+    rho = p_now(response) / p_before(response)   loss = -min(rho A, clip(rho, 1 - c, 1 + c) A), mean over responses
+Read main, sections 4 to 7, compute_advantages, compute_rloo_loss, update_policy; docs/rloo.md explains them. Prompts and
+pictures run once for their G responses, packed without padding (common/packing.py).
+
 Paper: Back to Basics, https://arxiv.org/abs/2402.14740 · leave-one-out baseline: https://openreview.net/forum?id=r1lgTGL5DE.
-Reference implementation of the same interface: huggingface/trl@f2cd577 trl/trainer/rloo_trainer.py. Differences:
-- prompts and pictures run once per group of responses, packed without padding (common/packing.py); the result is the same
-- an on-policy update has ratio exactly 1 and makes no forward for old log-probs: its own forward gives them, KL included
-- truncated responses that are masked leave the siblings' baseline too; a generation config's every EOS id ends a response
-- groups without signal are counted on the scores, before the KL is subtracted
-- log-probs in fp32, in chunks over the vocabulary; evaluation is greedy and sampled, with pass@k
+Reference of the same interface: huggingface/trl@f2cd577 trl/trainer/rloo_trainer.py; docs/rloo.md lists what differs.
 
     python rloo.py                               # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python rloo.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6 ...        # one GPU
@@ -487,7 +488,7 @@ def check_output(args: Args) -> Path:
 
 
 # =====================================================================================================================
-# data
+# data: rows of any dataset -> token ids and pictures, checked before training. To be skipped on a first reading
 # =====================================================================================================================
 
 COLUMNS = {
@@ -917,10 +918,10 @@ def encode_prompts(model, processor, rows: list[dict]) -> list[dict]:
     """Prompts as common/packing.py takes them: prompt_ids (P,), position_ids (P,) or (3, P), images, videos."""
     with ENCODING:
         inputs = run_processor_at_once(processor, rows, [render_chat(processor, row) for row in rows])
-    return [make_sample(model, x, x["input_ids"].shape[1]) for x in inputs]
+    return [make_prompt(model, x, x["input_ids"].shape[1]) for x in inputs]
 
 
-def make_sample(model, inputs: dict, length: int) -> dict:
+def make_prompt(model, inputs: dict, length: int) -> dict:
     """The first `length` tokens of processed inputs, with all of their media, as common/packing.py takes them."""
     prompt_ids = inputs["input_ids"][0, :length]
     if "mm_token_type_ids" in inputs:
@@ -948,7 +949,7 @@ def encode_group(model, processor, row: dict, texts: list[str]) -> tuple[dict, l
     if any(media_ids & set(rest) for rest in rests):
         fail(f"{row['where']}: a picture or video stands where the answers differ already; put it into the prompt")
     inputs = run_processor(processor, row, texts[0])
-    sample = make_sample(model, inputs, inputs["input_ids"].shape[1] - (len(ids[0]) - common_length))
+    sample = make_prompt(model, inputs, inputs["input_ids"].shape[1] - (len(ids[0]) - common_length))
     return sample, [torch.tensor(rest) for rest in rests]
 
 
@@ -1053,7 +1054,7 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
 
 
 # =====================================================================================================================
-# rewards
+# rewards: texts of responses -> scores. On a first reading, look at score_responses only
 # =====================================================================================================================
 
 
@@ -1597,7 +1598,7 @@ def compute_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, baseline:
     leave_one_out   b_i = mean of the siblings of i, so A = n / (n - 1) (R - mean); a response without siblings gets 0
     group_mean      b_i = mean of the group, i included
     none            b_i = 0
-    A group of equal fp32 rewards gives exactly 0 (with a baseline): in float64 their sum, and so their mean, is exact.
+    float64: a group of equal rewards gives exactly 0 (with a baseline), no rounding noise that would be learned.
 
     rewards [1, 2, 6], one group -> leave_one_out [-3, -1.5, 4.5], group_mean [-2, -1, 3]
     Source: https://arxiv.org/abs/2402.14740 sec. 2.2.
@@ -1632,13 +1633,14 @@ def compute_rloo_loss(
     clip_coef: float,
     clip_coef_high: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Clipped surrogate of each response (S,), and metrics (S,). new_logprobs, logprobs (M,) of the tokens of S responses,
-    owner (M,) the response of each token, advantages (S,).
+    """Policy loss L of each response (S,), and metrics (S,). new_logprobs, logprobs (M,) of the M tokens of S responses, now
+    and before the update; owner (M,) the response of each token, advantages (S,).
 
     sequence        rho = exp(sum_t logratio_t)       L = -min(rho A, clip(rho, 1 - c, 1 + c_high) A)
-    sequence_mean   rho = exp(mean_t logratio_t)      the same L, whose gradient is 1 / length of it (GSPO)
+    sequence_mean   rho = exp(mean_t logratio_t)      the same L; its gradient is that of `sequence` over the length (GSPO)
     token           rho_t = exp(logratio_t)           L = sum_t -min(rho_t A, clip(rho_t, 1 - c, 1 + c_high) A)
-    Where new = old, rho is 1 and the gradient of `sequence` and `token` is -A grad log p(response): REINFORCE.
+    Where new = old, rho is 1 and the gradient of `sequence` and `token` is -A grad log p(response): REINFORCE. The clip ends
+    the gradient where rho has moved far enough in the direction of A; on the other side it stays, so that it can come back.
 
     logratio [.1, .2] of one response, A 1, c .2 -> sequence -1.2 (rho e^.3, clipped), sequence_mean -e^.15, token -e^.1 - 1.2
     Sources: https://arxiv.org/abs/2402.14740, GSPO https://arxiv.org/abs/2507.18071 eq. (7), PPO https://arxiv.org/abs/1707.06347.
@@ -1658,7 +1660,7 @@ def compute_rloo_loss(
         logratio = per_response(logratio) / length
     ratio = logratio.clamp(-20, 20).exp()  # a whole response's ratio can leave fp32
     unclipped, clipped = -A * ratio, -A * ratio.clamp(1 - clip_coef, 1 + clip_coef_high)
-    loss = torch.maximum(unclipped, clipped)
+    loss = torch.maximum(unclipped, clipped)  # -min(a, b) = max(-a, -b)
     metrics = {
         "policy/ratio": ratio.detach(),
         "policy/clipfrac_low": ((ratio < 1 - clip_coef) & (A < 0)).float(),
@@ -1711,19 +1713,19 @@ class Rollout:
     """Responses of one step, the same on every rank. B = responses in the order of their prompts, R = longest."""
 
     row_indices: list[int]  # dataset row of each prompt
-    groups: list[tuple[int, list[int]]]  # (prompt, its responses)
+    groups: list[tuple[int, list[int]]]  # (place in row_indices, places in response_ids)
     prompt_lengths: list[int]
     response_ids: list[torch.Tensor]  # B x (R_b,), EOS included where it was drawn
     response_mask: torch.Tensor  # (B, R) bool
     scores: torch.Tensor  # (B,)
     engine_logprobs: torch.Tensor  # (B, R) of the sampler
-    logprobs: torch.Tensor  # (B, R) of the policy at rollout
+    logprobs: torch.Tensor  # (B, R) of the policy before the update
     ref_logprobs: torch.Tensor  # (B, R) of the frozen reference
-    values: torch.Tensor | None = None  # (B, R) of a critic, where there is one
-    entropy: torch.Tensor | None = None  # (B, R) of the policy at rollout, where it is asked for
+    values: torch.Tensor | None = None  # (B, R) of the critic (ppo_vl.py)
+    entropy: torch.Tensor | None = None  # (B, R) of the policy before the update, if asked for (ppo_vl.py)
 
     @property
-    def group_ids(self) -> torch.Tensor:  # (B,)
+    def group_ids(self) -> torch.Tensor:  # (B,) place in groups
         return torch.cat([torch.full((len(members),), i) for i, (_, members) in enumerate(self.groups)])
 
 
@@ -2282,13 +2284,15 @@ def rollout_metrics(records: list[dict]) -> dict[str, float]:
     return metrics
 
 
-def score_rollout(
-    args: Args, rollout: Rollout, sample_of: Callable, forward: Callable, shared: bool, ranks: tuple[int, int], device
+def fill_logprobs(
+    args: Args, rollout: Rollout, prompt_of: Callable, forward: Callable, shared: bool, ranks: tuple[int, int], device
 ) -> None:
-    """Fill tables of the rollout: one no-grad `forward` of each packed batch gives {name of the table: (M,)}."""
+    """Log-probs of all response tokens, without gradient, into the rollout's tables (ppo_vl.py: values and entropies too).
+
+    forward: pack -> {name of the table: (M,)}."""
     rank, world_size = ranks
     tables = {}
-    for pack in packs_of_rank(args, rollout, rollout.groups, sample_of, shared, rank, world_size, device):
+    for pack in packs_of_rank(args, rollout, rollout.groups, prompt_of, shared, rank, world_size, device):
         with torch.no_grad():
             results = forward(pack)
         for name, flat in results.items():
@@ -2306,7 +2310,7 @@ def sum_over_ranks(table: torch.Tensor, world_size: int, device) -> torch.Tensor
     return table.cpu()
 
 
-def packs_of_rank(args: Args, rollout: Rollout, groups, sample_of, shared: bool, rank: int, world_size: int, device):
+def packs_of_rank(args: Args, rollout: Rollout, groups, prompt_of, shared: bool, rank: int, world_size: int, device):
     """Yield this rank's packs of some groups. All ranks yield equally many: collectives inside a forward need everyone."""
     lengths = [len(ids) for ids in rollout.response_ids]
     plan = plan_packs(groups, rollout.prompt_lengths, lengths, args.micro_batch_tokens, world_size)[rank]
@@ -2315,13 +2319,13 @@ def packs_of_rank(args: Args, rollout: Rollout, groups, sample_of, shared: bool,
     if (
         args.zero_stage == 3 and world_size > 1
     ):  # all ranks gather the vision tower, or none: for images, and for videos
-        with_media = {kind: g for g, _ in reversed(groups) for kind in ("images", "videos") if sample_of(g)[kind]}
+        with_media = {kind: g for g, _ in reversed(groups) for kind in ("images", "videos") if prompt_of(g)[kind]}
     for pieces in plan:
         pieces = pieces or filler
         for kind, g in with_media.items():
-            if not any(sample_of(piece)[kind] for piece, _ in pieces):
+            if not any(prompt_of(piece)[kind] for piece, _ in pieces):
                 pieces = [*pieces, (g, [])]
-        yield build_pack(pieces, {g: sample_of(g) for g, _ in pieces}, rollout.response_ids, shared).to(device)
+        yield build_pack(pieces, {g: prompt_of(g) for g, _ in pieces}, rollout.response_ids, shared).to(device)
 
 
 # =====================================================================================================================
@@ -2508,13 +2512,18 @@ def load_weights(module: nn.Module, file: Path, zero_stage: int) -> None:
             parameter.copy_(state[name])
 
 
+# =====================================================================================================================
+# update
+# =====================================================================================================================
+
+
 def update_policy(
     args: Args,
     rollout: Rollout,
     advantages: torch.Tensor | None,
     tis_weights: torch.Tensor | None,
     on_policy: bool,
-    sample_of: Callable,
+    prompt_of: Callable,
     actor,
     shared: bool,
     ranks: tuple[int, int],
@@ -2540,19 +2549,19 @@ def update_policy(
             if not groups:  # fewer groups than optimizer steps are left
                 continue
             # The denominators: responses and tokens of the whole optimizer step, on all ranks. DeepSpeed averages gradients
-            # over ranks, hence the factor world_size; scale_wrt_gas=False keeps it from dividing again.
+            # over ranks, hence the factor world_size; scale_wrt_gas=False keeps it from dividing by the number of packs.
             members = [b for _, own in groups for b in own]
             num_responses, num_tokens = len(members), sum(len(rollout.response_ids[b]) for b in members)
             totals = {"responses": totals["responses"] + num_responses, "tokens": totals["tokens"] + num_tokens}
-            packs = list(packs_of_rank(args, rollout, groups, sample_of, shared, rank, world_size, device))
+            packs = list(packs_of_rank(args, rollout, groups, prompt_of, shared, rank, world_size, device))
             for i, pack in enumerate(packs):
                 actor.set_gradient_accumulation_boundary(i == len(packs) - 1)
                 new_logprobs, entropy = actor(pack, with_entropy=True)  # (M,)
                 rows = torch.tensor([b for b, _ in pack.rows], dtype=torch.long)  # (S,) responses of this pack
                 lengths = torch.tensor([R for _, R in pack.rows], dtype=torch.long, device=device)
-                owner = torch.repeat_interleave(lengths)  # (M,) which of them a token belongs to
+                owner = torch.repeat_interleave(lengths)  # (M,) whose token it is: lengths 2, 3 -> 0 0 1 1 1
                 ref_logprobs = rows_to_flat(rollout.ref_logprobs, pack).to(device)  # (M,)
-                if on_policy:
+                if on_policy:  # ratio = exp(new - new.detach()): its value is 1, its gradient that of log p
                     logprobs = new_logprobs.detach()
                     logprobs_table = flat_to_rows(logprobs.cpu(), pack, logprobs_table)
                 else:
@@ -2565,13 +2574,13 @@ def update_policy(
                 else:
                     A = advantages[rows]
                 advantages_table[rows] = A
-                drawn = new_logprobs  # with the sampler's correction in its gradient
+                drawn = new_logprobs  # --tis-clip: the same values, their gradients times the weights of the sampler's tokens
                 if tis_weights is not None:
                     drawn = scale_gradient(new_logprobs, rows_to_flat(tis_weights, pack).to(device))
                 pg_loss, metrics = compute_rloo_loss(
                     drawn, logprobs, A.to(device), owner, args.ratio_level, args.clip_coef, clip_high
                 )  # (S,)
-                loss = pg_loss.sum() / num_responses
+                loss = pg_loss.sum() / num_responses  # this pack's part of the mean over the step's responses
                 if args.entropy_coef:  # a term of weight 0 would cost a backward through the vocabulary
                     loss = loss - args.entropy_coef * entropy.sum() / num_tokens
                 logratio = (new_logprobs - logprobs).detach()
@@ -2660,7 +2669,7 @@ def evaluate(
 
 
 # =====================================================================================================================
-# save, resume, log
+# save, resume, log. To be skipped on a first reading
 # =====================================================================================================================
 
 
@@ -3165,7 +3174,7 @@ def main(args: Args) -> dict[str, float]:
     shared = enable_packing(model)
     prompts_per_step = max(args.rollout_batch_size, args.train_batch_size) // args.num_samples_per_prompt
     num_batches = max(1, args.rollout_batch_size // args.train_batch_size)
-    on_policy = num_batches * args.num_iterations == 1
+    on_policy = num_batches * args.num_iterations == 1  # one optimizer step: of the policy that sampled
     total_updates = args.total_steps * num_batches * args.num_iterations
     reference = rollout_model = None
     if args.kl_coef > 0 and args.lora_rank == 0:
@@ -3320,16 +3329,17 @@ def main(args: Args) -> dict[str, float]:
             sampler.sleep()
         t1 = time.time()
 
-        # --- 5. score ------------------------------------------------------------------------------------------------
-        def sample_of(g: int, encoded=encoded, rollout=rollout) -> dict:
+        # --- 5. log-probs --------------------------------------------------------------------------------------------
+        def prompt_of(g: int, encoded=encoded, rollout=rollout) -> dict:
             """Prompt g of this rollout; prepared anew, once, where another rank generated its responses."""
             index = rollout.row_indices[g]
             if index not in encoded:
                 [encoded[index]] = encode_prompts(model, processor, [get_row(data, index)])
             return encoded[index]
 
-        # Log-probs of the policy are needed beforehand when there are several optimizer steps, or when advantages need the KL
-        # of responses that the update sees in different packs. Otherwise the update's own forward has them.
+        # Several optimizer steps (the default): the policy's log-probs come from a forward of their own, here, and advantages
+        # below. One step: the update's own forward gives the log-probs, and with a KL in the reward the advantages too, unless
+        # a group is split over packs, advantages are normalised over the rollout, or --tis-clip needs its weights first.
         actor.eval()
         if args.reward_clip is not None:
             rollout.scores = rollout.scores.clamp(*args.reward_clip)
@@ -3338,11 +3348,13 @@ def main(args: Args) -> dict[str, float]:
             (rollout.prompt_lengths[g] + sum(len(rollout.response_ids[b]) for b in own) for g, own in rollout.groups),
             default=0,
         )
-        in_update = on_policy and kl_in_reward and not args.normalize_advantages and longest <= args.micro_batch_tokens
-        with_policy = not on_policy or (kl_in_reward and not in_update) or args.tis_clip > 0
+        advantages_in_update = (
+            on_policy and kl_in_reward and not args.normalize_advantages and longest <= args.micro_batch_tokens
+        )
+        with_policy = not on_policy or (kl_in_reward and not advantages_in_update) or args.tis_clip > 0
         if rollout.groups and (with_policy or args.kl_coef > 0):
             tables = partial(forward, with_policy=with_policy)
-            score_rollout(args, rollout, sample_of, tables, shared, ranks, device)
+            fill_logprobs(args, rollout, prompt_of, tables, shared, ranks, device)
         t2 = time.time()
 
         # --- 6. advantages -------------------------------------------------------------------------------------------
@@ -3352,7 +3364,7 @@ def main(args: Args) -> dict[str, float]:
             return (kl * rollout.response_mask).sum(1)
 
         advantages = None  # (B,); None: in the update
-        if rollout.groups and not in_update:
+        if rollout.groups and not advantages_in_update:
             shaped = rollout.scores - args.kl_coef * kl_per_response() if kl_in_reward else rollout.scores
             advantages = compute_advantages(shaped, rollout.group_ids, args.baseline)
             if args.normalize_advantages:
@@ -3368,7 +3380,7 @@ def main(args: Args) -> dict[str, float]:
         if rollout.groups:
             actor.train()
             update_metrics, taken = update_policy(
-                args, rollout, advantages, tis_weights, on_policy, sample_of, actor, shared, ranks, step
+                args, rollout, advantages, tis_weights, on_policy, prompt_of, actor, shared, ranks, step
             )
         else:
             logging.getLogger(SCRIPT).warning(f"step {step}: no response is left to learn from, no update")

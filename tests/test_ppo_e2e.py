@@ -447,7 +447,7 @@ def test_a_group_of_texts_is_encoded_as_each_of_them_alone(kind, answers, tiny, 
         assert min(map(len, rests)) == 1 or len({int(rest[0]) for rest in rests}) > 1, "nothing more is common"
         for text, rest in zip(texts, rests, strict=True):
             inputs = ppo_vl.run_processor(processor, row, text)
-            alone = ppo_vl.make_sample(model, inputs, inputs["input_ids"].shape[1])
+            alone = ppo_vl.make_prompt(model, inputs, inputs["input_ids"].shape[1])
             assert torch.equal(torch.cat([sample["prompt_ids"], rest]), alone["prompt_ids"])
             positions = int(sample["position_ids"].max()) + 1 + torch.arange(len(rest))  # as a pack goes on
             positions = torch.cat(

@@ -761,10 +761,10 @@ def test_a_tower_that_is_trained_is_never_remembered(flags, caught, vlm):
 def test_remembered_pictures_do_not_outlive_a_rollout(run, vlm, unsaved, monkeypatch):
     seen, update = [], ppo_vl.update
 
-    def spy(args, rollout, tables, policy_mask, sample_of, actor, *rest):
-        keys = {("images", x["key"]) for g, _ in rollout.groups for x in sample_of(g)["images"]}
+    def spy(args, rollout, tables, policy_mask, prompt_of, actor, *rest):
+        keys = {("images", x["key"]) for g, _ in rollout.groups for x in prompt_of(g)["images"]}
         seen.append(actor.module.media_cache.keys() == keys)
-        return update(args, rollout, tables, policy_mask, sample_of, actor, *rest)
+        return update(args, rollout, tables, policy_mask, prompt_of, actor, *rest)
 
     monkeypatch.setattr(ppo_vl, "update", spy)
     run(**vlm, advantage="rloo", **TOWER)
@@ -809,7 +809,7 @@ def test_reference_of_lora_is_the_model_without_adapters(caught, run, text, unsa
     rollout, model = call["rollout"], ppo_vl.load_model(tiny_text_model, torch.float32)
     shared = ppo_vl.enable_packing(model)
     reference = ppo_vl.Actor(call["args"], model.eval())
-    for pack in ppo_vl.packs_of_rank(call["args"], rollout, rollout.groups, call["sample_of"], shared, 0, 1, "cpu"):
+    for pack in ppo_vl.packs_of_rank(call["args"], rollout, rollout.groups, call["prompt_of"], shared, 0, 1, "cpu"):
         with torch.no_grad():
             expected = reference(pack)[0]
         torch.testing.assert_close(ppo_vl.rows_to_flat(rollout.ref_logprobs, pack), expected, atol=1e-4, rtol=0)
@@ -883,7 +883,7 @@ def test_load_balancing_loss_is_that_of_transformers(caught, text, moe_model, mo
     call = caught("update", **flags)
     call["tables"] |= {"advantages": torch.zeros_like(call["tables"]["advantages"])}
     gradients, packs = gradients_of_update(monkeypatch, call)
-    rollout, sample = call["rollout"], call["sample_of"](0)
+    rollout, sample = call["rollout"], call["prompt_of"](0)
     assert packs == 1 and len(rollout.groups) == 1
     rows = [torch.cat([sample["prompt_ids"], response]) for response in rollout.response_ids]
     model = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32)
@@ -1117,7 +1117,7 @@ def test_entropy_bonus_is_minus_the_gradient_of_the_mean_entropy(caught, text, t
     model, rollout = ppo_vl.load_model(tiny_text_model, torch.float32), call["rollout"]
     entropies = []
     for g, members in rollout.groups:
-        prompt = call["sample_of"](g)["prompt_ids"]
+        prompt = call["prompt_of"](g)["prompt_ids"]
         for b in members:
             logits = model(input_ids=torch.cat([prompt, rollout.response_ids[b]])[None]).logits[0, len(prompt) - 1 : -1]
             logp = (logits / 0.8).log_softmax(-1)

@@ -386,12 +386,12 @@ def unique_patches(samples: list[dict]) -> int:
 
 
 def test_each_picture_is_encoded_once_per_pass_in_policy_reference_and_critic(caught, mixed):
-    call = caught("score_rollout", **mixed)
-    samples = [call["sample_of"](g) for g, _ in call["rollout"].groups]
+    call = caught("fill_logprobs", **mixed)
+    samples = [call["prompt_of"](g) for g, _ in call["rollout"].groups]
     assert sum(len(s["images"]) for s in samples) == 4 and len({i["key"] for s in samples for i in s["images"]}) == 2
     engines = inspect.getclosurevars(call["forward"]).nonlocals
     seen = [count_patches(m) for m in (engines["actor"].module, engines["reference"], engines["critic"].module)]
-    ppo_vl.score_rollout(**call)
+    ppo_vl.fill_logprobs(**call)
     assert seen == [[unique_patches(samples)]] * 3
 
 
@@ -404,7 +404,7 @@ def test_generation_encodes_each_picture_once(caught, mixed):
 
 def test_update_encodes_each_picture_once_per_pack(caught, mixed, monkeypatch):
     call = caught("update", **mixed, train_batch_size=16, num_ppo_epochs=1)
-    samples = [call["sample_of"](g) for g, _ in call["rollout"].groups]
+    samples = [call["prompt_of"](g) for g, _ in call["rollout"].groups]
     seen = [count_patches(call[name].module) for name in ("actor", "critic")]
     ppo_vl.update(**call)
     assert seen == [[unique_patches(samples)]] * 2

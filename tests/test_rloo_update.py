@@ -77,10 +77,10 @@ def assert_same_gradients(gradients, others, tolerance=1e-5):
 
 @pytest.fixture(scope="module")
 def moved(mixed, tmp_path_factory) -> tuple[dict, dict]:
-    """Arguments of score_rollout and of update_policy in a run whose policy moved after the rollout. Weights are kept."""
+    """Arguments of fill_logprobs and of update_policy in a run whose policy moved after the rollout. Weights are kept."""
     folder = tmp_path_factory.mktemp("moved")
     flags = {**BASE, **ONE_STEP, **reward_file(folder), "dataset": mixed, "output_dir": folder, "kl_coef": 0.3}
-    scoring = catch("score_rollout", {**flags, "temperature": 0.8})
+    scoring = catch("fill_logprobs", {**flags, "temperature": 0.8})
     update = catch("update_policy", {**flags, "temperature": 0.8})
     assert update["advantages"] is None and update["on_policy"], "an on-policy update has all it needs"
     move(update["actor"].module)
@@ -96,7 +96,7 @@ def tables_of(scoring: dict, update: dict, budget: int | None = None):
     def forward(pack):
         return {"logprobs": update["actor"](pack)[0]}
 
-    rloo.score_rollout(**{**scoring, "args": args, "rollout": rollout, "forward": forward})
+    rloo.fill_logprobs(**{**scoring, "args": args, "rollout": rollout, "forward": forward})
     kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask).sum(1)
     advantages = rloo.compute_advantages(rollout.scores - args.kl_coef * kl, rollout.group_ids, args.baseline)
     return args, rollout, advantages
@@ -353,7 +353,7 @@ def test_no_forward_more_than_needed(flags, policy, reference, run, monkeypatch)
 def test_each_picture_is_encoded_once_per_pass(caught, mixed):
     """Four slots, two different pictures, sixteen responses."""
     call = caught("update_policy", dataset=mixed)
-    samples = [call["sample_of"](g) for g, _ in call["rollout"].groups]
+    samples = [call["prompt_of"](g) for g, _ in call["rollout"].groups]
     patches = sum({item["key"]: len(item["pixel_values"]) for s in samples for item in s["images"]}.values())
     module, seen = call["actor"].module, []
     (tower,) = [m for name, m in module.named_modules() if name.split(".")[-1] == "visual"]

@@ -109,14 +109,14 @@ def rolled_out(setup, sampler, count=64, num_samples=1, temperature=1.0, seed=0)
     rollout = ppo_vl.make_rollout(ppo_vl.gather_records(records, 1))
     actor = ppo_vl.Actor(args, setup.model)
     actor.media_cache = None
-    rollout.sample_of = lambda g: encoded[rollout.row_indices[g]]
+    rollout.prompt_of = lambda g: encoded[rollout.row_indices[g]]
     score(setup, rollout, actor)
     return rollout, records
 
 
 def score(setup, rollout, actor) -> None:
-    ppo_vl.score_rollout(
-        setup.args, rollout, rollout.sample_of, lambda pack: {"logprobs": actor(pack)[0]}, setup.shared, (0, 1), CPU
+    ppo_vl.fill_logprobs(
+        setup.args, rollout, rollout.prompt_of, lambda pack: {"logprobs": actor(pack)[0]}, setup.shared, (0, 1), CPU
     )
 
 
