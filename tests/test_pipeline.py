@@ -67,6 +67,16 @@ def test_proxies_are_trained_on_and_the_rule_is_always_logged():
         assert proxy is None or (weights[proxy] > 0 and weights["accuracy"] == 0)
 
 
+def test_the_page_shows_the_very_commands():
+    page = (ROOT / "docs" / "pipeline.md").read_text().replace("\\\n", " ")
+    shown = [shlex.split(line)[1:] for line in page.splitlines() if re.match(r"python \w+\.py ", line)]
+    ran = [
+        [script, *flags, "--output-dir", "runs/pipeline", "--run-name", made.split("/")[0]]
+        for made, script, flags in stages()
+    ]
+    assert shown == ran
+
+
 def fill(folder: Path) -> None:
     """A folder as tools/pipeline.sh leaves it, with made-up metrics: the proxies rise, the truth does so by policy."""
     for k, (name, (_, _, proxy)) in enumerate(pipeline.POLICIES.items()):
