@@ -86,7 +86,11 @@ def fill(folder: Path) -> None:
             parts = {"accuracy": 0.5 + step * k / 1000, "format": 1.0, "checkpoint-200": 0.25, proxy: step - 2.0}
             line = {f"eval/{mode}_{part}": x for mode in ("greedy", "sampled") for part, x in parts.items() if part}
             lines.append({"train/step": step, **line, "eval/num_samples": 300, "objective/kl": 0.25 * k})
-            samples = [{"phase": "eval_sampled", "components": {"accuracy": float(i), "score": 0.5}} for i in (0, 1, 1)]
+            said = {"red": 0.9, "<answer>red</answer>": 0.7, "<answer>blue</answer>": 0.25, "green": 0.5}
+            samples = [
+                {"phase": "eval_sampled", "answer": "red", "response": text, "components": {"score": score}}
+                for text, score in said.items()
+            ]
             (folder / name / "eval" / f"eval_step_{step}.json").write_text(json.dumps(samples))
         write_jsonl(folder / name / "metrics.jsonl", lines)
     for name, accuracy in (("reward_model", "eval/easy-vqa/accuracy"), ("judge", "eval/accuracy")):
@@ -108,6 +112,7 @@ def test_tables_and_picture_of_made_up_runs(tmp_path, capsys):
     assert rows[2][2:] == ["0.577", "0.530", "0.530", "0.25", "-2.00 -> 28.00"]
     assert proxies == ["| reward model, step 40 | 0.750 |", "| judge | 0.750 |"]
     assert times == [f"| {name} | 12 | 11 |" for name in pipeline.STAGES]
+    assert pipeline.verdicts(tmp_path / "judge_and_rule", 30) == (0.8, 0.25), "the undecided one is left out"
     assert (tmp_path / "pipeline.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -4,6 +4,7 @@ python tools/pipeline.py runs/pipeline      # prints the tables; writes table.md
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -34,9 +35,9 @@ def true_reward(line: dict, mode: str) -> float:
 
 
 def policy_table(runs: dict[str, list[dict]]) -> str:
-    """Markdown: the start, and the end of each run. KL: mean over the responses of the last five rollouts."""
+    """Markdown: the start, and the end of each run. KL: mean of the last five rollouts; proxy: greedy, start -> end."""
     rows = [
-        "| policy | trained against | true rule, sampled | accuracy, sampled | greedy | KL, nats | own proxy, greedy |",
+        "| policy | trained against | true rule, sampled | accuracy, sampled | greedy | KL, nats | own proxy |",
         "|---|---|---|---|---|---|---|",
     ]
     first = evaluations(runs["rule"])[0]
@@ -74,14 +75,17 @@ def time_table(folder: Path) -> str:
 
 
 def verdicts(folder: Path, step: int) -> tuple[float, float]:
-    """Mean judge's score of right and of wrong sampled answers at one evaluation; NaN where there are none."""
+    """Mean judge's score of right and of wrong sampled answers at one evaluation, tags aside, which the judge does not see.
+
+    Of those that were compared with an answer other than themselves: without one the score is 0.5. NaN: there are none.
+    """
     samples = json.loads((folder / "eval" / f"eval_step_{step}.json").read_text())
-    sampled = [sample["components"] for sample in samples if sample["phase"] == "eval_sampled"]
-    means = []
-    for right in (1.0, 0.0):
-        scores = [components["score"] for components in sampled if components["accuracy"] == right]
-        means.append(float(np.mean(scores)) if scores else float("nan"))
-    return tuple(means)
+    compared = [s for s in samples if s["phase"] == "eval_sampled" and s["components"]["score"] != 0.5]
+    scores = {True: [], False: []}
+    for sample in compared:
+        words = re.sub(r"</?answer>", "", sample["response"]).strip()
+        scores[words == sample["answer"]].append(sample["components"]["score"])
+    return tuple(float(np.mean(values)) if values else float("nan") for values in scores.values())
 
 
 def draw(folder: Path, runs: dict[str, list[dict]]) -> None:
@@ -91,7 +95,7 @@ def draw(folder: Path, runs: dict[str, list[dict]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
+    figure, panels = plt.subplots(2, 3, figsize=(15, 9), layout="constrained")
     colors = dict(zip(POLICIES, ("tab:green", "tab:blue", "tab:purple", "tab:red")))
     curves = {name: evaluations(lines) for name, lines in runs.items()}
     steps = {name: [line["train/step"] for line in lines] for name, lines in curves.items()}
@@ -106,24 +110,28 @@ def draw(folder: Path, runs: dict[str, list[dict]]) -> None:
     panels[0, 2].set_title("KL to the start, nats per response (training)")
     panels[0, 0].legend()
     for panel, name in zip(panels[1], ("rm", "early_rm")):
-        proxy = POLICIES[name][2]
-        truth = panel.twinx()
-        truth.plot(steps[name], [line["eval/greedy_accuracy"] for line in curves[name]], "s--", color=colors[name])
-        truth.set_ylabel("truth: right answers", color=colors[name])
-        truth.set_ylim(0.6, 1.01)
-        panel.plot(
-            steps[name], [x[f"eval/greedy_{proxy}"] for x in curves[name]], "o-", color="black", label="its own proxy"
+        greedy = {key: [line[f"eval/greedy_{key}"] for line in curves[name]] for key in ("accuracy", "format")}
+        panel.plot(steps[name], greedy["accuracy"], "s--", color=colors[name], label="truth: right answers")
+        panel.plot(steps[name], greedy["format"], ":", color=colors[name], label="truth: format")
+        panel.set_ylabel("truth: share", color=colors[name])
+        panel.set_ylim(0.68, 1.01)
+        score = panel.twinx()
+        drawn = {POLICIES[name][2]: ("o-", "proxy: score trained on")}
+        drawn.setdefault("checkpoint-200", ("o:", "score of the later reward model"))  # for early_rm
+        for proxy, (style, label) in drawn.items():
+            score.plot(
+                steps[name], [x[f"eval/greedy_{proxy}"] for x in curves[name]], style, color="black", label=label
+            )
+        score.set_ylabel("mean score")
+        lines = panel.get_lines() + score.get_lines()
+        panel.legend(
+            lines, [line.get_label() for line in lines], loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2
         )
-        if name == "early_rm":
-            later = [line["eval/greedy_checkpoint-200"] for line in curves[name]]
-            panel.plot(steps[name], later, "o:", color="gray", label="the later reward model, not trained on")
-        panel.legend(loc="lower left")
         panel.set_title(f"{name}: proxy and truth (held out, greedy)")
-        panel.set_ylabel("proxy: mean score")
     right, wrong = zip(*(verdicts(folder / "judge_and_rule", step) for step in steps["judge_and_rule"]))
     panels[1, 2].plot(steps["judge_and_rule"], right, "o-", color="tab:purple", label="right answers")
     panels[1, 2].plot(steps["judge_and_rule"], wrong, "x--", color="tab:purple", label="wrong answers")
-    panels[1, 2].set_title("judge_and_rule: the judge's score (held out, sampled)")
+    panels[1, 2].set_title("judge_and_rule: the judge's scores (held out)")
     panels[1, 2].set_ylim(-0.02, 1.02)
     panels[1, 2].legend()
     for panel in panels.flat:
