@@ -20,7 +20,6 @@ PROGRAMS = "python torchrun deepspeed pip pytest bash vllm curl".split()
 START = rf"(?:\w+=\S+ )*(?:{'|'.join(PROGRAMS)}) "
 PREFIXES = "objective reward policy loss val rollout train time eval rm".split()
 KEY = re.compile(rf"(?:{'|'.join(PREFIXES)})/[a-z_]+")  # of a metric
-EXPECTED = {"docs/pipeline.md", "tools/pipeline.sh"}  # README may name them before they are there
 
 # Flags of programs that the tests do not import: where they are documented.
 OTHER_FLAGS = {
@@ -183,7 +182,7 @@ def check_command(words: list[str]) -> None:
         pass  # nothing of ours is named
     elif program == "bash" or program.endswith(".sh"):
         path = ROOT / (words[0] if program == "bash" else f"tools/{program}")
-        assert path.is_file() or str(path.relative_to(ROOT)) in EXPECTED, path
+        assert path.is_file(), path
         options = [word for word in words if word.startswith("-")]
         assert not options or all(option in path.read_text() for option in options), options
     elif program == "vllm":
@@ -385,7 +384,7 @@ def test_every_file_named_in_the_text_exists(page):
     """`docs/...`, `tools/...`, `tests/...` and so on in inline code."""
     folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("runs", "wandb"))
     named = {m[0] for span in spans(page) for m in re.finditer(rf"\b(?:{folders})/[\w/]+(?:\.\w+)?", span)}
-    assert [name for name in sorted(named) if not (ROOT / name).exists() and name not in EXPECTED] == []
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 FILES = r"(?:(?:common|docs|tools|examples|tests|assets)/.+|[^/]+)\.(?:py|md|sh|txt|toml)"
@@ -408,7 +407,7 @@ def test_readme_lists_every_file_and_no_other():
     tree = dict(fences(ROOT / "README.md"))["text"].strip().splitlines()
     listed = {line.split()[0] for line in tree}
     assert len(listed) == len(tree) >= 25 and all(len(line.split()) >= 3 for line in tree)
-    assert {name for name in listed if not (ROOT / name).exists()} <= EXPECTED
+    assert all((ROOT / name).exists() for name in listed)
     folders = tuple(name for name in listed if name.endswith("/"))
     assert {name for name in tracked() - listed if not name.startswith(folders)} <= {"README.md"}
 
