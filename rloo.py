@@ -1800,7 +1800,9 @@ def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, gener
     """logprobs (B, V) at the temperature -> ids (B,). Keeps the likeliest tokens up to and with the one that reaches top_p."""
     if temperature == 0:
         return logprobs.argmax(-1)
-    probs = logprobs.exp()
+    probs = logprobs.exp().nan_to_num(
+        1.0
+    )  # of a broken model anything: its log-prob of the token is NaN, which is looked at
     if top_p < 1:
         ordered, order = probs.sort(-1, descending=True)
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
@@ -2102,6 +2104,7 @@ class ServerSampler:
             ids = choice["token_ids"]
             if choice["finish_reason"] not in ("stop", "length") or len(ids) != len(own):
                 raise EngineError(f"{row['where']}: the vLLM server gave no whole response ({choice['finish_reason']})")
+            own = [math.nan if x is None else x for x in own]
             parts.append((torch.tensor(ids), torch.tensor(own), choice["finish_reason"] == "length"))
         return parts
 
@@ -2249,6 +2252,34 @@ def make_rollout(records: list[dict], mask_truncated: bool = False) -> Rollout:
         logprobs=torch.zeros(mask.shape),
         ref_logprobs=torch.zeros(mask.shape),
     )
+
+
+def broken_responses(rollout: Rollout) -> dict[int, str]:
+    """Responses with a log-prob or value that is not finite -> which. The same on all ranks, as the rollout is."""
+    tables = {
+        "the sampler's log-probs": rollout.engine_logprobs,
+        "the policy's log-probs": rollout.logprobs,
+        "the reference's log-probs": rollout.ref_logprobs,
+        "the critic's values": rollout.values,
+    }
+    found = {}
+    for name, table in tables.items():
+        rows = [] if table is None else (~table.isfinite()).any(1).nonzero()[:, 0].tolist()
+        for b in rows:
+            found.setdefault(b, f"an update was skipped: {name} were not finite")
+    return found
+
+
+def bad_responses(rollout: Rollout, culprits: dict[int, str], tokenizer, source: str, step: int) -> list[dict]:
+    """Lines of bad_samples.jsonl: one per prompt with responses to blame, and why."""
+    records = []
+    for g, members in rollout.groups:
+        own = [b for b in members if b in culprits]
+        if own:
+            why = {"step": step, "reason": culprits[own[0]], "dataset": source, "row": rollout.row_indices[g]}
+            texts = tokenizer.batch_decode([rollout.response_ids[b] for b in own], skip_special_tokens=True)
+            records.append({**why, "responses": texts})
+    return records
 
 
 def has_signal(record: dict, mask_truncated: bool) -> bool:
@@ -2456,6 +2487,20 @@ def optimizer_step(engine) -> tuple[float, bool]:
     return float(engine.get_global_grad_norm()) if taken else float("nan"), taken
 
 
+def blame(members: list[int], broken: torch.Tensor, world_size: int) -> dict[int, str]:
+    """Of a skipped update's samples those whose own loss was not finite, on any rank, else all of them -> why, for each.
+
+    broken (B,): greater than 0 where a loss on this rank was not finite. Collective: all ranks skip alike.
+    """
+    if world_size > 1:
+        dist.all_reduce(broken)
+    own = [b for b in members if broken[b] > 0]
+    reason = (
+        "its loss was not finite" if own else "the gradients were not finite, though the losses of its samples were"
+    )
+    return dict.fromkeys(own or members, f"an update was skipped: {reason}")
+
+
 def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
     """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call). Otherwise
     the tensors themselves, no copies."""
@@ -2519,15 +2564,16 @@ def update_policy(
     shared: bool,
     ranks: tuple[int, int],
     step: int,
-) -> tuple[dict[str, float], list[bool]]:
-    """num_iterations passes over the rollout in shuffled mini-batches -> metrics and, per optimizer step, whether it was taken.
+) -> tuple[dict[str, float], list[dict[int, str]]]:
+    """num_iterations passes over the rollout in shuffled mini-batches -> metrics and, per optimizer step, which responses are
+    to blame that it was skipped, and why; {}: it was taken.
 
     on_policy: there is one optimizer step, so the log-probs of its own forward are the old ones: the ratio is exactly 1, and
     advantages=None means that they too are computed here, since the KL in the reward needs those log-probs.
     """
     rank, world_size = ranks
     device, clip_high = actor.device, args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
-    sums, ratio_max, norms, taken = {}, torch.zeros((), device=device), [], []
+    sums, ratio_max, norms, skipped = {}, torch.zeros((), device=device), [], []
     totals = {"responses": 0, "tokens": 0}
     group_ids, logprobs_table = rollout.group_ids, torch.zeros(rollout.response_mask.shape)
     advantages_table = torch.zeros(rollout.scores.shape)
@@ -2545,6 +2591,7 @@ def update_policy(
             num_responses, num_tokens = len(members), sum(len(rollout.response_ids[b]) for b in members)
             totals = {"responses": totals["responses"] + num_responses, "tokens": totals["tokens"] + num_tokens}
             packs = list(packs_of_rank(args, rollout, groups, sample_of, shared, rank, world_size, device))
+            broken = torch.zeros(len(rollout.response_ids), device=device)  # (B,)
             for i, pack in enumerate(packs):
                 actor.set_gradient_accumulation_boundary(i == len(packs) - 1)
                 new_logprobs, entropy = actor(pack, with_entropy=True)  # (M,)
@@ -2583,12 +2630,13 @@ def update_policy(
                     loss = loss + args.kl_coef * kl.sum() / num_responses
                     metrics["loss/kl"] = torch.zeros(len(rows), device=device).index_add(0, owner, kl)
                 actor.backward(loss * world_size, scale_wrt_gas=False)
+                broken[rows] = (~(pg_loss + metrics.get("loss/kl", 0.0)).isfinite()).float()
                 for name, values in metrics.items():
                     sums[name] = sums.get(name, 0.0) + values.detach().sum()
                 ratio_max = torch.maximum(ratio_max, metrics["policy/ratio"].max()) if len(rows) else ratio_max
             norm, ok = optimizer_step(actor)
             norms.append(norm)
-            taken.append(ok)
+            skipped.append({} if ok else blame(members, broken, world_size))
     names = sorted(sums)
     sums = torch.stack([sums[name] for name in names])
     if world_size > 1:
@@ -2605,9 +2653,9 @@ def update_policy(
         "objective/advantages_mean": advantages.mean().item(),
         "objective/advantages_std": advantages.std(correction=0).item(),
         "train/grad_norm": float(np.mean([n for n in norms if math.isfinite(n)] or [0.0])),
-        "train/skipped_updates": taken.count(False),
+        "train/skipped_updates": sum(map(bool, skipped)),
     }
-    return metrics, taken
+    return metrics, skipped
 
 
 # =====================================================================================================================
@@ -2713,6 +2761,15 @@ def save_checkpoint(
     return final
 
 
+def stop_skipping(args: Args, run_dir: Path, step: int, saved: Path) -> NoReturn:
+    """--max-skipped-updates in a row. A skipped update leaves no trace, so the weights are those of the last good one."""
+    fail(
+        f"{args.max_skipped_updates} updates in a row were skipped up to step {step}: something was not finite; "
+        f"{run_dir / 'bad_samples.jsonl'} names samples; {saved} has the weights of the last good update: go on from it with "
+        "--resume, and with a lower --learning-rate and --force, or without those samples"
+    )
+
+
 def random_states() -> dict:
     """Of this rank: torch, numpy and Python, of which dropout and reward functions may draw."""
     kind, key, *rest = np.random.get_state()
@@ -2733,7 +2790,9 @@ def write_manifest(folder: Path, ranks: tuple[int, int]) -> None:
     if world_size > 1:
         dist.all_gather_object(parts, own)
     if rank == 0:
-        manifest = {"saved": time.time(), "files": {name: part[name] for part in parts for name in sorted(part)}}
+        older = [read_manifest(path).get("saved", 0) for path in folder.parent.glob("checkpoint-*")]
+        files = {name: part[name] for part in parts for name in sorted(part)}
+        manifest = {"saved": 1 + max(older, default=0), "files": files}  # a number, not a time: clocks jump
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
         for path in [folder / "manifest.json", *filter(Path.is_dir, folder.rglob("*")), folder]:
             sync_to_disk(path)
@@ -3100,7 +3159,7 @@ def main(args: Args) -> dict[str, float]:
     import transformers
     from tqdm import tqdm
 
-    started = time.time()
+    started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     check_args(args, int(os.environ.get("WORLD_SIZE", 1)))
     run_dir = check_output(args)
@@ -3286,10 +3345,10 @@ def main(args: Args) -> dict[str, float]:
         log(first_step, {"train/step": first_step, "train/episode": episode, **last_eval}, samples)
     received, stopped = catch_signals(), False
     bar = tqdm(total=args.total_steps, initial=first_step, desc=SCRIPT, unit="step", disable=not main_rank)
-    train_started = time.time()
+    train_started = time.perf_counter()
     for step in range(first_step + 1, args.total_steps + 1):
         # --- 4. rollout ----------------------------------------------------------------------------------------------
-        t0 = time.time()
+        t0 = time.perf_counter()
         records, kept, encoded, missing, cursor_before = [], [], {}, prompts_per_step, cursor
         for _ in range(args.dynamic_sampling + 1):
             count = max(missing, world_size)
@@ -3316,7 +3375,7 @@ def main(args: Args) -> dict[str, float]:
             ahead = background.submit(draw, step + 1, cursor, prompts_per_step)
         if args.rollout == "vllm":
             sampler.sleep()
-        t1 = time.time()
+        t1 = time.perf_counter()
 
         # --- 5. score ------------------------------------------------------------------------------------------------
         def sample_of(g: int, encoded=encoded, rollout=rollout) -> dict:
@@ -3341,7 +3400,9 @@ def main(args: Args) -> dict[str, float]:
         if rollout.groups and (with_policy or args.kl_coef > 0):
             tables = partial(forward, with_policy=with_policy)
             score_rollout(args, rollout, sample_of, tables, shared, ranks, device)
-        t2 = time.time()
+        broken = broken_responses(rollout)
+        measured = bool(rollout.groups) and not broken and (on_policy or with_policy)  # whether log-probs will be known
+        t2 = time.perf_counter()
 
         # --- 6. advantages -------------------------------------------------------------------------------------------
         # Every rank holds the whole rollout, so these are global without a collective.
@@ -3357,44 +3418,38 @@ def main(args: Args) -> dict[str, float]:
                 advantages = normalize(advantages)
 
         # --- 7. update -----------------------------------------------------------------------------------------------
-        update_metrics, taken, tis_weights = {}, [], None
+        update_metrics, skipped, tis_weights = {}, [], None
         if args.tis_clip:
             tis_weights = sampler_weights(
                 rollout.logprobs, rollout.engine_logprobs, rollout.response_mask, args.tis_clip, args.tis_level,
                 args.tis_mode,
             )  # (B, R)  # fmt: skip
-        if rollout.groups:
+        if broken:
+            update_metrics, skipped = {"train/skipped_updates": 1}, [broken]
+        elif rollout.groups:
             actor.train()
-            update_metrics, taken = update_policy(
+            update_metrics, skipped = update_policy(
                 args, rollout, advantages, tis_weights, on_policy, sample_of, actor, shared, ranks, step
             )
         else:
             logging.getLogger(SCRIPT).warning(f"step {step}: no response is left to learn from, no update")
-        if main_rank and not all(taken):
-            why = {
-                "step": step,
-                "reason": "an update was skipped, its gradients were not finite",
-                "dataset": data["source"],
-            }
-            culprits = [
-                {**why, "row": record["row"], "responses": record["texts"]} for record in kept[:prompts_per_step]
-            ]
-            append_jsonl(run_dir / "bad_samples.jsonl", culprits)
-        for ok in taken:
-            skipped_in_a_row = 0 if ok else skipped_in_a_row + 1
-            if skipped_in_a_row >= args.max_skipped_updates:
-                fail(
-                    f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate"
-                )
+        culprits, hopeless = {}, False
+        for blamed in skipped:
+            culprits |= blamed
+            skipped_in_a_row = skipped_in_a_row + 1 if blamed else 0
+            hopeless = hopeless or skipped_in_a_row >= args.max_skipped_updates
+        if main_rank and culprits:
+            named = bad_responses(rollout, culprits, tokenizer, data["source"], step)
+            append_jsonl(run_dir / "bad_samples.jsonl", named)
         if args.ref_sync_steps and step % args.ref_sync_steps == 0:
             sync_reference(args, actor, reference)
-        t3 = time.time()
+        t3 = time.perf_counter()
 
         # --- 8. sync weights -----------------------------------------------------------------------------------------
         if ahead is not None:  # it is to end with the weights that it began with
             concurrent.futures.wait([ahead])
         sync_sampler(step)
-        t4 = time.time()
+        t4 = time.perf_counter()
 
         # --- 9. log --------------------------------------------------------------------------------------------------
         mask = rollout.response_mask
@@ -3402,7 +3457,7 @@ def main(args: Args) -> dict[str, float]:
         episode += sum(len(record["response_ids"]) for record in records)
         metrics = {"train/step": step, "train/episode": episode, "train/learning_rate": actor.get_lr()[0]}
         metrics |= update_metrics | rollout_metrics(records)
-        if rollout.groups and (on_policy or with_policy):
+        if measured:
             gap = (rollout.engine_logprobs - rollout.logprobs).abs()[mask]
             metrics["objective/entropy"] = (-(rollout.logprobs * mask).sum(1)).mean().item()
             metrics["rollout/engine_logprob_diff_mean"] = gap.mean().item()
@@ -3447,10 +3502,14 @@ def main(args: Args) -> dict[str, float]:
         log(step, metrics, samples)
         if main_rank and evaluated:
             draw_curves(run_dir, PANELS)
-            if rollout.groups and (on_policy or with_policy):
+            if measured:
                 draw_gap(run_dir, step, (rollout.engine_logprobs - rollout.logprobs)[mask])
-        if last or stopped or (args.save_steps and step % args.save_steps == 0):
+        if hopeless:
+            skipped_in_a_row = 0  # of a run that goes on from here
+        if last or stopped or hopeless or (args.save_steps and step % args.save_steps == 0):
             saved = save(step)
+        if hopeless:
+            stop_skipping(args, run_dir, step, saved)
         if stopped:
             break
 
@@ -3467,8 +3526,8 @@ def main(args: Args) -> dict[str, float]:
                 for mode in ("sampled", "greedy")
             )
         print(
-            f"{gain or 'no held-out prompts'} · training {time.time() - train_started:.0f} s, "
-            f"in all {time.time() - started:.0f} s · {saved}",
+            f"{gain or 'no held-out prompts'} · training {time.perf_counter() - train_started:.0f} s, "
+            f"in all {time.perf_counter() - started:.0f} s · {saved}",
             flush=True,
         )
     if main_rank:

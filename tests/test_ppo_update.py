@@ -432,22 +432,12 @@ def test_step_with_nan_gradient_is_skipped_and_leaves_no_trace(dtype, zero_stage
     before = weights(call["actor"])
     with monkeypatch.context() as patch:
         spoil(patch, lambda step: True)
-        metrics, taken = ppo_vl.update(**call)
-    assert metrics["train/skipped_updates"] == 4 and taken == [False] * 4
+        metrics, skipped = ppo_vl.update(**call)
+    assert metrics["train/skipped_updates"] == 4 and len(skipped) == 4 and all(skipped)
     assert torch.equal(weights(call["actor"]), before)
-    metrics, taken = ppo_vl.update(**call)
-    assert metrics["train/skipped_updates"] == 0 and taken == [True] * 4
+    metrics, skipped = ppo_vl.update(**call)
+    assert metrics["train/skipped_updates"] == 0 and skipped == [{}] * 4
     assert weights(call["actor"]).isfinite().all() and not torch.equal(weights(call["actor"]), before)
-
-
-def test_run_stops_after_too_many_skipped_steps_in_a_row(argv, tmp_path, monkeypatch, capfd):
-    spoil(monkeypatch, lambda step: True)
-    with pytest.raises(SystemExit) as stopped:
-        ppo_vl.main(ppo_vl.parse_args(argv(max_skipped_updates=3, total_steps=9)))
-    assert stopped.value.code == 2
-    message = capfd.readouterr().err
-    assert "not finite" in message and "Traceback" not in message
-    assert not list((tmp_path / "runs/run").glob("checkpoint*"))
 
 
 def test_skipped_steps_that_are_not_in_a_row_do_not_stop_the_run(run, monkeypatch):
