@@ -882,10 +882,15 @@ def sample_frames(total: int, rate: float, fps: float, least: int) -> list[int]:
 
 @functools.lru_cache
 def special_tokens(processor) -> re.Pattern:
-    """Any token of the tokenizer that steers: end of turn, placeholder of a picture, padding. The longest of them first."""
+    """Any token of the tokenizer that steers: end of turn, placeholder of a picture, padding. The longest of them first.
+    <|pad|> is one in any case: reward_bt.py adds it to a tokenizer where pad is EOS, after the data was looked at."""
     tokenizer = getattr(processor, "tokenizer", processor)
     tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    tokens |= {*tokenizer.all_special_tokens, *(getattr(processor, f"{kind}_token", "") for kind in ("image", "video"))}
+    tokens |= {
+        "<|pad|>",
+        *tokenizer.all_special_tokens,
+        *(getattr(processor, f"{kind}_token", "") for kind in ("image", "video")),
+    }
     tokens = sorted({token.strip() for token in tokens} - {""}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 

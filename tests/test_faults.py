@@ -411,9 +411,9 @@ def test_too_many_skipped_updates_in_a_row_save_and_end_the_run(script, main_of,
     folder = Path(main_of(script, resume="auto", total_steps=2, max_steps=2))
     first, second = (load_file(next((folder / f"checkpoint-{n}").glob("**/model.safetensors"))) for n in (1, 2))
     start = load_file(f"{tiny_text_model}/model.safetensors")
-    same = [torch.equal(first[name], start[name]) for name in first.keys() & start.keys()]
+    same = [torch.equal(first[name][: len(x)], x) for name, x in start.items() if name in first]  # and a pad token
     assert len(same) > 9 and all(same) and any(not torch.equal(first[name], second[name]) for name in first)
-    assert skipped_updates(folder) == [4 if script == "ppo_vl" else 1, 0]
+    assert skipped_updates(folder) == [2 if script in ("ppo_vl", "rloo") else 1, 0]  # two passes in a step
 
 
 ROLLOUTS = ["ppo_vl", "rloo"]
