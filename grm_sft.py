@@ -2155,7 +2155,9 @@ def packs_of_batch(args: Args, model, processor, data: dict, members: list[int],
             response_lengths[b] = len(entries[b]["ids"]) - start
     plan = plan_packs(groups, prompt_lengths, response_lengths, args.micro_batch_tokens, world_size)[rank]
     fillers = {}
-    if args.zero_stage == 3 and world_size > 1:  # all ranks gather the vision tower, or none, for images and for videos
+    if args.zero_stage > 0 and world_size > 1:
+        # All ranks gather the vision tower (ZeRO-3), and have gradients of it to reduce (1 and 2), or none: for images, and for
+        # videos. Else their buckets of gradients differ.
         fillers = {kind: g for g, own in reversed(groups) for kind in entries[own[0]]["media"]}
     for pieces in plan:
         pieces = pieces or [(0, [])]  # a prompt without responses: no loss, but the same collectives

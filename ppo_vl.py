@@ -2742,9 +2742,9 @@ def packs_of_rank(args: Args, rollout: Rollout, groups, sample_of, shared: bool,
     plan = plan_packs(groups, rollout.prompt_lengths, lengths, args.micro_batch_tokens, world_size)[rank]
     filler = [(groups[0][0], [])]  # a prompt without responses: no loss, but the same collectives
     with_media = {}
-    if (
-        args.zero_stage == 3 and world_size > 1
-    ):  # all ranks gather the vision tower, or none: for images, and for videos
+    if args.zero_stage > 0 and world_size > 1:
+        # All ranks gather the vision tower (ZeRO-3), and have gradients of it to reduce (1 and 2), or none: for images, and for
+        # videos. Else their buckets of gradients differ.
         with_media = {kind: g for g, _ in reversed(groups) for kind in ("images", "videos") if sample_of(g)[kind]}
     for pieces in plan:
         pieces = pieces or filler

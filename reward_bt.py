@@ -1685,9 +1685,9 @@ def packs_of_rankings(
 
     filler = [(0, [])]  # a prompt without responses: no loss, but the same collectives
     with_media = {}
-    if (
-        args.zero_stage == 3 and world_size > 1
-    ):  # all ranks gather the vision tower, or none: for images, and for videos
+    if args.zero_stage > 0 and world_size > 1:
+        # All ranks gather the vision tower (ZeRO-3), and have gradients of it to reduce (1 and 2), or none: for images, and for
+        # videos. Else their buckets of gradients differ.
         rows = {g: get_ranking(data, indices[g]) for g, _ in reversed(groups)}
         with_media = {kind: g for g, row in rows.items() for kind in ("images", "videos") if row[kind]}
     for pieces in plan:

@@ -18,7 +18,7 @@ ROLLOUT = {
     "total_steps": 2, "rollout_batch_size": 12, "num_samples_per_prompt": 4, "train_batch_size": 12, "eval_num_samples": 2,
     "max_response_length": 8, "kl_coef": 0.1,
 }  # fmt: skip
-ONE_PROMPT = {"rollout_batch_size": 4, "train_batch_size": 4}
+ONE_PROMPT = {"rollout_batch_size": 8, "train_batch_size": 4}  # a step of the optimizer
 # name: (script, ZeRO stages, flags)
 RUNS = {
     "ppo_vl": ("ppo_vl", (0, 2, 3), {**ROLLOUT, "num_ppo_epochs": 2, "ema_beta": 0.5}),
@@ -38,11 +38,16 @@ def write_data(folder: Path, rows: list[dict]) -> None:
     """Seven rows for each script, every third without a picture, and a reward."""
     some = [{"prompt": row["prompt"], "answer": row["answer"], "images": [row["image"]]} for row in rows[:7]]
     some[1]["images"] = some[4]["images"] = []
+    verdicts = [f"<answer>Answer {i % 2 + 1} is better</answer>" for i in range(7)]
+    answers = [[row["answer"], "none"][:: 1 - 2 * (i % 2)] for i, row in enumerate(some)]
     kinds = {
         "ppo_vl": some,
         "rloo": some,
         "reward_bt": [{**row, "chosen": row["answer"], "rejected": "?" * (i % 3 + 1)} for i, row in enumerate(some)],
-        "grm_sft": [{**row, "response": f"<answer>{row.pop('answer')}</answer>"} for row in map(dict, some)],
+        "grm_sft": [
+            {"prompt": row["prompt"], "images": row["images"], "answer_0": a, "answer_1": b, "response": verdict}
+            for row, (a, b), verdict in zip(some, answers, verdicts)
+        ],
     }
     for script, own in kinds.items():
         write_jsonl(folder / f"{script}.jsonl", own)
