@@ -240,7 +240,7 @@ def fail(message: str) -> NoReturn:
     if not main_process():  # where all ranks fail alike, rank 0 says it, and the launcher ends the others
         with contextlib.suppress(ValueError):  # in a thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)
+        time.sleep(15)  # on a busy machine rank 0 takes a while to end
     tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also while a progress bar stands there
     raise SystemExit(2)
 
@@ -1605,7 +1605,17 @@ def optimizer_step(engine) -> tuple[float, bool]:
         return float(norm), finite
     engine.step()
     taken = engine.was_step_applied()
-    return float(engine.get_global_grad_norm()) if taken else float("nan"), taken
+    norm = float(engine.get_global_grad_norm()) if taken else float("nan")
+    # A parameter without gradients in the next step, such as a vision tower's in one without pictures, would have those of this
+    # step again (DeepSpeed 0.19): ZeRO-3 keeps them in this buffer, an offloaded optimizer in its groups.
+    optimizer = engine.optimizer
+    kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        kept += [group.grad for group in getattr(optimizer, name, [])]
+    for gradients in kept:
+        if gradients is not None:
+            gradients.zero_()
+    return norm, taken
 
 
 def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
@@ -1685,9 +1695,9 @@ def packs_of_rankings(
 
     filler = [(0, [])]  # a prompt without responses: no loss, but the same collectives
     with_media = {}
-    if args.zero_stage > 0 and world_size > 1:
-        # All ranks gather the vision tower (ZeRO-3), and have gradients of it to reduce (1 and 2), or none: for images, and for
-        # videos. Else their buckets of gradients differ.
+    if args.zero_stage > 0:
+        # In all packs of a step, on all ranks, or in none: ZeRO-3 gathers the vision tower for images, and for videos, 1 and 2
+        # reduce its gradients in buckets, which would differ; and DeepSpeed adds a pack's gradients to what the first one left.
         rows = {g: get_ranking(data, indices[g]) for g, _ in reversed(groups)}
         with_media = {kind: g for g, row in rows.items() for kind in ("images", "videos") if row[kind]}
     for pieces in plan:
