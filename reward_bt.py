@@ -1519,6 +1519,7 @@ def init_distributed() -> tuple[int, int, torch.device]:
     if not dist.is_initialized():
         backend = "nccl" if cuda else "gloo"
         if "RANK" in os.environ:
+            sys.excepthook = show_error
             dist.init_process_group(backend, timeout=timedelta(hours=2))  # one rank may wait long for a reward server
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -1531,6 +1532,22 @@ def init_distributed() -> tuple[int, int, torch.device]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return rank, world_size, device
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether a collective broke since another rank has ended."""
+    return isinstance(error, RuntimeError) and re.search("gloo|nccl|connection", str(error), re.I) is not None
+
+
+def show_error(kind, error: BaseException, trace) -> None:
+    """sys.excepthook of several ranks: one that has lost another one says so, and the traceback is the other's."""
+    if lost_a_rank(error):
+        rank = os.environ["RANK"]
+        print(
+            f"rank {rank} ends: it lost another rank, which says why ({one_line(error)})", file=sys.stderr, flush=True
+        )
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def deepspeed_config(args: Args, dtype: torch.dtype, train: bool) -> dict:
@@ -2134,6 +2151,8 @@ def writing(path: Path):
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
+        if lost_a_rank(error):
+            raise
         name = getattr(error, "filename", None) or path
         fail(f"{name} can't be written ({one_line(error)}); make room or make it writable, and go on with --resume")
 

@@ -418,23 +418,26 @@ def test_a_folder_that_became_read_only(finished, tmp_path, capfd):
 DRIVER = """
 import os, sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-import json, test_resume
-script, flags = json.loads(sys.argv[1])
+import json, pathlib, test_resume
+script, flags = json.loads(pathlib.Path(__file__).with_name("run.json").read_text())
 test_resume.main_of(script, flags)
 """
 
 
 def start(script: str, flags: dict, folder: Path, launcher: tuple = ()) -> subprocess.Popen:
     (folder / "driver.py").write_text(DRIVER.format(root=str(ROOT)))
-    words = [sys.executable, *launcher, folder / "driver.py", json.dumps([script, flags], default=str)]
-    return subprocess.Popen([str(w) for w in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    (folder / "run.json").write_text(json.dumps([script, flags], default=str))
+    words, env = [sys.executable, *launcher, folder / "driver.py"], {**os.environ, "DS_ACCELERATOR": "cpu"}
+    return subprocess.Popen(
+        [str(w) for w in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    )
 
 
 def wait_for(condition, process, seconds: float = 120) -> None:
-    end = time.time() + seconds
+    end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()[0][-3000:]
-        assert time.time() < end
+        assert time.monotonic() < end
         time.sleep(0.02)
 
 
@@ -473,18 +476,25 @@ def test_a_second_interrupt_ends_at_once(tiny_text_model, tmp_path):
     process.send_signal(signal.SIGINT)
     time.sleep(1)
     assert process.poll() is None
-    began = time.time()
+    began = time.monotonic()
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130 and time.time() - began < 5 and "Traceback" not in out, out[-3000:]
+    assert process.returncode == 130 and time.monotonic() - began < 5 and "Traceback" not in out, out[-3000:]
     assert not list(metrics.parent.glob("checkpoint-*"))
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port")
+
+
+def launcher_of(name: str) -> tuple:
+    from test_ppo_update import free_port
+
+    return TORCHRUN if name == "torchrun" else (*DEEPSPEED, free_port())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["rloo", "reward_bt"])
+@pytest.mark.parametrize("script", ["rloo"])
 def test_two_ranks_stop_together(script, tiny_text_model, tmp_path):
     """SIGTERM to the launcher, as from a cluster: it hands it on, and both ranks save after the same step."""
     flags, metrics = endless(script, tmp_path, tiny_text_model)
@@ -498,23 +508,46 @@ def test_two_ranks_stop_together(script, tiny_text_model, tmp_path):
     assert len(list(saved.glob("state/rng_*.pt"))) == 2
 
 
+def ranks_of(process: subprocess.Popen) -> dict[int, int]:
+    """Rank -> process id, of what a launcher started."""
+    import psutil
+
+    children = [child for child in psutil.Process(process.pid).children(recursive=True) if child.environ().get("RANK")]
+    return {int(child.environ()["RANK"]): child.pid for child in reversed(children)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_ends_the_others(rank, tiny_text_model, tmp_path):
+@pytest.mark.parametrize("launcher, rank", [("torchrun", 0), ("deepspeed", 1)])
+def test_a_rank_that_dies_ends_the_others(launcher, rank, tiny_text_model, tmp_path):
     flags, metrics = endless("rloo", tmp_path, tiny_text_model)
-    process = start("rloo", flags, tmp_path, TORCHRUN)
+    process = start("rloo", flags, tmp_path, launcher_of(launcher))
     wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, process)
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
-    ranks = {}
-    for pid in map(int, children.split()):
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        ranks[int(next(x for x in environment if x.startswith(b"RANK=")).split(b"=")[1])] = pid
-    began = time.time()
+    ranks, began = ranks_of(process), time.monotonic()
+    assert sorted(ranks) == [0, 1]
     os.kill(ranks[rank], signal.SIGKILL)
     out, _ = process.communicate(timeout=120)
-    assert time.time() - began < 60 and process.returncode != 0
-    assert "SIGKILL" in out or "exitcode: -9" in out, out[-3000:]
+    assert time.monotonic() - began < 60 and process.returncode != 0
+    assert "SIGKILL" in out or "exitcode: -9" in out or "return code = -9" in out, out[-3000:]
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+    assert f"rank {1 - rank} ends" in out or "Traceback" not in out.split("Root Cause")[0], out[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher, rank", [("torchrun", 1), ("deepspeed", 0)])
+def test_a_rank_that_fails_alone_ends_the_others_with_its_sentence(launcher, rank, tiny_text_model, tmp_path):
+    """Its reward raises, while the other one waits for its share of the rollout."""
+    flags, metrics = endless("rloo", tmp_path, tiny_text_model)
+    Path(flags["rewards"][0].split(":")[0]).write_text(
+        "import os, time\ncalls = []\n\ndef score(completion_ids, **columns):\n    calls.append(1)\n"
+        f"    if len(calls) == 5 and os.environ['RANK'] == '{rank}':\n"
+        f"        open({str(tmp_path / 'time')!r}, 'w').write(str(time.monotonic()))\n        raise ValueError('no more')\n"
+        "    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
+    )
+    process = start("rloo", flags, tmp_path, launcher_of(launcher))
+    out, _ = process.communicate(timeout=300)
+    assert time.monotonic() - float((tmp_path / "time").read_text()) < 60 and process.returncode != 0
+    assert out.count("error: reward function score raised ValueError: no more") == 1, out[-3000:]
+    assert f"rank {1 - rank} ends" in out and "no more" not in out.split("error: ")[0], out[-3000:]
 
 
 @pytest.mark.slow
