@@ -2057,7 +2057,10 @@ class ServerSampler:
             stamps = self.stamps(urls)
             with concurrent.futures.ThreadPoolExecutor(32) as pool:
                 ask = partial(self.ask_for_one, num_samples=num_samples, temperature=temperature)
-                answers = list(pool.map(ask, urls, rows, samples, seeds))
+                try:
+                    answers = list(pool.map(ask, urls, rows, samples, seeds))
+                except (LookupError, TypeError, ValueError) as error:
+                    raise EngineError(f"a vLLM server gave an answer of another form ({one_line(error)})") from error
             if self.stamps(urls) == stamps:  # else one was restarted meanwhile and may have answered with old weights
                 break
         parts = [part for answer in answers for part in answer]

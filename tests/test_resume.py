@@ -584,7 +584,7 @@ def test_all_ranks_that_fail_alike_say_it_once(tiny_text_model, tmp_path):
 
 
 KILLS = """
-import importlib, json, os, random, signal, sys, time
+import importlib, json, os, pathlib, random, signal, sys, time
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import test_resume, torch, transformers
 torch.set_num_threads(1)
@@ -610,20 +610,28 @@ for script, flags, steps, kills in runs:
     setup = time.monotonic() - began
     assert os.waitpid(child, 0)[1] == 0
     step = (time.monotonic() - began - setup) / steps
+    metrics = pathlib.Path(flags["output_dir"], "part/metrics.jsonl")
+    lines = lambda: len(metrics.read_text().splitlines()) if metrics.exists() else 0
     for number in range(kills):
-        child = go(script, flags, "part")
-        time.sleep(draw.uniform(0.5 * setup, setup + 3 * step))
+        before, child = lines(), go(script, flags, "part")
+        if number % 3 == 0:  # while it starts
+            time.sleep(draw.uniform(0.1, 0.9) * setup)
+        else:  # in a step, or while it saves
+            while lines() <= before:
+                assert os.waitpid(child, os.WNOHANG) == (0, 0), (script, number)
+                time.sleep(0.005)
+            time.sleep(draw.uniform(0, 1) * step)
         os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
         assert status == signal.SIGKILL, (status, script, number)
-        print("killed", script, number, flush=True)
+        print("killed", script, number, lines(), flush=True)
     assert os.waitpid(go(script, flags, "part"), 0)[1] == 0
 """
 
 
 @pytest.mark.slow
 def test_thirty_kills_at_random_moments_change_nothing(tiny_text_model, tmp_path):
-    runs, steps = [], 20
+    runs, steps = [], 16
     for script, kills in zip(SCRIPTS, (8, 8, 7, 7)):
         (tmp_path / script).mkdir()
         flags = flags_of(script, tmp_path / script, tiny_text_model)
