@@ -257,7 +257,7 @@ def fail(message: str) -> NoReturn:
     if not main_process():  # where all ranks fail alike, rank 0 says it, and the launcher ends the others
         with contextlib.suppress(ValueError):  # in a thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)
+        time.sleep(15)  # on a busy machine rank 0 takes a while to end
     tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also while a progress bar stands there
     raise SystemExit(2)
 
@@ -882,10 +882,15 @@ def sample_frames(total: int, rate: float, fps: float, least: int) -> list[int]:
 
 @functools.lru_cache
 def special_tokens(processor) -> re.Pattern:
-    """Any token of the tokenizer that steers: end of turn, placeholder of a picture, padding. The longest of them first."""
+    """Any token of the tokenizer that steers: end of turn, placeholder of a picture, padding. The longest of them first.
+    <|pad|> is one in any case: reward_bt.py adds it to a tokenizer where pad is EOS, after the data was looked at."""
     tokenizer = getattr(processor, "tokenizer", processor)
     tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    tokens |= {*tokenizer.all_special_tokens, *(getattr(processor, f"{kind}_token", "") for kind in ("image", "video"))}
+    tokens |= {
+        "<|pad|>",
+        *tokenizer.all_special_tokens,
+        *(getattr(processor, f"{kind}_token", "") for kind in ("image", "video")),
+    }
     tokens = sorted({token.strip() for token in tokens} - {""}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
@@ -1590,7 +1595,9 @@ def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, gener
     """logprobs (B, V) at the temperature -> ids (B,). Keeps the likeliest tokens up to and with the one that reaches top_p."""
     if temperature == 0:
         return logprobs.argmax(-1)
-    probs = logprobs.exp()
+    probs = logprobs.exp().nan_to_num(
+        1.0
+    )  # of a broken model anything: its log-prob of the token is NaN, which is looked at
     if top_p < 1:
         ordered, order = probs.sort(-1, descending=True)
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
@@ -1840,7 +1847,10 @@ class ServerSampler:
             stamps = self.stamps(urls)
             with concurrent.futures.ThreadPoolExecutor(32) as pool:
                 ask = partial(self.ask_for_one, num_samples=num_samples, temperature=temperature)
-                answers = list(pool.map(ask, urls, rows, samples, seeds))
+                try:
+                    answers = list(pool.map(ask, urls, rows, samples, seeds))
+                except (LookupError, TypeError, ValueError) as error:
+                    raise EngineError(f"a vLLM server gave an answer of another form ({one_line(error)})") from error
             if self.stamps(urls) == stamps:  # else one was restarted meanwhile and may have answered with old weights
                 break
         parts = [part for answer in answers for part in answer]
@@ -1892,6 +1902,7 @@ class ServerSampler:
             ids = choice["token_ids"]
             if choice["finish_reason"] not in ("stop", "length") or len(ids) != len(own):
                 raise EngineError(f"{row['where']}: the vLLM server gave no whole response ({choice['finish_reason']})")
+            own = [math.nan if x is None else x for x in own]
             parts.append((torch.tensor(ids), torch.tensor(own), choice["finish_reason"] == "length"))
         return parts
 
@@ -1958,6 +1969,7 @@ def init_distributed() -> tuple[int, int, torch.device]:
     if not dist.is_initialized():
         backend = "nccl" if cuda else "gloo"
         if "RANK" in os.environ:
+            sys.excepthook = show_error
             dist.init_process_group(backend, timeout=timedelta(hours=2))  # one rank may wait long for a reward server
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -1970,6 +1982,22 @@ def init_distributed() -> tuple[int, int, torch.device]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return rank, world_size, device
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether a collective broke since another rank has ended."""
+    return isinstance(error, RuntimeError) and re.search("gloo|nccl|connection", str(error), re.I) is not None
+
+
+def show_error(kind, error: BaseException, trace) -> None:
+    """sys.excepthook of several ranks: one that has lost another one says so, and the traceback is the other's."""
+    if lost_a_rank(error):
+        rank = os.environ["RANK"]
+        print(
+            f"rank {rank} ends: it lost another rank, which says why ({one_line(error)})", file=sys.stderr, flush=True
+        )
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def deepspeed_config(args: Args, dtype: torch.dtype, train: bool) -> dict:
@@ -2044,7 +2072,31 @@ def optimizer_step(engine) -> tuple[float, bool]:
         return float(norm), finite
     engine.step()
     taken = engine.was_step_applied()
-    return float(engine.get_global_grad_norm()) if taken else float("nan"), taken
+    norm = float(engine.get_global_grad_norm()) if taken else float("nan")
+    # A parameter without gradients in the next step, such as a vision tower's in one without pictures, would have those of this
+    # step again (DeepSpeed 0.19): ZeRO-3 keeps them in this buffer, an offloaded optimizer in its groups.
+    optimizer = engine.optimizer
+    kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        kept += [group.grad for group in getattr(optimizer, name, [])]
+    for gradients in kept:
+        if gradients is not None:
+            gradients.zero_()
+    return norm, taken
+
+
+def blame(members: list[int], broken: torch.Tensor, world_size: int) -> dict[int, str]:
+    """Of a skipped update's samples those whose own loss was not finite, on any rank, else all of them -> why, for each.
+
+    broken (B,): greater than 0 where a loss on this rank was not finite. Collective: all ranks skip alike.
+    """
+    if world_size > 1:
+        dist.all_reduce(broken)
+    own = [b for b in members if broken[b] > 0]
+    reason = (
+        "its loss was not finite" if own else "the gradients were not finite, though the losses of its samples were"
+    )
+    return dict.fromkeys(own or members, f"an update was skipped: {reason}")
 
 
 def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
@@ -2138,7 +2190,9 @@ def packs_of_batch(args: Args, model, processor, data: dict, members: list[int],
             response_lengths[b] = len(entries[b]["ids"]) - start
     plan = plan_packs(groups, prompt_lengths, response_lengths, args.micro_batch_tokens, world_size)[rank]
     fillers = {}
-    if args.zero_stage == 3 and world_size > 1:  # all ranks gather the vision tower, or none, for images and for videos
+    if args.zero_stage > 0:
+        # In all packs of a step, on all ranks, or in none: ZeRO-3 gathers the vision tower for images, and for videos, 1 and 2
+        # reduce its gradients in buckets, which would differ; and DeepSpeed adds a pack's gradients to what the first one left.
         fillers = {kind: g for g, own in reversed(groups) for kind in entries[own[0]]["media"]}
     for pieces in plan:
         pieces = pieces or [(0, [])]  # a prompt without responses: no loss, but the same collectives
@@ -2161,18 +2215,24 @@ def packs_of_batch(args: Args, model, processor, data: dict, members: list[int],
 
 def train_step(
     args: Args, model, processor, data: dict, members: list[int], engine, shared: bool, ranks: tuple[int, int]
-) -> tuple[dict[str, float], bool]:
-    """One optimizer step on some entries of the data -> metrics, and whether it was taken."""
+) -> tuple[dict[str, float], dict[int, str]]:
+    """One optimizer step on some entries of the data -> metrics, and which of them are to blame that it was skipped, and why;
+    {}: it was taken."""
     world_size = ranks[1]
     # The denominator: trained tokens of the whole optimizer step, on all ranks. DeepSpeed averages gradients over ranks,
     # hence the factor world_size; scale_wrt_gas=False keeps it from dividing again.
     num_tokens = sum(int(data["entries"][m]["mask"].sum()) for m in members)
     sums, tokens = torch.zeros((), device=engine.device), 0
     packs = list(packs_of_batch(args, model, processor, data, members, shared, ranks))
-    for i, (pack, _, _) in enumerate(packs):
+    place = {member: i for i, member in enumerate(members)}
+    broken = torch.zeros(len(members), device=engine.device)  # (n,)
+    for i, (pack, owners, counts) in enumerate(packs):
         engine.set_gradient_accumulation_boundary(i == len(packs) - 1)
-        loss, metrics = next_token_loss(engine(pack)[0], num_tokens)
+        logprobs = engine(pack)[0]  # (M,)
+        loss, metrics = next_token_loss(logprobs, num_tokens)
         engine.backward(loss * world_size, scale_wrt_gas=False)
+        for member, own in zip(owners, logprobs.detach().split(counts)):
+            broken[place[member]] = (~own.sum().isfinite()).float()
         sums = sums + metrics["loss/sft"]
         tokens += pack.num_tokens
     norm, taken = optimizer_step(engine)
@@ -2180,7 +2240,8 @@ def train_step(
     if world_size > 1:
         dist.all_reduce(sums)
     metrics = {"loss/sft": sums[0].item(), "train/grad_norm": norm, "train/trained_tokens": num_tokens}
-    return metrics | {"train/packed_tokens": sums[1].item()}, taken
+    culprits = {} if taken else blame(list(range(len(members))), broken, world_size)
+    return metrics | {"train/packed_tokens": sums[1].item()}, {members[i]: why for i, why in culprits.items()}
 
 
 # =====================================================================================================================
@@ -2334,6 +2395,15 @@ def save_checkpoint(
     return final
 
 
+def stop_skipping(args: Args, run_dir: Path, step: int, saved: Path) -> NoReturn:
+    """--max-skipped-updates in a row. A skipped update leaves no trace, so the weights are those of the last good one."""
+    fail(
+        f"{args.max_skipped_updates} updates in a row were skipped up to step {step}: something was not finite; "
+        f"{run_dir / 'bad_samples.jsonl'} names samples; {saved} has the weights of the last good update: go on from it with "
+        "--resume, and with a lower --learning-rate and --force, or without those samples"
+    )
+
+
 def random_states() -> dict:
     """Of this rank: torch, numpy and Python, of which dropout and reward functions may draw."""
     kind, key, *rest = np.random.get_state()
@@ -2354,7 +2424,9 @@ def write_manifest(folder: Path, ranks: tuple[int, int]) -> None:
     if world_size > 1:
         dist.all_gather_object(parts, own)
     if rank == 0:
-        manifest = {"saved": time.time(), "files": {name: part[name] for part in parts for name in sorted(part)}}
+        older = [read_manifest(path).get("saved", 0) for path in folder.parent.glob("checkpoint-*")]
+        files = {name: part[name] for part in parts for name in sorted(part)}
+        manifest = {"saved": 1 + max(older, default=0), "files": files}  # a number, not a time: clocks jump
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
         for path in [folder / "manifest.json", *filter(Path.is_dir, folder.rglob("*")), folder]:
             sync_to_disk(path)
@@ -2603,6 +2675,8 @@ def writing(path: Path):
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
+        if lost_a_rank(error):
+            raise
         name = getattr(error, "filename", None) or path
         fail(f"{name} can't be written ({one_line(error)}); make room or make it writable, and go on with --resume")
 
@@ -2728,7 +2802,7 @@ def main(args: Args) -> dict[str, float]:
     import transformers
     from tqdm import tqdm
 
-    started = time.time()
+    started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     check_args(args, int(os.environ.get("WORLD_SIZE", 1)))
     run_dir = check_output(args)
@@ -2842,7 +2916,7 @@ def main(args: Args) -> dict[str, float]:
         sampler.sync(step, run_dir)
         if args.zero_stage == 3 and args.rollout != "hf":  # its log-probs are asked for all the same
             sync_rollout_model(model, rollout_model)
-        began = time.time()
+        began = time.perf_counter()
         judge_model = rollout_model or model
         try:
             metrics, records = evaluate_judge(judge_model, processor, eval_data, args, end_ids, shared, ranks, sampler)
@@ -2850,12 +2924,13 @@ def main(args: Args) -> dict[str, float]:
             fail(f"evaluation at step {step}: {error}; go on from the last checkpoint in {run_dir}")
         if args.rollout == "vllm":
             sampler.sleep()
-        metrics["time/eval"] = time.time() - began
+        metrics["time/eval"] = time.perf_counter() - began
         if main_rank:
             write_text(run_dir / "eval" / f"eval_step_{step}.json", json.dumps(records, indent=1, default=str))
             draw_judged(run_dir, step, records, eval_data)
         value = metrics[f"eval/{args.best_metric}"]
-        if step > 0 and (best is None or (value < best if args.best_metric == "loss" else value > best)):
+        better = best is None or (value < best if args.best_metric == "loss" else value > best)
+        if step > 0 and math.isfinite(value) and better:
             best = value
             save_best(args, run_dir, step, model, processor, metrics, ranks)
         return metrics
@@ -2871,11 +2946,11 @@ def main(args: Args) -> dict[str, float]:
         log(first_step, {"train/step": first_step, "train/episode": cursor, **last_eval})
     received, stopped = catch_signals(), False
     bar = tqdm(total=total_steps, initial=first_step, desc=SCRIPT, unit="step", disable=not main_rank)
-    train_started, metrics = time.time(), {}
+    train_started, metrics = time.perf_counter(), {}
     for step in range(first_step + 1, total_steps + 1):
         # --- 4. rollout ----------------------------------------------------------------------------------------------
         # There is none: the answers are given. The next rows of the shuffled epochs, the same on all ranks.
-        t0 = time.time()
+        t0 = time.perf_counter()
         members = batch_entries(cursor, args.batch_size, data["groups"], args.seed)
         cursor += len(members)
 
@@ -2885,23 +2960,21 @@ def main(args: Args) -> dict[str, float]:
 
         # --- 7. update -----------------------------------------------------------------------------------------------
         engine.train()
-        step_metrics, taken = train_step(args, model, processor, data, members, engine, shared, ranks)
-        if main_rank and not taken:
-            why, entries = (
-                {"step": step, "reason": "an update was skipped, its gradients were not finite"},
-                [data["entries"][m] for m in members],
-            )
-            places = [(data["sources"][entry["source"]]["source"], entry["index"]) for entry in entries]
-            append_jsonl(run_dir / "bad_samples.jsonl", [{**why, "dataset": name, "row": i} for name, i in places])
-        skipped_in_a_row = 0 if taken else skipped_in_a_row + 1
-        if skipped_in_a_row >= args.max_skipped_updates:
-            fail(f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate")
+        step_metrics, culprits = train_step(args, model, processor, data, members, engine, shared, ranks)
+        skipped_in_a_row = skipped_in_a_row + 1 if culprits else 0
+        hopeless = skipped_in_a_row >= args.max_skipped_updates
+        if main_rank and culprits:
+            named = []
+            for entry, why in ((data["entries"][member], why) for member, why in culprits.items()):
+                name = data["sources"][entry["source"]]["source"]
+                named.append({"step": step, "reason": why, "dataset": name, "row": entry["index"]})
+            append_jsonl(run_dir / "bad_samples.jsonl", named)
 
         # --- 8. sync weights -----------------------------------------------------------------------------------------
         # Where there is a copy that generates (ZeRO-3), before an evaluation.
 
         # --- 9. log --------------------------------------------------------------------------------------------------
-        step_metrics |= {"train/skipped_updates": float(not taken), "time/total": time.time() - t0}
+        step_metrics |= {"train/skipped_updates": float(bool(culprits)), "time/total": time.perf_counter() - t0}
         step_metrics["time/samples_per_second"] = len(members) / step_metrics["time/total"]
         for name, value in step_metrics.items():
             sums.setdefault(name, []).append(value)
@@ -2912,7 +2985,7 @@ def main(args: Args) -> dict[str, float]:
         last = step == total_steps
         stopped = stop_asked(received, world_size, device) and not last
         evaluated = eval_data is not None and (last or (args.eval_steps > 0 and step % args.eval_steps == 0))
-        save = last or (args.save_steps > 0 and step % args.save_steps == 0)
+        save = last or hopeless or (args.save_steps > 0 and step % args.save_steps == 0)
         if last or evaluated or save or step % args.logging_steps == 0:
             metrics = {"train/step": step, "train/episode": cursor, "train/learning_rate": engine.get_lr()[0]}
             for name, values in sums.items():
@@ -2925,6 +2998,8 @@ def main(args: Args) -> dict[str, float]:
             log(step, metrics)
             if main_rank and (evaluated or last):
                 draw_curves(run_dir, PANELS)
+        if hopeless:
+            skipped_in_a_row = 0  # of a run that goes on from here
         if save or stopped:
             trainer_state = {
                 "step": step,
@@ -2940,6 +3015,8 @@ def main(args: Args) -> dict[str, float]:
                 export_model(model, processor, folder, args.zero_stage, rank)
 
             saved = save_checkpoint(args, run_dir, step, {"actor": engine}, export, trainer_state, metrics, ranks)
+        if hopeless:
+            stop_skipping(args, run_dir, step, saved)
         if stopped:
             break
 
@@ -2957,9 +3034,11 @@ def main(args: Args) -> dict[str, float]:
                     f"{name:{width}}  {before.get(name, math.nan):9.4f} -> {last_eval[name]:9.4f}" for name in names
                 )
             )
-            gain = f"held-out {args.best_metric} {before[f'eval/{args.best_metric}']:.3f} -> {best:.3f} at best"
+            at_best = math.nan if best is None else best
+            gain = f"held-out {args.best_metric} {before[f'eval/{args.best_metric}']:.3f} -> {at_best:.3f} at best"
         print(
-            f"{gain} · training {time.time() - train_started:.0f} s, in all {time.time() - started:.0f} s · {saved}",
+            f"{gain} · training {time.perf_counter() - train_started:.0f} s, "
+            f"in all {time.perf_counter() - started:.0f} s · {saved}",
             flush=True,
         )
     if main_rank:

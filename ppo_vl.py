@@ -361,7 +361,7 @@ def fail(message: str) -> NoReturn:
     if not main_process():  # where all ranks fail alike, rank 0 says it, and the launcher ends the others
         with contextlib.suppress(ValueError):  # in a thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)
+        time.sleep(15)  # on a busy machine rank 0 takes a while to end
     tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also while a progress bar stands there
     raise SystemExit(2)
 
@@ -883,10 +883,15 @@ def sample_frames(total: int, rate: float, fps: float, least: int) -> list[int]:
 
 @functools.lru_cache
 def special_tokens(processor) -> re.Pattern:
-    """Any token of the tokenizer that steers: end of turn, placeholder of a picture, padding. The longest of them first."""
+    """Any token of the tokenizer that steers: end of turn, placeholder of a picture, padding. The longest of them first.
+    <|pad|> is one in any case: reward_bt.py adds it to a tokenizer where pad is EOS, after the data was looked at."""
     tokenizer = getattr(processor, "tokenizer", processor)
     tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    tokens |= {*tokenizer.all_special_tokens, *(getattr(processor, f"{kind}_token", "") for kind in ("image", "video"))}
+    tokens |= {
+        "<|pad|>",
+        *tokenizer.all_special_tokens,
+        *(getattr(processor, f"{kind}_token", "") for kind in ("image", "video")),
+    }
     tokens = sorted({token.strip() for token in tokens} - {""}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
@@ -2194,7 +2199,9 @@ def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, gener
     """logprobs (B, V) at the temperature -> ids (B,). Keeps the likeliest tokens up to and with the one that reaches top_p."""
     if temperature == 0:
         return logprobs.argmax(-1)
-    probs = logprobs.exp()
+    probs = logprobs.exp().nan_to_num(
+        1.0
+    )  # of a broken model anything: its log-prob of the token is NaN, which is looked at
     if top_p < 1:
         ordered, order = probs.sort(-1, descending=True)
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
@@ -2444,7 +2451,10 @@ class ServerSampler:
             stamps = self.stamps(urls)
             with concurrent.futures.ThreadPoolExecutor(32) as pool:
                 ask = partial(self.ask_for_one, num_samples=num_samples, temperature=temperature)
-                answers = list(pool.map(ask, urls, rows, samples, seeds))
+                try:
+                    answers = list(pool.map(ask, urls, rows, samples, seeds))
+                except (LookupError, TypeError, ValueError) as error:
+                    raise EngineError(f"a vLLM server gave an answer of another form ({one_line(error)})") from error
             if self.stamps(urls) == stamps:  # else one was restarted meanwhile and may have answered with old weights
                 break
         parts = [part for answer in answers for part in answer]
@@ -2496,6 +2506,7 @@ class ServerSampler:
             ids = choice["token_ids"]
             if choice["finish_reason"] not in ("stop", "length") or len(ids) != len(own):
                 raise EngineError(f"{row['where']}: the vLLM server gave no whole response ({choice['finish_reason']})")
+            own = [math.nan if x is None else x for x in own]
             parts.append((torch.tensor(ids), torch.tensor(own), choice["finish_reason"] == "length"))
         return parts
 
@@ -2645,6 +2656,34 @@ def make_rollout(records: list[dict], mask_truncated: bool = False) -> Rollout:
     )
 
 
+def broken_responses(rollout: Rollout) -> dict[int, str]:
+    """Responses with a log-prob or value that is not finite -> which. The same on all ranks, as the rollout is."""
+    tables = {
+        "the sampler's log-probs": rollout.engine_logprobs,
+        "the policy's log-probs": rollout.logprobs,
+        "the reference's log-probs": rollout.ref_logprobs,
+        "the critic's values": rollout.values,
+    }
+    found = {}
+    for name, table in tables.items():
+        rows = [] if table is None else (~table.isfinite()).any(1).nonzero()[:, 0].tolist()
+        for b in rows:
+            found.setdefault(b, f"an update was skipped: {name} were not finite")
+    return found
+
+
+def bad_responses(rollout: Rollout, culprits: dict[int, str], tokenizer, source: str, step: int) -> list[dict]:
+    """Lines of bad_samples.jsonl: one per prompt with responses to blame, and why."""
+    records = []
+    for g, members in rollout.groups:
+        own = [b for b in members if b in culprits]
+        if own:
+            why = {"step": step, "reason": culprits[own[0]], "dataset": source, "row": rollout.row_indices[g]}
+            texts = tokenizer.batch_decode([rollout.response_ids[b] for b in own], skip_special_tokens=True)
+            records.append({**why, "responses": texts})
+    return records
+
+
 def has_signal(record: dict, mask_truncated: bool) -> bool:
     """Whether those responses of a prompt that the update would see do not all score alike."""
     pairs = zip(record["scores"], record["truncated"])
@@ -2708,9 +2747,9 @@ def packs_of_rank(args: Args, rollout: Rollout, groups, prompt_of, shared: bool,
     plan = plan_packs(groups, rollout.prompt_lengths, lengths, args.micro_batch_tokens, world_size)[rank]
     filler = [(groups[0][0], [])]  # a prompt without responses: no loss, but the same collectives
     with_media = {}
-    if (
-        args.zero_stage == 3 and world_size > 1
-    ):  # all ranks gather the vision tower, or none: for images, and for videos
+    if args.zero_stage > 0:
+        # In all packs of a step, on all ranks, or in none: ZeRO-3 gathers the vision tower for images, and for videos, 1 and 2
+        # reduce its gradients in buckets, which would differ; and DeepSpeed adds a pack's gradients to what the first one left.
         with_media = {kind: g for g, _ in reversed(groups) for kind in ("images", "videos") if prompt_of(g)[kind]}
     for pieces in plan:
         pieces = pieces or filler
@@ -2738,6 +2777,7 @@ def init_distributed() -> tuple[int, int, torch.device]:
     if not dist.is_initialized():
         backend = "nccl" if cuda else "gloo"
         if "RANK" in os.environ:
+            sys.excepthook = show_error
             dist.init_process_group(backend, timeout=timedelta(hours=2))  # one rank may wait long for a reward server
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -2750,6 +2790,22 @@ def init_distributed() -> tuple[int, int, torch.device]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return rank, world_size, device
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether a collective broke since another rank has ended."""
+    return isinstance(error, RuntimeError) and re.search("gloo|nccl|connection", str(error), re.I) is not None
+
+
+def show_error(kind, error: BaseException, trace) -> None:
+    """sys.excepthook of several ranks: one that has lost another one says so, and the traceback is the other's."""
+    if lost_a_rank(error):
+        rank = os.environ["RANK"]
+        print(
+            f"rank {rank} ends: it lost another rank, which says why ({one_line(error)})", file=sys.stderr, flush=True
+        )
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def deepspeed_config(args: Args, dtype: torch.dtype, train: bool) -> dict:
@@ -2838,7 +2894,31 @@ def optimizer_step(engine) -> tuple[float, bool]:
         return float(norm), finite
     engine.step()
     taken = engine.was_step_applied()
-    return float(engine.get_global_grad_norm()) if taken else float("nan"), taken
+    norm = float(engine.get_global_grad_norm()) if taken else float("nan")
+    # A parameter without gradients in the next step, such as a vision tower's in one without pictures, would have those of this
+    # step again (DeepSpeed 0.19): ZeRO-3 keeps them in this buffer, an offloaded optimizer in its groups.
+    optimizer = engine.optimizer
+    kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        kept += [group.grad for group in getattr(optimizer, name, [])]
+    for gradients in kept:
+        if gradients is not None:
+            gradients.zero_()
+    return norm, taken
+
+
+def blame(members: list[int], broken: torch.Tensor, world_size: int) -> dict[int, str]:
+    """Of a skipped update's samples those whose own loss was not finite, on any rank, else all of them -> why, for each.
+
+    broken (B,): greater than 0 where a loss on this rank was not finite. Collective: all ranks skip alike.
+    """
+    if world_size > 1:
+        dist.all_reduce(broken)
+    own = [b for b in members if broken[b] > 0]
+    reason = (
+        "its loss was not finite" if own else "the gradients were not finite, though the losses of its samples were"
+    )
+    return dict.fromkeys(own or members, f"an update was skipped: {reason}")
 
 
 def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
@@ -2985,9 +3065,10 @@ def update(
     ranks: tuple[int, int],
     kl_coef: float,
     step: int,
-) -> tuple[dict[str, float], list[bool]]:
+) -> tuple[dict[str, float], list[dict[int, str]]]:
     """num_ppo_epochs passes over the rollout in shuffled mini-batches -> metrics (losses are means over the optimizer steps,
-    the others over their response tokens) and, per optimizer step, whether it was taken.
+    the others over their response tokens) and, per optimizer step, which responses are to blame that it was skipped, and why;
+    {}: it was taken.
 
     tables: logprobs, ref_logprobs, values, advantages, returns, each (B, R); policy_mask (B, R): tokens of the policy loss.
     """
@@ -2996,7 +3077,7 @@ def update(
     train_actor, clip_high = step > args.freezing_actor_steps, args.clip_coef_high or args.clip_coef
     engines = ([actor] if train_actor else []) + ([critic] if critic is not None else [])
     num_batches = max(1, args.rollout_batch_size // args.train_batch_size)
-    sums, losses, norms, taken, tokens_seen = {}, {}, {}, [], 0
+    sums, losses, norms, skipped, tokens_seen = {}, {}, {}, [], 0
     for epoch in range(args.num_ppo_epochs):
         # the same order on all ranks
         order = np.random.default_rng([args.seed, step, epoch]).permutation(len(rollout.groups))
@@ -3017,16 +3098,16 @@ def update(
             if ptx is not None and train_actor:
                 so_far = ((step - 1) * args.num_ppo_epochs + epoch) * num_batches + number
                 ptx_packs, ptx_tokens = ptx.packs(so_far, shared, ranks, device)
+            broken = torch.zeros(len(rollout.response_ids), device=device)  # (B,)
             for i, pack in enumerate(packs):
+                owner = torch.repeat_interleave(torch.tensor([R for _, R in pack.rows], dtype=torch.long)).to(device)
+                own_loss = torch.zeros(len(owner), device=device)  # (M,)
                 flat = {name: rows_to_flat(table, pack).to(device) for name, table in tables.items()}  # each (M,)
                 w = {name: rows_to_flat(table, pack).to(device) for name, table in weights.items()}
                 terms, metrics = {}, {}
                 if train_actor:
                     actor.set_gradient_accumulation_boundary(i == len(packs) + len(ptx_packs) - 1)
                     new_logprobs, entropy, new_values = actor(pack, with_entropy=True)  # (M,)
-                    owner = torch.repeat_interleave(torch.tensor([R for _, R in pack.rows], dtype=torch.long)).to(
-                        device
-                    )
                     drawn = new_logprobs  # with the sampler's correction in its gradient
                     if args.tis_clip:
                         drawn = scale_gradient(new_logprobs, flat["tis_weights"])
@@ -3034,6 +3115,7 @@ def update(
                         drawn, flat["logprobs"], flat["advantages"], owner, args.policy_loss, args.clip_coef,
                         clip_high, args.dual_clip,
                     )  # fmt: skip
+                    own_loss = own_loss + pg_loss.detach()
                     terms["loss/policy"] = (w["policy"] * pg_loss).sum()
                     loss = terms["loss/policy"]
                     if args.entropy_coef:  # a term of weight 0 would cost a backward through the vocabulary
@@ -3041,6 +3123,7 @@ def update(
                     metrics["policy/entropy"] = entropy
                     if args.kl_loss and kl_coef > 0:
                         kl = kl_estimate(new_logprobs, flat["ref_logprobs"], args.kl_estimator)
+                        own_loss = own_loss + kl.detach()
                         terms["loss/kl"] = (w["all"] * kl).sum()
                         loss = loss + kl_coef * terms["loss/kl"]
                     if actor.module.router_aux_coef:  # each pack by its share of the step's tokens
@@ -3054,6 +3137,7 @@ def update(
                         new_values, flat["values"], flat["returns"], args.value_clip
                     )
                     metrics |= vf_metrics
+                    own_loss = own_loss + vf_loss.detach()
                     terms["loss/value"] = (w["value"] * vf_loss).sum()
                     if critic is None:
                         loss = loss + args.vf_coef * terms["loss/value"]
@@ -3061,6 +3145,8 @@ def update(
                         critic.backward(args.vf_coef * terms["loss/value"] * world_size, scale_wrt_gas=False)
                 if train_actor:
                     actor.backward(loss * world_size, scale_wrt_gas=False)
+                per_response = torch.zeros(len(pack.rows), device=device).index_add(0, owner, own_loss)
+                broken[[b for b, _ in pack.rows]] = (~per_response.isfinite()).float()
                 for name, values in metrics.items():
                     sums[name] = sums.get(name, 0.0) + values.detach().sum()
                 for name, term in terms.items():
@@ -3073,7 +3159,7 @@ def update(
             steps = [optimizer_step(engine) for engine in engines]
             for engine, (norm, _) in zip(engines, steps):
                 norms.setdefault("train/critic_grad_norm" if engine is critic else "train/grad_norm", []).append(norm)
-            taken.append(all(ok for _, ok in steps))
+            skipped.append({} if all(ok for _, ok in steps) else blame(members, broken, world_size))
             if ema is not None and train_actor and steps[0][1]:
                 ema.update()
     names = sorted(sums), sorted(losses)
@@ -3082,9 +3168,9 @@ def update(
         dist.all_reduce(totals)
     totals = totals.tolist()
     metrics = {name: x / tokens_seen for name, x in zip(names[0], totals)}
-    metrics |= {name: x / len(taken) for name, x in zip(names[1], totals[len(names[0]) :])}
+    metrics |= {name: x / len(skipped) for name, x in zip(names[1], totals[len(names[0]) :])}
     metrics |= {name: float(np.mean([n for n in own if math.isfinite(n)] or [0.0])) for name, own in norms.items()}
-    return {**metrics, "train/skipped_updates": taken.count(False)}, taken
+    return {**metrics, "train/skipped_updates": sum(map(bool, skipped))}, skipped
 
 
 # =====================================================================================================================
@@ -3206,6 +3292,15 @@ def save_checkpoint(
     return final
 
 
+def stop_skipping(args: Args, run_dir: Path, step: int, saved: Path) -> NoReturn:
+    """--max-skipped-updates in a row. A skipped update leaves no trace, so the weights are those of the last good one."""
+    fail(
+        f"{args.max_skipped_updates} updates in a row were skipped up to step {step}: something was not finite; "
+        f"{run_dir / 'bad_samples.jsonl'} names samples; {saved} has the weights of the last good update: go on from it with "
+        "--resume, and with a lower --learning-rate and --force, or without those samples"
+    )
+
+
 def random_states() -> dict:
     """Of this rank: torch, numpy and Python, of which dropout and reward functions may draw."""
     kind, key, *rest = np.random.get_state()
@@ -3226,7 +3321,9 @@ def write_manifest(folder: Path, ranks: tuple[int, int]) -> None:
     if world_size > 1:
         dist.all_gather_object(parts, own)
     if rank == 0:
-        manifest = {"saved": time.time(), "files": {name: part[name] for part in parts for name in sorted(part)}}
+        older = [read_manifest(path).get("saved", 0) for path in folder.parent.glob("checkpoint-*")]
+        files = {name: part[name] for part in parts for name in sorted(part)}
+        manifest = {"saved": 1 + max(older, default=0), "files": files}  # a number, not a time: clocks jump
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
         for path in [folder / "manifest.json", *filter(Path.is_dir, folder.rglob("*")), folder]:
             sync_to_disk(path)
@@ -3463,6 +3560,8 @@ def writing(path: Path):
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
+        if lost_a_rank(error):
+            raise
         name = getattr(error, "filename", None) or path
         fail(f"{name} can't be written ({one_line(error)}); make room or make it writable, and go on with --resume")
 
@@ -3593,7 +3692,7 @@ def main(args: Args) -> dict[str, float]:
     import transformers
     from tqdm import tqdm
 
-    started = time.time()
+    started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     check_args(args, int(os.environ.get("WORLD_SIZE", 1)))
     run_dir = check_output(args)
@@ -3819,10 +3918,10 @@ def main(args: Args) -> dict[str, float]:
         log(first_step, {"train/step": first_step, "train/episode": episode, **last_eval}, samples)
     received, stopped = catch_signals(), False
     bar = tqdm(total=args.total_steps, initial=first_step, desc=SCRIPT, unit="step", disable=not main_rank)
-    train_started = time.time()
+    train_started = time.perf_counter()
     for step in range(first_step + 1, args.total_steps + 1):
         # --- 4. rollout ----------------------------------------------------------------------------------------------
-        t0 = time.time()
+        t0 = time.perf_counter()
         records, kept, encoded, missing, cursor_before = [], [], {}, prompts_per_step, cursor
         for _ in range(args.dynamic_sampling + 1):
             count = max(missing, world_size)
@@ -3857,7 +3956,7 @@ def main(args: Args) -> dict[str, float]:
             ahead = background.submit(draw, step + 1, cursor, prompts_per_step)
         if args.rollout == "vllm":
             sampler.sleep()
-        t1 = time.time()
+        t1 = time.perf_counter()
 
         # --- 5. log-probs and values ---------------------------------------------------------------------------------
         def prompt_of(g: int, encoded=encoded, rollout=rollout) -> dict:
@@ -3872,7 +3971,8 @@ def main(args: Args) -> dict[str, float]:
             if engine.module.media_cache is not None:  # the reference's is the actor's
                 engine.module.media_cache.clear()
         fill_logprobs(args, rollout, prompt_of, forward, shared, ranks, device)
-        t2 = time.time()
+        broken = broken_responses(rollout)
+        t2 = time.perf_counter()
 
         # --- 6. advantages -------------------------------------------------------------------------------------------
         # Every rank holds the whole rollout, so these are global without a collective.
@@ -3914,30 +4014,27 @@ def main(args: Args) -> dict[str, float]:
         # --- 7. update -----------------------------------------------------------------------------------------------
         for engine in engines.values():
             engine.train()
-        update_metrics, taken = update(
-            args, rollout, tables, policy_mask, prompt_of, actor, critic, ema, ptx, shared, ranks, kl_coef, step
-        )
-        if main_rank and not all(taken):
-            why = {
-                "step": step,
-                "reason": "an update was skipped, its gradients were not finite",
-                "dataset": data["source"],
-            }
-            culprits = [{**why, "row": record["row"], "responses": record["texts"]} for record in kept]
-            append_jsonl(run_dir / "bad_samples.jsonl", culprits)
-        for ok in taken:
-            skipped_in_a_row = 0 if ok else skipped_in_a_row + 1
-            if skipped_in_a_row >= args.max_skipped_updates:
-                fail(
-                    f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate"
-                )
-        t3 = time.time()
+        if broken:
+            update_metrics, skipped = {"train/skipped_updates": 1}, [broken]
+        else:
+            update_metrics, skipped = update(
+                args, rollout, tables, policy_mask, prompt_of, actor, critic, ema, ptx, shared, ranks, kl_coef, step
+            )
+        culprits, hopeless = {}, False
+        for blamed in skipped:
+            culprits |= blamed
+            skipped_in_a_row = skipped_in_a_row + 1 if blamed else 0
+            hopeless = hopeless or skipped_in_a_row >= args.max_skipped_updates
+        if main_rank and culprits:
+            named = bad_responses(rollout, culprits, tokenizer, data["source"], step)
+            append_jsonl(run_dir / "bad_samples.jsonl", named)
+        t3 = time.perf_counter()
 
         # --- 8. sync weights -----------------------------------------------------------------------------------------
         if ahead is not None:  # it is to end with the weights that it began with
             concurrent.futures.wait([ahead])
         sync_sampler(step)
-        t4 = time.time()
+        t4 = time.perf_counter()
 
         # --- 9. log --------------------------------------------------------------------------------------------------
         episode += sum(len(record["response_ids"]) for record in records)
@@ -4002,9 +4099,14 @@ def main(args: Args) -> dict[str, float]:
         log(step, metrics, samples)
         if main_rank and (last or (args.eval_steps and step % args.eval_steps == 0)):
             draw_curves(run_dir, PANELS)
-            draw_gap(run_dir, step, (rollout.engine_logprobs - rollout.logprobs)[mask])
-        if last or stopped or (args.save_steps and step % args.save_steps == 0):
+            if not broken:
+                draw_gap(run_dir, step, (rollout.engine_logprobs - rollout.logprobs)[mask])
+        if hopeless:
+            skipped_in_a_row = 0  # of a run that goes on from here
+        if last or stopped or hopeless or (args.save_steps and step % args.save_steps == 0):
             saved = save(step)
+        if hopeless:
+            stop_skipping(args, run_dir, step, saved)
         if stopped:
             break
 
@@ -4021,8 +4123,8 @@ def main(args: Args) -> dict[str, float]:
                 for mode in ("sampled", "greedy")
             )
         print(
-            f"{gain or 'no held-out prompts'} · training {time.time() - train_started:.0f} s, "
-            f"in all {time.time() - started:.0f} s · {saved}",
+            f"{gain or 'no held-out prompts'} · training {time.perf_counter() - train_started:.0f} s, "
+            f"in all {time.perf_counter() - started:.0f} s · {saved}",
             flush=True,
         )
     if main_rank:

@@ -240,7 +240,7 @@ def fail(message: str) -> NoReturn:
     if not main_process():  # where all ranks fail alike, rank 0 says it, and the launcher ends the others
         with contextlib.suppress(ValueError):  # in a thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)
+        time.sleep(15)  # on a busy machine rank 0 takes a while to end
     tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also while a progress bar stands there
     raise SystemExit(2)
 
@@ -803,10 +803,15 @@ def sample_frames(total: int, rate: float, fps: float, least: int) -> list[int]:
 
 @functools.lru_cache
 def special_tokens(processor) -> re.Pattern:
-    """Any token of the tokenizer that steers: end of turn, placeholder of a picture, padding. The longest of them first."""
+    """Any token of the tokenizer that steers: end of turn, placeholder of a picture, padding. The longest of them first.
+    <|pad|> is one in any case: reward_bt.py adds it to a tokenizer where pad is EOS, after the data was looked at."""
     tokenizer = getattr(processor, "tokenizer", processor)
     tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    tokens |= {*tokenizer.all_special_tokens, *(getattr(processor, f"{kind}_token", "") for kind in ("image", "video"))}
+    tokens |= {
+        "<|pad|>",
+        *tokenizer.all_special_tokens,
+        *(getattr(processor, f"{kind}_token", "") for kind in ("image", "video")),
+    }
     tokens = sorted({token.strip() for token in tokens} - {""}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
@@ -1514,6 +1519,7 @@ def init_distributed() -> tuple[int, int, torch.device]:
     if not dist.is_initialized():
         backend = "nccl" if cuda else "gloo"
         if "RANK" in os.environ:
+            sys.excepthook = show_error
             dist.init_process_group(backend, timeout=timedelta(hours=2))  # one rank may wait long for a reward server
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -1526,6 +1532,22 @@ def init_distributed() -> tuple[int, int, torch.device]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return rank, world_size, device
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether a collective broke since another rank has ended."""
+    return isinstance(error, RuntimeError) and re.search("gloo|nccl|connection", str(error), re.I) is not None
+
+
+def show_error(kind, error: BaseException, trace) -> None:
+    """sys.excepthook of several ranks: one that has lost another one says so, and the traceback is the other's."""
+    if lost_a_rank(error):
+        rank = os.environ["RANK"]
+        print(
+            f"rank {rank} ends: it lost another rank, which says why ({one_line(error)})", file=sys.stderr, flush=True
+        )
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def deepspeed_config(args: Args, dtype: torch.dtype, train: bool) -> dict:
@@ -1600,7 +1622,17 @@ def optimizer_step(engine) -> tuple[float, bool]:
         return float(norm), finite
     engine.step()
     taken = engine.was_step_applied()
-    return float(engine.get_global_grad_norm()) if taken else float("nan"), taken
+    norm = float(engine.get_global_grad_norm()) if taken else float("nan")
+    # A parameter without gradients in the next step, such as a vision tower's in one without pictures, would have those of this
+    # step again (DeepSpeed 0.19): ZeRO-3 keeps them in this buffer, an offloaded optimizer in its groups.
+    optimizer = engine.optimizer
+    kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        kept += [group.grad for group in getattr(optimizer, name, [])]
+    for gradients in kept:
+        if gradients is not None:
+            gradients.zero_()
+    return norm, taken
 
 
 def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
@@ -1638,6 +1670,20 @@ def merged_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
     return state
 
 
+def blame(members: list[int], broken: torch.Tensor, world_size: int) -> dict[int, str]:
+    """Of a skipped update's samples those whose own loss was not finite, on any rank, else all of them -> why, for each.
+
+    broken (B,): greater than 0 where a loss on this rank was not finite. Collective: all ranks skip alike.
+    """
+    if world_size > 1:
+        dist.all_reduce(broken)
+    own = [b for b in members if broken[b] > 0]
+    reason = (
+        "its loss was not finite" if own else "the gradients were not finite, though the losses of its samples were"
+    )
+    return dict.fromkeys(own or members, f"an update was skipped: {reason}")
+
+
 def sum_over_ranks(table: torch.Tensor, world_size: int, device) -> torch.Tensor:
     """Every entry was filled in on exactly one rank."""
     if world_size > 1:
@@ -1671,9 +1717,9 @@ def packs_of_rankings(
 
     filler = [(0, [])]  # a prompt without responses: no loss, but the same collectives
     with_media = {}
-    if (
-        args.zero_stage == 3 and world_size > 1
-    ):  # all ranks gather the vision tower, or none: for images, and for videos
+    if args.zero_stage > 0:
+        # In all packs of a step, on all ranks, or in none: ZeRO-3 gathers the vision tower for images, and for videos, 1 and 2
+        # reduce its gradients in buckets, which would differ; and DeepSpeed adds a pack's gradients to what the first one left.
         rows = {g: get_ranking(data, indices[g]) for g, _ in reversed(groups)}
         with_media = {kind: g for g, row in rows.items() for kind in ("images", "videos") if row[kind]}
     for pieces in plan:
@@ -1689,8 +1735,9 @@ def packs_of_rankings(
 
 def update_reward(
     args: Args, engine, processor, data: dict, indices: list[int], shared: bool, ranks: tuple[int, int]
-) -> tuple[dict[str, float], bool]:
-    """One optimizer step over some rows -> metrics, and whether the step was taken."""
+) -> tuple[dict[str, float], dict[int, str]]:
+    """One optimizer step over some rows -> metrics, and which of them (by position) are to blame that it was skipped, and why;
+    {}: it was taken."""
     world_size, device = ranks[1], engine.device
     sizes, lengths, margins, weights = row_tensors(data, indices)
     owner_of = torch.repeat_interleave(torch.tensor(sizes)).tolist()  # prompt of each response
@@ -1699,10 +1746,11 @@ def update_reward(
     total_weight = float(weights.sum())
     table, router_loss = torch.zeros(len(lengths)), torch.zeros(1)
     packs = list(packs_of_rankings(args, engine.module.model, processor, data, indices, shared, ranks, device))
-    parts = []
+    parts, broken = [], torch.zeros(len(indices), device=device)  # (n,)
     for i, pack in enumerate(packs):
         engine.set_gradient_accumulation_boundary(i == len(packs) - 1)
         rewards, aux_loss = engine(pack)  # (S,), ()
+        owners = torch.tensor([owner_of[b] for b, _ in pack.rows], dtype=torch.long)  # (S,)
         members = [list(rows) for _, rows in groupby((b for b, _ in pack.rows), key=lambda b: owner_of[b])]
         prompts = torch.tensor([owner_of[rows[0]] for rows in members], dtype=torch.long)  # those of this pack
         margin, weight = margins[prompts].to(device), weights[prompts].to(device)
@@ -1710,6 +1758,7 @@ def update_reward(
         loss = loss / total_weight
         aux_loss = aux_loss * float(weights[prompts].sum()) / total_weight  # each pack by its share of the step
         engine.backward((loss + aux_loss) * world_size, scale_wrt_gas=False)
+        broken.index_add_(0, owners.to(device), (~rewards.detach().isfinite()).float())
         parts.append(([b for b, _ in pack.rows], rewards.detach(), aux_loss.detach()))
     norm, taken = optimizer_step(engine)
     for rows, rewards, aux_loss in parts:
@@ -1721,7 +1770,8 @@ def update_reward(
     if engine.module.router_aux_coef:
         metrics["rm/router_loss"] = float(router_loss)
         metrics["rm/loss"] += metrics["rm/router_loss"]
-    return {**metrics, "train/grad_norm": norm if taken else 0.0, "train/skipped_updates": int(not taken)}, taken
+    culprits = {} if taken else blame(list(range(len(indices))), broken, world_size)
+    return {**metrics, "train/grad_norm": norm if taken else 0.0, "train/skipped_updates": int(not taken)}, culprits
 
 
 def row_tensors(data: dict, indices: list[int]) -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -1827,6 +1877,15 @@ def save_checkpoint(
     return final
 
 
+def stop_skipping(args: Args, run_dir: Path, step: int, saved: Path) -> NoReturn:
+    """--max-skipped-updates in a row. A skipped update leaves no trace, so the weights are those of the last good one."""
+    fail(
+        f"{args.max_skipped_updates} updates in a row were skipped up to step {step}: something was not finite; "
+        f"{run_dir / 'bad_samples.jsonl'} names samples; {saved} has the weights of the last good update: go on from it with "
+        "--resume, and with a lower --learning-rate and --force, or without those samples"
+    )
+
+
 def random_states() -> dict:
     """Of this rank: torch, numpy and Python, of which dropout and reward functions may draw."""
     kind, key, *rest = np.random.get_state()
@@ -1847,7 +1906,9 @@ def write_manifest(folder: Path, ranks: tuple[int, int]) -> None:
     if world_size > 1:
         dist.all_gather_object(parts, own)
     if rank == 0:
-        manifest = {"saved": time.time(), "files": {name: part[name] for part in parts for name in sorted(part)}}
+        older = [read_manifest(path).get("saved", 0) for path in folder.parent.glob("checkpoint-*")]
+        files = {name: part[name] for part in parts for name in sorted(part)}
+        manifest = {"saved": 1 + max(older, default=0), "files": files}  # a number, not a time: clocks jump
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
         for path in [folder / "manifest.json", *filter(Path.is_dir, folder.rglob("*")), folder]:
             sync_to_disk(path)
@@ -2095,6 +2156,8 @@ def writing(path: Path):
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
+        if lost_a_rank(error):
+            raise
         name = getattr(error, "filename", None) or path
         fail(f"{name} can't be written ({one_line(error)}); make room or make it writable, and go on with --resume")
 
@@ -2241,7 +2304,7 @@ def main(args: Args) -> dict[str, float]:
     import transformers
     from tqdm import tqdm
 
-    started = time.time()
+    started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # that the head is new; other missing weights stop the run
     check_args(args, int(os.environ.get("WORLD_SIZE", 1)))
@@ -2335,7 +2398,7 @@ def main(args: Args) -> dict[str, float]:
                     logger(step, metrics)
 
     def run_evaluation(step: int) -> tuple[dict[str, float], list[dict]]:
-        t0, results, samples = time.time(), {}, []
+        t0, results, samples = time.perf_counter(), {}, []
         for name, held_out in eval_sets.items():
             metrics, rewards = evaluate_rankings(args, engine, processor, name, held_out, shared, ranks)
             results |= metrics
@@ -2344,7 +2407,7 @@ def main(args: Args) -> dict[str, float]:
                 samples += [{"dataset": name, **sample} for sample in worst]
                 draw_calibration(run_dir, name, step, held_out, rewards)
                 draw_worst_pairs(run_dir, name, step, worst, held_out)
-        return {**results, "time/eval": time.time() - t0}, samples
+        return {**results, "time/eval": time.perf_counter() - t0}, samples
 
     panels = [
         (title, [f"rm/{key}" for key in keys] + [f"eval/{name}/{key}" for name in eval_sets for key in keys])
@@ -2358,26 +2421,24 @@ def main(args: Args) -> dict[str, float]:
         log(first_step, {"train/step": first_step, "train/episode": episode, **last_eval}, samples)
     received, stopped = catch_signals(), False
     bar = tqdm(total=total_steps, initial=first_step, desc=SCRIPT, unit="step", disable=not main_rank)
-    last_save = time.time()
+    last_save = time.perf_counter()
     train_started = last_save - (resumed["seconds"] if resumed is not None else 0.0)
     engine.train()
     for step in range(first_step + 1, total_steps + 1):
         # --- 7. update -----------------------------------------------------------------------------------------------
-        t0 = time.time()
+        t0 = time.perf_counter()
         positions = batch_indices((step - 1) * args.batch_size, args.batch_size, len(data["keep"]), args.seed)
         indices = [data["keep"][i] for i in positions]
-        update_metrics, taken = update_reward(args, engine, processor, data, indices, shared, ranks)
-        if main_rank and not taken:
-            why = {
-                "step": step,
-                "reason": "an update was skipped, its gradients were not finite",
-                "dataset": data["source"],
-            }
-            append_jsonl(run_dir / "bad_samples.jsonl", [{**why, "row": i} for i in indices])
-        skipped_in_a_row = 0 if taken else skipped_in_a_row + 1
-        if skipped_in_a_row >= args.max_skipped_updates:
-            fail(f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate")
-        t1 = time.time()
+        update_metrics, culprits = update_reward(args, engine, processor, data, indices, shared, ranks)
+        skipped_in_a_row = skipped_in_a_row + 1 if culprits else 0
+        hopeless = skipped_in_a_row >= args.max_skipped_updates
+        if main_rank and culprits:
+            named = [
+                {"step": step, "reason": why, "dataset": data["source"], "row": indices[i]}
+                for i, why in culprits.items()
+            ]
+            append_jsonl(run_dir / "bad_samples.jsonl", named)
+        t1 = time.perf_counter()
 
         # --- 9. log --------------------------------------------------------------------------------------------------
         tokens = sum(P + sum(R) for P, R in (data["lengths"][i] for i in indices))
@@ -2414,7 +2475,9 @@ def main(args: Args) -> dict[str, float]:
         log(step, metrics, samples)
         if main_rank and evaluated:
             draw_curves(run_dir, panels)
-        if last or stopped or save_due or (args.save_steps and step % args.save_steps == 0):
+        if hopeless:
+            skipped_in_a_row = 0  # of a run that goes on from here
+        if last or stopped or hopeless or save_due or (args.save_steps and step % args.save_steps == 0):
             trainer_state = {
                 "step": step,
                 "episode": episode,
@@ -2428,7 +2491,9 @@ def main(args: Args) -> dict[str, float]:
                 export_reward_model(module, processor, folder, args.zero_stage, rank)
 
             saved = save_checkpoint(args, run_dir, step, {"reward": engine}, export, trainer_state, metrics, ranks)
-            last_save = time.time()
+            last_save = time.perf_counter()
+        if hopeless:
+            stop_skipping(args, run_dir, step, saved)
         if last or stopped:
             break
 
@@ -2443,8 +2508,8 @@ def main(args: Args) -> dict[str, float]:
             for name in eval_sets
         )
         print(
-            f"{gain or 'nothing held out'} · training {time.time() - train_started:.0f} s, "
-            f"in all {time.time() - started:.0f} s · {saved}",
+            f"{gain or 'nothing held out'} · training {time.perf_counter() - train_started:.0f} s, "
+            f"in all {time.perf_counter() - started:.0f} s · {saved}",
             flush=True,
         )
     if main_rank:

@@ -304,7 +304,7 @@ def fail(message: str) -> NoReturn:
     if not main_process():  # where all ranks fail alike, rank 0 says it, and the launcher ends the others
         with contextlib.suppress(ValueError):  # in a thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)
+        time.sleep(15)  # on a busy machine rank 0 takes a while to end
     tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also while a progress bar stands there
     raise SystemExit(2)
 
@@ -794,10 +794,15 @@ def sample_frames(total: int, rate: float, fps: float, least: int) -> list[int]:
 
 @functools.lru_cache
 def special_tokens(processor) -> re.Pattern:
-    """Any token of the tokenizer that steers: end of turn, placeholder of a picture, padding. The longest of them first."""
+    """Any token of the tokenizer that steers: end of turn, placeholder of a picture, padding. The longest of them first.
+    <|pad|> is one in any case: reward_bt.py adds it to a tokenizer where pad is EOS, after the data was looked at."""
     tokenizer = getattr(processor, "tokenizer", processor)
     tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    tokens |= {*tokenizer.all_special_tokens, *(getattr(processor, f"{kind}_token", "") for kind in ("image", "video"))}
+    tokens |= {
+        "<|pad|>",
+        *tokenizer.all_special_tokens,
+        *(getattr(processor, f"{kind}_token", "") for kind in ("image", "video")),
+    }
     tokens = sorted({token.strip() for token in tokens} - {""}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
@@ -1802,7 +1807,9 @@ def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, gener
     """logprobs (B, V) at the temperature -> ids (B,). Keeps the likeliest tokens up to and with the one that reaches top_p."""
     if temperature == 0:
         return logprobs.argmax(-1)
-    probs = logprobs.exp()
+    probs = logprobs.exp().nan_to_num(
+        1.0
+    )  # of a broken model anything: its log-prob of the token is NaN, which is looked at
     if top_p < 1:
         ordered, order = probs.sort(-1, descending=True)
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
@@ -2052,7 +2059,10 @@ class ServerSampler:
             stamps = self.stamps(urls)
             with concurrent.futures.ThreadPoolExecutor(32) as pool:
                 ask = partial(self.ask_for_one, num_samples=num_samples, temperature=temperature)
-                answers = list(pool.map(ask, urls, rows, samples, seeds))
+                try:
+                    answers = list(pool.map(ask, urls, rows, samples, seeds))
+                except (LookupError, TypeError, ValueError) as error:
+                    raise EngineError(f"a vLLM server gave an answer of another form ({one_line(error)})") from error
             if self.stamps(urls) == stamps:  # else one was restarted meanwhile and may have answered with old weights
                 break
         parts = [part for answer in answers for part in answer]
@@ -2104,6 +2114,7 @@ class ServerSampler:
             ids = choice["token_ids"]
             if choice["finish_reason"] not in ("stop", "length") or len(ids) != len(own):
                 raise EngineError(f"{row['where']}: the vLLM server gave no whole response ({choice['finish_reason']})")
+            own = [math.nan if x is None else x for x in own]
             parts.append((torch.tensor(ids), torch.tensor(own), choice["finish_reason"] == "length"))
         return parts
 
@@ -2253,6 +2264,34 @@ def make_rollout(records: list[dict], mask_truncated: bool = False) -> Rollout:
     )
 
 
+def broken_responses(rollout: Rollout) -> dict[int, str]:
+    """Responses with a log-prob or value that is not finite -> which. The same on all ranks, as the rollout is."""
+    tables = {
+        "the sampler's log-probs": rollout.engine_logprobs,
+        "the policy's log-probs": rollout.logprobs,
+        "the reference's log-probs": rollout.ref_logprobs,
+        "the critic's values": rollout.values,
+    }
+    found = {}
+    for name, table in tables.items():
+        rows = [] if table is None else (~table.isfinite()).any(1).nonzero()[:, 0].tolist()
+        for b in rows:
+            found.setdefault(b, f"an update was skipped: {name} were not finite")
+    return found
+
+
+def bad_responses(rollout: Rollout, culprits: dict[int, str], tokenizer, source: str, step: int) -> list[dict]:
+    """Lines of bad_samples.jsonl: one per prompt with responses to blame, and why."""
+    records = []
+    for g, members in rollout.groups:
+        own = [b for b in members if b in culprits]
+        if own:
+            why = {"step": step, "reason": culprits[own[0]], "dataset": source, "row": rollout.row_indices[g]}
+            texts = tokenizer.batch_decode([rollout.response_ids[b] for b in own], skip_special_tokens=True)
+            records.append({**why, "responses": texts})
+    return records
+
+
 def has_signal(record: dict, mask_truncated: bool) -> bool:
     """Whether those responses of a prompt that the update would see do not all score alike."""
     pairs = zip(record["scores"], record["truncated"])
@@ -2316,9 +2355,9 @@ def packs_of_rank(args: Args, rollout: Rollout, groups, prompt_of, shared: bool,
     plan = plan_packs(groups, rollout.prompt_lengths, lengths, args.micro_batch_tokens, world_size)[rank]
     filler = [(groups[0][0], [])]  # a prompt without responses: no loss, but the same collectives
     with_media = {}
-    if (
-        args.zero_stage == 3 and world_size > 1
-    ):  # all ranks gather the vision tower, or none: for images, and for videos
+    if args.zero_stage > 0:
+        # In all packs of a step, on all ranks, or in none: ZeRO-3 gathers the vision tower for images, and for videos, 1 and 2
+        # reduce its gradients in buckets, which would differ; and DeepSpeed adds a pack's gradients to what the first one left.
         with_media = {kind: g for g, _ in reversed(groups) for kind in ("images", "videos") if prompt_of(g)[kind]}
     for pieces in plan:
         pieces = pieces or filler
@@ -2346,6 +2385,7 @@ def init_distributed() -> tuple[int, int, torch.device]:
     if not dist.is_initialized():
         backend = "nccl" if cuda else "gloo"
         if "RANK" in os.environ:
+            sys.excepthook = show_error
             dist.init_process_group(backend, timeout=timedelta(hours=2))  # one rank may wait long for a reward server
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -2358,6 +2398,22 @@ def init_distributed() -> tuple[int, int, torch.device]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return rank, world_size, device
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether a collective broke since another rank has ended."""
+    return isinstance(error, RuntimeError) and re.search("gloo|nccl|connection", str(error), re.I) is not None
+
+
+def show_error(kind, error: BaseException, trace) -> None:
+    """sys.excepthook of several ranks: one that has lost another one says so, and the traceback is the other's."""
+    if lost_a_rank(error):
+        rank = os.environ["RANK"]
+        print(
+            f"rank {rank} ends: it lost another rank, which says why ({one_line(error)})", file=sys.stderr, flush=True
+        )
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def deepspeed_config(args: Args, dtype: torch.dtype, train: bool) -> dict:
@@ -2457,7 +2513,31 @@ def optimizer_step(engine) -> tuple[float, bool]:
         return float(norm), finite
     engine.step()
     taken = engine.was_step_applied()
-    return float(engine.get_global_grad_norm()) if taken else float("nan"), taken
+    norm = float(engine.get_global_grad_norm()) if taken else float("nan")
+    # A parameter without gradients in the next step, such as a vision tower's in one without pictures, would have those of this
+    # step again (DeepSpeed 0.19): ZeRO-3 keeps them in this buffer, an offloaded optimizer in its groups.
+    optimizer = engine.optimizer
+    kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        kept += [group.grad for group in getattr(optimizer, name, [])]
+    for gradients in kept:
+        if gradients is not None:
+            gradients.zero_()
+    return norm, taken
+
+
+def blame(members: list[int], broken: torch.Tensor, world_size: int) -> dict[int, str]:
+    """Of a skipped update's samples those whose own loss was not finite, on any rank, else all of them -> why, for each.
+
+    broken (B,): greater than 0 where a loss on this rank was not finite. Collective: all ranks skip alike.
+    """
+    if world_size > 1:
+        dist.all_reduce(broken)
+    own = [b for b in members if broken[b] > 0]
+    reason = (
+        "its loss was not finite" if own else "the gradients were not finite, though the losses of its samples were"
+    )
+    return dict.fromkeys(own or members, f"an update was skipped: {reason}")
 
 
 def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
@@ -2528,15 +2608,16 @@ def update_policy(
     shared: bool,
     ranks: tuple[int, int],
     step: int,
-) -> tuple[dict[str, float], list[bool]]:
-    """num_iterations passes over the rollout in shuffled mini-batches -> metrics and, per optimizer step, whether it was taken.
+) -> tuple[dict[str, float], list[dict[int, str]]]:
+    """num_iterations passes over the rollout in shuffled mini-batches -> metrics and, per optimizer step, which responses are
+    to blame that it was skipped, and why; {}: it was taken.
 
     on_policy: there is one optimizer step, so the log-probs of its own forward are the old ones: the ratio is exactly 1, and
     advantages=None means that they too are computed here, since the KL in the reward needs those log-probs.
     """
     rank, world_size = ranks
     device, clip_high = actor.device, args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
-    sums, ratio_max, norms, taken = {}, torch.zeros((), device=device), [], []
+    sums, ratio_max, norms, skipped = {}, torch.zeros((), device=device), [], []
     totals = {"responses": 0, "tokens": 0}
     group_ids, logprobs_table = rollout.group_ids, torch.zeros(rollout.response_mask.shape)
     advantages_table = torch.zeros(rollout.scores.shape)
@@ -2554,6 +2635,7 @@ def update_policy(
             num_responses, num_tokens = len(members), sum(len(rollout.response_ids[b]) for b in members)
             totals = {"responses": totals["responses"] + num_responses, "tokens": totals["tokens"] + num_tokens}
             packs = list(packs_of_rank(args, rollout, groups, prompt_of, shared, rank, world_size, device))
+            broken = torch.zeros(len(rollout.response_ids), device=device)  # (B,)
             for i, pack in enumerate(packs):
                 actor.set_gradient_accumulation_boundary(i == len(packs) - 1)
                 new_logprobs, entropy = actor(pack, with_entropy=True)  # (M,)
@@ -2594,12 +2676,13 @@ def update_policy(
                     loss = loss + args.kl_coef * kl.sum() / num_responses
                     metrics["loss/kl"] = torch.zeros(len(rows), device=device).index_add(0, owner, kl)
                 actor.backward(loss * world_size, scale_wrt_gas=False)
+                broken[rows] = (~(pg_loss + metrics.get("loss/kl", 0.0)).isfinite()).float()
                 for name, values in metrics.items():
                     sums[name] = sums.get(name, 0.0) + values.detach().sum()
                 ratio_max = torch.maximum(ratio_max, metrics["policy/ratio"].max()) if len(rows) else ratio_max
             norm, ok = optimizer_step(actor)
             norms.append(norm)
-            taken.append(ok)
+            skipped.append({} if ok else blame(members, broken, world_size))
     names = sorted(sums)
     sums = torch.stack([sums[name] for name in names])
     if world_size > 1:
@@ -2616,9 +2699,9 @@ def update_policy(
         "objective/advantages_mean": advantages.mean().item(),
         "objective/advantages_std": advantages.std(correction=0).item(),
         "train/grad_norm": float(np.mean([n for n in norms if math.isfinite(n)] or [0.0])),
-        "train/skipped_updates": taken.count(False),
+        "train/skipped_updates": sum(map(bool, skipped)),
     }
-    return metrics, taken
+    return metrics, skipped
 
 
 # =====================================================================================================================
@@ -2724,6 +2807,15 @@ def save_checkpoint(
     return final
 
 
+def stop_skipping(args: Args, run_dir: Path, step: int, saved: Path) -> NoReturn:
+    """--max-skipped-updates in a row. A skipped update leaves no trace, so the weights are those of the last good one."""
+    fail(
+        f"{args.max_skipped_updates} updates in a row were skipped up to step {step}: something was not finite; "
+        f"{run_dir / 'bad_samples.jsonl'} names samples; {saved} has the weights of the last good update: go on from it with "
+        "--resume, and with a lower --learning-rate and --force, or without those samples"
+    )
+
+
 def random_states() -> dict:
     """Of this rank: torch, numpy and Python, of which dropout and reward functions may draw."""
     kind, key, *rest = np.random.get_state()
@@ -2744,7 +2836,9 @@ def write_manifest(folder: Path, ranks: tuple[int, int]) -> None:
     if world_size > 1:
         dist.all_gather_object(parts, own)
     if rank == 0:
-        manifest = {"saved": time.time(), "files": {name: part[name] for part in parts for name in sorted(part)}}
+        older = [read_manifest(path).get("saved", 0) for path in folder.parent.glob("checkpoint-*")]
+        files = {name: part[name] for part in parts for name in sorted(part)}
+        manifest = {"saved": 1 + max(older, default=0), "files": files}  # a number, not a time: clocks jump
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
         for path in [folder / "manifest.json", *filter(Path.is_dir, folder.rglob("*")), folder]:
             sync_to_disk(path)
@@ -2981,6 +3075,8 @@ def writing(path: Path):
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
+        if lost_a_rank(error):
+            raise
         name = getattr(error, "filename", None) or path
         fail(f"{name} can't be written ({one_line(error)}); make room or make it writable, and go on with --resume")
 
@@ -3111,7 +3207,7 @@ def main(args: Args) -> dict[str, float]:
     import transformers
     from tqdm import tqdm
 
-    started = time.time()
+    started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     check_args(args, int(os.environ.get("WORLD_SIZE", 1)))
     run_dir = check_output(args)
@@ -3297,10 +3393,10 @@ def main(args: Args) -> dict[str, float]:
         log(first_step, {"train/step": first_step, "train/episode": episode, **last_eval}, samples)
     received, stopped = catch_signals(), False
     bar = tqdm(total=args.total_steps, initial=first_step, desc=SCRIPT, unit="step", disable=not main_rank)
-    train_started = time.time()
+    train_started = time.perf_counter()
     for step in range(first_step + 1, args.total_steps + 1):
         # --- 4. rollout ----------------------------------------------------------------------------------------------
-        t0 = time.time()
+        t0 = time.perf_counter()
         records, kept, encoded, missing, cursor_before = [], [], {}, prompts_per_step, cursor
         for _ in range(args.dynamic_sampling + 1):
             count = max(missing, world_size)
@@ -3327,7 +3423,7 @@ def main(args: Args) -> dict[str, float]:
             ahead = background.submit(draw, step + 1, cursor, prompts_per_step)
         if args.rollout == "vllm":
             sampler.sleep()
-        t1 = time.time()
+        t1 = time.perf_counter()
 
         # --- 5. log-probs --------------------------------------------------------------------------------------------
         def prompt_of(g: int, encoded=encoded, rollout=rollout) -> dict:
@@ -3355,7 +3451,9 @@ def main(args: Args) -> dict[str, float]:
         if rollout.groups and (with_policy or args.kl_coef > 0):
             tables = partial(forward, with_policy=with_policy)
             fill_logprobs(args, rollout, prompt_of, tables, shared, ranks, device)
-        t2 = time.time()
+        broken = broken_responses(rollout)
+        measured = bool(rollout.groups) and not broken and (on_policy or with_policy)  # whether log-probs will be known
+        t2 = time.perf_counter()
 
         # --- 6. advantages -------------------------------------------------------------------------------------------
         # Every rank holds the whole rollout, so these are global without a collective.
@@ -3371,44 +3469,38 @@ def main(args: Args) -> dict[str, float]:
                 advantages = normalize(advantages)
 
         # --- 7. update -----------------------------------------------------------------------------------------------
-        update_metrics, taken, tis_weights = {}, [], None
+        update_metrics, skipped, tis_weights = {}, [], None
         if args.tis_clip:
             tis_weights = sampler_weights(
                 rollout.logprobs, rollout.engine_logprobs, rollout.response_mask, args.tis_clip, args.tis_level,
                 args.tis_mode,
             )  # (B, R)  # fmt: skip
-        if rollout.groups:
+        if broken:
+            update_metrics, skipped = {"train/skipped_updates": 1}, [broken]
+        elif rollout.groups:
             actor.train()
-            update_metrics, taken = update_policy(
+            update_metrics, skipped = update_policy(
                 args, rollout, advantages, tis_weights, on_policy, prompt_of, actor, shared, ranks, step
             )
         else:
             logging.getLogger(SCRIPT).warning(f"step {step}: no response is left to learn from, no update")
-        if main_rank and not all(taken):
-            why = {
-                "step": step,
-                "reason": "an update was skipped, its gradients were not finite",
-                "dataset": data["source"],
-            }
-            culprits = [
-                {**why, "row": record["row"], "responses": record["texts"]} for record in kept[:prompts_per_step]
-            ]
-            append_jsonl(run_dir / "bad_samples.jsonl", culprits)
-        for ok in taken:
-            skipped_in_a_row = 0 if ok else skipped_in_a_row + 1
-            if skipped_in_a_row >= args.max_skipped_updates:
-                fail(
-                    f"gradients were not finite {skipped_in_a_row} times in a row at step {step}; lower --learning-rate"
-                )
+        culprits, hopeless = {}, False
+        for blamed in skipped:
+            culprits |= blamed
+            skipped_in_a_row = skipped_in_a_row + 1 if blamed else 0
+            hopeless = hopeless or skipped_in_a_row >= args.max_skipped_updates
+        if main_rank and culprits:
+            named = bad_responses(rollout, culprits, tokenizer, data["source"], step)
+            append_jsonl(run_dir / "bad_samples.jsonl", named)
         if args.ref_sync_steps and step % args.ref_sync_steps == 0:
             sync_reference(args, actor, reference)
-        t3 = time.time()
+        t3 = time.perf_counter()
 
         # --- 8. sync weights -----------------------------------------------------------------------------------------
         if ahead is not None:  # it is to end with the weights that it began with
             concurrent.futures.wait([ahead])
         sync_sampler(step)
-        t4 = time.time()
+        t4 = time.perf_counter()
 
         # --- 9. log --------------------------------------------------------------------------------------------------
         mask = rollout.response_mask
@@ -3416,7 +3508,7 @@ def main(args: Args) -> dict[str, float]:
         episode += sum(len(record["response_ids"]) for record in records)
         metrics = {"train/step": step, "train/episode": episode, "train/learning_rate": actor.get_lr()[0]}
         metrics |= update_metrics | rollout_metrics(records)
-        if rollout.groups and (on_policy or with_policy):
+        if measured:
             gap = (rollout.engine_logprobs - rollout.logprobs).abs()[mask]
             metrics["objective/entropy"] = (-(rollout.logprobs * mask).sum(1)).mean().item()
             metrics["rollout/engine_logprob_diff_mean"] = gap.mean().item()
@@ -3461,10 +3553,14 @@ def main(args: Args) -> dict[str, float]:
         log(step, metrics, samples)
         if main_rank and evaluated:
             draw_curves(run_dir, PANELS)
-            if rollout.groups and (on_policy or with_policy):
+            if measured:
                 draw_gap(run_dir, step, (rollout.engine_logprobs - rollout.logprobs)[mask])
-        if last or stopped or (args.save_steps and step % args.save_steps == 0):
+        if hopeless:
+            skipped_in_a_row = 0  # of a run that goes on from here
+        if last or stopped or hopeless or (args.save_steps and step % args.save_steps == 0):
             saved = save(step)
+        if hopeless:
+            stop_skipping(args, run_dir, step, saved)
         if stopped:
             break
 
@@ -3481,8 +3577,8 @@ def main(args: Args) -> dict[str, float]:
                 for mode in ("sampled", "greedy")
             )
         print(
-            f"{gain or 'no held-out prompts'} · training {time.time() - train_started:.0f} s, "
-            f"in all {time.time() - started:.0f} s · {saved}",
+            f"{gain or 'no held-out prompts'} · training {time.perf_counter() - train_started:.0f} s, "
+            f"in all {time.perf_counter() - started:.0f} s · {saved}",
             flush=True,
         )
     if main_rank:

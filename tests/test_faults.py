@@ -1,14 +1,18 @@
 """Bad rows and pictures, in all four scripts: one sentence and exit code 2, or left out and counted; never a traceback."""
 # ruff: noqa: E501  the table
 
+import gc
 import importlib
 import io
+import shutil
 import struct
+import time
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import SCRIPTS, TINY, read_jsonl, to_argv, write_jsonl
 from PIL import Image
 from test_bad_input import assert_one_sentence
@@ -317,34 +321,172 @@ def test_a_skipped_row_changes_nothing_for_the_others(script, tiny_text_model, t
     assert "row 2" in caplog.text and "1 of 7 rows" in caplog.text
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_samples_of_a_skipped_update_are_named(script, tiny_text_model, tmp_path, monkeypatch):
-    """A gradient of NaN: the step is skipped and counted, its rows (and responses) stand in bad_samples.jsonl."""
-    module = importlib.import_module(script)
-    for name in ("draw_curves", "draw_samples", "draw_calibration", "draw_worst_pairs"):
-        monkeypatch.setattr(module, name, lambda *args: None, raising=False)
-    take_step, calls = module.optimizer_step, []
+# --- what is not finite ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def main_of(tiny_text_model, tmp_path, monkeypatch):
+    """A run of six rows, without pictures -> its folder."""
+
+    def go(script: str, **flags) -> Path:
+        module = importlib.import_module(script)
+        for name in ("draw_curves", "draw_samples", "draw_judged", "draw_gap", "draw_calibration", "draw_worst_pairs"):
+            monkeypatch.setattr(module, name, lambda *args: None, raising=False)
+        rows = write_jsonl(tmp_path / "rows.jsonl", [row_of(script, prompt=f"what is {i}?") for i in range(6)])
+        flags = {**run_flags(script, tmp_path, tiny_text_model), "run_name": "run", "dataset": rows, **flags}
+        known = module.Args.__dataclass_fields__
+        module.main(module.parse_args(to_argv({name: value for name, value in flags.items() if name in known})))
+        return tmp_path / "run"
+
+    return go
+
+
+def spoil_gradients(patch, script: str, which) -> None:
+    """Gradients of NaN where which(number of the optimizer step)."""
+    module, calls = importlib.import_module(script), []
+    take_step = module.optimizer_step
 
     def spoilt(engine):
-        calls.append(engine)
-        if len(calls) == 1:
+        calls.append(1)
+        if which(len(calls)):
             next(p for p in engine.module.parameters() if p.grad is not None).grad.fill_(float("nan"))
         return take_step(engine)
 
-    monkeypatch.setattr(module, "optimizer_step", spoilt)
-    rows = [row_of(script, prompt=f"what is {i}?") for i in range(6)]
-    flags = run_flags(script, tmp_path, tiny_text_model) | {"run_name": "run"}
-    module.main(module.parse_args(to_argv({**flags, "dataset": write_jsonl(tmp_path / "rows.jsonl", rows)})))
-    skipped = [
-        m["train/skipped_updates"] for m in read_jsonl(tmp_path / "run/metrics.jsonl") if "train/skipped_updates" in m
-    ]
-    assert skipped[0] == 1 == sum(skipped)
-    records = read_jsonl(tmp_path / "run/bad_samples.jsonl")
+    patch.setattr(module, "optimizer_step", spoilt)
+
+
+def skipped_updates(folder: Path) -> list[float]:
+    return [m["train/skipped_updates"] for m in read_jsonl(folder / "metrics.jsonl") if "train/skipped_updates" in m]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_samples_of_a_skipped_update_are_named(script, main_of, monkeypatch):
+    """A gradient of NaN: the step is skipped and counted, its rows (and responses) stand in bad_samples.jsonl."""
+    spoil_gradients(monkeypatch, script, lambda number: number == 1)
+    folder = main_of(script)
+    assert skipped_updates(folder)[0] == 1 == sum(skipped_updates(folder))
+    records = read_jsonl(folder / "bad_samples.jsonl")
     assert len(records) == (2 if script in ("grm_sft", "reward_bt") else 4)
     for record in records:
-        assert record["step"] == 1 and record["row"] in range(6) and "not finite" in record["reason"]
+        assert record["step"] == 1 and record["row"] in range(6) and "gradients were not finite" in record["reason"]
         assert record["dataset"].endswith("rows.jsonl")
         assert len(record.get("responses", "ab")) == 2
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_sample_whose_own_loss_is_not_finite_is_named_alone(script, main_of, monkeypatch):
+    module, calls = importlib.import_module(script), []
+    part = getattr(module, {"ppo_vl": "Actor", "reward_bt": "RewardModel"}.get(script, "Policy"))
+    forward = part.forward
+
+    def spoilt(self, pack, *args, **kwargs):
+        first, *others = forward(self, pack, *args, **kwargs)
+        if torch.is_grad_enabled() and not calls:
+            calls.append(1)
+            count = 1 if script == "reward_bt" else pack.rows[0][1]  # of the first response
+            first = first * torch.where(torch.arange(len(first)) < count, float("nan"), 1.0)
+        return first, *others
+
+    monkeypatch.setattr(part, "forward", spoilt)
+    folder = main_of(script)
+    assert skipped_updates(folder)[0] == 1 == sum(skipped_updates(folder))
+    [record] = read_jsonl(folder / "bad_samples.jsonl")
+    assert record["step"] == 1 and record["row"] in range(6) and "its loss was not finite" in record["reason"]
+    assert len(record.get("responses", "a")) == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_too_many_skipped_updates_in_a_row_save_and_end_the_run(script, main_of, tiny_text_model, monkeypatch, capfd):
+    """The weights saved are those of before; the run goes on from them."""
+    from safetensors.torch import load_file
+
+    with monkeypatch.context() as patch:
+        spoil_gradients(patch, script, lambda number: True)
+        with pytest.raises(SystemExit) as stopped:
+            main_of(script, max_skipped_updates=1, total_steps=9, max_steps=9)
+    assert stopped.value.code == 2
+    del stopped
+    gc.collect()  # the lock of the folder goes with the frames of main
+    assert_one_sentence(capfd.readouterr().err, ["1 updates in a row", "bad_samples.jsonl", "checkpoint-1", "--resume"])
+    folder = Path(main_of(script, resume="auto", total_steps=2, max_steps=2))
+    first, second = (load_file(next((folder / f"checkpoint-{n}").glob("**/model.safetensors"))) for n in (1, 2))
+    start = load_file(f"{tiny_text_model}/model.safetensors")
+    same = [torch.equal(first[name][: len(x)], x) for name, x in start.items() if name in first]  # and a pad token
+    assert len(same) > 9 and all(same) and any(not torch.equal(first[name], second[name]) for name in first)
+    assert skipped_updates(folder) == [2 if script in ("ppo_vl", "rloo") else 1, 0]  # two passes in a step
+
+
+ROLLOUTS = ["ppo_vl", "rloo"]
+
+
+@pytest.mark.parametrize("script", ROLLOUTS)
+def test_log_probs_of_a_sampler_that_are_not_finite_skip_the_update(script, main_of, tiny_text_model, monkeypatch):
+    """NaN in one response of the first step: no update, and that response is named alone; the next step is as usual."""
+    from safetensors.torch import load_file
+
+    module, calls = importlib.import_module(script), []
+    generate = module.generate
+
+    def spoilt(*args, **kwargs):
+        responses, logprobs, cut = generate(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == 1:
+            logprobs[3][-1] = float("nan")
+        return responses, logprobs, cut
+
+    monkeypatch.setattr(module, "generate", spoilt)
+    folder = main_of(script, save_steps=1, eval_samples=0)
+    assert skipped_updates(folder) == [1, 0]
+    [record] = read_jsonl(folder / "bad_samples.jsonl")
+    assert record["step"] == 1 and "sampler's log-probs were not finite" in record["reason"]
+    assert len(record["responses"]) == 1
+    first, second = (load_file(folder / f"checkpoint-{n}/model.safetensors") for n in (1, 2))
+    start = load_file(f"{tiny_text_model}/model.safetensors")
+    assert all(torch.equal(x, start[name]) for name, x in first.items() if name in start)
+    assert any(not torch.equal(x, second[name]) for name, x in first.items())
+    steps = [m for m in read_jsonl(folder / "metrics.jsonl") if "objective/scores" in m]
+    assert "loss/policy" not in steps[0] and "loss/policy" in steps[1]
+
+
+@pytest.mark.parametrize("script", ROLLOUTS)
+def test_a_model_of_nan_is_one_sentence(script, main_of, tiny_text_model, tmp_path, capfd):
+    """It samples and is evaluated without a traceback, and nothing is learnt from it."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny_text_model, tmp_path / "nan")
+    weights = load_file(tmp_path / "nan/model.safetensors")
+    next(x for name, x in weights.items() if "norm" in name).fill_(float("nan"))
+    save_file(weights, tmp_path / "nan/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SystemExit) as stopped:
+        main_of(script, model=tmp_path / "nan", max_skipped_updates=2, total_steps=9, kl_target=0.1)
+    assert stopped.value.code == 2
+    assert_one_sentence(capfd.readouterr().err, ["2 updates in a row", "step 2", "checkpoint-2"])
+    assert skipped_updates(tmp_path / "run") == [1, 1]
+    assert len(read_jsonl(tmp_path / "run/bad_samples.jsonl")) == 8
+
+
+# --- clocks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_clock_that_goes_backwards_changes_nothing(script, main_of, monkeypatch, capfd):
+    """No time is negative, no time limit is met or missed, and --resume auto takes what was saved last."""
+    now = [2e9]
+
+    def back() -> float:
+        now[0] -= 1e6
+        return now[0]
+
+    monkeypatch.setattr(time, "time", back)
+    limits = {"save_steps": 1, "reward_timeout": 60, "training_time_limit": 60, "save_interval_minutes": 60}
+    folder = main_of(script, **limits)
+    gc.collect()
+    main_of(script, **limits, resume="auto", total_steps=3, max_steps=3)
+    assert "checkpoint-2; flags changed" in capfd.readouterr().out
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    times = [x for m in metrics for name, x in m.items() if name.startswith("time/")]
+    assert len(times) > 3 and all(0 <= x < 1e5 for x in times)
+    assert [m["train/step"] for m in metrics if "train/skipped_updates" in m] == [1, 2, 3]
 
 
 def test_at_least_a_hundred_bad_inputs_and_faults():

@@ -2,10 +2,6 @@
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -368,36 +364,6 @@ def test_a_text_model_learns_to_judge_texts(run, tiny_text_model):
     off = {"freeze_vision": False, "freeze_projector": False, "eval_dataset": f"{FILES}/text_pairs.jsonl"}
     folder = run(model=tiny_text_model, dataset=f"{FILES}/text_pairs.jsonl", **off)
     assert len(json.loads((folder / "eval/eval_step_2.json").read_text())) == 2
-
-
-# --- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def torchrun(ranks: int, flags: dict) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", ranks, "--master_port", port]
-    command = [sys.executable, *map(str, [*launcher, ROOT / "grm_sft.py", *to_argv(flags)])]
-    result = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=ROOT
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
-def test_one_and_two_ranks_have_the_same_records_losses_and_weights(zero_stage, tmp_path):
-    flags = {**SHORT, "dataset": ALL_FILES, "eval_dataset": ALL_FILES, "output_dir": tmp_path, "batch_size": 6}
-    flags |= {"zero_stage": zero_stage, "freeze_vision": False, "freeze_projector": False}
-    for ranks in (1, 2):
-        torchrun(ranks, {**flags, "run_name": f"ranks{ranks}"})
-    one, two = tmp_path / "ranks1", tmp_path / "ranks2"
-    assert (one / "eval/eval_step_0.json").read_text() == (two / "eval/eval_step_0.json").read_text()
-    losses = [[m["loss/sft"] for m in read_jsonl(f / "metrics.jsonl")[1:]] for f in (one, two)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
-    weights = [grm_sft.load_model(str(f / "checkpoint-2"), torch.float32).state_dict() for f in (one, two)]
-    assert max((weights[0][n] - weights[1][n]).abs().max().item() for n in weights[0]) < 1e-4
 
 
 @pytest.mark.slow

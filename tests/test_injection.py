@@ -130,3 +130,21 @@ def test_a_row_with_special_tokens_trains_like_its_escaped_text(script, llama, t
         for other in ("escaped", "other")
     ]
     assert equal == [True, False]
+
+
+def test_a_pad_token_that_is_added_after_the_data_check_is_text_there(tiny_text_model, tmp_path, monkeypatch):
+    """The tokenizer has <|end|> alone, so reward_bt adds <|pad|>, and a text may hold it already."""
+    from transformers import PreTrainedTokenizerFast
+
+    import reward_bt
+
+    monkeypatch.setattr(reward_bt, "draw_curves", lambda *args: None)
+    monkeypatch.setattr(reward_bt, "load_processor", PreTrainedTokenizerFast.from_pretrained)  # as its file has it
+    folder, losses = tmp_path / "runs", []
+    for name, word in (("raw", "<|pad|>"), ("escaped", "< |pad|>")):
+        rows = [{"prompt": f"{word} {i}", "chosen": f"a{word}b", "rejected": word * 2} for i in range(4)]
+        flags = {"model": tiny_text_model, "dataset": write_jsonl(tmp_path / f"{name}.jsonl", rows), "eval_samples": 0}
+        flags |= {"output_dir": folder, "run_name": name, "max_steps": 1, "batch_size": 4}
+        losses.append(reward_bt.main(reward_bt.parse_args(to_argv(flags)))["rm/loss"])
+    assert losses[0] == losses[1]
+    assert reward_bt.load_processor(folder / "raw/checkpoint-1").pad_token == "<|pad|>"

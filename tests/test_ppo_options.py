@@ -596,42 +596,6 @@ def test_average_of_adapters_is_exported_merged(run, text, ema_weights):
         torch.testing.assert_close(saved[name], start[name] + 32 / 4 * B @ A, atol=1e-5, rtol=1e-5)
 
 
-# Replays rank 0's responses of an earlier run, and keeps what Ema.update sees.
-EMA_SCRIPT = """
-import sys, os, torch
-sys.path.insert(0, {root!r})
-import ppo_vl
-records, gather = {folder!r} + "/records.pt", ppo_vl.gather_records
-
-def replay(own, world_size):
-    if not os.path.exists(records):
-        torch.save(gather(own, world_size), records)
-    return torch.load(records, weights_only=False)
-
-ppo_vl.gather_records = replay
-ppo_vl.main(ppo_vl.parse_args(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_one_and_two_ranks_have_the_same_average(argv, text, tmp_path):
-    (tmp_path / "script.py").write_text(EMA_SCRIPT.format(root=str(ROOT), folder=str(tmp_path)))
-    flags = {**text, **FAST, "adam_beta2": 0.9, "advantage": "rloo", "ema_beta": 0.5, "kl_coef": 0, "total_steps": 1}
-    saved = {}
-    for ranks, stage in ((1, 0), (2, 0), (2, 2), (2, 3)):
-        name = f"ranks{ranks}zero{stage}"
-        torchrun(ranks, tmp_path / "script.py", *argv(**flags, zero_stage=stage, run_name=name))
-        saved[name] = [load_file(tmp_path / f"runs/{name}/checkpoint-1/{x}/model.safetensors") for x in ("ema", ".")]
-    start = load_file(Path(text["model"]) / "model.safetensors")
-    for name in list(saved)[1:]:
-        for one, two in zip(saved["ranks1zero0"], saved[name], strict=True):
-            moved = math.sqrt(sum(float((one[n] - start[n]).square().sum()) for n in start))
-            apart = math.sqrt(sum(float((one[n] - two[n]).square().sum()) for n in start))
-            assert apart < 0.02 * moved, (
-                f"{name}: {apart / moved}"
-            )  # Adam makes much of gradients that are rounding alone
-
-
 # --- 7. frozen parts -------------------------------------------------------------------------------------------------
 
 
@@ -999,8 +963,8 @@ def test_epochs_are_shuffled_anew(caught, text, monkeypatch):
 
     monkeypatch.setattr(ppo_vl, "packs_of_rank", spy)
     for step in (1, 2):
-        metrics, taken = ppo_vl.update(**{**call, "step": step})
-        assert taken == [True] * 12, "3 of 4 optimizer steps have a group"
+        _, skipped = ppo_vl.update(**{**call, "step": step})
+        assert skipped == [{}] * 12, "3 of 4 optimizer steps have a group"
     order = [g for batch in batches for g in batch]
     epochs = [tuple(order[k : k + 3]) for k in range(0, len(order), 3)]
     assert len(epochs) == 8 and all(sorted(epoch) == [0, 1, 2] for epoch in epochs)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, read_jsonl, to_argv, write_jsonl
 from test_bad_input import assert_one_sentence, listing, picture, text_file
-from test_ppo_update import assert_same_gradients, torchrun
+from test_ppo_update import assert_same_gradients
 
 import reward_bt
 
@@ -332,37 +332,6 @@ def test_gradient_of_a_step_is_that_of_the_closed_form(step, pairs, tiny, monkey
     assert metrics["rm/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     module = reward_bt.RewardModel(model, head)
     assert_same_gradients(gradients, {n: p.grad for n, p in module.named_parameters() if p.grad is not None})
-
-
-@pytest.mark.slow
-def test_two_ranks_give_the_gradient_and_metrics_of_one(argv, tmp_path, pairs, tiny):
-    """Held-out accuracy and all other metrics included; 7 prompts a step, so that ranks have unequal shares."""
-    flags = {"batch_size": 7, "eval_datasets": [f"own={pairs}"], "micro_batch_tokens": 128, "eval_steps": 1}
-    for ranks in (1, 2):
-        torchrun(ranks, ROOT / "reward_bt.py", *argv(**flags, run_name=f"ranks{ranks}"))
-    one, two = (read_metrics(tmp_path / f"runs/ranks{n}") for n in (1, 2))
-    assert len(one) == len(two) == 4
-    for a, b in zip(one, two):
-        assert a.keys() == b.keys()
-        for name in (n for n in a if not n.startswith("time/")):
-            assert a[name] == pytest.approx(b[name], rel=2e-3, abs=1e-4), f"{name} at step {a['train/step']}"
-        assert a["eval/own/accuracy"] == b["eval/own/accuracy"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_zero_stages_have_the_same_losses_and_save_a_model_that_loads(ranks, argv, tmp_path):
-    folders = {}
-    for stage in (0, 2, 3):
-        torchrun(ranks, ROOT / "reward_bt.py", *argv(zero_stage=stage, run_name=f"zero{stage}"))
-        folders[stage] = tmp_path / f"runs/zero{stage}"
-    losses = [[m["rm/loss"] for m in read_metrics(folder)] for folder in folders.values()]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0] == pytest.approx(losses[2], rel=1e-4)
-    weights = [score_weights(folder / "checkpoint-3") for folder in folders.values()]
-    for name, tensor in weights[0].items():
-        assert torch.allclose(tensor, weights[1][name], atol=2e-3) and torch.allclose(
-            tensor, weights[2][name], atol=2e-3
-        )
 
 
 @pytest.mark.slow

@@ -323,6 +323,28 @@ def test_new_weights_reach_the_server(sampler, fake, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("value", [None, float("nan"), float("-inf")])
+def test_a_log_prob_that_is_none_or_not_finite_is_seen(value, sampler, fake):
+    """It reaches the trainer as what is not finite, and skips the update (test_faults.py)."""
+
+    def broken(server, body):
+        choice = {"token_ids": [10, 3], "logprobs": {"token_logprobs": [-1.0, value]}, "finish_reason": "length"}
+        return 200, {"choices": [{**choice, "prompt_token_ids": body["prompt"]}] * body["n"]}
+
+    fake.faults = {"/v1/completions": [broken]}
+    rows, prompts = [{"where": "data row 1", "images": [], "videos": []}], [{"prompt_ids": torch.tensor([3, 4])}]
+    _, logprobs, _ = sampler.sample(rows, prompts, 2, 1.0, torch.Generator().manual_seed(0))
+    assert all(x[0] == -1 and not x[1].isfinite() for x in logprobs)
+
+
+@pytest.mark.parametrize("choice", [{}, {"token_ids": [3], "logprobs": None}, {"token_ids": 5, "logprobs": {}}])
+def test_an_answer_of_another_form_is_an_engine_error(choice, sampler, fake):
+    fake.faults = {"/v1/completions": [lambda server, body: (200, {"choices": [choice] * body["n"]})]}
+    rows, prompts = [{"where": "data row 1", "images": [], "videos": []}], [{"prompt_ids": torch.tensor([3, 4])}]
+    with pytest.raises(ppo_vl.EngineError, match="another form"):
+        sampler.sample(rows, prompts, 2, 1.0, torch.Generator().manual_seed(0))
+
+
 @pytest.mark.parametrize("path", ["/weight_info", "/v1/completions"])
 @pytest.mark.parametrize("how", [restart, restart_with_an_error])
 def test_a_restarted_server_is_given_the_weights_again(path, how, sampler, fake):
