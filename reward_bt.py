@@ -1616,26 +1616,36 @@ def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.T
     return state
 
 
-def merged_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Weights of the plain model: adapters, if any, are added to copies of what they adapt, W + alpha / rank B A.
+def merged_weights(model, zero_stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, weight) of the plain model, one at a time: under ZeRO-3 gathered (collective: all ranks iterate), and adapters,
+    if any, added to copies of what they adapt, W + alpha / rank B A.
 
     Out of place: merging and unmerging in bf16 would wear the base weights down, a little at every export.
     """
-    state = gathered_state_dict(model, zero_stage)
-    for name, module in model.named_modules():
-        if not hasattr(module, "lora_A"):
-            continue
-        A, B = (state.pop(f"{name}.lora_{side}.default.weight") for side in "AB")  # (rank, in), (out, rank)
-        weight = state.pop(f"{name}.base_layer.weight")
-        if getattr(module.base_layer.weight, "quant_state", None) is not None:
-            from bitsandbytes.functional import dequantize_4bit
+    import deepspeed
 
-            weight = dequantize_4bit(module.base_layer.weight.data, module.base_layer.weight.quant_state).to(A.dtype)
-        delta = module.scaling["default"] * (B.float() @ A.float())
-        state[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
-        if module.base_layer.bias is not None:
-            state[f"{name}.bias"] = state.pop(f"{name}.base_layer.bias")
-    return state
+    names, layers = set(model.state_dict()), {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
+    yield from ((name, buffer.detach().clone()) for name, buffer in model.named_buffers() if name in names)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        owner, _, kind = name.rpartition(".base_layer.")
+        layer = layers.get(owner) if kind == "weight" else None
+        adapters = [] if layer is None else [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        with deepspeed.zero.GatheredParameters([parameter, *adapters], enabled=zero_stage == 3):
+            weight = parameter.detach().clone() if zero_stage == 3 else parameter.detach()
+            if adapters:
+                A, B = (adapter.detach() for adapter in adapters)  # (rank, in), (out, rank)
+                if getattr(parameter, "quant_state", None) is not None:
+                    from bitsandbytes.functional import dequantize_4bit
+
+                    weight = dequantize_4bit(weight, parameter.quant_state).to(A.dtype)
+                weight = (weight.float() + layer.scaling["default"] * (B.float() @ A.float())).to(weight.dtype)
+        yield name.replace(".base_layer.", "."), weight
+
+
+def merged_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
+    return dict(merged_weights(model, zero_stage))
 
 
 def sum_over_ranks(table: torch.Tensor, world_size: int, device) -> torch.Tensor:
