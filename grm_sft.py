@@ -2026,6 +2026,7 @@ class NcclLink:
         self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
+        self.ask("POST", "/pause?mode=wait")  # a request amid the update would kill the server; caches are cleared too
         self.ask("POST", "/start_weight_update")
 
     def update_weights(self, update_info: dict) -> None:
@@ -2036,9 +2037,8 @@ class NcclLink:
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        for cache in ("prefix", "mm", "encoder"):
-            self.ask("POST", f"/reset_{cache}_cache")
         self.ask("POST", "/finish_weight_update", {"weight_version": self.stamp})  # refused by one that was restarted
+        self.ask("POST", "/resume")
 
 
 class EngineError(Exception):
