@@ -946,18 +946,25 @@ def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str
         fail(f"{where}: the chat template rejects the messages ({one_line(error)})")
 
 
+def load_media(processor, row: dict) -> dict:
+    """A row's pictures and videos, as the processor takes them."""
+    media = {}
+    if row["images"]:
+        media["images"] = [load_image(image, row["folder"], row["where"]) for image in row["images"]]
+    if row["videos"]:
+        least = getattr(processor.video_processor, "temporal_patch_size", 1)
+        clips = [load_video(v, row["folder"], row["where"], row["video_fps"], least) for v in row["videos"]]
+        media["videos"], media["video_metadata"] = map(list, zip(*clips))
+        media["do_sample_frames"] = False
+    return media
+
+
 def run_processor(processor, row: dict, text: str) -> dict:
     """Rendered text and the row's media -> the processor's tensors for this one sequence, placeholders expanded."""
     tokenizer = getattr(processor, "tokenizer", processor)
     kwargs = {"add_special_tokens": adds_special_tokens(tokenizer, row)}
     if tokenizer is not processor:
-        if row["images"]:
-            kwargs["images"] = [load_image(image, row["folder"], row["where"]) for image in row["images"]]
-        if row["videos"]:
-            least = getattr(processor.video_processor, "temporal_patch_size", 1)
-            clips = [load_video(v, row["folder"], row["where"], row["video_fps"], least) for v in row["videos"]]
-            kwargs["videos"], kwargs["video_metadata"] = map(list, zip(*clips))
-            kwargs["do_sample_frames"] = False
+        kwargs |= load_media(processor, row)
     try:
         inputs = processor(text=[text], return_tensors="pt", **kwargs)
     except Exception as error:
@@ -1701,7 +1708,6 @@ class VllmSampler:
         seeds = torch.randint(2**31, (len(rows),), generator=generator, device=self.device).tolist()
         if self.broken:
             raise EngineError(self.broken)
-        refuse_videos(rows)
         prompts = list(zip(rows, samples, seeds))
         if self.group is not None:  # the ranks of one engine ask for the same
             shares = [None] * dist.get_world_size(self.group)
@@ -1715,8 +1721,14 @@ class VllmSampler:
             text, tokenizer = render_chat(self.processor, row), getattr(self.processor, "tokenizer", self.processor)
             with ENCODING:  # not expanded: the engine does that
                 ids = tokenizer(text, add_special_tokens=adds_special_tokens(tokenizer, row))["input_ids"]
-            media = {"image": [load_image(x, row["folder"], row["where"]) for x in row["images"]]}
-            inputs.append({"prompt_token_ids": ids, **({"multi_modal_data": media} if row["images"] else {})})
+            inputs.append({"prompt_token_ids": ids})
+            media = load_media(self.processor, row)
+            if "images" in media:
+                inputs[-1]["multi_modal_data"] = {"image": media["images"]}
+            if "videos" in media:
+                clips = list(zip(media["videos"], media["video_metadata"]))
+                inputs[-1].setdefault("multi_modal_data", {})["video"] = clips
+                inputs[-1]["mm_processor_kwargs"] = {"do_sample_frames": False}
             params.append(
                 SamplingParams(
                     n=num_samples, temperature=temperature, top_p=self.args.top_p, seed=seed, logprobs=0,
@@ -1732,6 +1744,7 @@ class VllmSampler:
             ) from error
         outputs = outputs[mine]
         for row, sample, output in zip(rows, samples, outputs):
+            check_video_positions(row, sample, self.suppressed_ids)
             if output.prompt_token_ids != sample["prompt_ids"].tolist():
                 fail(f"{row['where']}: vLLM reads other prompt tokens than the trainer; use --rollout hf for this data")
             for x in output.outputs:
@@ -1803,13 +1816,13 @@ class ServerSampler:
                     return answer.json() if answer.content else {}
             except (httpx.TransportError, ValueError) as error:
                 problem = one_line(error)
-            if time.monotonic() + wait > deadline:
+            if time.monotonic() + wait > deadline or self.closed.is_set():
                 limit = f"--vllm-timeout {self.args.vllm_timeout:g} s"
                 raise EngineError(f"vLLM server {url} gave no answer within {limit} ({problem})")
             if not told:
                 logging.getLogger(SCRIPT).warning(f"vLLM server {url} does not answer ({problem}); waiting for it")
             told = True
-            time.sleep(wait)
+            self.closed.wait(wait)
             wait = min(2 * wait, 8)
 
     def load(self, url: str) -> None:
@@ -1889,7 +1902,11 @@ class ServerSampler:
     def sample(self, rows: list[dict], samples: list[dict], num_samples: int, temperature: float, generator):
         """As generate."""
         seeds = torch.randint(2**31, (len(rows),), generator=generator, device=self.device).tolist()
-        refuse_videos(rows)
+        for row in rows:
+            if row["videos"]:
+                fail(
+                    f"{row['where']}: vLLM servers are given pictures only, no videos; use --rollout vllm or hf for this data"
+                )
         urls = [self.args.vllm_urls[(i + self.rank) % len(self.args.vllm_urls)] for i in range(len(rows))]
         while True:
             stamps = self.stamps(urls)
@@ -2050,10 +2067,14 @@ BUCKET = 2**28  # bytes of weights that one NCCL broadcast takes
 SAMPLERS = {"hf": HFSampler, "vllm": VllmSampler, "vllm-server": ServerSampler}
 
 
-def refuse_videos(rows: list[dict]) -> None:
-    for row in rows:
-        if row["videos"]:
-            fail(f"{row['where']}: vLLM is given pictures only here, no videos; use --rollout hf for this data")
+def check_video_positions(row: dict, sample: dict, media_ids: list[int]) -> None:
+    """vLLM's text goes on behind a video's last frame, transformers' behind its height or width: not the same for long ones."""
+    positions = sample["position_ids"].reshape(-1, len(sample["prompt_ids"])).amax(0)  # (P,)
+    text = ~torch.isin(sample["prompt_ids"], torch.tensor(media_ids))
+    if row["videos"] and not (positions[1:] == positions.cummax(0).values[:-1] + 1)[text[1:]].all():
+        fail(
+            f"{row['where']}: vLLM gives the text after so long a video other positions; use --rollout hf for this data"
+        )
 
 
 def served_weights(model, zero_stage: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -856,18 +856,25 @@ def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str
         fail(f"{where}: the chat template rejects the messages ({one_line(error)})")
 
 
+def load_media(processor, row: dict) -> dict:
+    """A row's pictures and videos, as the processor takes them."""
+    media = {}
+    if row["images"]:
+        media["images"] = [load_image(image, row["folder"], row["where"]) for image in row["images"]]
+    if row["videos"]:
+        least = getattr(processor.video_processor, "temporal_patch_size", 1)
+        clips = [load_video(v, row["folder"], row["where"], row["video_fps"], least) for v in row["videos"]]
+        media["videos"], media["video_metadata"] = map(list, zip(*clips))
+        media["do_sample_frames"] = False
+    return media
+
+
 def run_processor(processor, row: dict, text: str) -> dict:
     """Rendered text and the row's media -> the processor's tensors for this one sequence, placeholders expanded."""
     tokenizer = getattr(processor, "tokenizer", processor)
     kwargs = {"add_special_tokens": adds_special_tokens(tokenizer, row)}
     if tokenizer is not processor:
-        if row["images"]:
-            kwargs["images"] = [load_image(image, row["folder"], row["where"]) for image in row["images"]]
-        if row["videos"]:
-            least = getattr(processor.video_processor, "temporal_patch_size", 1)
-            clips = [load_video(v, row["folder"], row["where"], row["video_fps"], least) for v in row["videos"]]
-            kwargs["videos"], kwargs["video_metadata"] = map(list, zip(*clips))
-            kwargs["do_sample_frames"] = False
+        kwargs |= load_media(processor, row)
     try:
         inputs = processor(text=[text], return_tensors="pt", **kwargs)
     except Exception as error:

@@ -23,6 +23,7 @@ import weights_without_nccl
 from conftest import ROOT, TINY, read_jsonl, to_argv, write_jsonl
 from test_grm_sft import FILES
 from test_grm_sft import load as load_judge
+from test_video import write_animation, write_frames, write_video
 
 import grm_sft
 import ppo_vl
@@ -262,6 +263,30 @@ def test_other_prompt_tokens_are_refused(setup, capsys):
         setup.sampler.sample([row], [sample], 1, 1.0, torch.Generator())
     assert stopped.value.code == 2
     assert "pictures.jsonl" in capsys.readouterr().err or not row["images"]
+
+
+def test_videos_whose_positions_agree(vlm, tmp_path, capsys):
+    """Files, animations, lists of frames, beside a picture and a second video; a longer one is refused."""
+    short = (
+        write_video(tmp_path / "short.mp4", count=12),
+        write_animation(tmp_path / "short.webp", [100] * 12, count=12),
+    )
+    frames, long = write_frames(tmp_path, range(0, 16, 4)), write_video(tmp_path / "long.mp4", count=48)
+    parts = [[short[0]], [short[1]], [frames], [short[0], short[1]], [long]]
+    contents = [[{"type": "video", "video": video} for video in videos] for videos in parts]
+    contents[3].insert(1, {"type": "image", "image": frames[0]})
+    questions = [[*content, {"type": "text", "text": "What moves?"}] for content in contents]
+    rows = [{"messages": [{"role": "user", "content": q}], "answer": "it"} for q in questions]
+    setup = prepare(TINY, write_jsonl(tmp_path / "videos.jsonl", rows))
+    setup.sampler = copy.copy(vlm.sampler)
+    setup.sampler.model = setup.model
+    setup.sampler.sync(0, tmp_path)
+    rollout, ours = rolled_out(setup, setup.sampler, count=4, temperature=0.0)
+    _, theirs = rolled_out(setup, sampler_of("hf", setup), count=4, temperature=0.0)
+    assert responses(ours) == responses(theirs) and gap(rollout).abs().max() < EXACT
+    with pytest.raises(SystemExit):
+        rolled_out(setup, setup.sampler, count=5)
+    assert "videos.jsonl row 4: vLLM gives the text after so long a video other positions" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["vlm", "served"])
