@@ -2101,9 +2101,8 @@ class ServerSampler:
                     self.newest.mkdir(parents=True, exist_ok=True)
                     save_file(weights, self.newest / "model.safetensors")
                 for url in self.args.vllm_urls:
-                    with contextlib.suppress(
-                        EngineError
-                    ):  # the next prompts wait again, and if in vain they stop the run
+                    # After an error the next prompts wait again, and if in vain they stop the run.
+                    with contextlib.suppress(EngineError):
                         self.load(url)
                 if not self.nccl and old not in (None, self.newest):
                     shutil.rmtree(old, ignore_errors=True)

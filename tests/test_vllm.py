@@ -4,10 +4,12 @@
 all tests; runs of the scripts are processes of their own.
 """
 
+import contextlib
 import copy
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -324,13 +326,19 @@ def test_judgements_of_grm_sft_are_those_of_hf(vlm, tmp_path):
 # --- a server --------------------------------------------------------------------------------------------------------
 
 
+def free_port() -> int:
+    """Below those that the system gives away: a server binds its port seconds later, and again after a restart."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return port
+
+
 class Server:
     """vLLM's OpenAI-compatible server on a free port, with docs/vllm.md's command, but for NCCL."""
 
     def __init__(self, folder):
-        with socket.socket() as s:
-            s.bind(("localhost", 0))
-            self.port = s.getsockname()[1]
+        self.port = free_port()
         self.url, self.pid_file, self.log = f"http://localhost:{self.port}", folder / "pid", folder / "log"
         self.start()
 
