@@ -2348,9 +2348,10 @@ class VllmSampler:
             ) from error
         outputs = outputs[mine]
         for row, sample, output in zip(rows, samples, outputs):
-            check_video_positions(row, sample, self.suppressed_ids)
             if output.prompt_token_ids != sample["prompt_ids"].tolist():
                 fail(f"{row['where']}: vLLM reads other prompt tokens than the trainer; use --rollout hf for this data")
+            if row["videos"]:
+                check_video_positions(row, sample, self.suppressed_ids)
             for x in output.outputs:
                 if x.finish_reason not in ("stop", "length"):
                     raise EngineError(f"{row['where']}: vLLM gave no whole response (finish reason {x.finish_reason})")
@@ -2674,7 +2675,7 @@ def check_video_positions(row: dict, sample: dict, media_ids: list[int]) -> None
     """vLLM's text goes on behind a video's last frame, transformers' behind its height or width: not the same for long ones."""
     positions = sample["position_ids"].reshape(-1, len(sample["prompt_ids"])).amax(0)  # (P,)
     text = ~torch.isin(sample["prompt_ids"], torch.tensor(media_ids))
-    if row["videos"] and not (positions[1:] == positions.cummax(0).values[:-1] + 1)[text[1:]].all():
+    if not (positions[1:] == positions.cummax(0).values[:-1] + 1)[text[1:]].all():
         fail(
             f"{row['where']}: vLLM gives the text after so long a video other positions; use --rollout hf for this data"
         )
