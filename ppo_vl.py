@@ -56,12 +56,13 @@ import random
 import re
 import shutil
 import signal
+import socket
 import sys
 import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -195,6 +196,8 @@ class Args:
     """consecutive ranks that share an engine in this process"""
     vllm_urls: tuple[str, ...] = ("http://localhost:8000",)
     """servers for --rollout vllm-server, started as docs/vllm.md says"""
+    vllm_weight_transfer: Literal["folder", "nccl"] = "folder"
+    """how servers get new weights: from a folder that they can read, or over NCCL (vLLM in the trainer's environment too)"""
     vllm_timeout: float = 600.0
     """seconds that a server may be away before the run saves its state and stops"""
     async_rollout: bool = False
@@ -544,6 +547,14 @@ def check_sampler_args(args: Args, world_size: int) -> None:
         fail(f"--vllm-tensor-parallel-size {args.vllm_tensor_parallel_size} does not divide the {world_size} ranks")
     if args.rollout == "vllm-server" and not args.vllm_urls:
         fail("--rollout vllm-server needs --vllm-urls")
+    if args.rollout == "vllm-server" and args.vllm_weight_transfer == "nccl":
+        if importlib.util.find_spec("vllm") is None:
+            fail(
+                "--vllm-weight-transfer nccl needs vLLM beside the trainer too, where it is not installed: pip install -r "
+                "requirements-gpu.txt, or use --vllm-weight-transfer folder"
+            )
+        if not torch.cuda.is_available():
+            fail("--vllm-weight-transfer nccl needs a GPU for the trainer; use --vllm-weight-transfer folder")
 
 
 def parse_template_kwargs(args: Args) -> dict:
@@ -941,18 +952,25 @@ def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str
         fail(f"{where}: the chat template rejects the messages ({one_line(error)})")
 
 
+def load_media(processor, row: dict) -> dict:
+    """A row's pictures and videos, as the processor takes them."""
+    media = {}
+    if row["images"]:
+        media["images"] = [load_image(image, row["folder"], row["where"]) for image in row["images"]]
+    if row["videos"]:
+        least = getattr(processor.video_processor, "temporal_patch_size", 1)
+        clips = [load_video(v, row["folder"], row["where"], row["video_fps"], least) for v in row["videos"]]
+        media["videos"], media["video_metadata"] = map(list, zip(*clips))
+        media["do_sample_frames"] = False
+    return media
+
+
 def run_processor(processor, row: dict, text: str) -> dict:
     """Rendered text and the row's media -> the processor's tensors for this one sequence, placeholders expanded."""
     tokenizer = getattr(processor, "tokenizer", processor)
     kwargs = {"add_special_tokens": adds_special_tokens(tokenizer, row)}
     if tokenizer is not processor:
-        if row["images"]:
-            kwargs["images"] = [load_image(image, row["folder"], row["where"]) for image in row["images"]]
-        if row["videos"]:
-            least = getattr(processor.video_processor, "temporal_patch_size", 1)
-            clips = [load_video(v, row["folder"], row["where"], row["video_fps"], least) for v in row["videos"]]
-            kwargs["videos"], kwargs["video_metadata"] = map(list, zip(*clips))
-            kwargs["do_sample_frames"] = False
+        kwargs |= load_media(processor, row)
     try:
         inputs = processor(text=[text], return_tensors="pt", **kwargs)
     except Exception as error:
@@ -2301,7 +2319,6 @@ class VllmSampler:
         seeds = torch.randint(2**31, (len(rows),), generator=generator, device=self.device).tolist()
         if self.broken:
             raise EngineError(self.broken)
-        refuse_videos(rows)
         prompts = list(zip(rows, samples, seeds))
         if self.group is not None:  # the ranks of one engine ask for the same
             shares = [None] * dist.get_world_size(self.group)
@@ -2315,8 +2332,14 @@ class VllmSampler:
             text, tokenizer = render_chat(self.processor, row), getattr(self.processor, "tokenizer", self.processor)
             with ENCODING:  # not expanded: the engine does that
                 ids = tokenizer(text, add_special_tokens=adds_special_tokens(tokenizer, row))["input_ids"]
-            media = {"image": [load_image(x, row["folder"], row["where"]) for x in row["images"]]}
-            inputs.append({"prompt_token_ids": ids, **({"multi_modal_data": media} if row["images"] else {})})
+            inputs.append({"prompt_token_ids": ids})
+            media = load_media(self.processor, row)
+            if "images" in media:
+                inputs[-1]["multi_modal_data"] = {"image": media["images"]}
+            if "videos" in media:
+                clips = list(zip(media["videos"], media["video_metadata"]))
+                inputs[-1].setdefault("multi_modal_data", {})["video"] = clips
+                inputs[-1]["mm_processor_kwargs"] = {"do_sample_frames": False}
             params.append(
                 SamplingParams(
                     n=num_samples, temperature=temperature, top_p=self.args.top_p, seed=seed, logprobs=0,
@@ -2334,6 +2357,8 @@ class VllmSampler:
         for row, sample, output in zip(rows, samples, outputs):
             if output.prompt_token_ids != sample["prompt_ids"].tolist():
                 fail(f"{row['where']}: vLLM reads other prompt tokens than the trainer; use --rollout hf for this data")
+            if row["videos"]:
+                check_video_positions(row, sample, self.suppressed_ids)
             for x in output.outputs:
                 if x.finish_reason not in ("stop", "length"):
                     raise EngineError(f"{row['where']}: vLLM gave no whole response (finish reason {x.finish_reason})")
@@ -2357,21 +2382,30 @@ class VllmSampler:
 class ServerSampler:
     """--rollout vllm-server: vLLM's own server, one or several replicas; prompts are dealt out to them in turn.
 
-    New weights go through a safetensors folder that servers can read. A server that is gone is waited for; one that comes
-    back with other weights is given the newest before it is asked again.
+    New weights go through a safetensors folder that servers can read, or over NCCL from a copy in rank 0's memory. A server
+    that is gone is waited for; one that comes back with other weights is given the newest before it is asked again.
     """
 
     def __init__(self, args: Args, model, rollout_model, processor, end_ids: list[int], limit: int, ranks, device):
         import httpx
 
         self.args, self.model, self.processor, self.end_ids = args, model, processor, end_ids
-        self.device, self.version, self.folder, (self.rank, self.world_size) = device, -1, None, ranks
-        self.suppressed_ids = media_token_ids(model.config)
+        self.device, self.version, (self.rank, self.world_size) = device, -1, ranks
+        self.suppressed_ids, self.nccl = media_token_ids(model.config), args.vllm_weight_transfer == "nccl"
+        self.newest = None  # what servers are given: a folder, or with NCCL tensors by name
+        self.sending, self.closed = threading.RLock(), threading.Event()
         self.client = httpx.Client(timeout=httpx.Timeout(args.vllm_timeout, connect=10), follow_redirects=False)
         try:
             self.names = {url: self.ask(url, ("GET", "/v1/models", None))["data"][0]["id"] for url in args.vllm_urls}
+            for url in args.vllm_urls if self.nccl and self.rank == 0 else ():
+                config = self.ask(url, ("GET", "/server_info?config_format=json", None))["vllm_config"]
+                if (config["weight_transfer_config"] or {}).get("backend") != "nccl":
+                    fail(f"--vllm-weight-transfer nccl: vLLM server {url} was not started for it, as docs/vllm.md says")
         except EngineError as error:
             fail(f"--rollout vllm-server: {error}; start it as docs/vllm.md says, or use --rollout hf")
+        self.links = {url: NcclLink(url, self.client, device) for url in args.vllm_urls}
+        if self.nccl and self.rank == 0 and self.world_size > 1:
+            threading.Thread(target=self.look_after_servers, daemon=True).start()
 
     def ask(self, url: str, *requests: tuple[str, str, dict | None]) -> dict:
         """Requests (method, path, body) in turn -> the last one's answer. All anew while the server is not there, for at most
@@ -2394,58 +2428,96 @@ class ServerSampler:
                     return answer.json() if answer.content else {}
             except (httpx.TransportError, ValueError) as error:
                 problem = one_line(error)
-            if time.monotonic() + wait > deadline:
+            if time.monotonic() + wait > deadline or self.closed.is_set():
                 limit = f"--vllm-timeout {self.args.vllm_timeout:g} s"
                 raise EngineError(f"vLLM server {url} gave no answer within {limit} ({problem})")
             if not told:
                 logging.getLogger(SCRIPT).warning(f"vLLM server {url} does not answer ({problem}); waiting for it")
             told = True
-            time.sleep(wait)
+            self.closed.wait(wait)
             wait = min(2 * wait, 8)
 
     def load(self, url: str) -> None:
-        """Have a server read the newest weights. The stamp is new every time: a restart between two looks at it shows."""
+        """Give a server the newest weights. The stamp is new every time: a restart between two looks at it shows."""
         stamp = f"{self.version}-{uuid.uuid4().hex[:8]}"
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self.folder)}}
-        self.ask(
-            url, ("POST", "/collective_rpc", body), ("POST", "/reset_prefix_cache", None), ("POST", "/reset_mm_cache", None),
-            ("POST", "/reset_encoder_cache", None), ("POST", "/update_weight_version", {"new_version": stamp}),
-        )  # fmt: skip
+        if not self.nccl:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(self.newest)}}
+            self.ask(
+                url, ("POST", "/collective_rpc", body), ("POST", "/reset_prefix_cache", None),
+                ("POST", "/reset_mm_cache", None), ("POST", "/reset_encoder_cache", None),
+                ("POST", "/update_weight_version", {"new_version": stamp}),
+            )  # fmt: skip
+        elif self.rank == 0:
+            for last in (False, True):
+                self.ask(url, ("GET", "/health", None))  # waits for it
+                try:
+                    return self.links[url].send(self.newest, stamp)
+                except Exception as error:
+                    if last:
+                        raise EngineError(
+                            f"vLLM server {url} can't take weights over NCCL ({one_line(error)})"
+                        ) from error
+        else:
+            deadline = time.monotonic() + self.args.vllm_timeout
+            while time.monotonic() < deadline and not self.is_newest(self.ask(url, WEIGHT_INFO)["weight_version"]):
+                time.sleep(0.5)
+
+    def look_after_servers(self) -> None:
+        """Only rank 0 has weights to send over NCCL: it also sees when a server comes back that other ranks wait for."""
+        while not self.closed.wait(2):
+            with contextlib.suppress(EngineError):
+                self.stamps(self.args.vllm_urls)
+
+    def is_newest(self, stamp: str) -> bool:
+        return stamp.split("-")[0] == str(self.version)
 
     def stamps(self, urls: list[str]) -> dict[str, str]:
         """The stamps of some servers, all of the newest version: one that came back with other weights is given them."""
-        stamps = {}
-        for url in sorted(set(urls)):
+        return {url: self.stamp(url) for url in sorted(set(urls))}
+
+    def stamp(self, url: str) -> str:
+        with self.sending:
             for last in (False, True):
-                stamps[url] = self.ask(url, ("GET", "/weight_info", None))["weight_version"]
-                if stamps[url].split("-")[0] == str(self.version):
-                    break
-                if last or self.folder is None:
-                    raise EngineError(f"vLLM server {url} has weights of version {stamps[url]}, not {self.version}")
+                stamp = self.ask(url, WEIGHT_INFO)["weight_version"]
+                if self.is_newest(stamp):
+                    return stamp
+                if last or self.newest is None:
+                    raise EngineError(f"vLLM server {url} has weights of version {stamp}, not {self.version}")
                 logging.getLogger(SCRIPT).warning(f"vLLM server {url} is without the newest weights: sent again")
                 self.load(url)
-        return stamps
 
     def sync(self, version: int, folder: Path) -> None:
-        """Write the newest weights once, and have every server read them. Collective."""
+        """Copy the newest weights once, and give them to every server. Collective."""
         from safetensors.torch import save_file
 
-        weights = served_state_dict(self.model, self.args.zero_stage)
-        self.version, old, self.folder = version, self.folder, (folder / f"server_weights-{version}").resolve()
-        if self.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            save_file({n: x.cpu().contiguous().clone() for n, x in weights.items()}, self.folder / "model.safetensors")
-            for url in self.args.vllm_urls:
-                with contextlib.suppress(EngineError):  # the next prompts wait again, and if in vain they stop the run
-                    self.load(url)
-            if old is not None and old != self.folder:
-                shutil.rmtree(old, ignore_errors=True)
+        with self.sending:
+            weights = {}
+            for name, weight in served_weights(self.model, self.args.zero_stage):
+                if self.rank == 0:
+                    weights[name] = weight.to("cpu", copy=True).contiguous()
+            self.version, old, self.newest = version, self.newest, weights
+            if not self.nccl:
+                self.newest = (folder / f"server_weights-{version}").resolve()
+            if self.rank == 0:
+                if not self.nccl:
+                    self.newest.mkdir(parents=True, exist_ok=True)
+                    save_file(weights, self.newest / "model.safetensors")
+                for url in self.args.vllm_urls:
+                    # After an error the next prompts wait again, and if in vain they stop the run.
+                    with contextlib.suppress(EngineError):
+                        self.load(url)
+                if not self.nccl and old not in (None, self.newest):
+                    shutil.rmtree(old, ignore_errors=True)
         barrier(self.world_size)
 
     def sample(self, rows: list[dict], samples: list[dict], num_samples: int, temperature: float, generator):
         """As generate."""
         seeds = torch.randint(2**31, (len(rows),), generator=generator, device=self.device).tolist()
-        refuse_videos(rows)
+        for row in rows:
+            if row["videos"]:
+                fail(
+                    f"{row['where']}: vLLM servers are given pictures only, no videos; use --rollout vllm or hf for this data"
+                )
         urls = [self.args.vllm_urls[(i + self.rank) % len(self.args.vllm_urls)] for i in range(len(rows))]
         while True:
             stamps = self.stamps(urls)
@@ -2511,9 +2583,13 @@ class ServerSampler:
         return parts
 
     def close(self) -> None:
-        self.client.close()
-        if self.rank == 0 and self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self.closed.set()
+        with self.sending:
+            for link in self.links.values():
+                link.close()
+            self.client.close()
+        if self.rank == 0 and not self.nccl and self.newest is not None:
+            shutil.rmtree(self.newest, ignore_errors=True)
 
     def image_part(self, source: Any, row: dict) -> dict:
         buffer = io.BytesIO()
@@ -2522,24 +2598,109 @@ class ServerSampler:
         return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
+class NcclLink:
+    """vLLM's own weight transfer from this process to the workers of one server, which are an NCCL group.
+
+    vLLM's trainer engine takes from it the weights (`metadata`, iteration) and what to tell the server (the four methods
+    with the names of its routes). No request is made twice: after an error the link is closed, and the next send opens it.
+    """
+
+    def __init__(self, url: str, client, device):
+        self.url, self.client, self.device = url.rstrip("/"), client, device
+        self.engine, self.weights, self.stamp = None, {}, None
+
+    def send(self, weights: dict[str, torch.Tensor], stamp: str) -> None:
+        if self.engine is not None and self.ask(*WEIGHT_INFO)["weight_version"] != self.stamp:  # it was restarted
+            self.close()
+        self.weights, self.stamp = weights, stamp
+        try:
+            if self.engine is None:
+                self.open()
+            self.engine.send_weights()
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self) -> None:
+        import httpx
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+        self.ask("POST", "/shutdown_weight_transfer_engine")  # what an earlier trainer left
+        size = 1 + self.ask("GET", "/get_world_size")["world_size"]
+        server = httpx.URL(self.url)
+        with socket.create_connection((server.host, server.port or {"http": 80, "https": 443}[server.scheme])) as s:
+            address = s.getsockname()[0]  # this machine's, as the server sees it
+        with socket.create_server((address, 0)) as s:
+            port = s.getsockname()[1]
+        info = NCCLTrainerInitInfo(address, port, size, packed_buffer_size_bytes=BUCKET, rank=0)
+        self.engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=self)
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.shutdown()
+        self.engine = None
+
+    def ask(self, method: str, path: str, body: dict | None = None) -> dict:
+        answer = self.client.request(method, self.url + path, json=body)
+        if answer.status_code != 200:
+            raise EngineError(f"{path}: {answer.status_code}: {answer.text[:300]}")
+        return answer.json() if answer.content else {}
+
+    def metadata(self) -> list:
+        from vllm.distributed.weight_transfer import ParamMeta
+
+        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self.weights.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, weight.to(self.device)) for name, weight in self.weights.items())
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.ask("POST", "/pause?mode=wait")  # a request amid the update would kill the server; caches are cleared too
+        self.ask("POST", "/start_weight_update")
+
+    def update_weights(self, update_info: dict) -> None:
+        try:
+            self.ask("POST", "/update_weights", {"update_info": update_info})
+        except BaseException:
+            self.engine.shutdown()  # ends the broadcast, which else waits for the server for ever
+            raise
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.ask("POST", "/finish_weight_update", {"weight_version": self.stamp})  # refused by one that was restarted
+        self.ask("POST", "/resume")
+
+
 class EngineError(Exception):
     """vLLM failed; the run saves its state and stops."""
 
 
+WEIGHT_INFO = ("GET", "/weight_info", None)
+BUCKET = 2**28  # bytes of weights that one NCCL broadcast takes
 SAMPLERS = {"hf": HFSampler, "vllm": VllmSampler, "vllm-server": ServerSampler}
 
 
-def refuse_videos(rows: list[dict]) -> None:
-    for row in rows:
-        if row["videos"]:
-            fail(f"{row['where']}: vLLM is given pictures only here, no videos; use --rollout hf for this data")
+def check_video_positions(row: dict, sample: dict, media_ids: list[int]) -> None:
+    """vLLM's text goes on behind a video's last frame, transformers' behind its height or width: not the same for long ones."""
+    positions = sample["position_ids"].reshape(-1, len(sample["prompt_ids"])).amax(0)  # (P,)
+    text = ~torch.isin(sample["prompt_ids"], torch.tensor(media_ids))
+    if not (positions[1:] == positions.cummax(0).values[:-1] + 1)[text[1:]].all():
+        fail(
+            f"{row['where']}: vLLM gives the text after so long a video other positions; use --rollout hf for this data"
+        )
+
+
+def served_weights(model, zero_stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, weight) for vLLM, one at a time, tied ones under each of their names: reloading leaves out what is not named."""
+    tied = model.all_tied_weights_keys
+    for name, weight in merged_weights(model, zero_stage):
+        yield from ((served, weight) for served in (name, *(alias for alias in tied if tied[alias] == name)))
 
 
 def served_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Weights for vLLM, tied ones under each of their names: reloading in place leaves out what is not named."""
-    weights = merged_state_dict(model, zero_stage)
-    tied = {alias: weights[name] for alias, name in model.all_tied_weights_keys.items() if name in weights}
-    return {**weights, **tied}
+    return dict(served_weights(model, zero_stage))
 
 
 def generate_and_score(
@@ -2934,26 +3095,36 @@ def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.T
     return state
 
 
-def merged_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Weights of the plain model: adapters, if any, are added to copies of what they adapt, W + alpha / rank B A.
+def merged_weights(model, zero_stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, weight) of the plain model, one at a time: under ZeRO-3 gathered (collective: all ranks iterate), and adapters,
+    if any, added to copies of what they adapt, W + alpha / rank B A.
 
     Out of place: merging and unmerging in bf16 would wear the base weights down, a little at every export.
     """
-    state = gathered_state_dict(model, zero_stage)
-    for name, module in model.named_modules():
-        if not hasattr(module, "lora_A"):
-            continue
-        A, B = (state.pop(f"{name}.lora_{side}.default.weight") for side in "AB")  # (rank, in), (out, rank)
-        weight = state.pop(f"{name}.base_layer.weight")
-        if getattr(module.base_layer.weight, "quant_state", None) is not None:
-            from bitsandbytes.functional import dequantize_4bit
+    import deepspeed
 
-            weight = dequantize_4bit(module.base_layer.weight.data, module.base_layer.weight.quant_state).to(A.dtype)
-        delta = module.scaling["default"] * (B.float() @ A.float())
-        state[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
-        if module.base_layer.bias is not None:
-            state[f"{name}.bias"] = state.pop(f"{name}.base_layer.bias")
-    return state
+    names, layers = set(model.state_dict()), {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
+    yield from ((name, buffer.detach().clone()) for name, buffer in model.named_buffers() if name in names)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        owner, _, kind = name.rpartition(".base_layer.")
+        layer = layers.get(owner) if kind == "weight" else None
+        adapters = [] if layer is None else [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        with deepspeed.zero.GatheredParameters([parameter, *adapters], enabled=zero_stage == 3):
+            weight = parameter.detach().clone() if zero_stage == 3 else parameter.detach()
+            if adapters:
+                A, B = (adapter.detach() for adapter in adapters)  # (rank, in), (out, rank)
+                if getattr(parameter, "quant_state", None) is not None:
+                    from bitsandbytes.functional import dequantize_4bit
+
+                    weight = dequantize_4bit(weight, parameter.quant_state).to(A.dtype)
+                weight = (weight.float() + layer.scaling["default"] * (B.float() @ A.float())).to(weight.dtype)
+        yield name.replace(".base_layer.", "."), weight
+
+
+def merged_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
+    return dict(merged_weights(model, zero_stage))
 
 
 def sync_rollout_model(model, rollout_model) -> None:

@@ -861,18 +861,25 @@ def render_chat(processor, row: dict, messages: list[dict] | None = None) -> str
         fail(f"{where}: the chat template rejects the messages ({one_line(error)})")
 
 
+def load_media(processor, row: dict) -> dict:
+    """A row's pictures and videos, as the processor takes them."""
+    media = {}
+    if row["images"]:
+        media["images"] = [load_image(image, row["folder"], row["where"]) for image in row["images"]]
+    if row["videos"]:
+        least = getattr(processor.video_processor, "temporal_patch_size", 1)
+        clips = [load_video(v, row["folder"], row["where"], row["video_fps"], least) for v in row["videos"]]
+        media["videos"], media["video_metadata"] = map(list, zip(*clips))
+        media["do_sample_frames"] = False
+    return media
+
+
 def run_processor(processor, row: dict, text: str) -> dict:
     """Rendered text and the row's media -> the processor's tensors for this one sequence, placeholders expanded."""
     tokenizer = getattr(processor, "tokenizer", processor)
     kwargs = {"add_special_tokens": adds_special_tokens(tokenizer, row)}
     if tokenizer is not processor:
-        if row["images"]:
-            kwargs["images"] = [load_image(image, row["folder"], row["where"]) for image in row["images"]]
-        if row["videos"]:
-            least = getattr(processor.video_processor, "temporal_patch_size", 1)
-            clips = [load_video(v, row["folder"], row["where"], row["video_fps"], least) for v in row["videos"]]
-            kwargs["videos"], kwargs["video_metadata"] = map(list, zip(*clips))
-            kwargs["do_sample_frames"] = False
+        kwargs |= load_media(processor, row)
     try:
         inputs = processor(text=[text], return_tensors="pt", **kwargs)
     except Exception as error:
@@ -1648,26 +1655,36 @@ def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.T
     return state
 
 
-def merged_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Weights of the plain model: adapters, if any, are added to copies of what they adapt, W + alpha / rank B A.
+def merged_weights(model, zero_stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, weight) of the plain model, one at a time: under ZeRO-3 gathered (collective: all ranks iterate), and adapters,
+    if any, added to copies of what they adapt, W + alpha / rank B A.
 
     Out of place: merging and unmerging in bf16 would wear the base weights down, a little at every export.
     """
-    state = gathered_state_dict(model, zero_stage)
-    for name, module in model.named_modules():
-        if not hasattr(module, "lora_A"):
-            continue
-        A, B = (state.pop(f"{name}.lora_{side}.default.weight") for side in "AB")  # (rank, in), (out, rank)
-        weight = state.pop(f"{name}.base_layer.weight")
-        if getattr(module.base_layer.weight, "quant_state", None) is not None:
-            from bitsandbytes.functional import dequantize_4bit
+    import deepspeed
 
-            weight = dequantize_4bit(module.base_layer.weight.data, module.base_layer.weight.quant_state).to(A.dtype)
-        delta = module.scaling["default"] * (B.float() @ A.float())
-        state[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
-        if module.base_layer.bias is not None:
-            state[f"{name}.bias"] = state.pop(f"{name}.base_layer.bias")
-    return state
+    names, layers = set(model.state_dict()), {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
+    yield from ((name, buffer.detach().clone()) for name, buffer in model.named_buffers() if name in names)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        owner, _, kind = name.rpartition(".base_layer.")
+        layer = layers.get(owner) if kind == "weight" else None
+        adapters = [] if layer is None else [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        with deepspeed.zero.GatheredParameters([parameter, *adapters], enabled=zero_stage == 3):
+            weight = parameter.detach().clone() if zero_stage == 3 else parameter.detach()
+            if adapters:
+                A, B = (adapter.detach() for adapter in adapters)  # (rank, in), (out, rank)
+                if getattr(parameter, "quant_state", None) is not None:
+                    from bitsandbytes.functional import dequantize_4bit
+
+                    weight = dequantize_4bit(weight, parameter.quant_state).to(A.dtype)
+                weight = (weight.float() + layer.scaling["default"] * (B.float() @ A.float())).to(weight.dtype)
+        yield name.replace(".base_layer.", "."), weight
+
+
+def merged_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
+    return dict(merged_weights(model, zero_stage))
 
 
 def blame(members: list[int], broken: torch.Tensor, world_size: int) -> dict[int, str]:

@@ -25,7 +25,7 @@ KEY = re.compile(rf"(?:{'|'.join(PREFIXES)})/[a-z_]+")  # of a metric
 OTHER_FLAGS = {
     # docs.vllm.ai, "vllm serve": the server is started in an environment of its own
     "vllm serve": "port dtype max-model-len max-num-batched-tokens enforce-eager logprobs-mode enable-chunked-prefill "
-    "tensor-parallel-size model served-model-name gpu-memory-utilization limit-mm-per-prompt".split(),
+    "tensor-parallel-size model served-model-name gpu-memory-utilization limit-mm-per-prompt weight-transfer-config".split(),
     # named without a command that would parse it: `deepspeed --help`, `pip install --help`
     "others": "hostfile extra-index-url no-deps".split(),
 }

