@@ -614,13 +614,12 @@ for script, flags, steps, kills in runs:
     lines = lambda: len(metrics.read_text().splitlines()) if metrics.exists() else 0
     for number in range(kills):
         before, child = lines(), go(script, flags, "part")
-        if number % 3 == 0:  # while it starts
-            time.sleep(draw.uniform(0.1, 0.9) * setup)
-        else:  # in a step, or while it saves
-            while lines() <= before:
-                assert os.waitpid(child, os.WNOHANG) == (0, 0), (script, number)
-                time.sleep(0.005)
-            time.sleep(draw.uniform(0, 1) * step)
+        starting = draw.uniform(0, setup) if number % 3 == 0 else 1000  # a third of them while it starts, if it takes so long
+        end = time.monotonic() + starting
+        while lines() <= before and time.monotonic() < end:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), (script, number)
+            time.sleep(0.005)
+        time.sleep(0 if time.monotonic() > end else draw.uniform(0, 1) * step)  # in a step, or while it saves
         os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
         assert status == signal.SIGKILL, (status, script, number)
