@@ -1613,9 +1613,7 @@ def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, gener
     """logprobs (B, V) at the temperature -> ids (B,). Keeps the likeliest tokens up to and with the one that reaches top_p."""
     if temperature == 0:
         return logprobs.argmax(-1)
-    probs = logprobs.exp().nan_to_num(
-        1.0
-    )  # of a broken model anything: its log-prob of the token is NaN, which is looked at
+    probs = logprobs.exp().nan_to_num(1.0)  # a broken model's: the token's log-prob stays NaN, which is looked for
     if top_p < 1:
         ordered, order = probs.sort(-1, descending=True)
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)

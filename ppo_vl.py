@@ -337,7 +337,7 @@ class Args:
     eval_num_samples: int = 1
     """sampled responses per held-out prompt, besides the greedy one: their mean, the best of them and pass@k"""
     save_trajectories: bool = False
-    """write every response with its tokens, log-probs, values and advantages to trajectories/step_N.jsonl"""
+    """write every trained response with its tokens, log-probs and advantages to trajectories/step_N.jsonl"""
     save_steps: int = 0
     """checkpoint every this many steps, and always at the end; 0 = only at the end"""
     save_total_limit: int = 2
@@ -2217,9 +2217,7 @@ def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, gener
     """logprobs (B, V) at the temperature -> ids (B,). Keeps the likeliest tokens up to and with the one that reaches top_p."""
     if temperature == 0:
         return logprobs.argmax(-1)
-    probs = logprobs.exp().nan_to_num(
-        1.0
-    )  # of a broken model anything: its log-prob of the token is NaN, which is looked at
+    probs = logprobs.exp().nan_to_num(1.0)  # a broken model's: the token's log-prob stays NaN, which is looked for
     if top_p < 1:
         ordered, order = probs.sort(-1, descending=True)
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
@@ -3375,6 +3373,8 @@ def evaluate(
         names = sorted({name for record in records for name in record["components"]})
         missing = np.full(count, np.nan)
         tables = {name: np.stack([r["components"].get(name, missing) for r in records]) for name in names}
+        for name in {"score", "length"} & tables.keys():  # a reward may be called as what stands here beside it
+            tables[f"reward_{name}"] = tables.pop(name)
         tables["score"] = np.stack([record["scores"] for record in records])  # (prompts, count)
         for name, table in tables.items():
             if not np.isnan(table).all():
@@ -3416,10 +3416,10 @@ def write_trajectories(
     run_dir: Path, step: int, records: list[dict], rollout: Rollout, tables: dict[str, torch.Tensor]
 ) -> None:
     """trajectories/step_N.jsonl: one line per response that is trained on, with its tables (R,)."""
-    texts = iter([(record, k) for record in records for k, x in enumerate(record["scores"]) if not math.isnan(x)])
+    places = {id(ids): (record, k) for record in records for k, ids in enumerate(record["response_ids"])}
     lines = []
     for b, ids in enumerate(rollout.response_ids):
-        record, k = next(texts)
+        record, k = places[id(ids)]
         line = {**sample_record(record, k, "train"), "truncated": record["truncated"][k], "response_ids": ids.tolist()}
         named = {"engine_logprobs": rollout.engine_logprobs, **tables}
         lines.append({**line, **{name: table[b, : len(ids)].tolist() for name, table in named.items()}})

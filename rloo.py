@@ -281,6 +281,8 @@ class Args:
     """held-out prompts, a fixed random subset; 0 = all"""
     eval_num_samples: int = 8
     """sampled responses per held-out prompt, besides the greedy one: their mean, the best of them and pass@k"""
+    save_trajectories: bool = False
+    """write every trained response with its tokens, log-probs and advantages to trajectories/step_N.jsonl"""
     save_steps: int = 0
     """checkpoint every this many steps, and always at the end; 0 = only at the end"""
     save_total_limit: int = 2
@@ -1825,9 +1827,7 @@ def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, gener
     """logprobs (B, V) at the temperature -> ids (B,). Keeps the likeliest tokens up to and with the one that reaches top_p."""
     if temperature == 0:
         return logprobs.argmax(-1)
-    probs = logprobs.exp().nan_to_num(
-        1.0
-    )  # of a broken model anything: its log-prob of the token is NaN, which is looked at
+    probs = logprobs.exp().nan_to_num(1.0)  # a broken model's: the token's log-prob stays NaN, which is looked for
     if top_p < 1:
         ordered, order = probs.sort(-1, descending=True)
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
@@ -2906,6 +2906,8 @@ def evaluate(
         names = sorted({name for record in records for name in record["components"]})
         missing = np.full(count, np.nan)
         tables = {name: np.stack([r["components"].get(name, missing) for r in records]) for name in names}
+        for name in {"score", "length"} & tables.keys():  # a reward may be called as what stands here beside it
+            tables[f"reward_{name}"] = tables.pop(name)
         tables["score"] = np.stack([record["scores"] for record in records])  # (prompts, count)
         for name, table in tables.items():
             if not np.isnan(table).all():
@@ -2941,6 +2943,22 @@ def sample_record(record: dict, k: int, phase: str) -> dict:
         "components": components,
         **{name: values[k] for name, values in record["extra"].items()},
     }
+
+
+def write_trajectories(
+    run_dir: Path, step: int, records: list[dict], rollout: Rollout, tables: dict[str, torch.Tensor]
+) -> None:
+    """trajectories/step_N.jsonl: one line per response that is trained on, with its tables (R,)."""
+    places = {id(ids): (record, k) for record in records for k, ids in enumerate(record["response_ids"])}
+    lines = []
+    for b, ids in enumerate(rollout.response_ids):
+        record, k = places[id(ids)]
+        line = {**sample_record(record, k, "train"), "truncated": record["truncated"][k], "response_ids": ids.tolist()}
+        named = {"engine_logprobs": rollout.engine_logprobs, **tables}
+        lines.append({**line, **{name: table[b, : len(ids)].tolist() for name, table in named.items()}})
+    (run_dir / "trajectories").mkdir(exist_ok=True)
+    (run_dir / "trajectories" / f"step_{step}.jsonl").unlink(missing_ok=True)  # of a run that was resumed before it
+    append_jsonl(run_dir / "trajectories" / f"step_{step}.jsonl", lines)
 
 
 def save_checkpoint(
@@ -3386,7 +3404,7 @@ def main(args: Args) -> dict[str, float]:
     resumed = None
     if args.resume is not None:
         free = (
-            "total_steps reward_timeout eval_dataset eval_dataset_split eval_num_samples max_skipped_updates "
+            "total_steps save_trajectories reward_timeout eval_dataset eval_dataset_split eval_num_samples max_skipped_updates "
             "eval_steps eval_samples save_steps save_total_limit max_checkpoint_gb track wandb_project "
             "tensorboard"
         )
@@ -3632,12 +3650,12 @@ def main(args: Args) -> dict[str, float]:
             kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)  # (B, R)
             return (kl * rollout.response_mask).sum(1)
 
-        advantages = None  # (B,); None: in the update
-        if rollout.groups and not advantages_in_update:
+        def advantages_of(rollout=rollout, kl_in_reward=kl_in_reward) -> torch.Tensor:  # (B,)
             shaped = rollout.scores - args.kl_coef * kl_per_response() if kl_in_reward else rollout.scores
             advantages = compute_advantages(shaped, rollout.group_ids, args.baseline)
-            if args.normalize_advantages:
-                advantages = normalize(advantages)
+            return normalize(advantages) if args.normalize_advantages else advantages
+
+        advantages = advantages_of() if rollout.groups and not advantages_in_update else None  # None: in the update
 
         # --- 7. update -----------------------------------------------------------------------------------------------
         update_metrics, skipped, tis_weights = {}, [], None
@@ -3663,6 +3681,10 @@ def main(args: Args) -> dict[str, float]:
         if main_rank and culprits:
             named = bad_responses(rollout, culprits, tokenizer, data["source"], step)
             append_jsonl(run_dir / "bad_samples.jsonl", named)
+        if args.save_trajectories and main_rank and measured:
+            per_token = advantages_of()[:, None].expand(rollout.response_mask.shape)
+            tables = {"logprobs": rollout.logprobs, "ref_logprobs": rollout.ref_logprobs, "advantages": per_token}
+            write_trajectories(run_dir, step, kept[:prompts_per_step], rollout, tables)
         if args.ref_sync_steps and step % args.ref_sync_steps == 0:
             sync_reference(args, actor, reference)
         t3 = time.perf_counter()

@@ -83,7 +83,32 @@ def test_evaluation_says_how_good_the_best_sample_is(finished):
     for metrics in (m for m in read_metrics(finished[0]) if "eval/best_score" in m):
         assert metrics["eval/num_samples"] == 4
         assert metrics["eval/best_score"] >= metrics["eval/sampled_score"]
+        for mode in ("greedy", "sampled"):  # the reward that is called score does not hide the score of all
+            parts = 0.5 * metrics[f"eval/{mode}_accuracy"] + metrics[f"eval/{mode}_reward_score"]
+            assert metrics[f"eval/{mode}_score"] == pytest.approx(parts, abs=1e-6)
         assert metrics["eval/sampled_accuracy"] <= metrics["eval/pass_at_k"] <= 1
+
+
+@pytest.mark.parametrize("flags", [{}, {"num_iterations": 2, "normalize_advantages": True}, {"mask_truncated": True}])
+def test_trajectories_hold_what_was_trained(flags, run):
+    """On-policy, where the advantages are computed in the update, and not; cut responses are left out where they are masked."""
+    folder = run(**flags, kl_coef=0.3, save_trajectories=True, max_response_length=4)
+    for step, metrics in enumerate(steps_of(folder), 1):
+        lines = read_jsonl(folder / f"trajectories/step_{step}.jsonl")
+        assert len(lines) == metrics["rollout/responses_trained"]
+        assert (len(lines) == 16) == ("mask_truncated" not in flags)
+        for line in lines:
+            ids = line["response_ids"]
+            assert line["score"] == pytest.approx(sum(ids) % 7 / 7) and not (
+                line["truncated"] and "mask_truncated" in flags
+            )
+            assert all(
+                len(line[name]) == len(ids) for name in ("logprobs", "ref_logprobs", "engine_logprobs", "advantages")
+            )
+            assert line["logprobs"] == pytest.approx(line["engine_logprobs"], abs=1e-3)
+            assert len({*line["advantages"]}) == 1
+        advantages = [line["advantages"][0] for line in lines]
+        assert metrics["objective/advantages_std"] == pytest.approx(np.std(advantages), rel=1e-4)
 
 
 def test_pictures_of_samples_and_curves_are_written(finished):

@@ -4,7 +4,7 @@
     python tools/report.py runs/a runs/b runs/c --output abc.html    # seeds become a mean and a band
 
 A run is a folder of ppo_vl.py, rloo.py, grm_sft.py or reward_bt.py. The file needs no network, no script and nothing beside it;
-pictures lie in it, scaled down. Groups and tokens are there for runs made with `ppo_vl.py --save-trajectories`.
+pictures lie in it, scaled down. Groups and tokens are there for runs of ppo_vl.py and rloo.py with `--save-trajectories`.
 """
 
 import base64
@@ -527,7 +527,7 @@ def mean(values: list[float]) -> float:
 def without_trajectories(runs: list[dict]) -> str:
     """A sentence on the runs of which groups and tokens can't be shown, if there are any."""
     names = ", ".join(escape(run["name"]) for run in runs if not any(run["trajectories"].values()))
-    how = "ppo_vl.py saves them with --save-trajectories, the other scripts don't"
+    how = "ppo_vl.py and rloo.py save them with --save-trajectories"
     return f"<p>Left out, because no trajectories were saved ({how}): {names}.</p>" if names else ""
 
 
