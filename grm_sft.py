@@ -389,7 +389,7 @@ def check_output(args: Args) -> Path:
 
 
 # =====================================================================================================================
-# data: rows of any dataset -> token ids and pictures, checked before training. To be skipped on a first reading
+# data: rows of any format -> token ids and pictures, checked before training. First: label_chat, which tokens are trained
 # =====================================================================================================================
 
 INSTRUCTION = (
@@ -1621,6 +1621,24 @@ def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, gener
     return torch.multinomial(probs, 1, generator=generator)[:, 0]
 
 
+def gather_records(records: list[dict], world_size: int) -> list[dict]:
+    """Records of all ranks, in the order of the ranks' shares. EngineError on all where one has it."""
+    parts = [records]
+    if world_size > 1:
+        parts = [None] * world_size
+        dist.all_gather_object(parts, records)
+    records = [record for part in parts for record in part]
+    for record in records:
+        if "error" in record:
+            raise EngineError(record["error"])
+    return records
+
+
+# =====================================================================================================================
+# samplers: the model itself, or vLLM in process or as servers. To be skipped on a first reading
+# =====================================================================================================================
+
+
 class HFSampler:
     """--rollout hf: the trained model itself generates, or its unsharded copy under ZeRO-3."""
 
@@ -2095,19 +2113,6 @@ def served_weights(model, zero_stage: int) -> Iterator[tuple[str, torch.Tensor]]
 
 def served_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
     return dict(served_weights(model, zero_stage))
-
-
-def gather_records(records: list[dict], world_size: int) -> list[dict]:
-    """Records of all ranks, in the order of the ranks' shares. EngineError on all where one has it."""
-    parts = [records]
-    if world_size > 1:
-        parts = [None] * world_size
-        dist.all_gather_object(parts, records)
-    records = [record for part in parts for record in part]
-    for record in records:
-        if "error" in record:
-            raise EngineError(record["error"])
-    return records
 
 
 # =====================================================================================================================

@@ -2225,6 +2225,228 @@ def sample_token(logprobs: torch.Tensor, temperature: float, top_p: float, gener
     return torch.multinomial(probs, 1, generator=generator)[:, 0]
 
 
+def generate_and_score(
+    sampler,
+    processor,
+    data: dict,
+    indices: list[int],
+    num_samples: int,
+    args: Args,
+    rewards: list[Reward],
+    temperature: float,
+    generator,
+    step: int,
+) -> tuple[list[dict], dict[int, dict]]:
+    """This rank's share of some prompts -> one record per prompt with its responses and their rewards, and the encoded
+    prompts by dataset row. A sampler that fails gives one record with its error, which gather_records shows all ranks."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    G, rows = num_samples, [get_row(data, index) for index in indices]
+    samples, responses, logprobs, truncated = [], [], [], []
+    prompts_at_once = max(1, args.generation_batch_size // G)
+    for start in range(0, len(rows), prompts_at_once):
+        some = rows[start : start + prompts_at_once]
+        samples += encode_prompts(sampler.model, processor, some)
+        try:
+            parts = sampler.sample(some, samples[start:], G, temperature, generator)
+        except EngineError as error:
+            return [{"error": str(error)}], {}
+        for everything, part in zip((responses, logprobs, truncated), parts):
+            everything += part
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    repeated = [row for row in rows for _ in range(G)]
+    state = SimpleNamespace(global_step=step, max_steps=args.total_steps, max_response_length=args.max_response_length)
+    scores, components, logged = np.zeros(0), {}, {"metrics": {}, "extra": {}}
+    if rows:
+        ids = [response.tolist() for response in responses]
+        scores, components, logged = score_responses(
+            rewards, repeated, texts, ids, state, args.reward_timeout, sampler.device
+        )
+    records = []
+    for i, row in enumerate(rows):
+        own = slice(i * G, (i + 1) * G)
+        records.append(
+            {
+                "row": indices[i],
+                "version": sampler.version,
+                "messages": row["messages"],
+                "images": [
+                    x if isinstance(x, str) else f"{row['where']} image {k}" for k, x in enumerate(row["images"])
+                ],
+                "answer": row["answer"],
+                "prompt_length": len(samples[i]["prompt_ids"]),
+                "response_ids": responses[own],
+                "engine_logprobs": logprobs[own],
+                "truncated": truncated[own],
+                "texts": texts[own],
+                "scores": scores[own],
+                "components": {name: values[own] for name, values in components.items()},
+                "extra": {name: values[own] for name, values in logged["extra"].items()},
+                "metrics": logged["metrics"] if i == 0 else {},
+            }
+        )
+    return records, dict(zip(indices, samples))
+
+
+def gather_records(records: list[dict], world_size: int) -> list[dict]:
+    """Records of all ranks, in the order of the ranks' shares. EngineError on all where one has it."""
+    parts = [records]
+    if world_size > 1:
+        parts = [None] * world_size
+        dist.all_gather_object(parts, records)
+    records = [record for part in parts for record in part]
+    for record in records:
+        if "error" in record:
+            raise EngineError(record["error"])
+    return records
+
+
+def make_rollout(records: list[dict], mask_truncated: bool = False) -> Rollout:
+    """Flatten the gathered records. Responses to which no reward applies (all None) are left out, with a warning, and with
+    mask_truncated those that the length limit cut: out of the loss and out of their siblings' baseline."""
+    groups, response_ids, scores, engine, unscored = [], [], [], [], 0
+    for g, record in enumerate(records):
+        members = []
+        for k, ids in enumerate(record["response_ids"]):
+            unscored += math.isnan(record["scores"][k])
+            if math.isnan(record["scores"][k]) or (mask_truncated and record["truncated"][k]):
+                continue
+            members.append(len(response_ids))
+            response_ids.append(ids)
+            scores.append(record["scores"][k])
+            engine.append(record["engine_logprobs"][k])
+        if members:
+            groups.append((g, members))
+    total = sum(len(record["response_ids"]) for record in records)
+    if total and unscored == total:
+        fail("every reward function returned None for every response of a rollout; return a number for some of them")
+    if unscored:
+        logging.getLogger(SCRIPT).warning(f"no reward for {unscored} of {total} responses: left out")
+    lengths = torch.tensor([len(ids) for ids in response_ids], dtype=torch.long)
+    mask = torch.arange(int(lengths.max()) if len(lengths) else 0)[None] < lengths[:, None]  # (B, R)
+    engine_logprobs = torch.zeros(mask.shape)
+    for b, logprobs in enumerate(engine):
+        engine_logprobs[b, : len(logprobs)] = logprobs
+    return Rollout(
+        row_indices=[record["row"] for record in records],
+        groups=groups,
+        prompt_lengths=[record["prompt_length"] for record in records],
+        response_ids=response_ids,
+        response_mask=mask,
+        scores=torch.tensor(scores, dtype=torch.float32),
+        engine_logprobs=engine_logprobs,
+        logprobs=torch.zeros(mask.shape),
+        ref_logprobs=torch.zeros(mask.shape),
+    )
+
+
+def broken_responses(rollout: Rollout) -> dict[int, str]:
+    """Responses with a log-prob or value that is not finite -> which. The same on all ranks, as the rollout is."""
+    tables = {
+        "the sampler's log-probs": rollout.engine_logprobs,
+        "the policy's log-probs": rollout.logprobs,
+        "the reference's log-probs": rollout.ref_logprobs,
+        "the critic's values": rollout.values,
+    }
+    found = {}
+    for name, table in tables.items():
+        rows = [] if table is None else (~table.isfinite()).any(1).nonzero()[:, 0].tolist()
+        for b in rows:
+            found.setdefault(b, f"an update was skipped: {name} were not finite")
+    return found
+
+
+def bad_responses(rollout: Rollout, culprits: dict[int, str], tokenizer, source: str, step: int) -> list[dict]:
+    """Lines of bad_samples.jsonl: one per prompt with responses to blame, and why."""
+    records = []
+    for g, members in rollout.groups:
+        own = [b for b in members if b in culprits]
+        if own:
+            why = {"step": step, "reason": culprits[own[0]], "dataset": source, "row": rollout.row_indices[g]}
+            texts = tokenizer.batch_decode([rollout.response_ids[b] for b in own], skip_special_tokens=True)
+            records.append({**why, "responses": texts})
+    return records
+
+
+def has_signal(record: dict, mask_truncated: bool) -> bool:
+    """Whether those responses of a prompt that the update would see do not all score alike."""
+    pairs = zip(record["scores"], record["truncated"])
+    return len({s for s, cut in pairs if not math.isnan(s) and not (mask_truncated and cut)}) > 1
+
+
+def rollout_metrics(records: list[dict]) -> dict[str, float]:
+    """What is known of all responses of a rollout, those included that are left out of the update."""
+    flat = {name: np.concatenate([record[name] for record in records]) for name in ("scores", "truncated")}
+    lengths = np.array([len(ids) for record in records for ids in record["response_ids"]])
+    groups = [s[~np.isnan(s)] for s in (np.asarray(record["scores"]) for record in records)]
+    groups = [s for s in groups if len(s)]
+    metrics = {
+        "objective/scores": float(np.nanmean(flat["scores"])),
+        "objective/scores_std": float(np.nanstd(flat["scores"])),
+        "rollout/response_length_mean": float(lengths.mean()),
+        "rollout/response_length_min": float(lengths.min()),
+        "rollout/response_length_max": float(lengths.max()),
+        "rollout/truncated_frac": float(flat["truncated"].mean()),
+        "rollout/group_std": float(np.mean([s.std() for s in groups])),
+        "rollout/zero_std_groups_frac": float(np.mean([s.max() == s.min() for s in groups])),
+    }
+    for name in sorted({name for record in records for name in record["components"]}):
+        values = np.concatenate([record["components"][name] for record in records if name in record["components"]])
+        if not np.isnan(values).all():
+            metrics[f"reward/{name}"] = float(np.nanmean(values))
+    for name in sorted({name for record in records for name in record["metrics"]}):  # of log_metric, one list per rank
+        metrics[name] = float(np.mean([x for record in records for x in record["metrics"].get(name, [])]))
+    return metrics
+
+
+def fill_logprobs(
+    args: Args, rollout: Rollout, prompt_of: Callable, forward: Callable, shared: bool, ranks: tuple[int, int], device
+) -> None:
+    """Log-probs of all response tokens, without gradient, into the rollout's tables (ppo_vl.py: values and entropies too).
+
+    forward: pack -> {name of the table: (M,)}."""
+    rank, world_size = ranks
+    tables = {}
+    for pack in packs_of_rank(args, rollout, rollout.groups, prompt_of, shared, rank, world_size, device):
+        with torch.no_grad():
+            results = forward(pack)
+        for name, flat in results.items():
+            table = tables.get(name, torch.zeros(rollout.response_mask.shape))
+            tables[name] = flat_to_rows(flat.cpu(), pack, table)
+    for name, table in tables.items():
+        setattr(rollout, name, sum_over_ranks(table, world_size, device))
+
+
+def sum_over_ranks(table: torch.Tensor, world_size: int, device) -> torch.Tensor:
+    """Every entry was filled in on exactly one rank."""
+    if world_size > 1:
+        table = table.to(device)
+        dist.all_reduce(table)
+    return table.cpu()
+
+
+def packs_of_rank(args: Args, rollout: Rollout, groups, prompt_of, shared: bool, rank: int, world_size: int, device):
+    """Yield this rank's packs of some groups. All ranks yield equally many: collectives inside a forward need everyone."""
+    lengths = [len(ids) for ids in rollout.response_ids]
+    plan = plan_packs(groups, rollout.prompt_lengths, lengths, args.micro_batch_tokens, world_size)[rank]
+    filler = [(groups[0][0], [])]  # a prompt without responses: no loss, but the same collectives
+    with_media = {}
+    if args.zero_stage > 0:
+        # In all packs of a step, on all ranks, or in none: ZeRO-3 gathers the vision tower for images, and for videos, 1 and 2
+        # reduce its gradients in buckets, which would differ; and DeepSpeed adds a pack's gradients to what the first one left.
+        with_media = {kind: g for g, _ in reversed(groups) for kind in ("images", "videos") if prompt_of(g)[kind]}
+    for pieces in plan:
+        pieces = pieces or filler
+        for kind, g in with_media.items():
+            if not any(prompt_of(piece)[kind] for piece, _ in pieces):
+                pieces = [*pieces, (g, [])]
+        yield build_pack(pieces, {g: prompt_of(g) for g, _ in pieces}, rollout.response_ids, shared).to(device)
+
+
+# =====================================================================================================================
+# samplers: the model itself, or vLLM in process or as servers. To be skipped on a first reading
+# =====================================================================================================================
+
+
 class HFSampler:
     """--rollout hf: the trained model itself generates, or its unsharded copy under ZeRO-3."""
 
@@ -2699,223 +2921,6 @@ def served_weights(model, zero_stage: int) -> Iterator[tuple[str, torch.Tensor]]
 
 def served_state_dict(model, zero_stage: int) -> dict[str, torch.Tensor]:
     return dict(served_weights(model, zero_stage))
-
-
-def generate_and_score(
-    sampler,
-    processor,
-    data: dict,
-    indices: list[int],
-    num_samples: int,
-    args: Args,
-    rewards: list[Reward],
-    temperature: float,
-    generator,
-    step: int,
-) -> tuple[list[dict], dict[int, dict]]:
-    """This rank's share of some prompts -> one record per prompt with its responses and their rewards, and the encoded
-    prompts by dataset row. A sampler that fails gives one record with its error, which gather_records shows all ranks."""
-    tokenizer = getattr(processor, "tokenizer", processor)
-    G, rows = num_samples, [get_row(data, index) for index in indices]
-    samples, responses, logprobs, truncated = [], [], [], []
-    prompts_at_once = max(1, args.generation_batch_size // G)
-    for start in range(0, len(rows), prompts_at_once):
-        some = rows[start : start + prompts_at_once]
-        samples += encode_prompts(sampler.model, processor, some)
-        try:
-            parts = sampler.sample(some, samples[start:], G, temperature, generator)
-        except EngineError as error:
-            return [{"error": str(error)}], {}
-        for everything, part in zip((responses, logprobs, truncated), parts):
-            everything += part
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    repeated = [row for row in rows for _ in range(G)]
-    state = SimpleNamespace(global_step=step, max_steps=args.total_steps, max_response_length=args.max_response_length)
-    scores, components, logged = np.zeros(0), {}, {"metrics": {}, "extra": {}}
-    if rows:
-        ids = [response.tolist() for response in responses]
-        scores, components, logged = score_responses(
-            rewards, repeated, texts, ids, state, args.reward_timeout, sampler.device
-        )
-    records = []
-    for i, row in enumerate(rows):
-        own = slice(i * G, (i + 1) * G)
-        records.append(
-            {
-                "row": indices[i],
-                "version": sampler.version,
-                "messages": row["messages"],
-                "images": [
-                    x if isinstance(x, str) else f"{row['where']} image {k}" for k, x in enumerate(row["images"])
-                ],
-                "answer": row["answer"],
-                "prompt_length": len(samples[i]["prompt_ids"]),
-                "response_ids": responses[own],
-                "engine_logprobs": logprobs[own],
-                "truncated": truncated[own],
-                "texts": texts[own],
-                "scores": scores[own],
-                "components": {name: values[own] for name, values in components.items()},
-                "extra": {name: values[own] for name, values in logged["extra"].items()},
-                "metrics": logged["metrics"] if i == 0 else {},
-            }
-        )
-    return records, dict(zip(indices, samples))
-
-
-def gather_records(records: list[dict], world_size: int) -> list[dict]:
-    """Records of all ranks, in the order of the ranks' shares. EngineError on all where one has it."""
-    parts = [records]
-    if world_size > 1:
-        parts = [None] * world_size
-        dist.all_gather_object(parts, records)
-    records = [record for part in parts for record in part]
-    for record in records:
-        if "error" in record:
-            raise EngineError(record["error"])
-    return records
-
-
-def make_rollout(records: list[dict], mask_truncated: bool = False) -> Rollout:
-    """Flatten the gathered records. Responses to which no reward applies (all None) are left out, with a warning, and with
-    mask_truncated those that the length limit cut: out of the loss and out of their siblings' baseline."""
-    groups, response_ids, scores, engine, unscored = [], [], [], [], 0
-    for g, record in enumerate(records):
-        members = []
-        for k, ids in enumerate(record["response_ids"]):
-            unscored += math.isnan(record["scores"][k])
-            if math.isnan(record["scores"][k]) or (mask_truncated and record["truncated"][k]):
-                continue
-            members.append(len(response_ids))
-            response_ids.append(ids)
-            scores.append(record["scores"][k])
-            engine.append(record["engine_logprobs"][k])
-        if members:
-            groups.append((g, members))
-    total = sum(len(record["response_ids"]) for record in records)
-    if total and unscored == total:
-        fail("every reward function returned None for every response of a rollout; return a number for some of them")
-    if unscored:
-        logging.getLogger(SCRIPT).warning(f"no reward for {unscored} of {total} responses: left out")
-    lengths = torch.tensor([len(ids) for ids in response_ids], dtype=torch.long)
-    mask = torch.arange(int(lengths.max()) if len(lengths) else 0)[None] < lengths[:, None]  # (B, R)
-    engine_logprobs = torch.zeros(mask.shape)
-    for b, logprobs in enumerate(engine):
-        engine_logprobs[b, : len(logprobs)] = logprobs
-    return Rollout(
-        row_indices=[record["row"] for record in records],
-        groups=groups,
-        prompt_lengths=[record["prompt_length"] for record in records],
-        response_ids=response_ids,
-        response_mask=mask,
-        scores=torch.tensor(scores, dtype=torch.float32),
-        engine_logprobs=engine_logprobs,
-        logprobs=torch.zeros(mask.shape),
-        ref_logprobs=torch.zeros(mask.shape),
-    )
-
-
-def broken_responses(rollout: Rollout) -> dict[int, str]:
-    """Responses with a log-prob or value that is not finite -> which. The same on all ranks, as the rollout is."""
-    tables = {
-        "the sampler's log-probs": rollout.engine_logprobs,
-        "the policy's log-probs": rollout.logprobs,
-        "the reference's log-probs": rollout.ref_logprobs,
-        "the critic's values": rollout.values,
-    }
-    found = {}
-    for name, table in tables.items():
-        rows = [] if table is None else (~table.isfinite()).any(1).nonzero()[:, 0].tolist()
-        for b in rows:
-            found.setdefault(b, f"an update was skipped: {name} were not finite")
-    return found
-
-
-def bad_responses(rollout: Rollout, culprits: dict[int, str], tokenizer, source: str, step: int) -> list[dict]:
-    """Lines of bad_samples.jsonl: one per prompt with responses to blame, and why."""
-    records = []
-    for g, members in rollout.groups:
-        own = [b for b in members if b in culprits]
-        if own:
-            why = {"step": step, "reason": culprits[own[0]], "dataset": source, "row": rollout.row_indices[g]}
-            texts = tokenizer.batch_decode([rollout.response_ids[b] for b in own], skip_special_tokens=True)
-            records.append({**why, "responses": texts})
-    return records
-
-
-def has_signal(record: dict, mask_truncated: bool) -> bool:
-    """Whether those responses of a prompt that the update would see do not all score alike."""
-    pairs = zip(record["scores"], record["truncated"])
-    return len({s for s, cut in pairs if not math.isnan(s) and not (mask_truncated and cut)}) > 1
-
-
-def rollout_metrics(records: list[dict]) -> dict[str, float]:
-    """What is known of all responses of a rollout, those included that are left out of the update."""
-    flat = {name: np.concatenate([record[name] for record in records]) for name in ("scores", "truncated")}
-    lengths = np.array([len(ids) for record in records for ids in record["response_ids"]])
-    groups = [s[~np.isnan(s)] for s in (np.asarray(record["scores"]) for record in records)]
-    groups = [s for s in groups if len(s)]
-    metrics = {
-        "objective/scores": float(np.nanmean(flat["scores"])),
-        "objective/scores_std": float(np.nanstd(flat["scores"])),
-        "rollout/response_length_mean": float(lengths.mean()),
-        "rollout/response_length_min": float(lengths.min()),
-        "rollout/response_length_max": float(lengths.max()),
-        "rollout/truncated_frac": float(flat["truncated"].mean()),
-        "rollout/group_std": float(np.mean([s.std() for s in groups])),
-        "rollout/zero_std_groups_frac": float(np.mean([s.max() == s.min() for s in groups])),
-    }
-    for name in sorted({name for record in records for name in record["components"]}):
-        values = np.concatenate([record["components"][name] for record in records if name in record["components"]])
-        if not np.isnan(values).all():
-            metrics[f"reward/{name}"] = float(np.nanmean(values))
-    for name in sorted({name for record in records for name in record["metrics"]}):  # of log_metric, one list per rank
-        metrics[name] = float(np.mean([x for record in records for x in record["metrics"].get(name, [])]))
-    return metrics
-
-
-def fill_logprobs(
-    args: Args, rollout: Rollout, prompt_of: Callable, forward: Callable, shared: bool, ranks: tuple[int, int], device
-) -> None:
-    """Log-probs of all response tokens, without gradient, into the rollout's tables (ppo_vl.py: values and entropies too).
-
-    forward: pack -> {name of the table: (M,)}."""
-    rank, world_size = ranks
-    tables = {}
-    for pack in packs_of_rank(args, rollout, rollout.groups, prompt_of, shared, rank, world_size, device):
-        with torch.no_grad():
-            results = forward(pack)
-        for name, flat in results.items():
-            table = tables.get(name, torch.zeros(rollout.response_mask.shape))
-            tables[name] = flat_to_rows(flat.cpu(), pack, table)
-    for name, table in tables.items():
-        setattr(rollout, name, sum_over_ranks(table, world_size, device))
-
-
-def sum_over_ranks(table: torch.Tensor, world_size: int, device) -> torch.Tensor:
-    """Every entry was filled in on exactly one rank."""
-    if world_size > 1:
-        table = table.to(device)
-        dist.all_reduce(table)
-    return table.cpu()
-
-
-def packs_of_rank(args: Args, rollout: Rollout, groups, prompt_of, shared: bool, rank: int, world_size: int, device):
-    """Yield this rank's packs of some groups. All ranks yield equally many: collectives inside a forward need everyone."""
-    lengths = [len(ids) for ids in rollout.response_ids]
-    plan = plan_packs(groups, rollout.prompt_lengths, lengths, args.micro_batch_tokens, world_size)[rank]
-    filler = [(groups[0][0], [])]  # a prompt without responses: no loss, but the same collectives
-    with_media = {}
-    if args.zero_stage > 0:
-        # In all packs of a step, on all ranks, or in none: ZeRO-3 gathers the vision tower for images, and for videos, 1 and 2
-        # reduce its gradients in buckets, which would differ; and DeepSpeed adds a pack's gradients to what the first one left.
-        with_media = {kind: g for g, _ in reversed(groups) for kind in ("images", "videos") if prompt_of(g)[kind]}
-    for pieces in plan:
-        pieces = pieces or filler
-        for kind, g in with_media.items():
-            if not any(prompt_of(piece)[kind] for piece, _ in pieces):
-                pieces = [*pieces, (g, [])]
-        yield build_pack(pieces, {g: prompt_of(g) for g, _ in pieces}, rollout.response_ids, shared).to(device)
 
 
 # =====================================================================================================================

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 from conftest import ROOT, SCRIPTS
 
-BANNERS = "args data rewards model pure_math rollout DeepSpeed update evaluate save main".split()
+BANNERS = "args data rewards model pure_math rollout samplers DeepSpeed update evaluate save main".split()
 OWN = {"Args", "check_args", "main", "PANELS"}  # blocks that every script has to itself
 OWN_WORDS = """
     model learning_rate max_grad_norm zero_stage micro_batch_tokens max_length batch_size kl_coef kl_loss clip_coef
