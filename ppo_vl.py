@@ -3279,22 +3279,30 @@ def update(
                 flat = {name: rows_to_flat(table, pack).to(device) for name, table in tables.items()}  # each (M,)
                 w = {name: rows_to_flat(table, pack).to(device) for name, table in weights.items()}
                 terms, metrics = {}, {}
+                if critic is not None:  # backward too, before the actor's graph takes its memory
+                    critic.set_gradient_accumulation_boundary(i == len(packs) - 1)
+                    vf_loss, metrics = compute_value_loss(
+                        critic(pack), flat["values"], flat["returns"], args.value_clip
+                    )
+                    own_loss = own_loss + vf_loss.detach()
+                    terms["loss/value"] = (w["value"] * vf_loss).sum()
+                    critic.backward(args.vf_coef * terms["loss/value"] * world_size, scale_wrt_gas=False)
                 if train_actor:
                     actor.set_gradient_accumulation_boundary(i == len(packs) + len(ptx_packs) - 1)
                     new_logprobs, entropy, new_values = actor(pack, with_entropy=True)  # (M,)
                     drawn = new_logprobs  # with the sampler's correction in its gradient
                     if args.tis_clip:
                         drawn = scale_gradient(new_logprobs, flat["tis_weights"])
-                    pg_loss, metrics = compute_policy_loss(
+                    pg_loss, pg_metrics = compute_policy_loss(
                         drawn, flat["logprobs"], flat["advantages"], owner, args.policy_loss, args.clip_coef,
                         clip_high, args.dual_clip,
                     )  # fmt: skip
+                    metrics |= {**pg_metrics, "policy/entropy": entropy}
                     own_loss = own_loss + pg_loss.detach()
                     terms["loss/policy"] = (w["policy"] * pg_loss).sum()
                     loss = terms["loss/policy"]
                     if args.entropy_coef:  # a term of weight 0 would cost a backward through the vocabulary
                         loss = loss - args.entropy_coef * (w["all"] * entropy).sum()
-                    metrics["policy/entropy"] = entropy
                     if args.kl_loss and kl_coef > 0:
                         kl = kl_estimate(new_logprobs, flat["ref_logprobs"], args.kl_estimator)
                         own_loss = own_loss + kl.detach()
@@ -3303,21 +3311,14 @@ def update(
                     if actor.module.router_aux_coef:  # each pack by its share of the step's tokens
                         terms["loss/router"] = actor.module.router_loss(pack) * w["value"].sum()
                         loss = loss + terms["loss/router"]
-                if critic is not None:
-                    critic.set_gradient_accumulation_boundary(i == len(packs) - 1)
-                    new_values = critic(pack)
-                if args.advantage == "gae":
-                    vf_loss, vf_metrics = compute_value_loss(
-                        new_values, flat["values"], flat["returns"], args.value_clip
-                    )
-                    metrics |= vf_metrics
-                    own_loss = own_loss + vf_loss.detach()
-                    terms["loss/value"] = (w["value"] * vf_loss).sum()
-                    if critic is None:
+                    if new_values is not None:  # of a value head on the actor's backbone
+                        vf_loss, vf_metrics = compute_value_loss(
+                            new_values, flat["values"], flat["returns"], args.value_clip
+                        )
+                        metrics |= vf_metrics
+                        own_loss = own_loss + vf_loss.detach()
+                        terms["loss/value"] = (w["value"] * vf_loss).sum()
                         loss = loss + args.vf_coef * terms["loss/value"]
-                    else:
-                        critic.backward(args.vf_coef * terms["loss/value"] * world_size, scale_wrt_gas=False)
-                if train_actor:
                     actor.backward(loss * world_size, scale_wrt_gas=False)
                 per_response = torch.zeros(len(pack.rows), device=device).index_add(0, owner, own_loss)
                 broken[[b for b, _ in pack.rows]] = (~per_response.isfinite()).float()
