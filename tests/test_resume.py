@@ -634,7 +634,7 @@ def test_thirty_kills_at_random_moments_change_nothing(tiny_text_model, tmp_path
     for script, kills in zip(SCRIPTS, (8, 8, 7, 7)):
         (tmp_path / script).mkdir()
         flags = flags_of(script, tmp_path / script, tiny_text_model)
-        flags |= {STEPS[script]: steps, "save_steps": 1, "eval_steps": 5}
+        flags |= {STEPS[script]: steps, "save_steps": 1, "eval_steps": 8}
         runs.append((script, flags, steps, kills))
     (tmp_path / "kills.py").write_text(KILLS.format(root=str(ROOT)))
     words = [sys.executable, str(tmp_path / "kills.py"), json.dumps(runs, default=str)]
