@@ -723,7 +723,8 @@ def run_rloo(job: dict, folder: Path, common: dict) -> dict:
     import rloo
 
     rows = [
-        {"prompt": p} if isinstance(p, str) else {"prompt": p["question"], "image": p["image"]} for p in job["prompts"]
+        {"prompt": p} if isinstance(p, str) else {"prompt": p["question"], "images": p.get("images") or [p["image"]]}
+        for p in job["prompts"]
     ]
     (folder / "reward.py").write_text(ID_SUM_REWARD)
     args = rloo.Args(
@@ -759,6 +760,112 @@ def run_rloo(job: dict, folder: Path, common: dict) -> dict:
         rloo.generate = replay
     rloo.main(args)
     return kept
+
+
+# --- cost curves -----------------------------------------------------------------------------------------------------
+
+CURVES = {  # name -> title, label of the x axis
+    "group_text": ("SmolLM2-135M, one prompt of about 200 tokens", "responses per prompt (G) of 16 tokens"),
+    "group_vlm": ("tiny VLM, 16 pictures with a question", "responses per prompt (G)"),
+    "prompts": ("tiny VLM, G = 8", "prompts per batch, one picture each"),
+    "response": ("tiny VLM, 16 prompts, G = 8", "tokens of each response"),
+    "images": ("tiny VLM, 16 prompts, G = 8", "pictures per prompt"),
+    "model": ("Llama, 2 prompts of about 200 tokens, G = 8", "million parameters"),
+}
+
+
+def curve_points(args: Args, folder: Path) -> Iterator[tuple[str, float, dict, bool]]:
+    """(curve, x, job of part rloo, whether TRL runs it too)."""
+    pictures = easy_vqa_prompts(128)
+    vlm = {"kind": "vlm", "model": args.vlm, "G": 8, "max_new_tokens": 24, "prompts": pictures[:16]}
+    text = {"kind": "text", "model": args.text_model, "G": 8, "max_new_tokens": 16, "min_new_tokens": 16}
+    text |= {"prompts": words(args, 1, 190), "micro_batch_tokens": 1024, "steps": 1}
+    for G in (2, 4, 8, 16, 32):
+        yield "group_vlm", G, {**vlm, "G": G}, True
+    for G in (2, 4, 8, 16):
+        yield "group_text", G, {**text, "G": G, "micro_rows": min(G, 4)}, True  # 4: TRL's fastest
+    for count in (8, 16, 32, 64, 128):
+        yield "prompts", count, {**vlm, "prompts": pictures[:count]}, False
+    for R in (16, 32, 64, 128, 256):
+        yield "response", R, {**vlm, "max_new_tokens": R, "min_new_tokens": R}, False
+    for count in (1, 2, 4, 8):
+        shown = [[p["image"] for p in pictures[i * count : (i + 1) * count]] for i in range(16)]
+        yield "images", count, {**vlm, "prompts": [{**p, "images": x} for p, x in zip(pictures, shown)]}, False
+    for hidden, layers in ((192, 6), (384, 12), (576, 30), (768, 24)):
+        model = args.text_model if hidden == 576 else str(folder / str(hidden))
+        size = text_model_size(args, model, hidden, layers)
+        yield "model", size / 1e6, {**text, "model": model, "prompts": words(args, 2, 190)}, False
+
+
+def text_model_size(args: Args, name: str, hidden: int, layers: int) -> int:
+    """Parameters of a text model, which is made with random weights unless it is SmolLM2 itself."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(args.text_model)
+    if name != args.text_model:
+        config.hidden_size, config.num_hidden_layers, config.intermediate_size = hidden, layers, 8 * hidden // 3
+        config.num_attention_heads, config.num_key_value_heads = hidden // 64, hidden // 192
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(name)
+        AutoTokenizer.from_pretrained(args.text_model).save_pretrained(name)
+        return model.num_parameters()
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).num_parameters()
+
+
+def measure_curves(args: Args) -> Iterator[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        for curve, x, case, with_trl in curve_points(args, Path(folder)):
+            if args.cases and curve not in args.cases:
+                continue
+            job = {"job": "rloo", "beta": 0.05, "steps": args.steps + 1, **common_fields(args), **case}
+            sides = {"ours": run_side(args, job, ours=True)}
+            if with_trl:
+                sides["trl"] = run_side(args, job, ours=False)
+            result = {"part": "curves", "curve": curve, "x": x}
+            for side, run in sides.items():
+                timed = run["steps"][1:] or run["steps"]
+                for field, name in (("seconds", "seconds"), ("update_seconds", "update"), ("peak_rss_bytes", "memory")):
+                    result[f"{name}_{side}"] = statistics.median(step[field] for step in timed)
+            yield result
+
+
+def draw_curves(results: list[dict], path: Path) -> None:
+    """Two panels for each curve: seconds of a step above peak memory. Linear axes from 0, so that linear cost is a line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    curves = [name for name in CURVES if any(r.get("curve") == name for r in results)]
+    columns = min(3, len(curves))
+    blocks = -(-len(curves) // columns)
+    figure = Figure(figsize=(3.6 * columns, 4.8 * blocks), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2 * blocks, columns, squeeze=False)
+    for axes in grid.flat[len(curves) * 2 :]:
+        axes.set_axis_off()
+    for i, curve in enumerate(curves):
+        points = sorted((r for r in results if r.get("curve") == curve), key=lambda r: r["x"])
+        rows = 2 * (i // columns), 2 * (i // columns) + 1
+        for row, name, unit, label in zip(rows, ("seconds", "memory"), (1, 1e9), ("s per step", "GB at the peak")):
+            axes = grid[row, i % columns]
+            for side, shown, color in (("trl", "TRL", "#d9772b"), ("ours", "ours", "#2b6cb0")):
+                own = [(r["x"], r[f"{name}_{side}"] / unit) for r in points if f"{name}_{side}" in r]
+                if own:
+                    growth = f"{shown}: x {own[-1][1] / own[0][1]:.1f}"
+                    axes.plot(*zip(*own), "o-", color=color, markersize=4, linewidth=1.6, label=growth)
+            axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.12)
+            axes.set_xlim(left=0)
+            axes.set_ylabel(label, fontsize=8)
+            axes.tick_params(labelsize=8)
+            axes.grid(color="#e4e4e4", linewidth=0.7)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(fontsize=8, frameon=False, loc="upper left")
+            title, x_label = CURVES[curve]
+            if name == "seconds":
+                axes.set_title(title, fontsize=9)
+            else:
+                axes.set_xlabel(x_label, fontsize=8)
+    figure.savefig(path)
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
@@ -841,6 +948,15 @@ def report(machine: dict, results: list[dict]) -> str:
             for r in kind("update_speed")
         ],
     )
+    sides = ("seconds_ours", "seconds_trl", "update_ours", "update_trl")
+    table(
+        "curve | x | step: ours, s | TRL, s | update: ours, s | TRL, s | peak: ours, GB | TRL, GB",
+        [
+            [r["curve"], f"{r['x']:.0f}", *(f"{r[side]:.2f}" if side in r else "" for side in sides)]
+            + [f"{r[side] / 1e9:.2f}" if side in r else "" for side in ("memory_ours", "memory_trl")]
+            for r in kind("curve")
+        ],
+    )
     keys = [f"{what}_{side}" for what in ("step", "update") for side in ("ours", "trl", "ratio")]
     table(
         "part | step: ours, s | TRL, s | ratio | update: ours, s | TRL, s | ratio | peak: ours, GB | TRL, GB",
@@ -872,6 +988,8 @@ def measure(args: Args, part: str) -> Iterator[dict]:
         yield measure_sync(args)
     elif part == "bare":
         yield from compare_with_bare(args)
+    elif part == "curves":
+        yield from measure_curves(args)
     elif part in TRL_PARTS:
         yield from compare_with_trl(args, part)
     else:
@@ -910,6 +1028,8 @@ def main(args: Args) -> None:
                 figures = {"machine": machine, "args": asdict(args), "results": results}
                 (folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
                 (folder / "results.md").write_text(report(machine, results) + "\n")
+                if part == "curves":
+                    draw_curves(results, folder / "curves.png")
         gc.collect()
     print("\n" + report(machine, results))
 
