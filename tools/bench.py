@@ -794,7 +794,7 @@ def curve_points(args: Args, folder: Path) -> Iterator[tuple[str, float, dict, b
     for hidden, layers in ((192, 6), (384, 12), (576, 30), (768, 24)):
         model = args.text_model if hidden == 576 else str(folder / str(hidden))
         size = text_model_size(args, model, hidden, layers)
-        yield "model", size / 1e6, {**text, "model": model, "prompts": words(args, 2, 190)}, False
+        yield "model", size / 1e6, {**text, "model": model, "prompts": words(args, 2, 190), "steps": 2}, False
 
 
 def text_model_size(args: Args, name: str, hidden: int, layers: int) -> int:
@@ -1018,6 +1018,8 @@ def main(args: Args) -> None:
             torch.set_num_threads(job["threads"])
         job_file.with_name("out.json").write_text(json.dumps(run_ours(job, job_file.parent)))
         return
+    if args.clock == "cpu" and args.threads != 1:
+        sys.exit("--clock cpu adds up the seconds of all threads: use it with --threads 1")
     machine, results = describe_machine(args), []
     for part in args.parts:
         for result in measure(args, part):
@@ -1031,6 +1033,8 @@ def main(args: Args) -> None:
                 if part == "curves":
                     draw_curves(results, folder / "curves.png")
         gc.collect()
+    if not results:
+        sys.exit(f"--cases {' '.join(args.cases)}: {' '.join(args.parts)} has no such case")
     print("\n" + report(machine, results))
 
 
