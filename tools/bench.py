@@ -390,7 +390,8 @@ def summarize_bare(steps: list[dict]) -> dict:
         "update_mfu": lambda x: x["flops"] / x["update"] / peak,
         "bare_mfu": lambda x: x["flops"] / x["bare_update"] / peak,
     }
-    return result | {name: statistics.median(speed(step) for step in steps) for name, speed in speeds.items()}
+    runs = {name: [speed(step) for step in steps] for name, speed in speeds.items()}
+    return result | {name: statistics.median(values) for name, values in runs.items()} | {"runs": runs}
 
 
 def run_bare(job: dict, folder: Path, common: dict) -> dict:
@@ -862,7 +863,7 @@ def draw_curves(results: list[dict], path: Path) -> None:
             axes.legend(fontsize=8, frameon=False, loc="upper left")
             title, x_label = CURVES[curve]
             if name == "seconds":
-                axes.set_title(title, fontsize=9)
+                axes.set_title(title, fontsize=9, fontweight="bold", pad=12)
             else:
                 axes.set_xlabel(x_label, fontsize=8)
     figure.savefig(path)
