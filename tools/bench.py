@@ -356,7 +356,8 @@ def compare_memory(args: Args) -> dict:
 def bare_cases(args: Args) -> dict[str, dict]:
     """The scripts' default runs, and 4 prompts x G = 8 with responses of 64 tokens, one optimizer step."""
     prompts, text = words(args, 4, 190), {"model": args.text_model, "plain_prompts": True, "num_iterations": 1}
-    text |= {"rollout_batch_size": 32, "train_batch_size": 32, "max_response_length": 64, "micro_batch_tokens": 1024}
+    text |= {"rollout_batch_size": 32, "train_batch_size": 32, "max_response_length": 64, "max_prompt_length": 768}
+    text["micro_batch_tokens"] = 1024  # one prompt's group
     images = {"flags": {"model": args.vlm, "eval_samples": 8}, "steps": 3 * args.steps}
     return {
         "rloo_vlm": {"script": "rloo", **images},
@@ -785,13 +786,15 @@ def curve_points(args: Args, folder: Path) -> Iterator[tuple[str, float, dict, b
         yield "group_vlm", G, {**vlm, "G": G}, True
     for G in (2, 4, 8, 16):
         yield "group_text", G, {**text, "G": G, "micro_rows": min(G, 4)}, True  # 4: TRL's fastest
-    for count in (8, 16, 32, 64, 128):
+    for count in (8, 32, 64, 128):
         yield "prompts", count, {**vlm, "prompts": pictures[:count]}, False
-    for R in (16, 32, 64, 128, 256):
+    for R in (16, 64, 128, 256):
         yield "response", R, {**vlm, "max_new_tokens": R, "min_new_tokens": R}, False
     for count in (1, 2, 4, 8):
         shown = [[p["image"] for p in pictures[i * count : (i + 1) * count]] for i in range(16)]
         yield "images", count, {**vlm, "prompts": [{**p, "images": x} for p, x in zip(pictures, shown)]}, False
+    if args.cases and "model" not in args.cases:  # they have to be made first
+        return
     for hidden, layers in ((192, 6), (384, 12), (576, 30), (768, 24)):
         model = args.text_model if hidden == 576 else str(folder / str(hidden))
         size = text_model_size(args, model, hidden, layers)
