@@ -838,6 +838,7 @@ def draw_curves(results: list[dict], path: Path) -> None:
     """Two panels for each curve: seconds of a step above peak memory. Linear axes from 0, so that linear cost is a line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     curves = [name for name in CURVES if any(r.get("curve") == name for r in results)]
     columns = min(3, len(curves))
@@ -845,8 +846,9 @@ def draw_curves(results: list[dict], path: Path) -> None:
     figure = Figure(figsize=(3.6 * columns, 4.8 * blocks), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(2 * blocks, columns, squeeze=False)
-    for axes in grid.flat[len(curves) * 2 :]:
-        axes.set_axis_off()
+    for i in range(len(curves), blocks * columns):
+        for row in range(2 * (i // columns), 2 * (i // columns) + 2):
+            grid[row, i % columns].set_axis_off()
     for i, curve in enumerate(curves):
         points = sorted((r for r in results if r.get("curve") == curve), key=lambda r: r["x"])
         rows = 2 * (i // columns), 2 * (i // columns) + 1
@@ -859,6 +861,7 @@ def draw_curves(results: list[dict], path: Path) -> None:
                     axes.plot(*zip(*own), "o-", color=color, markersize=4, linewidth=1.6, label=growth)
             axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.12)
             axes.set_xlim(left=0)
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.set_ylabel(label, fontsize=8)
             axes.tick_params(labelsize=8)
             axes.grid(color="#e4e4e4", linewidth=0.7)
