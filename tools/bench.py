@@ -767,12 +767,12 @@ def run_rloo(job: dict, folder: Path, common: dict) -> dict:
 # --- cost curves -----------------------------------------------------------------------------------------------------
 
 CURVES = {  # name -> title, label of the x axis
-    "group_text": ("SmolLM2-135M, one prompt of about 200 tokens", "responses per prompt (G) of 16 tokens"),
+    "group_text": ("SmolLM2-135M, one prompt of 200 tokens", "responses per prompt (G) of 16 tokens"),
     "group_vlm": ("tiny VLM, 16 pictures with a question", "responses per prompt (G)"),
     "prompts": ("tiny VLM, G = 8", "prompts per batch, one picture each"),
     "response": ("tiny VLM, 16 prompts, G = 8", "tokens of each response"),
     "images": ("tiny VLM, 16 prompts, G = 8", "pictures per prompt"),
-    "model": ("Llama, 2 prompts of about 200 tokens, G = 8", "million parameters"),
+    "model": ("Llama, 2 prompts of 200 tokens, G = 8", "million parameters"),
 }
 
 
@@ -869,7 +869,7 @@ def draw_curves(results: list[dict], path: Path) -> None:
             axes.legend(fontsize=8, frameon=False, loc="upper left")
             title, x_label = CURVES[curve]
             if name == "seconds":
-                axes.set_title(title, fontsize=9, fontweight="bold", pad=12)
+                axes.set_title(title, fontsize=9, fontweight="bold", pad=12, loc="left")
             else:
                 axes.set_xlabel(x_label, fontsize=8)
     figure.savefig(path)
