@@ -16,6 +16,7 @@ Fields of every job (those without a default are required):
                            (16 rows of 170 + 64 tokens, one thread, CPU seconds of a step and peak GB: 2 rows 81 s, 3.6;
                            4 rows 78 s, 5.0; 8 rows 80 s, 7.7; 16 rows 86 s, 12.3)
     seed = 0, learning_rate = 1e-6, threads = 0 (torch's choice)
+    clock = "wall"         "cpu": all seconds below are those that this process computed, on all its threads
 rloo:
     kind                   "text" or "vlm"
     prompts                strings, or for vlm [{"question", "image": path}]; all of them make the batch of every step
@@ -38,7 +39,8 @@ Seconds of a step, from the end of the step before to its own end:
     update_seconds         = logprob_seconds (rloo: the old and reference log-probs, no gradient)
                            + backward_seconds (forward, loss, backward) + optimizer_seconds (clip, step, zero)
     other_seconds          the rest: loading and decoding pictures, chat template, processor, collating, rewards
-    cpu_seconds            of all threads; far below seconds x threads: the machine was busy with something else
+    cpu_seconds            of all threads; with the wall clock far below seconds x threads: the machine was busy with
+                           something else
 """
 
 import argparse
@@ -68,17 +70,18 @@ IGNORED = -100  # label of a token without loss
 class StepClock(TrainerCallback):
     """Seconds and memory of every optimizer step; `parts` collects what the wrapped methods of the trainer took."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
         self.parts: dict[str, float] = defaultdict(float)
         self.steps: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}  # what a job wants to keep of the step that is running
         self.last_backward = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.start, self.cpu_start = time.perf_counter(), time.process_time()
+        self.start, self.cpu_start = self.now(), time.process_time()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        now, cpu_now, parts = time.perf_counter(), time.process_time(), self.parts
+        now, cpu_now, parts = self.now(), time.process_time(), self.parts
         backward = parts["training_step"] - parts["prepare"]
         optimizer = now - self.last_backward
         update = parts["logprobs"] + backward + optimizer
@@ -105,9 +108,9 @@ class StepClock(TrainerCallback):
         def timed(*args, **kwargs):
             if not when():
                 return original(*args, **kwargs)
-            start = time.perf_counter()
+            start = self.now()
             result = original(*args, **kwargs)
-            end = time.perf_counter()
+            end = self.now()
             self.parts[part] += end - start
             if part == "training_step":
                 self.last_backward = end  # of the last micro batch; the optimizer comes next
@@ -287,7 +290,7 @@ def run(job: dict) -> dict:
         torch.set_num_threads(job["threads"])
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
-    clock = StepClock()
+    clock = StepClock(time.process_time if job.get("clock") == "cpu" else time.perf_counter)
     with tempfile.TemporaryDirectory() as folder:
         trainer, result = {"rloo": rloo, "reward": reward, "sft": sft}[job["job"]](job, folder, clock)
         trainer.remove_callback(PrinterCallback)
@@ -306,6 +309,7 @@ def run(job: dict) -> dict:
         "job": job["job"],
         "packages": packages,
         "threads": torch.get_num_threads(),
+        "clock": job.get("clock", "wall"),
         "micro_rows": trainer.args.per_device_train_batch_size,
         "rss_before_bytes": before,
         "peak_rss_bytes": memory("VmHWM"),
