@@ -97,7 +97,7 @@ def test_points_of_the_curves_change_what_their_axis_says(tmp_path, tiny_text_mo
 
 def test_bare_work_of_a_run(tmp_path, vqa, monkeypatch):
     """The script's own hooks are still where the bench looks for them, and the parts add up."""
-    for name in ("packs_of_rank", "score_rollout", "optimizer_step", "update_policy", "draw_curves", "draw_samples"):
+    for name in ("packs_of_rank", "fill_logprobs", "optimizer_step", "update_policy", "draw_curves", "draw_samples"):
         monkeypatch.setattr(rloo, name, getattr(rloo, name))  # put back after the test, as everything below
     monkeypatch.setattr(rloo.Policy, "forward", rloo.Policy.forward)
     for name in ("draw_curves", "draw_samples", "draw_gap"):

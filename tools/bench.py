@@ -467,8 +467,8 @@ def run_bare(job: dict, folder: Path, common: dict) -> dict:
 
             module.forward = forward
     name = "update_policy" if hasattr(script, "update_policy") else "update"
-    script_packs, script_score, script_update = script.packs_of_rank, script.score_rollout, getattr(script, name)
-    script.packs_of_rank, script.score_rollout = keep_packs, score
+    script_packs, script_score, script_update = script.packs_of_rank, script.fill_logprobs, getattr(script, name)
+    script.packs_of_rank, script.fill_logprobs = keep_packs, score
     script.optimizer_step = timed("optimizer", script.optimizer_step)
     setattr(script, name, update)
     script.main(script.Args(**flags))
