@@ -449,7 +449,7 @@ def test_easy_vqa_pairs_are_of_one_kind_and_follow_the_seed():
 # --- code and docs ---------------------------------------------------------------------------------------------------
 
 
-def test_metrics_and_sections_are_as_documented():
+def test_metrics_are_as_documented():
     source = (ROOT / "reward_bt.py").read_text()
     tree = ast.parse(source)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -458,7 +458,3 @@ def test_metrics_and_sections_are_as_documented():
     in_code = {s for s in strings if isinstance(s, str) and key.fullmatch(s)}
     in_docs = set(re.findall(rf"`({key.pattern})`", (ROOT / "docs/reward_bt.md").read_text()))
     assert in_code == in_docs and len(in_code) > 15
-    banners = re.findall(r"^# =+\n# ([^\n:,]+)[^\n]*\n# =+$", source, re.M)
-    assert banners == ["args", "data", "model", "pure math", "DeepSpeed", "evaluate", "save", "main"]
-    phases = [int(n) for n in re.findall(r"# --- (\d+)\. ", source)]
-    assert phases == [1, 2, 3, 7, 9, 10, 11]
