@@ -3538,7 +3538,7 @@ def main(args: Args) -> dict[str, float]:
             draw_samples(run_dir, step, [sample for sample in shown if sample["phase"] == "eval_sampled"], eval_data)
         return results, shown
 
-    def draw(step: int, start: int, count: int) -> tuple[list[dict], dict[int, dict]]:
+    def roll_out(step: int, start: int, count: int) -> tuple[list[dict], dict[int, dict]]:
         """This rank's share of `count` prompts from the stream's `start` on: records and encoded prompts, or what broke."""
         positions = batch_indices(start, count, len(data["keep"]), args.seed)
         share = np.array_split(np.array([data["keep"][i] for i in positions]), world_size)[rank].tolist()
@@ -3592,9 +3592,10 @@ def main(args: Args) -> dict[str, float]:
         # --- 4. rollout ----------------------------------------------------------------------------------------------
         t0 = time.perf_counter()
         records, kept, encoded, missing, cursor_before = [], [], {}, prompts_per_step, cursor
+        # One round, unless --dynamic-sampling takes new prompts for those whose responses all score alike.
         for _ in range(args.dynamic_sampling + 1):
             count = max(missing, world_size)
-            part, prompts = draw(step, cursor, count) if ahead is None else ahead.result()
+            part, prompts = roll_out(step, cursor, count) if ahead is None else ahead.result()
             cursor, ahead = cursor + count, None
             encoded |= prompts
             try:
@@ -3603,7 +3604,9 @@ def main(args: Args) -> dict[str, float]:
                 cursor = cursor_before
                 stop(error, step - 1)
             kept = records
-            scored = not all(np.isnan(record["scores"]).all() for record in records)  # else make_rollout stops the run
+            scored = not all(
+                np.isnan(record["scores"]).all() for record in records
+            )  # if not, make_rollout stops the run
             if scored and (args.skip_zero_std_groups or args.dynamic_sampling):
                 kept = [record for record in records if has_signal(record, args.mask_truncated)]
             missing = prompts_per_step - len(kept)
@@ -3614,7 +3617,7 @@ def main(args: Args) -> dict[str, float]:
             if not step - 1 - args.async_rollout <= record["version"] <= step - 1:
                 fail(f"step {step}: responses were drawn with the weights of step {record['version']}, not {step - 1}")
         if args.async_rollout and step < args.total_steps:
-            ahead = background.submit(draw, step + 1, cursor, prompts_per_step)
+            ahead = background.submit(roll_out, step + 1, cursor, prompts_per_step)
         if args.rollout == "vllm":
             sampler.sleep()
         t1 = time.perf_counter()
@@ -3695,7 +3698,7 @@ def main(args: Args) -> dict[str, float]:
         t3 = time.perf_counter()
 
         # --- 8. sync weights -----------------------------------------------------------------------------------------
-        if ahead is not None:  # it is to end with the weights that it began with
+        if ahead is not None:  # the next rollout is under way: its weights must not change under it
             concurrent.futures.wait([ahead])
         sync_sampler(step)
         t4 = time.perf_counter()
