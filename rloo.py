@@ -3604,9 +3604,8 @@ def main(args: Args) -> dict[str, float]:
                 cursor = cursor_before
                 stop(error, step - 1)
             kept = records
-            scored = not all(
-                np.isnan(record["scores"]).all() for record in records
-            )  # if not, make_rollout stops the run
+            # If no response has a score at all, make_rollout stops the run.
+            scored = not all(np.isnan(record["scores"]).all() for record in records)
             if scored and (args.skip_zero_std_groups or args.dynamic_sampling):
                 kept = [record for record in records if has_signal(record, args.mask_truncated)]
             missing = prompts_per_step - len(kept)
