@@ -95,6 +95,7 @@ def test_points_of_the_curves_change_what_their_axis_says(tmp_path, tiny_text_mo
     assert all(len(p["images"]) == x for x, job in points["images"] for p in job["prompts"])
 
 
+@pytest.mark.slow
 def test_bare_work_of_a_run(tmp_path, vqa, monkeypatch):
     """The script's own hooks are still where the bench looks for them, and the parts add up."""
     for name in ("packs_of_rank", "fill_logprobs", "optimizer_step", "update_policy", "draw_curves", "draw_samples"):

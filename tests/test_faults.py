@@ -299,6 +299,7 @@ def run_flags(script: str, tmp: Path, model: str) -> dict:
     return {name: value for name, value in flags.items() if name in known}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_skipped_row_changes_nothing_for_the_others(script, tiny_text_model, tmp_path, monkeypatch, caplog):
     """The run is the one of a file without that row, weight for weight; the row is named in bad_samples.jsonl."""
@@ -468,6 +469,7 @@ def test_a_model_of_nan_is_one_sentence(script, main_of, tiny_text_model, tmp_pa
 # --- clocks ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_clock_that_goes_backwards_changes_nothing(script, main_of, monkeypatch, capfd):
     """No time is negative, no time limit is met or missed, and --resume auto takes what was saved last."""

@@ -466,6 +466,7 @@ def test_a_picture_in_answers_that_differ_is_refused(prepare, model_and_processo
     assert "row 3: a picture or video stands where the answers differ" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_run_on_mixed_media(run, vqa_rows, tmp_path, any_reward):
     source = mixed_file(tmp_path, vqa_rows)
     folder = run(dataset=source, eval_dataset=source, rollout_batch_size=24, train_batch_size=12, **any_reward)
@@ -485,6 +486,7 @@ def test_run_of_a_text_model(run, tiny_text_model, tmp_path, any_reward):
     assert AutoModelForCausalLM.from_pretrained(folder / "checkpoint-2").config.model_type == "qwen2"
 
 
+@pytest.mark.slow
 def test_reward_that_is_none_for_some_rows_trains_on_the_others(run, tmp_path):
     body = "return [None if i % 4 == 0 else float(i % 3) for i in range(len(completion_ids))]"
     (tmp_path / "r.py").write_text(f"def score(completion_ids, **columns):\n    {body}\n")

@@ -791,6 +791,7 @@ def test_kl_of_lora_is_subtracted_from_the_rewards(caught, text):
     torch.testing.assert_close(call["tables"]["advantages"], expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_of_lora_does_not_change_the_result(run, vlm, unsaved):
     plain, saving = (
         steps_of(

@@ -117,6 +117,7 @@ def test_gradient_does_not_depend_on_the_split_into_packs(flags, caught, monkeyp
     assert_same_gradients(one, eight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coef", [0.0, 0.1])
 def test_entropy_of_weight_0_costs_no_backward(coef, caught, monkeypatch, any_reward):
     call, given = caught("update", **any_reward, **ONE_STEP, entropy_coef=coef), []
@@ -129,6 +130,7 @@ def test_entropy_of_weight_0_costs_no_backward(coef, caught, monkeypatch, any_re
     assert given == [coef > 0] * len(given) and given
 
 
+@pytest.mark.slow
 def test_first_minibatch_is_on_policy_and_later_ones_are_not(run, monkeypatch, any_reward):
     metrics, compute = [], ppo_vl.compute_policy_loss
 
@@ -146,6 +148,7 @@ def test_first_minibatch_is_on_policy_and_later_ones_are_not(run, monkeypatch, a
     assert (last["policy/ratio"] - 1).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_kl_loss_alone_moves_the_policy(caught, monkeypatch):
     call = caught("update", kl_loss=True, kl_estimator="k2", **ONE_STEP)
     call["tables"]["ref_logprobs"] = call["tables"]["ref_logprobs"] - 0.5
@@ -174,6 +177,7 @@ def test_vf_coef_does_not_touch_the_policy_of_a_critic_apart(caught, monkeypatch
 # --- what an update consists of --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_epoch_trains_every_group_once_in_an_order_of_its_own(caught, monkeypatch):
     flags = {"rollout_batch_size": 16, "num_samples_per_prompt": 2, "train_batch_size": 4, "num_ppo_epochs": 3}
     call = caught("update", **flags)

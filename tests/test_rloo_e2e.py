@@ -89,6 +89,7 @@ def test_evaluation_says_how_good_the_best_sample_is(finished):
         assert metrics["eval/sampled_accuracy"] <= metrics["eval/pass_at_k"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, {"num_iterations": 2, "normalize_advantages": True}, {"mask_truncated": True}])
 def test_trajectories_hold_what_was_trained(flags, run):
     """On-policy, where the advantages are computed in the update, and not; cut responses are left out where they are masked."""
@@ -651,6 +652,7 @@ def test_lora_targets_choose_the_layers_but_never_the_head(tiny_text_model):
         assert len(names) == count and not any("lm_head" in n for n in names)
 
 
+@pytest.mark.slow
 def test_lora_resumes_and_checkpoints_gradients(run, tiny_text_model, tmp_path):
     flags = {"model": tiny_text_model, "dataset": sums_file(tmp_path), "total_steps": 3, "save_steps": 1, **LORA}
     folder = run(**flags)
