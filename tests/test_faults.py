@@ -178,6 +178,7 @@ def assert_bad_row(script: str, parts, tmp: Path, bad: dict, words: list[str], c
     assert "error" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("name", BAD_PICTURES)
 def test_bad_picture(name, script, parts, tmp_path, capfd):
@@ -185,6 +186,7 @@ def test_bad_picture(name, script, parts, tmp_path, capfd):
     assert_bad_row(script, parts, tmp_path, row_of(script, image=make(tmp_path)), words, capfd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, script", [(name, script) for name, (_, where, _) in BAD_ROWS.items() for script in where]
 )

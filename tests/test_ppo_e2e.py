@@ -146,6 +146,7 @@ def test_a_run_that_starts_from_the_checkpoint_begins_with_its_last_evaluation(f
     assert {name: before[name] for name in EVAL_METRICS} == {name: last[name] for name in EVAL_METRICS}
 
 
+@pytest.mark.slow
 def test_resume_goes_on_as_if_nothing_had_happened(finished, tmp_path):
     folder, args = finished
     shutil.copytree(folder, tmp_path / "run")
@@ -156,6 +157,7 @@ def test_resume_goes_on_as_if_nothing_had_happened(finished, tmp_path):
     assert whole[-1]["train/kl_coef"] != whole[0]["train/kl_coef"]
 
 
+@pytest.mark.slow
 def test_other_folders_and_left_behind_checkpoints_do_not_confuse_the_limit(finished, tmp_path):
     """A copy that someone keeps, and a later checkpoint of the run that is resumed from an earlier one."""
     folder, args = finished

@@ -121,6 +121,7 @@ def test_training_makes_the_chosen_ones_win(run, sums, tiny_text_model):
     )
 
 
+@pytest.mark.slow
 def test_centering_pulls_the_sum_of_scores_to_zero(run, sums, tiny_text_model):
     flags = {"model": tiny_text_model, "dataset": sums, "max_steps": 30, "batch_size": 16, "learning_rate": 3e-3}
     losses = [read_metrics(run(**flags, center_coef=c, run_name=f"c{c}"))[-1]["rm/center_loss"] for c in (0, 1)]

@@ -316,6 +316,7 @@ def test_redirects_are_refused(server, capfd):
     other.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [(500, b"oops"), (200, b"<html>"), "close"])
 def test_the_run_pauses_until_the_server_is_back(server, no_waits, caplog, monkeypatch, bad):
     monkeypatch.setattr(ppo_vl, "REMOTE_NEWS", 0.1)
