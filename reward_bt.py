@@ -1642,22 +1642,9 @@ def optimizer_step(engine) -> tuple[float, bool]:
     return norm, taken
 
 
-def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call). Otherwise
-    the tensors themselves, no copies."""
-    import deepspeed
-
-    names = set(module.state_dict())
-    state = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name in names}
-    for name, parameter in module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=zero_stage == 3):
-            state[name] = parameter.detach().clone() if zero_stage == 3 else parameter.detach()
-    return state
-
-
 def merged_weights(model, zero_stage: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, weight) of the plain model, one at a time: under ZeRO-3 gathered (collective: all ranks iterate), and adapters,
-    if any, added to copies of what they adapt, W + alpha / rank B A.
+    """(name, weight) of the plain model, one at a time, tied ones once: under ZeRO-3 gathered (collective: all ranks iterate),
+    else the tensors themselves; adapters, if any, added to copies of what they adapt, W + alpha / rank B A.
 
     Out of place: merging and unmerging in bf16 would wear the base weights down, a little at every export.
     """

@@ -2706,22 +2706,9 @@ def blame(members: list[int], broken: torch.Tensor, world_size: int) -> dict[int
     return dict.fromkeys(own or members, f"an update was skipped: {reason}")
 
 
-def gathered_state_dict(module: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Whole weights of a module, tied ones once, gathered one by one under ZeRO-3 (collective: all ranks call). Otherwise
-    the tensors themselves, no copies."""
-    import deepspeed
-
-    names = set(module.state_dict())
-    state = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name in names}
-    for name, parameter in module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=zero_stage == 3):
-            state[name] = parameter.detach().clone() if zero_stage == 3 else parameter.detach()
-    return state
-
-
 def merged_weights(model, zero_stage: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, weight) of the plain model, one at a time: under ZeRO-3 gathered (collective: all ranks iterate), and adapters,
-    if any, added to copies of what they adapt, W + alpha / rank B A.
+    """(name, weight) of the plain model, one at a time, tied ones once: under ZeRO-3 gathered (collective: all ranks iterate),
+    else the tensors themselves; adapters, if any, added to copies of what they adapt, W + alpha / rank B A.
 
     Out of place: merging and unmerging in bf16 would wear the base weights down, a little at every export.
     """
@@ -2759,7 +2746,7 @@ def sync_rollout_model(model, rollout_model) -> None:
 
 @torch.no_grad()
 def load_weights(module: nn.Module, file: Path, zero_stage: int) -> None:
-    """What gathered_state_dict gave, back into the module (collective under ZeRO-3)."""
+    """What merged_state_dict gave, back into the module (collective under ZeRO-3)."""
     import deepspeed
 
     state = torch.load(file, map_location="cpu")
@@ -3565,7 +3552,7 @@ def main(args: Args) -> dict[str, float]:
         def export(folder: Path) -> None:
             export_model(model, processor, folder, args.zero_stage, rank)
             if args.ref_sync_steps:
-                weights = gathered_state_dict(reference_module, args.zero_stage)
+                weights = merged_state_dict(reference_module, args.zero_stage)
                 if main_rank:
                     torch.save(weights, folder / "state" / "reference.pt")
 

@@ -433,7 +433,7 @@ def weights(engine) -> torch.Tensor:
     return torch.cat(
         [
             t.flatten().float()
-            for t in ppo_vl.gathered_state_dict(engine.module, engine.zero_optimization_stage()).values()
+            for t in ppo_vl.merged_state_dict(engine.module, engine.zero_optimization_stage()).values()
         ]
     ).clone()
 

@@ -140,6 +140,10 @@ def draw(folder: Path, runs: dict[str, list[dict]]) -> None:
 
 
 def main(folder: Path) -> None:
+    missing = [name for name in STAGES if not (folder / name / "metrics.jsonl").is_file()]
+    if missing:
+        print(f"error: {folder} has no finished run {missing[0]}; tools/pipeline.sh {folder} makes it", file=sys.stderr)
+        raise SystemExit(2)
     runs = {name: read_metrics(folder / name) for name in POLICIES}
     proxies = proxy_table(read_metrics(folder / "reward_model"), read_metrics(folder / "judge"))
     text = "\n".join([policy_table(runs), proxies, time_table(folder)])
@@ -149,4 +153,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/pipeline"))
