@@ -17,7 +17,6 @@ import asyncio
 import functools
 import io
 import json
-import logging
 import math
 import os
 import re
@@ -126,8 +125,7 @@ def check_args(args: Args) -> None:
     train, rollout = args.train_batch_size, args.rollout_batch_size
     for is_bad, message in (
         (min(train, rollout, args.total_steps, args.num_iterations) < 1, "counts must be at least 1"),
-        (G < 2, "--num-samples-per-prompt: a single sample has no siblings to be compared with"),
-        (train % G, f"--train-batch-size must be a multiple of --num-samples-per-prompt {G}"),
+        (G < 2 or train % G, "--num-samples-per-prompt must be 2 or more, and divide --train-batch-size"),
         (rollout % train, "--rollout-batch-size must be a multiple of --train-batch-size"),
         (args.micro_batch_tokens < longest, f"--micro-batch-tokens must hold prompt + response, {longest}"),
         (len(args.rewards) != len(args.reward_weights), "--reward-weights needs one weight per reward"),
@@ -219,10 +217,9 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
             text = text.replace(found[0], f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " ")
         return text
 
-    given, messages, media, places = row.get("messages") or row["prompt"], [], {}, {"image": [], "video": []}
-    for kind in places:
-        items = row.get(kind) or row.get(f"{kind}s") or []
-        media[kind] = [*items] if isinstance(items, list) else [items]
+    given, messages, places = row.get("messages") or row["prompt"], [], {"image": [], "video": []}
+    columns = {kind: row.get(kind) or row.get(f"{kind}s") or [] for kind in places}
+    media = {kind: [*items] if isinstance(items, list) else [items] for kind, items in columns.items()}
     for message in [{"role": "user", "content": given}] if isinstance(given, str) else given:
         text, parts = message["content"], []
         if not isinstance(text, str):  # what parts hold themselves goes to the places that they mark
@@ -304,10 +301,10 @@ def score_responses(functions: dict[str, Callable], prompts: list[dict], texts: 
     given = [row.get("messages") or row["prompt"] for row in rows]
     is_chat = isinstance(given[0], list)
     keywords = {name: [row[name] for row in rows] for name in rows[0]}
-    keywords |= {"prompts": given, "completions": texts, "texts": texts, "trainer_state": state}
-    if is_chat:
-        keywords["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
-    keywords |= {"completion_ids": [x.tolist() for x in ids], "chats": [p["messages"] for p in prompts]}
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    keywords |= {"prompts": given, "completions": chats if is_chat else texts, "trainer_state": state}
+    keywords |= {"completion_ids": [x.tolist() for x in ids], "texts": texts}
+    keywords["chats"] = [prompt["messages"] for prompt in prompts]
     keywords["log_metric"] = lambda name, value: logged.append((name, float(value)))
 
     async def wait() -> None:  # those that ask a server, say, side by side
@@ -494,7 +491,8 @@ def generate(args: Args, model, prompts: list[dict], G: int, temperature: float,
 
 
 class ModelSampler:
-    """--rollout hf: the trained model itself, or its unsharded copy under ZeRO-3."""
+    """--rollout hf: the trained model itself, or its unsharded copy under ZeRO-3. sync takes over the model's
+    weights, sample answers as `generate` does."""
 
     def __init__(self, args: Args, model, end_ids: list[int], run_dir: Path):
         self.args, self.model, self.sampled, self.end_ids = args, model, model, end_ids
@@ -514,21 +512,19 @@ class VllmSampler:
     """--rollout vllm: an engine in this process, one per rank. On CUDA it sleeps while the trainer works."""
 
     def __init__(self, args: Args, model, end_ids: list[int], run_dir: Path):
-        self.model, self.cuda, set_num_threads = model, torch.cuda.is_available(), torch.set_num_threads
+        self.model, self.cuda = model, torch.cuda.is_available()
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
         from vllm import LLM, SamplingParams
 
-        limit = args.max_prompt_length + args.max_response_length
         self.llm = LLM(
             model=args.model, dtype=str(model.dtype).removeprefix("torch."), seed=args.seed,
-            max_model_len=limit, max_num_batched_tokens=max(limit, 8192),
+            max_model_len=args.max_prompt_length + args.max_response_length,
             max_num_seqs=args.generation_batch_size, gpu_memory_utilization=args.vllm_gpu_memory,
             enable_sleep_mode=self.cuda, enforce_eager=not self.cuda,
             enable_chunked_prefill=self.cuda,  # with seeds it fails on the CPU
             distributed_executor_backend="external_launcher" if WORLD_SIZE > 1 else "uni",
             logprobs_mode="processed_logprobs",  # at the temperature: of what was drawn from
         )  # fmt: skip
-        torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
         self.make_params = functools.partial(
             SamplingParams, max_tokens=args.max_response_length, stop_token_ids=end_ids, detokenize=False,
             logit_bias=dict.fromkeys(packing.media_token_ids(model.config), -100.0), logprobs=0,
@@ -565,8 +561,7 @@ class VllmSampler:
             self.llm.sleep(level=2)  # the next sync brings the weights
 
 
-# A sampler of your own: sync() takes over the model's weights, and sample() answers as `generate` does.
-SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}
+SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}  # one of your own has sync, sample, and maybe sleep
 
 
 def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature: float, step: int) -> Rollout:
@@ -641,18 +636,17 @@ def init_distributed() -> torch.device:
     os.environ |= {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"), "DS_ACCELERATOR": device.type}
     import deepspeed
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # On a CPU it would compile this for a minute, for nothing.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("WARNING")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute on a CPU
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return device
 
 
 def sum_over_ranks(table: Tensor, device) -> Tensor:
-    if WORLD_SIZE == 1:  # gloo copies in its own thread: with a second OpenMP team no thread spins any more
-        return table.cpu()
-    table = table.to(device)
-    dist.all_reduce(table)
+    if (
+        WORLD_SIZE > 1
+    ):  # alone, gloo would copy in a thread of its own: with two OpenMP teams none spins any more
+        dist.all_reduce(table := table.to(device))
     return table.cpu()
 
 
@@ -666,7 +660,6 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
 
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": {
@@ -676,9 +669,7 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
             "stage3_param_persistence_threshold": 10_000,
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs on the CPU too, and needs no compiler
-        "steps_per_print": 2**31,
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
         deepspeed.zero.register_external_parameter(module, head.weight)  # read outside its own forward
@@ -743,8 +734,6 @@ def update_policy(args: Args, rollout: Rollout, logprobs, advantages, trained, d
                     sums[name] += values.sum()
                     counts[name] += len(values)
             norms += [optimizer_step(actor)] if packs else []
-    if not norms:  # nothing in this rollout could be trained
-        return {}, []
     totals = torch.tensor([[*map(float, sums.values())], [*counts.values()]], dtype=torch.float64)
     totals, numbers = sum_over_ranks(totals, actor.device)
     metrics = dict(zip(sums, (totals / numbers).tolist()))
@@ -757,7 +746,7 @@ def update_policy(args: Args, rollout: Rollout, logprobs, advantages, trained, d
 
 def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple[dict, list[dict]]:
     """A fixed subset of held-out prompts, each with a greedy response and eval_num_samples sampled ones.
-    eval/best_score: mean of the best ones; eval/pass_at_k: share of prompts with a sample of accuracy 1."""
+    eval/pass_at_k: share of prompts with a sample of accuracy 1."""
     indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples])
     metrics, samples = {}, []
     for mode, temperature, G in (("greedy", 0.0, 1), ("sampled", args.temperature, args.eval_num_samples)):
@@ -765,7 +754,6 @@ def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple
         tables = {**rollout.rewards, "score": rollout.scores, "length": rollout.mask.sum(1).float()}
         metrics |= {f"eval/{mode}_{name}": float(values.nanmean()) for name, values in tables.items()}
         samples += [{"phase": f"eval_{mode}", **sample} for sample in rollout.samples[:16]]
-    metrics["eval/best_score"] = float(rollout.scores.nanquantile(1.0, dim=1).nanmean())
     if "accuracy" in rollout.rewards:
         metrics["eval/pass_at_k"] = float((rollout.rewards["accuracy"] == 1).any(1).float().mean())
     return metrics, samples
@@ -825,27 +813,19 @@ def save_checkpoint(args: Args, run_dir: Path, engines: dict, processor, state: 
     return final
 
 
-def open_run(args: Args, run_dir: Path, step: int) -> None:
-    """The folder and its args.json, on rank 0; what an interrupted run logged after step is dropped."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-    for path in run_dir.glob("*.jsonl"):
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        path.write_text("".join(line for line in lines if 0 < step >= json.loads(line)["train/step"]))
-
-
 def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
-    """On rank 0: to metrics.jsonl, samples.jsonl, and where --track says."""
+    """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
     step = metrics["train/step"]
-    for name, lines in (("metrics", [metrics]), ("samples", [{"train/step": step} | x for x in samples])):
+    files = ("metrics", [metrics]), ("samples", [{"train/step": step} | sample for sample in samples])
+    for name, lines in files if RANK == 0 else ():
         with (run_dir / f"{name}.jsonl").open("a") as file:
             file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-    if args.track == "wandb":
+    if args.track == "wandb" and RANK == 0:
         import wandb
 
         known = {"id": run_dir.name, "name": run_dir.name, "config": asdict(args), "dir": run_dir}
         (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=step)
-    if args.track == "tensorboard":
+    if args.track == "tensorboard" and RANK == 0:
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(str(run_dir)) as writer:
@@ -857,7 +837,6 @@ def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict
 
 
 def main(args: Args) -> dict[str, float]:
-    """Train; -> the last metrics."""
     # --- 1. setup ---
     started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
@@ -891,7 +870,12 @@ def main(args: Args) -> dict[str, float]:
     eval_data = load_data(args, source, args.eval_dataset_split, model, processor) if source else None
     functions = {x.rpartition(":")[2]: plug_in("--rewards", x, REWARDS) for x in args.rewards}
     if RANK == 0:
-        open_run(args, run_dir, state["step"])
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        for path in run_dir.glob("*.jsonl"):  # without what an interrupted run logged after its checkpoint
+            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
+            path.write_text("".join(lines))
     tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
     prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(f"{args.dataset}: no row can be used")
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
@@ -912,8 +896,7 @@ def main(args: Args) -> dict[str, float]:
         signal.signal(number, lambda number, frame: received.append(number))
     if eval_data and not state["before"]:  # a resumed run has it
         state["before"], samples = evaluate(args, sampler, eval_data, functions)
-        if RANK == 0:
-            log(args, run_dir, {"train/step": 0, "train/episode": 0, **state["before"]}, samples)
+        log(args, run_dir, {"train/step": 0, "train/episode": 0, **state["before"]}, samples)
     steps = range(state["step"] + 1, args.total_steps + 1)
     hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step instead
     for step in (bar := tqdm(steps, "rloo", args.total_steps, initial=state["step"], disable=hidden)):
@@ -937,8 +920,8 @@ def main(args: Args) -> dict[str, float]:
         times.append(time.perf_counter())
 
         # --- 6. advantages: global without a collective, since every rank holds the whole rollout ---
-        kl = kl_estimate(logprobs, ref_logprobs, args.kl_estimator)  # (B, R)
-        kl = (kl * rollout.mask).sum(1).view(-1, G)  # (n, G)
+        kl = kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
+        kl = kl.sum(1).view(-1, G)  # (n, G), of a response
         scores = rollout.scores.clamp(*args.reward_clip) if args.reward_clip else rollout.scores
         trained = ~scores.isnan() & ~(rollout.truncated & args.mask_truncated)  # (n, G)
         rewards = scores - args.kl_coef * kl
@@ -969,7 +952,6 @@ def main(args: Args) -> dict[str, float]:
             "rollout/truncated_frac": rollout.truncated.float().mean(),
             "rollout/zero_std_groups_frac": ((scores - scores[:, :1]).abs().amax(1) < 1e-9).float().mean(),
             "rollout/prompts_dropped": wanted - len(rollout.prompts),
-            "rollout/responses_trained": trained.sum(),
             "rollout/engine_logprob_diff_max": gap.max(),
             "time/total": times[-1] - times[0],
             "time/tokens_per_second": lengths.sum() / (times[-1] - times[0]),
@@ -989,8 +971,7 @@ def main(args: Args) -> dict[str, float]:
             evaluated, eval_samples = evaluate(args, sampler, eval_data, functions)
             metrics, samples = metrics | evaluated, samples + eval_samples
             shown["held-out"] = f"{evaluated['eval/sampled_score']:.3f}"
-        if RANK == 0:
-            log(args, run_dir, metrics, samples)
+        log(args, run_dir, metrics, samples)
         if hidden:
             tell(f"step {step} of {args.total_steps}, {metrics['time/total']:.2f} s: {shown}")
         stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike
@@ -1005,8 +986,9 @@ def main(args: Args) -> dict[str, float]:
     if stopped:
         tell(f"stopped by a signal after step {step}; go on with --resume {saved}")
     else:
-        gains = [(key, x, metrics[key]) for key, x in state["before"].items() if key.endswith("_score")]
-        told = [f"{key} {before:.3f} -> {after:.3f}" for key, before, after in gains]
+        told = [
+            f"{k} {x:.3f} -> {metrics[k]:.3f}" for k, x in state["before"].items() if k.endswith("_score")
+        ]
         tell(" · ".join([*told, f"{time.perf_counter() - started:.0f} s", str(saved)]))
         tell(f"to see it: python tools/report.py {run_dir}")
     if args.rollout != "vllm":  # the engine ends the process group by itself

@@ -133,8 +133,8 @@ def packs_of_rank(
 
 
 def encode_chat(processor, messages: list[dict], **template) -> dict:
-    """Messages of parts -> what the processor, or a text model's tokenizer, makes of them; a video's part has
-    its frames and, as `taken`, when they were."""
+    """Messages of parts -> what the processor, or a text model's tokenizer, makes of them. A video's part has
+    its frames and when they were `taken`."""
     taken = [part["taken"] for m in messages for part in m["content"] if part["type"] == "video"]
     how = {"tokenize": True, "return_dict": True, "return_tensors": "pt", **template}
     how |= {"processor_kwargs": {"video_metadata": taken, "do_sample_frames": False}} if taken else {}
@@ -261,7 +261,7 @@ def build_pack(pieces: Groups, prompts: dict[int, dict], responses: list[Tensor]
 
 def plain_pack(pieces: Groups, prompts: dict[int, dict], responses: list[Tensor]) -> Pack:
     """The same for the plain path: one prompt, at most one response, all of the processor's inputs. What has
-    an entry per token goes on for the response, token types with 0 and masks with their last entry."""
+    an entry per token goes on, token types with 0 and masks with their last entry."""
     ((g, members),) = pieces
     response = torch.cat([torch.empty(0, dtype=torch.long), *(responses[b] for b in members)])
     inputs, P, R = dict(prompts[g]["inputs"]), prompts[g]["length"], len(response)
@@ -521,18 +521,15 @@ def generate_plain(
 
 def forward_hidden(model, pack: Pack, last: bool = False) -> Tensor:
     """Hidden states (M, H) that predict the response tokens of a pack, or with last=True those of each
-    response's last token, (S, H), which a score head reads. The vision tower runs once per different picture.
-
-    model: a transformers *ForCausalLM, *ForConditionalGeneration, or the backbone of one.
-    """
+    response's last token, (S, H), which a score head reads. model: a *ForCausalLM, *ForConditionalGeneration,
+    or the backbone of one."""
     inputs = _cast(pack.inputs, model) | encode_media(model.base_model, pack.media)
     hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
     return hidden.flatten(0, 1)[pack.last if last else pack.predict_from]
 
 
 def encode_media(base, media: dict[str, list[dict]]) -> dict:
-    """Run the vision tower on each different picture and clip -> a keyword for the model, with the features
-    of every slot that shows them."""
+    """Run the vision tower on each different picture and clip -> a keyword for the model: features by slot."""
     outputs = {}
     for kind, encode in (("image", "get_image_features"), ("video", "get_video_features")):
         if slots := media.get(kind):
