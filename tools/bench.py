@@ -7,12 +7,12 @@
 bare     everything between rollout and optimizer step of rloo.py and ppo_vl.py (default runs on the tiny VLM,
          rloo.py on SmolLM2-135M too) against forward and backward of the model on the very same packs and no
          more, in the same process by turns; and both against the machine's fastest matrix product
-curves   time and peak memory of a step of rloo.py against responses per prompt (TRL's too), prompts,
-         response length, pictures per prompt and model size
+curves   time and peak memory of a step of rloo.py by responses per prompt (TRL's too), prompts, length of
+         responses, pictures per prompt and model size
 rloo     rloo.py and TRL's RLOOTrainer: same model, prompts, G, lengths, reward, fp32, generation with the model's
          own forward; prompts of 200 and 600 tokens on SmolLM2-135M, pictures on the tiny VLM
-reward   reward_bt.py and RewardTrainer on SmolLM2-135M: 16 pairs with prompts of 100 and of 300 words, and
-         4 prompts with four ranked responses each, which TRL takes as six pairs a prompt
+reward   reward_bt.py and RewardTrainer on SmolLM2-135M: 16 pairs with prompts of 100 and of 300 words;
+         4 prompts with four ranked responses each, which TRL takes as six pairs
 sft      grm_sft.py and SFTTrainer on the tiny VLM: 64 questions about easy-VQA pictures, all of different ones,
          and grouped by picture
 memory   peak of the log-probs alone, forward and backward, chunked against dense, at a vocabulary of 152k
@@ -131,7 +131,8 @@ def reward_cases(args: Args) -> dict[str, dict]:
         texts = [" " + " ".join(text[:length]) for text, length in zip(texts, lengths)]
         groups = [(p, texts[i * n :][:n]) for i, p in enumerate(words(args, count, length, spread=0))]
         pairs = [(p, *pair) for p, responses in groups for pair in itertools.combinations(responses, 2)]
-        flags = dict(model=args.text_model, batch_size=count, micro_batch_tokens=512) | CONSTANT
+        flags = dict(model=args.text_model, train_batch_size=count, micro_batch_tokens=512) | CONSTANT
+        flags |= dict(label_smoothing=0.0)
         cases[name] = dict(script="reward_bt", flags=flags, steps=1, micro_rows=2, pad_token="<|endoftext|>")
         cases[name]["rows"] = [{"prompt": p, "responses": responses} for p, responses in groups]
         cases[name]["trl_rows"] = [dict(zip(names, pair)) for pair in pairs]
@@ -147,7 +148,7 @@ def sft_cases(args: Args) -> dict[str, dict]:
             own = chat("user", row["prompt"]), chat("assistant", f"<answer>{row['answer']}</answer>")
             rows.append({"messages": own[0] + own[1], "image": row["image"]})
             trl_rows.append({"prompt": own[0], "completion": own[1], "image": row["image"]})
-        flags = dict(model=args.vlm, batch_size=64) | CONSTANT
+        flags = dict(model=args.vlm, train_batch_size=64, train_samples=0, freeze="") | CONSTANT
         cases[name] = dict(script="grm_sft", flags=flags, rows=rows, trl_rows=trl_rows)
     return cases
 
@@ -225,31 +226,32 @@ def run_sides(args: Args, case: dict, sides: tuple[str, ...]) -> dict[str, list[
                 command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
         try:
+            for side, process in running.items():  # all are ready
+                receive(side, process)
             for _ in range(job["steps"]):
                 sampled = {}
                 for side, process in running.items():
-                    step = take_turn(side, process, sampled)
-                    steps[side].append(step)
+                    print(json.dumps(sampled), file=process.stdin, flush=True)
+                    steps[side].append(step := receive(side, process))
                     sampled = {"completions": step.pop("completions")} if "completions" in step else sampled
                 note = " · ".join(f"{side} {own[-1]['seconds']:.2f} s" for side, own in steps.items())
                 print(f"{case['script']}, a step: {note}", file=sys.stderr)
         finally:
-            for process in running.values():
-                process.communicate()  # who waits for a turn ends
+            for process in running.values():  # they wait for a turn that does not come
+                process.kill()
+                process.wait()
     return steps
 
 
-def take_turn(side: str, process: subprocess.Popen, sent: dict) -> dict:
-    try:
-        print(json.dumps(sent), file=process.stdin, flush=True)
-        return json.loads(process.stdout.readline())
-    except (OSError, ValueError):
-        sys.exit(f"the side {side} of a comparison has ended: see above")
+def receive(side: str, process: subprocess.Popen) -> dict:
+    return json.loads(process.stdout.readline() or "null") or sys.exit(
+        f"the side {side} has ended: see above"
+    )
 
 
 def copy_model(args: Args, case: dict, folder: Path) -> str:
-    """The model's files by links, but for the chat template: plain prompts want none, and TRL's SFT would train
-    on the newline that the tiny VLM's has after the end token."""
+    """Links to the model's files, but for the chat template: plain prompts want none, and TRL's SFT would
+    train on the newline that the tiny VLM's has after the end token."""
     folder.mkdir()
     for path in Path(case["flags"]["model"]).iterdir():
         if path.name != "chat_template.jinja":
@@ -261,7 +263,7 @@ def copy_model(args: Args, case: dict, folder: Path) -> str:
 
 
 def watch(owner, name: str, look) -> None:
-    """Replace a function by one whose result is looked at; what `look` returns, if anything, is the result."""
+    """Replace a function by one whose result is looked at; what `look` returns, if anything, replaces it."""
     function = getattr(owner, name)
 
     def call(*inputs, **options):
@@ -283,43 +285,31 @@ def run_ours(job: dict, folder: Path) -> None:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in job["rows"]))
         flags["dataset"] = str(folder / "rows.jsonl")
     bare = Bare(script, flags["model"]) if job["side"] == "bare" else None
-    if job.get("full_length"):  # an end token that is never drawn
-        script.end_token_ids = lambda *inputs: [10**9]
-
-    def keep_prompts(prompts: list[dict]) -> None:
-        kept["prompt_ids"] |= {prompt["index"]: prompt["prompt_ids"].tolist() for prompt in prompts}
 
     def keep_responses(rollout) -> None:
         order = sorted(range(len(rollout.prompts)), key=lambda i: rollout.prompts[i]["index"])
         responses = [rollout.response_ids[i * job["G"] :][: job["G"]] for i in order]
         kept["completions"] = [ids.tolist() for own in responses for ids in own]
 
-    def wait_and_log(log):
-        turns.wait()
+    def generate(args, model, prompts: list[dict], G: int, temperature: float, end_ids: list[int]):
+        kept["prompt_ids"] |= {prompt["index"]: prompt["prompt_ids"].tolist() for prompt in prompts}
+        end_ids = [10**9] if job.get("full_length") else end_ids  # one that is never drawn
+        return script_generate(args, model, prompts, G, temperature, end_ids)
 
-        def log_step(metrics: dict, samples: list) -> None:
-            log(metrics, samples)
-            if "time/total" in metrics:
-                loss = next(
-                    metrics[name] for name in ("rm/loss", "loss/sft", "loss/policy") if name in metrics
-                )
-                step = {
-                    "seconds": metrics["time/total"],
-                    "loss": loss,
-                    "grad_norm": metrics["train/grad_norm"],
-                }
-                step["update_seconds"] = metrics.get("time/score", 0.0) + metrics.get("time/update", 0.0)
-                step |= bare.work(metrics) if bare else kept
-                turns.done(step | {"prompt_ids": [ids for _, ids in sorted(kept["prompt_ids"].items())]})
-                if metrics["train/step"] < job["steps"]:
-                    turns.wait()
-
-        return log_step
+    def log(args, run_dir: Path, metrics: dict, samples: list) -> None:
+        script_log(args, run_dir, metrics, samples)
+        if "time/total" in metrics:
+            loss = next(metrics[name] for name in ("rm/loss", "loss/sft", "loss/policy") if name in metrics)
+            step = {"seconds": metrics["time/total"], "loss": loss, "grad_norm": metrics["train/grad_norm"]}
+            step["update_seconds"] = metrics.get("time/score", 0.0) + metrics.get("time/update", 0.0)
+            step |= bare.work(metrics) if bare else kept
+            turns.next(step | {"prompt_ids": [ids for _, ids in sorted(kept["prompt_ids"].items())]})
 
     if "G" in job:
-        watch(script, "with_seeds", keep_prompts)
+        script_generate, script.generate = script.generate, generate
         watch(script, "roll_out", keep_responses)
-    watch(script, "start_logging", wait_and_log)
+    script_log, script.log = script.log, log
+    watch(packing, "prove_packing", lambda result: turns.next({"ready": True}) and None)
     script.main(script.Args(**flags))
 
 
@@ -562,7 +552,7 @@ def draw_curves(results: list[dict], path: Path) -> None:
 # ---- memory ----
 
 
-def dense_logprobs(hidden, weight, bias, targets) -> torch.Tensor:
+def dense_logprobs(hidden, weight, targets) -> torch.Tensor:
     return (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
@@ -572,10 +562,10 @@ def measure_memory(way: str, tokens: int = TOKENS) -> int:
     weight = torch.randn(VOCAB, HIDDEN).mul_(0.05).requires_grad_()
     targets = torch.randint(0, VOCAB, (tokens,))
     compute = dense_logprobs if way == "dense" else lambda *inputs: packing.logprobs_from_hidden(*inputs)[0]
-    compute(hidden[:2], weight[:99], None, targets[:2] % 99).sum().backward()  # what is loaded on first use
+    compute(hidden[:2], weight[:99], targets[:2] % 99).sum().backward()  # what is loaded on first use
     hidden.grad = weight.grad = None
     before = peak_memory()
-    compute(hidden, weight, None, targets).mean().backward()
+    compute(hidden, weight, targets).mean().backward()
     return peak_memory() - before
 
 
@@ -613,7 +603,7 @@ def describe_machine(args: Args) -> dict:
 SIDES = ("ours", "trl")
 TABLES = {  # what a result has that belongs into the table -> head and columns
     "update_speed": (
-        "part | packed tokens | bare, s | update, s | speed | with log-probs before: bare, s | all, s | speed",
+        "part | packed tokens | bare, s | update, s | speed | and log-probs before: bare, s | all, s | speed",
         ("tokens", "bare_update", "update", "update_speed", "bare_all", "phase", "work_speed"),
     ),
     "update_packing": (

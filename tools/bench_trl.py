@@ -2,19 +2,19 @@
 
     python tools/bench_trl.py job.json
 
-TRL wants an environment of its own (trl 1.16.0, transformers 5.19.0, torch 2.13.0, torchvision 0.28.0,
-datasets 5.2.0, accelerate 1.15.0). fp32 on the CPU, no gradient checkpointing, AdamW, gradients clipped at 1.0,
-constant learning rate, one optimizer step per batch, nothing logged or saved. All else is TRL's default.
+It wants an environment of its own (trl 1.16.0, transformers 5.19.0, torch 2.13.0, torchvision 0.28.0,
+datasets 5.2.0, accelerate 1.15.0). fp32 on the CPU, no gradient checkpointing, AdamW, gradients clipped at
+1.0, constant learning rate, one optimizer step per batch, nothing logged or saved. All else is TRL's default.
 
 Fields of a job, those without a default are required:
     script      rloo, reward_bt or grm_sft: the script of ours that it is compared with
     flags       of our side; TRL takes model, learning_rate and kl_coef
     steps, seed, threads (0: torch's choice), clock (wall, cpu)
     trl_rows    rows as TRL wants them, all of which make the batch of every step
-    micro_rows  rows (pairs) of one forward and backward; default: the whole batch. Fastest for RLOOTrainer: the
-                whole batch for tiny_vl (32 to 256 rows: the same within 5 %), 4 for SmolLM2 (16 rows of 170 + 64
-                tokens, one thread, CPU seconds of a step and peak GB: 2 rows 81 s, 3.6; 4 rows 78 s, 5.0;
-                8 rows 80 s, 7.7; 16 rows 86 s, 12.3)
+    micro_rows  rows (pairs) of one forward and backward; default: the whole batch. Fastest for RLOOTrainer:
+                the whole batch for tiny_vl (32 to 256 rows: the same within 5 %), 4 for SmolLM2 (16 rows of
+                170 + 64 tokens, one thread, CPU seconds of a step and peak GB: 2 rows 81 s, 3.6; 4 rows 78 s,
+                5.0; 8 rows 80 s, 7.7; 16 rows 86 s, 12.3)
     G, R, full_length    rloo: responses per prompt, their longest length, and whether all shall have it
     replay      rloo: train on the responses that our side sampled in the same step, which the parent sends
     pad_token   reward_bt: if the tokenizer knows it
@@ -39,17 +39,15 @@ import transformers  # noqa: E402
 
 
 class Turns:
-    """Two processes that work by turns: each step waits for a line of the parent and is answered with one."""
+    """Processes that work by turns: each answers the parent with what it has done, and waits for a line."""
 
     def __init__(self):
         self.answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what else is printed goes to stderr
 
-    def wait(self) -> dict:
+    def next(self, done: dict) -> dict:
+        print(json.dumps(done | {"peak_bytes": peak_memory()}), file=self.answers, flush=True)
         return json.loads(sys.stdin.readline())
-
-    def done(self, step: dict) -> None:
-        print(json.dumps(step | {"peak_bytes": peak_memory()}), file=self.answers, flush=True)
 
 
 def peak_memory() -> int:
@@ -67,10 +65,10 @@ class StepClock(transformers.TrainerCallback):
 
     def __init__(self, clock: str):
         self.now = time.process_time if clock == "cpu" else time.perf_counter
-        self.turns, self.spent, self.notes, self.step = Turns(), defaultdict(float), {}, {}
+        self.turns, self.spent, self.notes = Turns(), defaultdict(float), {}
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.message, self.start = self.turns.wait(), self.now()
+        self.message, self.start = self.turns.next({"ready": True}), self.now()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         now, spent = self.now(), self.spent
@@ -78,13 +76,9 @@ class StepClock(transformers.TrainerCallback):
         self.step = {"seconds": now - self.start, "update_seconds": update, **self.notes}
 
     def on_log(self, args, state, control, logs, **kwargs) -> None:
-        """After each step, and at the end."""
-        if not self.step:
-            return
-        self.turns.done(self.step | {name: float(logs[name]) for name in ("loss", "grad_norm")})
-        self.spent, self.step = defaultdict(float), {}
-        if state.global_step < args.max_steps:
-            self.message, self.start = self.turns.wait(), self.now()
+        done = self.step | {name: float(logs[name]) for name in ("loss", "grad_norm")}
+        self.spent, self.message = defaultdict(float), self.turns.next(done)
+        self.start = self.now()
 
     def watch(self, trainer, method: str, part: str, when=lambda: True) -> None:
         """Replace a method of this trainer by one that is timed."""
