@@ -3,8 +3,8 @@
     python tools/report.py runs/a                                    # runs/a/report.html
     python tools/report.py runs/a runs/b runs/c --output abc.html    # seeds become a mean and a band
 
-A run is a folder of one of the four scripts. Read are metrics.jsonl, samples.jsonl, args.json and the pictures
-that samples name. The file needs no network and nothing beside it: pictures lie in it, scaled down.
+A run is a folder of one of the four scripts. Read are metrics.jsonl, samples.jsonl, args.json and the
+pictures that samples name. The file needs no network and nothing beside it: pictures lie in it, scaled down.
 """
 
 import base64
@@ -32,7 +32,6 @@ NOT_COMPARED = {
     "output_dir",
     "resume",
 }  # runs that differ here only are one line with a band
-ORDERS = ("as given", "swapped")
 COLORS = ("#2878c0", "#d4691c", "#1f9d76", "#b5539a", "#9a7b0a", "#4fa3c7", "#d0405a", "#7a828c")
 DASHES = ("", "6 3", "2 3", "9 3 2 3")
 PANELS = [
@@ -80,7 +79,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def load_run(folder: Path) -> dict:
-    """-> name, args, metrics {key: {step: value}}, and samples {phase: {step: rows}}."""
+    """-> name, args, metrics {key: {step: value}}, and samples {kind: {step: rows}}."""
     if not folder.is_dir():
         fail(f"{folder}: there is no such folder")
     try:
@@ -96,7 +95,8 @@ def load_run(folder: Path) -> dict:
             if isinstance(value, int | float) and math.isfinite(value):
                 metrics[key][line["train/step"]] = value
     for row in rows:
-        samples[row["phase"]][row["train/step"]].append(row)
+        kind = "pairs" if "margin" in row else "judgements" if "verdict" in row else "responses"
+        samples["train" if row["phase"] == "train" else kind][row["train/step"]].append(row)
     return {
         "folder": folder,
         "name": folder.resolve().name,
@@ -164,8 +164,8 @@ def picture(path: Path) -> str:
 
 
 def pictures(row: dict, run: dict) -> str:
-    """Those of a row's columns image(s) and video(s)."""
-    given = [row.get(name) or [] for name in ("image", "images", "video", "videos")]
+    """Those of a row's columns image(s) and video(s), and of its candidates."""
+    given = [row.get(f"{kind}{end}") or [] for end in ("", "s", "_0", "_1") for kind in ("image", "video")]
     sources = [str(x) for own in given for x in (own if isinstance(own, list) else [own])]
     found = [(source, find_picture(source, run)) for source in sources[:4]]
     gone = '<span class="muted">{}: not found</span>'
@@ -176,7 +176,7 @@ def pictures(row: dict, run: dict) -> str:
 
 def question(row: dict) -> str:
     """The prompt, a text or a chat, and the answer if there is one."""
-    given = row.get("prompt") or row.get("messages") or f"row {row.get('row')}"
+    given = row.get("text") or row.get("prompt") or row.get("messages") or f"row {row.get('row')}"
     if isinstance(given, list):
         turns = [(m["role"], m["content"]) for m in given]
         texts = [(r, c if isinstance(c, str) else " ".join(x.get("text", "") for x in c)) for r, c in turns]
@@ -285,7 +285,7 @@ def curves_section(runs: list[dict]) -> str:
     dot = '<svg width="14" height="14"><circle fill="{}" cx="7" cy="7" r="6"/></svg>'
     names = "".join(f"<span>{dot.format(COLORS[c % 8])}{escape(n)}</span>" for c, (n, _) in enumerate(groups))
     return (
-        '<p class="muted">Over steps. Several seeds: their mean, in a band from the lowest to the highest.</p>'
+        '<p class="muted">Over steps. Of seeds the mean, in a band from the lowest to the highest.</p>'
         f'<div class="legend">{names}</div><div class="panels">{"".join(draw(*x) for x in chosen)}</div>'
         f'<details><summary>{len(rest)} more metrics</summary><div class="panels">'
         f"{''.join(draw(key, [key]) for key in rest)}</div></details>"
@@ -301,26 +301,61 @@ def each_run(runs: list[dict], section) -> str:
     return "".join((f"<h3>{escape(n)}</h3>" if runs[1:] else "") + part for n, part in parts if part)
 
 
-def first_and_last(tables: dict[int, list[dict]]) -> list[int]:
-    return sorted({min(tables), max(tables)}) if tables else []
+def before_and_after(run: dict, kind: str, cell, order=lambda row: 0) -> str:
+    """The rows of the first and of the last evaluation side by side."""
+    tables, found = run["samples"][kind], defaultdict(lambda: defaultdict(list))
+    steps = sorted({min(tables), max(tables)}) if tables else []
+    for step in steps:
+        for row in tables[step]:
+            found[row["row"]][step].append(row)
+    lines = []
+    for own in sorted(found.values(), key=lambda own: order(own[max(own)][0]))[:SAMPLES]:
+        first = own[max(own)][0]
+        lines.append(
+            [pictures(first, run), question(first), *("".join(map(cell, own[t])) or "–" for t in steps)]
+        )
+    head = ["picture", "prompt", *(f"{when}: step {t}" for when, t in zip(("before", "after"), steps))]
+    return table(head, lines, "samples") if lines else ""
 
 
-def policy_section(run: dict) -> str:
-    """rloo.py, ppo_vl.py: what was said to held-out prompts at the first and at the last evaluation."""
-    phases = {name: tables for name, tables in run["samples"].items() if name.startswith("eval_")}
-    steps = first_and_last({step: rows for tables in phases.values() for step, rows in tables.items()})
-    cells, shown = defaultdict(lambda: defaultdict(str)), {}
-    for phase, step in ((phase, step) for phase in phases for step in steps):
-        for row in phases[phase].get(step, []):
-            scores = [
-                f"{key.partition('/')[2]} {number(x)}" for key, x in row.items() if key.startswith("reward/")
-            ]
-            about = " · ".join([phase.removeprefix("eval_"), *scores])
-            cells[row["row"]][step] += said(row["response"]) + said(about, "muted")
-            shown.setdefault(row["row"], row)
-    rows = [[pictures(x, run), question(x), *(cells[i][t] or "–" for t in steps)] for i, x in shown.items()]
-    head = ["picture", "prompt", *(f"{w}: step {t}" for w, t in zip(("before", "after"), steps))]
-    return table(head, rows[:SAMPLES], "samples") if rows else ""
+def responses_section(run: dict) -> str:
+    """rloo.py, ppo_vl.py: what was said to held-out prompts; without any, in training."""
+
+    def cell(row: dict) -> str:
+        scores = [
+            f"{key.partition('/')[2]} {number(x)}" for key, x in row.items() if key.startswith("reward/")
+        ]
+        return said(row["response"]) + said(
+            " · ".join([row["phase"].removeprefix("eval_"), *scores]), "muted"
+        )
+
+    other = run["samples"]["pairs"] or run["samples"]["judgements"]
+    return before_and_after(run, "responses", cell) or ("" if other else before_and_after(run, "train", cell))
+
+
+def judgements_section(run: dict) -> str:
+    """grm_sft.py: what the judge wrote, its soft verdict, and what it wrote with the sides exchanged."""
+
+    def cell(row: dict) -> str:
+        soft = [f"p({option}) {number(p)}" for option, p in (row.get("probabilities") or {}).items()]
+        about = [
+            f"verdict {row['verdict'] or 'unreadable'}",
+            f"true verdict {row.get('truth') or 'unknown'}",
+            *soft,
+        ]
+        text = said(row["response"]) + said(" · ".join(about), "muted")
+        swapped = row.get("swapped_response")
+        how = "sides exchanged" if row.get("consistent") else "sides exchanged, another verdict"
+        return text + ("" if swapped is None else said(f"{how}: {swapped}", "muted"))
+
+    tables = run["samples"]["judgements"]
+    last = tables[max(tables)] if tables else []
+    wrong = sum(row.get("right") is False for row in last)
+    note = f"<p>{wrong} of {len(last)} wrong at the last evaluation. Those come first.</p>" if last else ""
+    order = {False: 0, None: 1, True: 1}
+    return note + before_and_after(
+        run, "judgements", cell, lambda row: (order[row.get("right")], order[row.get("consistent")])
+    )
 
 
 def reliability(margins: list[float], num_bins: int = 10) -> list[tuple[float, float, float]]:
@@ -350,10 +385,9 @@ def histogram(values: list[float], low: float, high: float, count: int = 24) -> 
 
 def pairs_section(run: dict) -> str:
     """reward_bt.py: calibration, scores of both sides and the worst pairs of the last evaluation, by set."""
-    sets = defaultdict(list)
-    for rows in [tables[max(tables)] for phase, tables in run["samples"].items() if phase != "train"]:
-        for row in (row for row in rows if "margin" in row):
-            sets[row.get("dataset") or row["phase"]].append(row)
+    sets, tables = defaultdict(list), run["samples"]["pairs"]
+    for row in tables[max(tables)] if tables else ():
+        sets[row["phase"].removeprefix("eval_")].append(row)
     parts = []
     for name, rows in sets.items():
         bins = reliability([row["margin"] for row in rows])
@@ -378,11 +412,6 @@ def pairs_section(run: dict) -> str:
             + table(["picture", "prompt", "chosen", "rejected", "margin"], shown, "samples")
         )
     return "".join(parts)
-
-
-def judgements_section(run: dict) -> str:
-    """grm_sft.py: what the judge wrote at the first and the last evaluation, what went wrong first."""
-    return ""
 
 
 # ---- page ----
@@ -465,7 +494,7 @@ def build(runs: list[dict]) -> str:
     sections = [
         ("summary", "Summary", summary_section(runs)),
         ("curves", "Curves", curves_section(runs)),
-        ("samples", "Held-out samples, before and after", each_run(runs, policy_section)),
+        ("samples", "Held-out samples, before and after", each_run(runs, responses_section)),
         ("pairs", "Held-out pairs", each_run(runs, pairs_section)),
         ("judgements", "Held-out judgements", each_run(runs, judgements_section)),
         ("args", "Args", args_section(runs)),
