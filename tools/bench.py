@@ -7,11 +7,11 @@
 bare     everything between rollout and optimizer step of rloo.py and ppo_vl.py (default runs on the tiny VLM,
          rloo.py on SmolLM2-135M too) against forward and backward of the model on the very same packs and no
          more, in the same process by turns; and both against the machine's fastest matrix product
-curves   time and peak memory of a step of rloo.py by responses per prompt (TRL's too), prompts, length of
-         responses, pictures per prompt and model size
+curves   time and peak memory of a step of rloo.py by responses per prompt (TRL's too), prompts, length,
+         pictures per prompt and model size
 rloo     rloo.py and TRL's RLOOTrainer: same model, prompts, G, lengths, reward, fp32, generation with the model's
          own forward; prompts of 200 and 600 tokens on SmolLM2-135M, pictures on the tiny VLM
-reward   reward_bt.py and RewardTrainer on SmolLM2-135M: 16 pairs with prompts of 100 and of 300 words;
+reward   reward_bt.py and RewardTrainer on SmolLM2-135M: 16 pairs with prompts of 100 and of 300 words; and
          4 prompts with four ranked responses each, which TRL takes as six pairs
 sft      grm_sft.py and SFTTrainer on the tiny VLM: 64 questions about easy-VQA pictures, all of different ones,
          and grouped by picture
@@ -132,7 +132,7 @@ def reward_cases(args: Args) -> dict[str, dict]:
         groups = [(p, texts[i * n :][:n]) for i, p in enumerate(words(args, count, length, spread=0))]
         pairs = [(p, *pair) for p, responses in groups for pair in itertools.combinations(responses, 2)]
         flags = dict(model=args.text_model, train_batch_size=count, micro_batch_tokens=512) | CONSTANT
-        flags |= dict(label_smoothing=0.0)
+        flags |= dict(label_smoothing=0.0, max_length=512)
         cases[name] = dict(script="reward_bt", flags=flags, steps=1, micro_rows=2, pad_token="<|endoftext|>")
         cases[name]["rows"] = [{"prompt": p, "responses": responses} for p, responses in groups]
         cases[name]["trl_rows"] = [dict(zip(names, pair)) for pair in pairs]
