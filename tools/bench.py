@@ -9,12 +9,12 @@ bare     everything between rollout and optimizer step of rloo.py and ppo_vl.py 
          more, in the same process by turns; and both against the machine's fastest matrix product
 curves   time and peak memory of a step of rloo.py by responses per prompt (TRL's too), prompts, length,
          pictures per prompt and model size
-rloo     rloo.py and TRL's RLOOTrainer: same model, prompts, G, lengths, reward, fp32, generation with the model's
-         own forward; prompts of 200 and 600 tokens on SmolLM2-135M, pictures on the tiny VLM
+rloo     rloo.py and TRL's RLOOTrainer: same model, prompts, G, lengths, reward, fp32, generation with the same
+         model; prompts of 200 and 600 tokens on SmolLM2-135M, pictures on the tiny VLM
 reward   reward_bt.py and RewardTrainer on SmolLM2-135M: 16 pairs with prompts of 100 and of 300 words; and
          4 prompts with four ranked responses each, which TRL takes as six pairs
-sft      grm_sft.py and SFTTrainer on the tiny VLM: 64 questions about easy-VQA pictures, all of different ones,
-         and grouped by picture
+sft      grm_sft.py and SFTTrainer on the tiny VLM: 64 questions about easy-VQA pictures, all different, and
+         grouped by picture
 memory   peak of the log-probs alone, forward and backward, chunked against dense, at a vocabulary of 152k
 
 Our script, by its own main, and TRL's trainer (tools/bench_trl.py says in which environment) run in a process
