@@ -4,7 +4,6 @@ import importlib
 import json
 import subprocess
 import sys
-from typing import get_args
 
 import pytest
 import torch
@@ -20,14 +19,10 @@ BARE = dict(tokens=4000, packs=4, bare_update=0.9, bare_score=0.6, update=1.0, s
 BARE |= {f"update_{name}": 0.2 for name in bench.PARTS} | {"flops": 40e9, "peak_flops": 80e9}
 
 
-def test_every_part_parses_and_what_can_not_be_measured_is_refused():
-    for part in get_args(bench.Part):
-        words = [part, "--output", "runs/bench", "--clock", "cpu", "--threads", "1", "--cases", "a", "b"]
-        args = tyro.cli(bench.Args, args=words)
-        assert args.parts == (part,) and args.cases == ("a", "b") and args.output == "runs/bench"
-    for words in (["rloo", "--clock", "cpu"], ["reward", "--cases", "nonsense"]):
-        with pytest.raises(SystemExit, match=r"^--c\w+ "):
-            bench.main(tyro.cli(bench.Args, args=words))
+@pytest.mark.parametrize("words", [["rloo", "--clock", "cpu"], ["reward", "--cases", "nonsense"]])
+def test_what_can_not_be_measured_is_refused(words):
+    with pytest.raises(SystemExit, match=r"^--c\w+ "):
+        bench.main(tyro.cli(bench.Args, args=words))
 
 
 def test_cases_are_flags_of_the_scripts_and_the_same_work_for_trl(tmp_path, monkeypatch):

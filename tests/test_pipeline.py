@@ -55,25 +55,22 @@ def test_proxies_are_checkpoints_that_stages_make_and_the_truth_is_always_logged
         assert all((ROOT / source.rpartition(":")[0]).exists() for source in args.rewards)
 
 
-def fill(folder: Path) -> None:
-    """A folder as tools/pipeline.sh leaves it: the proxies rise, the truth does so by policy."""
+def test_tables_and_picture_of_made_up_runs(tmp_path, capsys):
+    """The proxies rise, the truth does so by policy."""
+    made = {
+        "reward_model": [{"train/step": 40, "eval/easy-vqa/accuracy": 0.75}],
+        "judge": [{"eval/accuracy": 0.75}],
+    }
     for k, name in enumerate(pipeline.POLICIES):
-        lines = []
+        made[name] = []
         for step in (0, 30):
             parts = {"accuracy": 0.5 + step * k / 1000, "format": 1.0, "score": step - 2.0}
             line = {f"eval/{mode}_{part}": x for mode in ("greedy", "sampled") for part, x in parts.items()}
-            lines.append({"train/step": step, **line, "objective/kl": 0.25 * k})
-        (folder / name).mkdir()
-        write_jsonl(folder / name / "metrics.jsonl", lines)
-    for name, key in (("reward_model", "eval/easy-vqa/accuracy"), ("judge", "eval/accuracy")):
-        (folder / name).mkdir()
-        write_jsonl(folder / name / "metrics.jsonl", [{"train/step": 40, key: 0.75}])
-    for name in pipeline.STAGES:
-        (folder / f"{name}.time").write_text("12.4 10.6\n")
-
-
-def test_tables_and_picture_of_made_up_runs(tmp_path, capsys):
-    fill(tmp_path)
+            made[name].append({"train/step": step, **line, "objective/kl": 0.25 * k})
+    for name, lines in made.items():
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "metrics.jsonl", lines)
+        (tmp_path / f"{name}.time").write_text("12.4 10.6\n")
     pipeline.main(tmp_path)
     text = (tmp_path / "table.md").read_text()
     assert text in capsys.readouterr().out
@@ -104,17 +101,15 @@ def run_shell(folder: Path, body: str) -> tuple[subprocess.CompletedProcess, lis
     return done, (folder / "log").read_text().splitlines()
 
 
-def test_a_stage_that_is_done_is_not_run_again(tmp_path):
+def test_a_stage_that_is_done_is_not_run_again_and_the_first_error_ends_it(tmp_path):
+    fails = "[[ $1 == reward_bt.py ]] && { echo no pairs today; exit 2; }\n"
+    done, called = run_shell(tmp_path, fails + MAKES)
+    assert done.returncode == 1 and "no pairs today" in done.stderr
+    assert [line.split()[0] for line in called] == ["grm_sft.py"]
     done, called = run_shell(tmp_path, MAKES)
-    assert done.returncode == 0 and len(called) == len(pipeline.STAGES) + 2, "and the report and the tables"
+    assert done.returncode == 0 and len(called) == len(pipeline.STAGES) - 1 + 2, (
+        "and the report and the tables"
+    )
     assert all((tmp_path / "out" / f"{name}.time").is_file() for name in pipeline.STAGES)
     done, called = run_shell(tmp_path, MAKES)
-    assert done.returncode == 0
     assert [line.split()[0] for line in called] == ["tools/report.py", "tools/pipeline.py"]
-
-
-def test_the_first_error_ends_it_and_is_shown(tmp_path):
-    body = 'echo "$@" >> "$LOG"; [[ $1 == reward_bt.py ]] && { echo no pairs today; exit 2; }\n' + MAKES
-    done, called = run_shell(tmp_path, body)
-    assert done.returncode == 1 and "no pairs today" in done.stderr
-    assert not any(line.startswith("rloo.py") for line in called)

@@ -53,20 +53,25 @@ def policy_run(folder: Path, picture: str = "gone.png", seed: int = 1, said: str
     for step, response in ((0, "before it"), (3, said)):
         for mode in ("greedy", "sampled"):
             samples.append({"train/step": step, "phase": f"eval_{mode}", **row, "response": response})
-    first = {"train/step": 0, "eval/sampled_score": 0.1 * seed}
-    return make_run(folder, [first, *lines], samples, seed=seed, **args)
+    run = make_run(
+        folder, [{"train/step": 0, "eval/sampled_score": 0.1 * seed}, *lines], samples, seed=seed, **args
+    )
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"train/step": 4, "objec')  # a line that is being written is left out
+    return run
 
 
-def report(tmp_path, *folders) -> str:
-    report_tool.main(report_tool.Args([str(folder) for folder in folders], str(tmp_path / "r.html")))
-    return (tmp_path / "r.html").read_text()
+def report(*folders: Path) -> str:
+    """Without --output it lies in the first run's folder."""
+    report_tool.main(report_tool.Args([str(folder) for folder in folders]))
+    return (folders[0] / "report.html").read_text()
 
 
 def test_a_policy(tmp_path):
     """Args folded at the end; before and after side by side; pictures in the page, nothing from outside."""
     Image.effect_noise((1200, 900), 80).save(tmp_path / "noise.png")
     run = policy_run(tmp_path / "a", "noise.png", said="after it", dataset=str(tmp_path / "d.jsonl"))
-    page = Page(text := report(tmp_path, run))
+    page = Page(text := report(run))
     assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "samples", "args"]
     assert not page.all("script") and "url(" not in text and "@import" not in text
     for _, attrs in page.tags:
@@ -83,7 +88,7 @@ def test_a_policy(tmp_path):
 
 
 def test_text_of_the_data_is_never_markup(tmp_path):
-    text = report(tmp_path, policy_run(tmp_path / "<i>a&b", said=EVIL, system_prompt=EVIL))
+    text = report(policy_run(tmp_path / "<i>a&b", said=EVIL, system_prompt=EVIL))
     page = Page(text)
     assert all(not name.startswith("on") for _, attrs in page.tags for name in attrs)
     assert not page.all("script") and "<i>a" not in text and "odd/<b>" not in text and "\x00" not in text
@@ -102,7 +107,7 @@ def test_a_reward_model(tmp_path):
         pairs[-1] |= {"chosen_reward": margin, "rejected_reward": 0.0}
     old = [{**pair, "train/step": 0, "rejected": "of an older evaluation"} for pair in pairs]
     run = make_run(tmp_path / "a", [{"train/step": 2, "eval/mine/accuracy": 0.5}], old + pairs)
-    page = Page(report(tmp_path, run))
+    page = Page(report(run))
     assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "pairs", "args"]
     assert "mine, step 2, 3 pairs" in page.text and "calibration error 0.254" in page.text
     places = [page.text.index(f"bad {row}") for row in (2, 3, 1)]
@@ -119,7 +124,7 @@ def test_a_judge(tmp_path):
             own = {"train/step": step, "phase": "eval", "text": f"which of {own['row']}?", **own}
             own |= {"verdict": verdict, "right": verdict == own["truth"], "probabilities": soft}
             rows.append(own | {"response": f"said at {step}"})
-    page = Page(report(tmp_path, make_run(tmp_path / "a", [{"train/step": 2, "eval/accuracy": 0.5}], rows)))
+    page = Page(report(make_run(tmp_path / "a", [{"train/step": 2, "eval/accuracy": 0.5}], rows)))
     assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "judgements", "args"]
     assert "1 of 2 wrong" in page.text and page.text.index("which of 5?") < page.text.index("which of 4?")
     assert "verdict unreadable · true verdict 1 · p(1) 0.75 · p(2) 0.25" in page.text
@@ -134,20 +139,18 @@ def test_seeds_become_a_mean_and_a_band(tmp_path):
     points = report_tool.curve(group, "objective/scores")
     assert label == "a, b (mean)"
     assert points == [pytest.approx(p) for p in [(1, 0.2, 0.1, 0.3), (2, 0.4, 0.2, 0.6), (3, 0.6, 0.3, 0.9)]]
-    assert 'opacity=".2"' in report(tmp_path, a, b) and 'opacity=".2"' not in report(tmp_path, a)
+    assert 'opacity=".2"' in report(a, b) and 'opacity=".2"' not in report(a)
     c = policy_run(tmp_path / "c", lr=3e-4)
     groups = report_tool.group_runs([*runs, report_tool.load_run(c)])
     assert [label for label, _ in groups] == ["a, b (mean)", "c"]
-    text = report(tmp_path, a, b, c)
+    text = report(a, b, c)
     differing = text[text.index("args, different") : text.index("args, equal")]
     assert "0.0003" in differing and "--model" not in differing
 
 
 def test_a_curve_ends_where_a_seed_ends_and_long_ones_are_averaged():
-    runs = [{"metrics": {"x": {t: t for t in range(n)}}} for n in (1000, 1200)]
-    points = report_tool.curve(runs, "x")
+    points = report_tool.curve([{"metrics": {"x": {t: t for t in range(n)}}} for n in (1000, 1200)], "x")
     assert len(points) == 100 and points[0] == (4.5, 4.5, 4.5, 4.5) and points[-1][0] == 994.5
-    assert report_tool.ticks(0.0, 1.0) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
 
 
 def test_what_is_no_run_ends_with_a_sentence(tmp_path, capsys):
@@ -162,15 +165,6 @@ def test_what_is_no_run_ends_with_a_sentence(tmp_path, capsys):
     for change, message in changes:
         change(run)
         with pytest.raises(SystemExit) as stop:
-            report(tmp_path, run)
+            report(run)
         error = capsys.readouterr().err
         assert stop.value.code == 2 and message in error and error.count("\n") == 1
-
-
-def test_a_run_that_goes_on(tmp_path):
-    """The line that is being written is left out; without --output the report lies in the run's folder."""
-    run = policy_run(tmp_path / "a")
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"train/step": 4, "objec')
-    report_tool.main(report_tool.Args([str(run)]))
-    assert "<td>m, data/d.jsonl</td><td>3</td>" in (run / "report.html").read_text()
