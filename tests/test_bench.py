@@ -1,8 +1,6 @@
 """tools/bench.py: its parts parse, its cases are jobs of the scripts, its tables and picture; the bare work, run."""
 
 import importlib
-import json
-import subprocess
 import sys
 
 import pytest
@@ -19,10 +17,10 @@ BARE = dict(tokens=4000, packs=4, bare_update=0.9, bare_score=0.6, update=1.0, s
 BARE |= {f"update_{name}": 0.2 for name in bench.PARTS} | {"flops": 40e9, "peak_flops": 80e9}
 
 
-@pytest.mark.parametrize("words", [["rloo", "--clock", "cpu"], ["reward", "--cases", "nonsense"]])
-def test_what_can_not_be_measured_is_refused(words):
-    with pytest.raises(SystemExit, match=r"^--c\w+ "):
-        bench.main(tyro.cli(bench.Args, args=words))
+def test_what_can_not_be_measured_is_refused():
+    for words in (["rloo", "--clock", "cpu"], ["reward", "--cases", "nonsense"]):
+        with pytest.raises(SystemExit, match=r"^--c\w+ "):
+            bench.main(tyro.cli(bench.Args, args=words))
 
 
 def test_cases_are_flags_of_the_scripts_and_the_same_work_for_trl(tmp_path, monkeypatch):
@@ -32,10 +30,9 @@ def test_cases_are_flags_of_the_scripts_and_the_same_work_for_trl(tmp_path, monk
     for curve, x, case, _ in bench.curve_cases(args, tmp_path):
         points.setdefault(curve, []).append((x, case))
         cases[f"{curve} {x}"] = case
-    for name, case in cases.items():
+    for case in cases.values():
         script = importlib.import_module(case["script"])
         script.check_args(script.Args(**case["flags"], total_steps=2))
-        assert json.dumps(case), name
     assert points.keys() == bench.CURVES.keys()
     assert all([x for x, _ in own] == sorted({x for x, _ in own}) for own in points.values())
     assert all(case["G"] == x for name in ("group_text", "group_vlm") for x, case in points[name])
@@ -89,13 +86,6 @@ def test_tables_and_picture_of_made_up_figures(tmp_path):
         assert head.count("|") == len(rest[0])
     bench.draw_curves(results, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_a_side_that_ends_is_named():
-    process = subprocess.Popen([sys.executable, "-c", "pass"], text=True, stdout=subprocess.PIPE)
-    with pytest.raises(SystemExit, match="the side trl has ended"):
-        bench.receive("trl", process)
-    process.wait()
 
 
 @pytest.mark.slow

@@ -47,17 +47,13 @@ def test_metadata_is_that_of_the_requirements():
     assert data == {"requires-python": ">=3.11", "dependencies": [line for line in required if line]}
 
 
-def test_bad_input(tmp_path, capsys):
-    """A script that is not there; a name that common/ has too; the script itself as output."""
-    script = tmp_path / "script.py"
-    kinds = (None, "there is no such file"), (None, "both define next_kl_coef"), (str(script), "another file")
-    for output, message in kinds:
+def test_names_that_stand_in_both_files_are_refused(tmp_path, capsys):
+    source = '"""Doc."""\n\nfrom common.kl import kl_estimate\n\n\nkl_estimate = 1\n'
+    (tmp_path / "script.py").write_text(source)
+    for name, message in (("no.py", "there is no such file"), ("script.py", "both define kl_estimate")):
         with pytest.raises(SystemExit) as stop:
-            inline_tool.main(inline_tool.Args(str(script), output))
+            inline_tool.main(inline_tool.Args(str(tmp_path / name)))
         assert stop.value.code == 2 and message in capsys.readouterr().err
-        more = "def next_kl_coef():\n    pass\n" if "no such" in message else ""
-        script.write_text(f'"""Doc."""\n\nimport os\n\nfrom common.kl import kl_estimate\n\n\n{more}')
-    assert script.read_text().startswith('"""Doc')
 
 
 @pytest.mark.slow
@@ -66,12 +62,12 @@ def test_inlined_file_runs_alone(name, tmp_path, vqa_rows):
     """A step on the tiny model, in a folder with nothing else."""
     folder = tmp_path / "alone"
     folder.mkdir()
-    tool = [sys.executable, str(ROOT / "tools/inline.py"), str(ROOT / f"{name}.py"), "--output", "one.py"]
-    done = call(tool, folder)
+    done = call([sys.executable, ROOT / "tools/inline.py", ROOT / f"{name}.py", "--output", "one.py"], folder)
     assert done.returncode == 0 and [path.name for path in folder.iterdir()] == ["one.py"], done.stderr
-    other = [row | {"chosen": row["answer"], "rejected": "no answer"} for row in vqa_rows[:8]]
-    other = [row | {"answer_0": "right", "answer_1": row["answer"], "verdict": "2"} for row in other]
-    rows = write_jsonl(tmp_path / "rows.jsonl", other)
+    more = {"rejected": "no answer", "answer_0": "right", "answer_1": "wrong", "verdict": "1"}
+    rows = write_jsonl(
+        tmp_path / "rows.jsonl", [row | more | {"chosen": row["answer"]} for row in vqa_rows[:8]]
+    )
     flags = {"model": TINY, "dataset": rows, "total_steps": 1, "train_batch_size": 8, "output_dir": "runs"}
     flags |= {"rollout_batch_size": 8} if name in ("rloo", "ppo_vl") else {}
     done = call([sys.executable, "one.py", *to_argv(flags | {"run_name": "run"})], folder)

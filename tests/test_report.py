@@ -53,16 +53,14 @@ def policy_run(folder: Path, picture: str = "gone.png", seed: int = 1, said: str
     for step, response in ((0, "before it"), (3, said)):
         for mode in ("greedy", "sampled"):
             samples.append({"train/step": step, "phase": f"eval_{mode}", **row, "response": response})
-    run = make_run(
-        folder, [{"train/step": 0, "eval/sampled_score": 0.1 * seed}, *lines], samples, seed=seed, **args
-    )
+    lines.insert(0, {"train/step": 0, "eval/sampled_score": 0.1 * seed})
+    run = make_run(folder, lines, samples, seed=seed, **args)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"train/step": 4, "objec')  # a line that is being written is left out
     return run
 
 
 def report(*folders: Path) -> str:
-    """Without --output it lies in the first run's folder."""
     report_tool.main(report_tool.Args([str(folder) for folder in folders]))
     return (folders[0] / "report.html").read_text()
 
@@ -100,18 +98,18 @@ def test_a_reward_model(tmp_path):
     """Margins 2, -2, 0: confidences .881, .881, .5 -> calibration error (2 * |.5 - .881| + 0) / 3 = .254."""
     bins = report_tool.reliability([2.0, -2.0, 0.0])
     assert bins == [pytest.approx((0.5, 0.5, 1 / 3)), pytest.approx((0.8808, 0.5, 2 / 3), abs=1e-4)]
-    pairs = []
+    pairs = [{"train/step": 0, "phase": "eval_mine", "margin": 1.0, "rejected": "of an older evaluation"}]
     for row, margin in ((1, 2.0), (2, -2.0), (3, 0.0)):
         pairs.append({"train/step": 2, "phase": "eval_mine", "row": row, "prompt": "why?", "margin": margin})
         pairs[-1] |= {"chosen": "good", "rejected": f"bad {row}"}
         pairs[-1] |= {"chosen_reward": margin, "rejected_reward": 0.0}
-    old = [{**pair, "train/step": 0, "rejected": "of an older evaluation"} for pair in pairs]
-    run = make_run(tmp_path / "a", [{"train/step": 2, "eval/mine/accuracy": 0.5}], old + pairs)
+    run = make_run(tmp_path / "a", [{"train/step": 2, "eval/mine/accuracy": 0.5}], pairs)
     page = Page(report(run))
     assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "pairs", "args"]
     assert "mine, step 2, 3 pairs" in page.text and "calibration error 0.254" in page.text
-    places = [page.text.index(f"bad {row}") for row in (2, 3, 1)]
-    assert places == sorted(places), "the lowest margin first"
+    assert page.text.index("bad 2") < page.text.index("bad 3") < page.text.index("bad 1"), (
+        "lowest margin first"
+    )
     assert "older" not in page.text and "pairs in the right order" in page.text
 
 
@@ -125,20 +123,19 @@ def test_a_judge(tmp_path):
             own |= {"verdict": verdict, "right": verdict == own["truth"], "probabilities": soft}
             rows.append(own | {"response": f"said at {step}"})
     page = Page(report(make_run(tmp_path / "a", [{"train/step": 2, "eval/accuracy": 0.5}], rows)))
-    assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "judgements", "args"]
     assert "1 of 2 wrong" in page.text and page.text.index("which of 5?") < page.text.index("which of 4?")
     assert "verdict unreadable · true verdict 1 · p(1) 0.75 · p(2) 0.25" in page.text
-    assert page.text.count("said at 0") == page.text.count("said at 2") == 2
-    assert page.text.count("sides exchanged: 2 then") == 2
+    assert [page.text.count(x) for x in ("said at 0", "said at 2", "sides exchanged: 2 then")] == [2, 2, 2]
 
 
 def test_seeds_become_a_mean_and_a_band(tmp_path):
     a, b = (policy_run(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 3)))
     runs = [report_tool.load_run(folder) for folder in (a, b)]
-    [(label, group)] = report_tool.group_runs(runs)
-    points = report_tool.curve(group, "objective/scores")
-    assert label == "a, b (mean)"
-    assert points == [pytest.approx(p) for p in [(1, 0.2, 0.1, 0.3), (2, 0.4, 0.2, 0.6), (3, 0.6, 0.3, 0.9)]]
+    [(_, group)] = report_tool.group_runs(runs)
+    points = [(1, 0.2, 0.1, 0.3), (2, 0.4, 0.2, 0.6), (3, 0.6, 0.3, 0.9)]
+    assert report_tool.curve(group, "objective/scores") == [pytest.approx(p) for p in points]
+    long = report_tool.curve([{"metrics": {"x": {t: t for t in range(n)}}} for n in (1000, 1200)], "x")
+    assert len(long) == 100 and long[0] == (4.5, 4.5, 4.5, 4.5) and long[-1][0] == 994.5
     assert 'opacity=".2"' in report(a, b) and 'opacity=".2"' not in report(a)
     c = policy_run(tmp_path / "c", lr=3e-4)
     groups = report_tool.group_runs([*runs, report_tool.load_run(c)])
@@ -146,11 +143,6 @@ def test_seeds_become_a_mean_and_a_band(tmp_path):
     text = report(a, b, c)
     differing = text[text.index("args, different") : text.index("args, equal")]
     assert "0.0003" in differing and "--model" not in differing
-
-
-def test_a_curve_ends_where_a_seed_ends_and_long_ones_are_averaged():
-    points = report_tool.curve([{"metrics": {"x": {t: t for t in range(n)}}} for n in (1000, 1200)], "x")
-    assert len(points) == 100 and points[0] == (4.5, 4.5, 4.5, 4.5) and points[-1][0] == 994.5
 
 
 def test_what_is_no_run_ends_with_a_sentence(tmp_path, capsys):
