@@ -124,7 +124,7 @@ def test_a_judge(tmp_path):
             rows.append(own | {"response": f"said at {step}"})
     page = Page(report(make_run(tmp_path / "a", [{"train/step": 2, "eval/accuracy": 0.5}], rows)))
     assert "1 of 2 wrong" in page.text and page.text.index("which of 5?") < page.text.index("which of 4?")
-    assert "verdict unreadable · true verdict 1 · p(1) 0.75 · p(2) 0.25" in page.text
+    assert "verdict unreadable · true 1 · p(1) 0.75 · p(2) 0.25" in page.text
     assert [page.text.count(x) for x in ("said at 0", "said at 2", "sides exchanged: 2 then")] == [2, 2, 2]
 
 

@@ -211,7 +211,11 @@ def text_model_size(args: Args, name: str, hidden: int, layers: int) -> int:
 def run_sides(args: Args, case: dict, sides: tuple[str, ...]) -> dict[str, list[dict]]:
     """What each step of each side took. Sides: ours, bare (ours with the bare work after each step), trl,
     replay (TRL on the responses that ours sampled in the same step)."""
-    steps, running = defaultdict(list), {}
+    steps, running, pipes = (
+        defaultdict(list),
+        {},
+        dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True),
+    )
     with tempfile.TemporaryDirectory() as folder:
         flags = case["flags"] | {"model": copy_model(args, case, Path(folder) / "model")}
         for side in sides:
@@ -222,9 +226,7 @@ def run_sides(args: Args, case: dict, sides: tuple[str, ...]) -> dict[str, list[
             command = [sys.executable, __file__, "--child", path]
             if side in ("trl", "replay"):
                 command = [args.trl_python, Path(__file__).with_name("bench_trl.py"), path]
-            running[side] = subprocess.Popen(
-                command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
+            running[side] = subprocess.Popen(command, **pipes)
         try:
             for side, process in running.items():  # all are ready
                 receive(side, process)
@@ -244,9 +246,8 @@ def run_sides(args: Args, case: dict, sides: tuple[str, ...]) -> dict[str, list[
 
 
 def receive(side: str, process: subprocess.Popen) -> dict:
-    return json.loads(process.stdout.readline() or "null") or sys.exit(
-        f"the side {side} has ended: see above"
-    )
+    line = process.stdout.readline()
+    return json.loads(line) if line else sys.exit(f"the side {side} has ended: see above")
 
 
 def copy_model(args: Args, case: dict, folder: Path) -> str:
@@ -302,8 +303,8 @@ def run_ours(job: dict, folder: Path) -> None:
             loss = next(metrics[name] for name in ("rm/loss", "loss/sft", "loss/policy") if name in metrics)
             step = {"seconds": metrics["time/total"], "loss": loss, "grad_norm": metrics["train/grad_norm"]}
             step["update_seconds"] = metrics.get("time/score", 0.0) + metrics.get("time/update", 0.0)
-            step |= bare.work(metrics) if bare else kept
-            turns.next(step | {"prompt_ids": [ids for _, ids in sorted(kept["prompt_ids"].items())]})
+            prompt_ids = [ids for _, ids in sorted(kept["prompt_ids"].items())]
+            turns.next(step | (bare.work(metrics) if bare else kept | {"prompt_ids": prompt_ids}))
 
     if "G" in job:
         script_generate, script.generate = script.generate, generate
@@ -346,6 +347,9 @@ def ratios(ours: list[dict], theirs: list[dict], field: str, name: str) -> dict:
 
 
 # ---- against the bare forward and backward ----
+
+
+PARTS = ("packing", "forward", "backward", "optimizer")
 
 
 class Bare:
@@ -410,10 +414,8 @@ class Bare:
             else:
                 with torch.no_grad():
                     bare_score += self.seconds(kind, score) * count / len(score)
-        with (
-            FlopCounterMode(display=False) as counter,
-            sdpa_kernel(SDPBackend.MATH),
-        ):  # it counts that kernel only
+        # The counter knows this kernel only.
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             for kind in trained:
                 self.seconds(kind, update)
         step = {"update_packing": 0.0, **self.spent, "bare_update": bare_update, "bare_score": bare_score}
@@ -430,18 +432,13 @@ class Bare:
         model.zero_grad()
         start = self.now()
         for pack in packs:
-            of_critic = kind == "Critic"
-            out = (
-                packing.forward_hidden(model, pack)
-                if of_critic
-                else packing.response_logprobs(model, pack)[0]
-            )
+            if kind == "Critic":
+                out = packing.forward_hidden(model, pack)
+            else:
+                out = packing.response_logprobs(model, pack)[0]
             if torch.is_grad_enabled():
                 out.sum().backward()
         return self.now() - start
-
-
-PARTS = ("packing", "forward", "backward", "optimizer")
 
 
 def matmul_flops(now, size: int = 2048) -> float:

@@ -97,13 +97,7 @@ def load_run(folder: Path) -> dict:
     for row in rows:
         kind = "pairs" if "margin" in row else "judgements" if "verdict" in row else "responses"
         samples["train" if row["phase"] == "train" else kind][row["train/step"]].append(row)
-    return {
-        "folder": folder,
-        "name": folder.resolve().name,
-        "args": args,
-        "metrics": metrics,
-        "samples": samples,
-    }
+    return dict(folder=folder, name=folder.resolve().name, args=args, metrics=metrics, samples=samples)
 
 
 def group_runs(runs: list[dict]) -> list[tuple[str, list[dict]]]:
@@ -167,11 +161,15 @@ def pictures(row: dict, run: dict) -> str:
     """Those of a row's columns image(s) and video(s), and of its candidates."""
     given = [row.get(f"{kind}{end}") or [] for end in ("", "s", "_0", "_1") for kind in ("image", "video")]
     sources = [str(x) for own in given for x in (own if isinstance(own, list) else [own])]
-    found = [(source, find_picture(source, run)) for source in sources[:4]]
-    gone = '<span class="muted">{}: not found</span>'
-    return (
-        "".join(picture(path) if path else gone.format(escape(Path(s).name[:80])) for s, path in found) or "–"
-    )
+    parts = []
+    for source in sources[:4]:
+        path = find_picture(source, run)
+        parts.append(
+            picture(path)
+            if path
+            else f'<span class="muted">{escape(Path(source).name[:80])}: not found</span>'
+        )
+    return "".join(parts) or "–"
 
 
 def question(row: dict) -> str:
@@ -219,11 +217,13 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
+def stroke(color: str, dash: int, path: str) -> str:
+    return f'<path class="line" stroke="{color}" stroke-dasharray="{DASHES[dash % 4]}" d="{path}"/>'
+
+
 def panel(title: str, series: list[tuple[str, int, int, list[tuple]]], show_colors: bool = False) -> str:
     """One SVG of lines (label, color, dash, points). Points are (x, y) or (x, mean, lowest, highest)."""
-    series = [
-        (label, f'"{COLORS[c % 8]}"', DASHES[d % 4], points) for label, c, d, points in series if points
-    ]
+    series = [s for s in series if s[3]]
     if not series:
         return ""
     W, H, left, right, top, bottom = 360, 210, 52, 10, 10, 26
@@ -244,28 +244,20 @@ def panel(title: str, series: list[tuple[str, int, int, list[tuple]]], show_colo
         parts.append(f'<text x="{left - 6}" y="{v}" class="y">{y:.4g}</text>')
     for x in ticks(x0, x1) if len({*xs}) > 1 else xs[:1]:
         parts.append(f'<text x="{at(x, y0).split(",")[0]}" y="{H - 8}" class="x">{x:.6g}</text>')
-    for _, color, _, points in series:
+    for _, c, _, points in series:
         if any(len(p) > 2 and p[2] < p[3] for p in points):  # the band between seeds
             edge = [at(p[0], p[3]) for p in points] + [at(p[0], p[2]) for p in reversed(points)]
-            parts.append(f'<path fill={color} opacity=".2" d="M{"L".join(edge)}Z"/>')
-    for label, color, dash, points in series:
-        line = "L".join(at(*p[:2]) for p in points)
-        parts.append(f'<path class="line" stroke={color} stroke-dasharray="{dash}" d="M{line}"/>')
+            parts.append(f'<path fill="{COLORS[c % 8]}" opacity=".2" d="M{"L".join(edge)}Z"/>')
+    for label, c, dash, points in series:
+        parts.append(stroke(COLORS[c % 8], dash, "M" + "L".join(at(*p[:2]) for p in points)))
         for p in points if len(points) <= 30 else points[-1:]:
-            (x, y), about = at(*p[:2]).split(","), f"{label}, {number(p[0])}: {number(p[1])}"
-            parts.append(
-                f'<circle fill={color} cx="{x}" cy="{y}" r="2.6"><title>{escape(about)}</title></circle>'
-            )
+            x, y = at(*p[:2]).split(",")
+            about = f"<title>{escape(label)}, {number(p[0])}: {number(p[1])}</title>"
+            parts.append(f'<circle fill="{COLORS[c % 8]}" cx="{x}" cy="{y}" r="2.6">{about}</circle>')
     told = "; ".join(f"{label}: {number(p[0][1])} to {number(p[-1][1])}" for label, _, _, p in series)
-    keys = {
-        (label.rpartition(": ")[2], color if show_colors else '"gray"', dash)
-        for label, color, dash, _ in series
-    }
-    legend = "".join(
-        f'<span><svg width="26" height="8"><path class="line" stroke={color} stroke-dasharray="{dash}" '
-        f'd="M1,4H25"/></svg>{escape(name)}</span>'
-        for name, color, dash in sorted(keys)
-    )
+    keys = {(s[0].rpartition(": ")[2], COLORS[s[1] % 8] if show_colors else "gray", s[2]) for s in series}
+    lines = [(name, stroke(color, dash, "M1,4H25")) for name, color, dash in sorted(keys)]
+    legend = "".join(f'<span><svg width="26" height="8">{x}</svg>{escape(name)}</span>' for name, x in lines)
     return (
         f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {W} {H}" role="img" '
         f'aria-label="{escape(told)}">{"".join(parts)}</svg><div class="legend">{legend}</div></figure>\n'
@@ -310,10 +302,8 @@ def before_and_after(run: dict, kind: str, cell, order=lambda row: 0) -> str:
             found[row["row"]][step].append(row)
     lines = []
     for own in sorted(found.values(), key=lambda own: order(own[max(own)][0]))[:SAMPLES]:
-        first = own[max(own)][0]
-        lines.append(
-            [pictures(first, run), question(first), *("".join(map(cell, own[t])) or "–" for t in steps)]
-        )
+        first, cells = own[max(own)][0], ("".join(map(cell, own[step])) or "–" for step in steps)
+        lines.append([pictures(first, run), question(first), *cells])
     head = ["picture", "prompt", *(f"{when}: step {t}" for when, t in zip(("before", "after"), steps))]
     return table(head, lines, "samples") if lines else ""
 
@@ -322,12 +312,11 @@ def responses_section(run: dict) -> str:
     """rloo.py, ppo_vl.py: what was said to held-out prompts; without any, in training."""
 
     def cell(row: dict) -> str:
-        scores = [
+        parts = [row["phase"].removeprefix("eval_")]
+        parts += [
             f"{key.partition('/')[2]} {number(x)}" for key, x in row.items() if key.startswith("reward/")
         ]
-        return said(row["response"]) + said(
-            " · ".join([row["phase"].removeprefix("eval_"), *scores]), "muted"
-        )
+        return said(row["response"]) + said(" · ".join(parts), "muted")
 
     other = run["samples"]["pairs"] or run["samples"]["judgements"]
     return before_and_after(run, "responses", cell) or ("" if other else before_and_after(run, "train", cell))
@@ -338,11 +327,7 @@ def judgements_section(run: dict) -> str:
 
     def cell(row: dict) -> str:
         soft = [f"p({option}) {number(p)}" for option, p in (row.get("probabilities") or {}).items()]
-        about = [
-            f"verdict {row['verdict'] or 'unreadable'}",
-            f"true verdict {row.get('truth') or 'unknown'}",
-            *soft,
-        ]
+        about = [f"verdict {row['verdict'] or 'unreadable'}", f"true {row.get('truth') or 'unknown'}", *soft]
         text = said(row["response"]) + said(" · ".join(about), "muted")
         swapped = row.get("swapped_response")
         how = "sides exchanged" if row.get("consistent") else "sides exchanged, another verdict"
@@ -352,10 +337,8 @@ def judgements_section(run: dict) -> str:
     last = tables[max(tables)] if tables else []
     wrong = sum(row.get("right") is False for row in last)
     note = f"<p>{wrong} of {len(last)} wrong at the last evaluation. Those come first.</p>" if last else ""
-    order = {False: 0, None: 1, True: 1}
-    return note + before_and_after(
-        run, "judgements", cell, lambda row: (order[row.get("right")], order[row.get("consistent")])
-    )
+    worst = lambda row: (row.get("right") is not False, row.get("consistent") is not False)  # noqa: E731
+    return note + before_and_after(run, "judgements", cell, worst)
 
 
 def reliability(margins: list[float], num_bins: int = 10) -> list[tuple[float, float, float]]:
@@ -393,10 +376,10 @@ def pairs_section(run: dict) -> str:
         bins = reliability([row["margin"] for row in rows])
         error = sum(share * abs(right - confidence) for confidence, right, share in bins)
         lines = [
-            ("right", 0, 0, [(x, right) for x, right, _ in bins]),
-            ("calibrated", 7, 1, [(0.5, 0.5), (1, 1)]),
+            ("right", 0, 0, [b[:2] for b in bins]),
+            ("share of pairs", 1, 2, [(b[0], b[2]) for b in bins]),
         ]
-        lines.append(("share of pairs", 1, 2, [(x, share) for x, _, share in bins]))
+        lines.append(("calibrated", 7, 1, [(0.5, 0.5), (1, 1)]))
         scores = {side: [row[f"{side}_reward"] for row in rows] for side in ("chosen", "rejected")}
         low, high = min(map(min, scores.values())), max(map(max, scores.values()))
         counts = [(side, c, 0, histogram(own, low, high)) for c, (side, own) in enumerate(scores.items())]
@@ -427,9 +410,8 @@ def summary_section(runs: list[dict]) -> str:
         about, seconds = f"{args.get('model')}, {args.get('dataset')}", sum(metrics["time/total"].values())
         cells = [str(max(metrics["train/step"])), f"{seconds:.0f} s", "<br>".join(held_out) or "–"]
         rows.append([escape(run["name"]), escape(about), *cells])
-    return table(
-        ["run", "model, data", "steps", "seconds in steps", "held out, first → last evaluation"], rows
-    )
+    head = ["run", "model, data", "steps", "seconds in steps", "held out, first → last evaluation"]
+    return table(head, rows)
 
 
 def args_section(runs: list[dict]) -> str:
@@ -440,13 +422,12 @@ def args_section(runs: list[dict]) -> str:
         row = [f"<code>--{escape(name.replace('_', '-'))}</code>", *values]
         (different if len({*values}) > 1 else equal).append(row)
     parts = [("different", different, [escape(run["name"]) for run in runs]), ("equal", equal, ["all runs"])]
-    return "".join(
-        f"<details><summary>{len(rows)} args{f', {kind}' if runs[1:] else ''}</summary>"
-        + table(["flag", *head], [row[: 1 + len(head)] for row in rows], "args")
-        + "</details>"
-        for kind, rows, head in parts
-        if rows
-    )
+    text = ""
+    for kind, rows, head in parts:
+        inside = table(["flag", *head], [row[: 1 + len(head)] for row in rows], "args")
+        title = f"{len(rows)} args{f', {kind}' if runs[1:] else ''}"
+        text += f"<details><summary>{title}</summary>{inside}</details>" if rows else ""
+    return text
 
 
 STYLE = """
