@@ -45,7 +45,7 @@ def policy_table(runs: dict[str, list[dict]]) -> str:
     rows = [["base", "", f"{true_reward(first, 'sampled'):.3f}", *start, "0", ""]]
     for name, (script, against, has_proxy) in POLICIES.items():
         first, last = evaluations(runs[name])[0], evaluations(runs[name])[-1]
-        kl = np.mean([line["objective/kl"] for line in runs[name][-5:]])
+        kl = np.mean([line["objective/kl"] for line in runs[name] if "objective/kl" in line][-5:])
         truth = true_reward(last, "sampled"), last["eval/sampled_accuracy"], last["eval/greedy_accuracy"]
         proxy = f"{first['eval/greedy_score']:.2f} -> {last['eval/greedy_score']:.2f}" if has_proxy else ""
         rows.append([f"{name} (`{script}`)", against, *(f"{x:.3f}" for x in truth), f"{kl:.2f}", proxy])
