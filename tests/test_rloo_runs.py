@@ -240,7 +240,7 @@ BAD = [  # flags, words of the message
     ({"run_name": "taken"}, "exists already"),
     ({"max_prompt_length": 5, "max_response_length": 4}, "no row can be used"),
     ({"output_dir": "{tmp}/broken.jsonl"}, "--output-dir"),
-    ({"eval_dataset": "nowhere"}, "nowhere (split test, cache HF_HOME) can't be read"),
+    ({"eval_dataset": "nowhere"}, "nowhere (split test; HF_HOME) can't be read"),
 ]
 
 
