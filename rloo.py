@@ -125,6 +125,7 @@ def check_args(args: Args) -> None:
         (rollout % train, "--rollout-batch-size must be a multiple of --train-batch-size"),
         (args.micro_batch_tokens < longest, f"--micro-batch-tokens must hold prompt + response, {longest}"),
         (len(args.rewards) != len(args.reward_weights), "--reward-weights needs one weight per reward"),
+        (len({x.rpartition(":")[2] for x in args.rewards}) < len(args.rewards), "--rewards: equal names"),
         (args.temperature <= 0, "--temperature must be more than 0"),
         (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
         (args.resume == "auto" and args.run_name is None, "--resume auto needs --run-name"),

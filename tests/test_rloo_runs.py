@@ -222,6 +222,7 @@ BAD = [  # flags, words of the message
     ({"total_steps": 0}, "counts must be at least 1"),
     ({"micro_batch_tokens": 100}, "--micro-batch-tokens must hold prompt + response"),
     ({"reward_weights": (1,)}, "one weight per reward"),
+    ({"rewards": ("format", "a.py:format"), "reward_weights": (1, 1)}, "--rewards: equal names"),
     ({"temperature": 0}, "--temperature must be more than 0"),
     ({"offload_optimizer": True}, "--offload-optimizer needs"),
     ({"resume": "auto", "run_name": None}, "--resume auto needs --run-name"),
