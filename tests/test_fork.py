@@ -213,6 +213,18 @@ def curriculum(run) -> bool:
     return max(run.calls["roll_out"][0]["indices"]) < 32
 
 
+def adaptive_lambda(run) -> bool:
+    rewards = torch.zeros(1, 40).index_fill(1, torch.tensor([39]), 1.0)
+    advantages, _ = run.module.compute_gae(rewards, torch.zeros(1, 40), torch.ones(1, 40), 1.0, 1.0)
+    return near(float(advantages[0, 38]), 0.5)  # 1 - 1 / (0.05 * 40)
+
+
+def hinge(run) -> bool:
+    pair = [torch.tensor([0]), torch.tensor([1]), torch.zeros(1), torch.ones(1)]  # chosen, rejected, margin, weight
+    found = [run.module.bradley_terry(torch.tensor([x, 0.0]), pair, 0.0, 0.0)["rm/loss"] for x in (0.25, 2.0)]
+    return near(list(map(float, found)), [0.75, 0])
+
+
 CHECKS = {
     "GRPO": (grpo, {}),
     "Dr. GRPO": (dr_grpo, {}),
@@ -227,6 +239,8 @@ CHECKS = {
     "Reference that follows (TR-DPO)": (reference_sync, {"ref_sync_steps": 1, "ref_sync_alpha": 1.0}),
     "Curriculum": (curriculum, {}),
     "A new metric": (new_metric, {}),
+    "Length-adaptive GAE (VAPO)": (adaptive_lambda, {}),
+    "Hinge loss": (hinge, {}),
 }
 
 
@@ -237,6 +251,7 @@ def does(check, run) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", CHECKS)
 def test_fork_trains_and_does_what_the_script_does_not(title, tmp_path, files, original):
     check, flags = CHECKS[title]
@@ -246,6 +261,7 @@ def test_fork_trains_and_does_what_the_script_does_not(title, tmp_path, files, o
     assert does(check, run) and not does(check, original(path.stem))
 
 
+@pytest.mark.slow
 def test_forks_go_together(tmp_path, files):
     """GRPO as in its paper: the KL in the loss."""
     run = two_steps(apply(["GRPO", "KL as a loss"], tmp_path), tmp_path, **files["rloo"])
@@ -263,6 +279,11 @@ def counts(diff: str) -> tuple[int, int, int]:
 def table() -> dict[str, list[str]]:
     rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| [")]
     return {re.match(r"\[(.+?)\]", row[0])[1]: row for row in rows}
+
+
+def test_every_diff_applies(tmp_path):
+    for title in diffs():
+        compile(apply([title], tmp_path).read_text(), title, "exec")
 
 
 def test_page_has_every_fork_with_its_paper_and_its_size():
