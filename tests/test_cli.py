@@ -34,7 +34,7 @@ def test_help_shows_every_flag_with_its_comment_and_default(script, capsys):
     assert squeeze(module.__doc__.splitlines()[0]) in squeeze(shown)
     for field in dataclasses.fields(module.Args):
         flag, comment = "--" + field.name.replace("_", "-"), flags_of(script)[field.name][1]
-        entry = re.search(rf"^[│ ]*{flag}[ ,].*?(?=^[│ ]*--|\Z)", shown, re.DOTALL | re.MULTILINE)
+        entry = re.search(rf"^[│ ] {flag}[ ,].*?(?=^[│ ] --|\Z)", shown, re.DOTALL | re.MULTILINE)
         assert entry, f"{flag} is not in --help"
         assert comment and squeeze(comment) in squeeze(entry.group()), flag
         assert "(default:" in entry.group(), f"{flag} has no default"
@@ -71,7 +71,9 @@ def test_defaults_pass_the_checks(script):
 @pytest.mark.slow
 def test_importing_the_scripts_loads_nothing_heavy_and_starts_nothing():
     code = f"import sys, {', '.join(SCRIPTS)}, torch; assert not torch.cuda.is_initialized()\n"
-    code += "assert not torch.distributed.is_initialized(); print(*{name.split('.')[0] for name in sys.modules})"
+    code += (
+        "assert not torch.distributed.is_initialized(); print(*{name.split('.')[0] for name in sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not {*HEAVY} & {*done.stdout.split()}

@@ -18,8 +18,11 @@ MARKDOWN = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "tools").glob("*.py"))]
 PYTHON += [ROOT / f"{script}.py" for script in SCRIPTS]
 START = r"(?:\w+=\S+ )*(?:python|torchrun|deepspeed|pip|pytest|vllm|sed|patch) "
-# Flags of programs that are not ours: pip, vllm serve, torchrun, deepspeed.
-FOREIGN = "no-deps hostfile standalone tensor-parallel-size port max-model-len logprobs-mode n-samples-per-prompt".split()
+# Flags of others, named in the text: pip, torchrun, deepspeed, vllm serve, OpenRLHF.
+FOREIGN = (
+    "deps nproc_per_node standalone hostfile tensor-parallel-size n_samples_per_prompt init_kl_coef".split()
+)
+FOREIGN += "advantage_estimator remote_rm_url extra-index-url".split()
 
 each_page = pytest.mark.parametrize("page", [*MARKDOWN, *PYTHON], ids=lambda p: str(p.relative_to(ROOT)))
 each_markdown = pytest.mark.parametrize("page", MARKDOWN, ids=lambda p: p.name)
@@ -42,14 +45,20 @@ def prose(page: Path) -> str:
 
 def commands(page: Path) -> list[list[str]]:
     """Every command as its words: bash blocks, lines of a docstring, inline code."""
-    blocks = [re.sub(r"<<'(\w+)'\n.*?\n\1\n", "\n", text, flags=re.S) for name, text in fences(page) if name == "bash"]
+    blocks = [
+        re.sub(r"<<'(\w+)'\n.*?\n\1\n", "\n", text, flags=re.S)
+        for name, text in fences(page)
+        if name == "bash"
+    ]
     if page.suffix == ".py":
         doc = prose(page).replace("\\\n", " ")
         blocks = [re.sub(r" \.\.\.( |$)", " ", line) for line in re.findall(rf"^ *{START}.*", doc, re.M)]
-    blocks += [x for x in re.findall(r"`([^`\n]+)`", prose(page)) if re.match(START, x) and " ... " not in x + " "]
+    blocks += [
+        x for x in re.findall(r"`([^`\n]+)`", prose(page)) if re.match(START, x) and " ... " not in x + " "
+    ]
     found = []
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
-        for part in re.split(r" (?:&&|\||>>) ", line):
+        for part in re.split(r" (?:&&|\|) ", re.sub(r" >>? \S+$", "", line)):
             words = shlex.split(part, comments=True)
             found += [words] if words else []
     return found
@@ -68,8 +77,12 @@ def check_python(path: Path, words: list[str]) -> None:
         named = [*getattr(args, "rewards", ()), getattr(args, "rollout", "hf")]
         files = [name.rpartition(":")[0] for name in named if name.startswith("examples/")]
         assert all((ROOT / file).is_file() for file in files), files
-    known = {name.replace("_", "-") for name in re.findall(r"^    (\w+): ", path.read_text(), re.M)} | {"help"}
-    unknown = {w[2:] for w in words if w.startswith("--")} - known - {w[5:] for w in words if w.startswith("--no-")}
+    known = {name.replace("_", "-") for name in re.findall(r"^    (\w+): ", path.read_text(), re.M)} | {
+        "help"
+    }
+    unknown = (
+        {w[2:] for w in words if w.startswith("--")} - known - {w[5:] for w in words if w.startswith("--no-")}
+    )
     assert {flag for flag in unknown if f'"--{flag}"' not in path.read_text()} == set()
 
 
@@ -94,7 +107,9 @@ def check_command(words: list[str]) -> None:
         files = [word for word in words if re.fullmatch(r"[\w/-]+\.(txt|md|sh)|tests/.*|tools/.*", word)]
         assert all((ROOT / file).exists() for file in files), files
     else:
-        assert program in "python vllm export cd mkdir git . echo cat curl".split() or program.startswith("pipeline"), program
+        assert program in "python vllm export cd mkdir git . echo cat curl".split() or program.startswith(
+            "pipeline"
+        ), program
 
 
 @each_page
@@ -138,13 +153,10 @@ def test_every_flag_named_in_the_text_exists(page):
     known = {flag.replace("_", "-") for script in SCRIPTS for flag in flags_of(script)} | {"help", *FOREIGN}
     forks = set(re.findall(r"^\+    (\w+): ", page.read_text(), re.M))  # of diffs
     named = {name for _, name in re.findall(r"(?<![\w-])--(no-)?([a-z][a-z0-9_-]+)", prose(page))}
-    unknown = {name for name in named if name not in known and name.replace("-", "_") not in forks}
-    assert {name for name in unknown if not re.search(rf'"--{name}"|^    {name.replace("-", "_")}: ', tools, re.M)} <= {
-        "n_samples_per_prompt",
-        "init_kl_coef",
-        "advantage_estimator",
-        "remote_rm_url",
-    }  # OpenRLHF's
+    known |= {
+        name for name in named if re.search(rf'"--{name}"|^    {name.replace("-", "_")}: ', tools, re.M)
+    }
+    assert {name for name in named - known if name.replace("-", "_") not in forks} == set()
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
@@ -161,7 +173,13 @@ def documented(script: str) -> set[str]:
 @each_script
 def test_the_table_of_metrics_is_what_a_run_writes(script, tmp_path):
     """Every key of a run is in the table; what is only there with a flag stands in the script at least."""
-    run = two_steps(ROOT / f"{script}.py", tmp_path, eval_samples=4, rewards=("accuracy", "format"), reward_weights=(0.9, 0.1))
+    run = two_steps(
+        ROOT / f"{script}.py",
+        tmp_path,
+        eval_samples=4,
+        rewards=("accuracy", "format"),
+        reward_weights=(0.9, 0.1),
+    )
     written, known = {key for line in run.metrics for key in line}, documented(script)
     assert {key for key in written if not any(fnmatch.fnmatch(key, pattern) for pattern in known)} == set()
     absent = {pattern for pattern in known if not fnmatch.filter(written, pattern)}
@@ -208,7 +226,13 @@ def test_every_block_says_what_it_is(page):
 
 def test_line_counts_of_the_readme():
     rows = re.findall(r"^\| `([\w/]+\.py)` \| .* \| (\d+) \| .* \|$", (ROOT / "README.md").read_text(), re.M)
-    assert [name for name, _ in rows] == ["rloo.py", "ppo_vl.py", "reward_bt.py", "grm_sft.py", "common/packing.py"]
+    assert [name for name, _ in rows] == [
+        "rloo.py",
+        "ppo_vl.py",
+        "reward_bt.py",
+        "grm_sft.py",
+        "common/packing.py",
+    ]
     for name, shown in rows:
         assert abs(int(shown) - len((ROOT / name).read_text().splitlines())) <= 20, name
 
@@ -222,7 +246,10 @@ def memory_of_the_recipes() -> dict:
 
 def test_memory_of_the_recipes_is_what_the_formula_gives():
     text = (ROOT / "docs/recipes.md").read_text()
-    rows = [line.split(" | ") for line in re.findall(r"^\| (.* \| `(?!memory).*) \|$", text.split("## Will it")[1], re.M)]
+    rows = [
+        line.split(" | ")
+        for line in re.findall(r"^\| (.* \| `(?!memory).*) \|$", text.split("## Will it")[1], re.M)
+    ]
     assert len(rows) >= 6
     for recipe, call, states, others, peak in rows:
         gb = eval(f"memory(**{call.strip('`')})", memory_of_the_recipes())

@@ -37,7 +37,9 @@ def apply(titles: list[str], folder: Path) -> Path:
     target = folder / f"{script_of(diffs()[titles[0]])}.py"
     target.write_text((ROOT / target.name).read_text())
     for title in titles:
-        given = subprocess.run(["patch", "--batch", str(target)], input=diffs()[title], capture_output=True, text=True)
+        given = subprocess.run(
+            ["patch", "--batch", str(target)], input=diffs()[title], capture_output=True, text=True
+        )
         assert given.returncode == 0, given.stdout + given.stderr
     return target
 
@@ -53,7 +55,12 @@ class Noisy(ModelSampler):
 """
 DIFFERS = "def score(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
 FLAGS = {"total_steps": 2, "model": str(ROOT / "assets" / "tiny_vl"), "seed": 3}
-ONLINE = {"rollout_batch_size": 32, "train_batch_size": 32, "num_samples_per_prompt": 4, "max_response_length": 8}
+ONLINE = {
+    "rollout_batch_size": 32,
+    "train_batch_size": 32,
+    "num_samples_per_prompt": 4,
+    "max_response_length": 8,
+}
 OF_SCRIPT = {
     "rloo": ONLINE | {"num_iterations": 2, "reward_weights": (1.0,)},
     "ppo_vl": ONLINE | {"reward_weights": (1.0,)},
@@ -76,7 +83,10 @@ def two_steps(path: Path, folder: Path, **flags) -> SimpleNamespace:
             made = original(*args, **kwargs)
             if name == "make_engine":
                 backward = made.backward
-                made.backward = lambda loss, **how: (run.losses.append(float(loss.detach())), backward(loss, **how))[1]
+                made.backward = lambda loss, **how: (
+                    run.losses.append(float(loss.detach())),
+                    backward(loss, **how),
+                )[1]
             return made
 
         return watched
@@ -119,7 +129,9 @@ def files(tmp_path_factory) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory, files):
-    return cache(lambda script: two_steps(ROOT / f"{script}.py", tmp_path_factory.mktemp("x"), **files[script]))
+    return cache(
+        lambda script: two_steps(ROOT / f"{script}.py", tmp_path_factory.mktemp("x"), **files[script])
+    )
 
 
 # --- what only the fork does -----------------------------------------------------------------------------------------
@@ -157,7 +169,9 @@ def grpo(run) -> bool:
 
 def dr_grpo(run) -> bool:
     step = first_update(run)
-    return near(advantages_of(run), [-2, -1, 3]) and near(step.loss, -float((step.A * step.lengths).sum()) / (32 * 8))
+    return near(advantages_of(run), [-2, -1, 3]) and near(
+        step.loss, -float((step.A * step.lengths).sum()) / (32 * 8)
+    )
 
 
 def token_level(run) -> bool:
@@ -176,12 +190,18 @@ def gspo(run) -> bool:
 
 def remax(run) -> bool:
     drawn = [(call["G"], call["temperature"]) for call in run.calls["roll_out"]]
-    return drawn == [(4, 1.0), (1, 0.0)] * 2 and bool((first_update(run).A.view(-1, 4).sum(1).abs() > 0.01).any())
+    return drawn == [(4, 1.0), (1, 0.0)] * 2 and bool(
+        (first_update(run).A.view(-1, 4).sum(1).abs() > 0.01).any()
+    )
 
 
 def kl_as_a_loss(run) -> bool:
     last = run.metrics[-1]
-    return last["loss/kl"] > 0 and last["objective/kl"] != 0 and last["objective/rlhf_reward"] == last["objective/scores"]
+    return (
+        last["loss/kl"] > 0
+        and last["objective/kl"] != 0
+        and last["objective/rlhf_reward"] == last["objective/scores"]
+    )
 
 
 def entropy_bonus(run) -> bool:
@@ -191,7 +211,11 @@ def entropy_bonus(run) -> bool:
 def dynamic_sampling(run) -> bool:
     given = run.calls["update_policy"][0]
     groups = given["trained"].any(1)
-    return len(groups) == 16 and int(groups.sum()) <= 8 and bool((given["rollout"].scores[groups].std(1) > 0).all())
+    return (
+        len(groups) == 16
+        and int(groups.sum()) <= 8
+        and bool((given["rollout"].scores[groups].std(1) > 0).all())
+    )
 
 
 def importance_weights(run) -> bool:
@@ -220,7 +244,12 @@ def adaptive_lambda(run) -> bool:
 
 
 def hinge(run) -> bool:
-    pair = [torch.tensor([0]), torch.tensor([1]), torch.zeros(1), torch.ones(1)]  # chosen, rejected, margin, weight
+    pair = [
+        torch.tensor([0]),
+        torch.tensor([1]),
+        torch.zeros(1),
+        torch.ones(1),
+    ]  # chosen, rejected, margin, weight
     found = [run.module.bradley_terry(torch.tensor([x, 0.0]), pair, 0.0, 0.0)["rm/loss"] for x in (0.25, 2.0)]
     return near(list(map(float, found)), [0.75, 0])
 
@@ -277,7 +306,9 @@ def counts(diff: str) -> tuple[int, int, int]:
 
 
 def table() -> dict[str, list[str]]:
-    rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| [")]
+    rows = [
+        line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| [")
+    ]
     return {re.match(r"\[(.+?)\]", row[0])[1]: row for row in rows}
 
 
@@ -309,7 +340,9 @@ def renew() -> None:
         text = text.replace(diff, re.sub(r"[ \t]+$", "", renewed, flags=re.M))
         added, removed, places = counts(renewed)
         row = re.escape(f"| [{title}]") + r".*\|"
-        text = re.sub(rf"^({row}) [^|]* \| [^|]* \|$", rf"\1 +{added} -{removed} | {places} |", text, flags=re.M)
+        text = re.sub(
+            rf"^({row}) [^|]* \| [^|]* \|$", rf"\1 +{added} -{removed} | {places} |", text, flags=re.M
+        )
     PAGE.write_text(text)
 
 

@@ -33,7 +33,11 @@ SCHEMAS = "import common; assert (common._TORCHVISION_SCHEMAS is None) ==" + " "
         (FAKE, "import torchvision", "torchvision::nms does not exist"),  # without the guard
         (FAKE, NO_CUDA + SCHEMAS + "False; import torchvision; assert torchvision.half", ""),
         (LOADS, NO_CUDA + SCHEMAS + "True; import torchvision", ""),
-        (FAKE, "torch.version.cuda = '1.0'\n" + SCHEMAS + "True; assert 'torchvision' not in sys.modules", ""),
+        (
+            FAKE,
+            "torch.version.cuda = '1.0'\n" + SCHEMAS + "True; assert 'torchvision' not in sys.modules",
+            "",
+        ),
         ("raise RuntimeError('another defect')", NO_CUDA + "import common", "another defect"),
     ],
 )
