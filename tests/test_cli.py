@@ -9,7 +9,8 @@ import sys
 
 import pytest
 import tyro
-from test_consistency import ROOT, SCRIPTS, each_script, flags_of, source_of
+from conftest import ROOT, SCRIPTS
+from test_consistency import each_script, flags_of, source_of
 
 HEAVY = "vllm wandb tensorboard deepspeed peft datasets easy_vqa".split()
 

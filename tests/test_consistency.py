@@ -4,12 +4,10 @@ import ast
 import re
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 
 import pytest
+from conftest import ROOT, SCRIPTS
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = "ppo_vl rloo reward_bt grm_sft".split()
 BANNERS = ["args", "data", "rewards", "model", "pure math: tensors in, tensors and metrics out", "rollout"]
 BANNERS += ["DeepSpeed", "update", "evaluate", "save, resume, log", "main"]
 # Blocks that have one name and differ, because the algorithm differs.

@@ -1,12 +1,11 @@
 """docs/forking.md: each diff applies with `patch`, trains for two steps, and does a thing that the script does not.
 
-After a change of the scripts, `python tests/test_fork.py` renews the diffs and the counts of the page.
+After a change of the scripts, `PYTHONPATH=. python tests/test_fork.py` renews the diffs and the counts of the page.
 """
 
 import dataclasses
 import importlib.util
 import inspect
-import json
 import math
 import re
 import subprocess
@@ -17,9 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
+from conftest import ROOT, TINY, read_jsonl
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "forking.md"
 BLOCK = r"^### (.+)\n((?:(?!###).*\n)*?)```diff\n((?:.*\n)*?)```$"
 
@@ -37,9 +35,8 @@ def apply(titles: list[str], folder: Path) -> Path:
     target = folder / f"{script_of(diffs()[titles[0]])}.py"
     target.write_text((ROOT / target.name).read_text())
     for title in titles:
-        given = subprocess.run(
-            ["patch", "--batch", str(target)], input=diffs()[title], capture_output=True, text=True
-        )
+        command = ["patch", "--batch", str(target)]
+        given = subprocess.run(command, input=diffs()[title], capture_output=True, text=True)
         assert given.returncode == 0, given.stdout + given.stderr
     return target
 
@@ -54,7 +51,7 @@ class Noisy(ModelSampler):
         return ids, [x + 5e-4 for x in logprobs], truncated
 """
 DIFFERS = "def score(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
-FLAGS = {"total_steps": 2, "model": str(ROOT / "assets" / "tiny_vl"), "seed": 3}
+FLAGS = {"total_steps": 2, "model": TINY, "seed": 3}
 ONLINE = {
     "rollout_batch_size": 32,
     "train_batch_size": 32,
@@ -97,33 +94,17 @@ def two_steps(path: Path, folder: Path, **flags) -> SimpleNamespace:
     flags = FLAGS | {"output_dir": str(folder), "run_name": "run"} | OF_SCRIPT[path.stem] | flags
     known = {field.name for field in dataclasses.fields(run.module.Args)}
     run.module.main(run.module.Args(**{name: value for name, value in flags.items() if name in known}))
-    run.metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    run.metrics = read_jsonl(folder / "run" / "metrics.jsonl")
     return run
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_process_group():
-    """DeepSpeed keeps its groups, so the runs of this process share one."""
-    init, destroy = dist.init_process_group, dist.destroy_process_group
-    dist.init_process_group = lambda *args, **kwargs: dist.is_initialized() or init(*args, **kwargs)
-    dist.destroy_process_group = lambda *args: None
-    yield
-    dist.init_process_group, dist.destroy_process_group = init, destroy
-
-
 @pytest.fixture(scope="module")
-def files(tmp_path_factory) -> dict[str, dict]:
-    """Flags by script: 64 questions without held-out ones, a reward that differs, a sampler that is a bit off."""
-    import easy_vqa
-
+def files(vqa, tmp_path_factory) -> dict[str, dict]:
+    """Flags by script: 40 questions without held-out ones, a reward that differs, a sampler that is a bit off."""
     folder = tmp_path_factory.mktemp("files")
-    questions, answers, ids = easy_vqa.get_train_questions()
-    paths = easy_vqa.get_train_image_paths()
-    rows = [{"prompt": questions[i], "image": str(paths[ids[i]]), "answer": answers[i]} for i in range(64)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(DIFFERS)
     (folder / "noisy.py").write_text(NOISY)
-    online = {"dataset": f"{folder}/rows.jsonl", "rewards": (f"{folder}/reward.py:score",)}
+    online = {"dataset": vqa, "rewards": (f"{folder}/reward.py:score",)}
     return {"rloo": online | {"rollout": f"{folder}/noisy.py:Noisy"}, "ppo_vl": online, "reward_bt": {}}
 
 
@@ -234,7 +215,7 @@ def new_metric(run) -> bool:
 
 
 def curriculum(run) -> bool:
-    return max(run.calls["roll_out"][0]["indices"]) < 32
+    return max(run.calls["roll_out"][0]["indices"]) < 20
 
 
 def adaptive_lambda(run) -> bool:

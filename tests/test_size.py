@@ -3,11 +3,10 @@
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 WIDTH, LONGEST = 110, 60  # of a line; of a function other than main
 CODE = {  # lines, kB of 1000 bytes, lines of main
     "rloo.py": (1000, 56, 200),
