@@ -11,18 +11,11 @@ from conftest import ROOT, SCRIPTS
 BANNERS = ["args", "data", "rewards", "model", "pure math: tensors in, tensors and metrics out", "rollout"]
 BANNERS += ["DeepSpeed", "update", "evaluate", "save, resume, log", "main"]
 # Blocks that have one name and differ, because the algorithm differs.
-OWN = {"Args", "check_args", "load_data", "Rollout", "evaluate", "save_checkpoint", "main"}
-OWN_FLAGS = {
-    "seed",
-    "model",
-    "rewards",
-    "learning_rate",
-    "clip_coef",
-    "kl_coef",
-    "num_iterations",
-    "total_steps",
-}
-OWN_FLAGS |= {"train_batch_size", "eval_samples", "eval_dataset", "dataset"}
+OWN = {"Args", "check_args", "load_data", "evaluate", "save_checkpoint", "main"}
+OWN_FLAGS = """
+    seed model dataset eval_dataset rewards system_prompt freeze max_length max_response_length generation_batch_size
+    total_steps train_batch_size learning_rate clip_coef kl_coef eval_samples
+""".split()
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 each_pair = pytest.mark.parametrize("one, other", list(combinations(SCRIPTS, 2)))
@@ -64,7 +57,7 @@ def flags_of(script: str) -> dict[str, tuple[str, str]]:
 def test_blocks_with_one_name_have_one_text(one, other):
     ours, theirs = blocks_of(one), blocks_of(other)
     shared = (ours.keys() & theirs.keys()) - OWN
-    assert len(shared) >= 20
+    assert len(shared) >= 15
     assert sorted(name for name in shared if ours[name] != theirs[name]) == []
 
 
@@ -72,8 +65,8 @@ def test_blocks_with_one_name_have_one_text(one, other):
 def test_flags_with_one_name_have_one_type_and_meaning(one, other):
     ours, theirs = flags_of(one), flags_of(other)
     shared = ours.keys() & theirs.keys()
-    assert len(shared) >= 20
-    assert sorted(name for name in shared - OWN_FLAGS if ours[name] != theirs[name]) == []
+    assert len(shared) >= 15
+    assert sorted(name for name in shared.difference(OWN_FLAGS) if ours[name] != theirs[name]) == []
 
 
 def test_exceptions_are_needed():

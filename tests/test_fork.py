@@ -62,6 +62,7 @@ OF_SCRIPT = {
     "rloo": ONLINE | {"num_iterations": 2, "reward_weights": (1.0,)},
     "ppo_vl": ONLINE | {"reward_weights": (1.0,)},
     "reward_bt": {"train_batch_size": 8, "eval_samples": 8},
+    "grm_sft": {"train_batch_size": 8, "eval_samples": 8, "train_samples": 64},
 }
 WATCHED = "roll_out update_policy make_engine compute_gae".split()
 
