@@ -7,6 +7,8 @@ only a scale of the logits; the rest may do as they like, as long as they are ri
 import functools
 
 import common  # noqa: F401  before transformers # isort: skip
+import av
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -142,6 +144,18 @@ def build_vision(family: str, tokenizer, ids, text: dict):
     )
 
 
+def write_video(path) -> None:
+    """A white square that moves to the right on grey: 24 frames, 3 seconds."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for k in range(24):
+            frame = np.full((64, 64, 3), 40, np.uint8)
+            frame[24:40, 2 * k : 2 * k + 16] = 255
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+
+
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory):
     """Family -> folder of its model and processor, as users have them, and a dataset beside it."""
@@ -158,7 +172,11 @@ def folder_of(tmp_path_factory):
             rows[2] = {"prompt": "<image>What is it?", "images": ["0.png"]}
             rows[3] = {"prompt": "Is <image> like <image>?", "images": ["1.png", "2.png"]}
             rows += [{"prompt": "Is <image> wider?", "images": ["1.png"]}]
-        write_jsonl(folder / "rows.jsonl", [{"images": [], **row, "answer": "4"} for row in rows])
+        if family in QWEN_VL:
+            write_video(folder / "clip.mp4")
+            rows += [{"prompt": "<image>, then <video>?", "images": ["2.png"], "videos": ["clip.mp4"]}]
+        rows = [{"images": [], "videos": [], **row, "answer": "4"} for row in rows]
+        write_jsonl(folder / "rows.jsonl", rows)
         return folder
 
     return save
@@ -183,7 +201,7 @@ def test_log_probs_and_greedy_answers_are_those_of_the_unmodified_model(family, 
     processor = transformers.AutoProcessor.from_pretrained(folder)
     data = rloo.load_data(args, str(folder / "rows.jsonl"), "train", model, processor)
     prompts = [p | {"seed": i} for i, p in enumerate(data.encode(range(len(data.rows))))]
-    assert len(prompts) == len(data.rows) == 5 if family in VISION else 4
+    assert len(prompts) == len(data.rows) == 4 + (family in VISION) + (family in QWEN_VL)
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]
     line = packing.prove_packing(
         model, lambda pack: packing.response_logprobs(model, pack, TEMPERATURE)[0], probes, TEMPERATURE
