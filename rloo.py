@@ -49,8 +49,6 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZ
 
 # ---- args ----
 
-TINY_VL = str(Path(__file__).resolve().parent / "assets" / "tiny_vl")
-
 
 @dataclass
 class Args:
@@ -60,7 +58,7 @@ class Args:
     run_name: str | None = None  # this run's folder; None: script, model, seed and time
     resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
     # --- model and data ---
-    model: str = TINY_VL  # folder or hub id of a vision-language or text model
+    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder or hub id; vision-language or text
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of a hub id or a saved folder
     eval_dataset: str | None = (
@@ -115,9 +113,7 @@ class Args:
     eval_num_samples: int = 8  # sampled responses per held-out prompt, besides the greedy one
     save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only there
     save_total_limit: int = 2  # checkpoints kept, newest first
-    track: Literal["off", "wandb", "tensorboard"] = (
-        "off"  # log there too (wandb: see WANDB_PROJECT, WANDB_MODE)
-    )
+    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too (wandb: see WANDB_PROJECT)
 
 
 def check_args(args: Args) -> None:
@@ -129,6 +125,7 @@ def check_args(args: Args) -> None:
         (rollout % train, "--rollout-batch-size must be a multiple of --train-batch-size"),
         (args.micro_batch_tokens < longest, f"--micro-batch-tokens must hold prompt + response, {longest}"),
         (len(args.rewards) != len(args.reward_weights), "--reward-weights needs one weight per reward"),
+        (len({x.rpartition(":")[2] for x in args.rewards}) < len(args.rewards), "--rewards: equal names"),
         (args.temperature <= 0, "--temperature must be more than 0"),
         (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
         (args.resume == "auto" and args.run_name is None, "--resume auto needs --run-name"),
@@ -176,7 +173,7 @@ def load_rows(source: str, split: str):
         rows = datasets.load_from_disk(source)
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
-        fail(f"{source} (split {split}) can't be read as a dataset: {error}")
+        fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
 
 
 def load_data(args: Args, source: str, split: str, model, processor) -> SimpleNamespace:
@@ -250,10 +247,8 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
     path -> fps frames a second, (F, height, width, 3), and when they were taken."""
     if kind == "video":
         frames, taken = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
-        return {
-            "video": frames,
-            "taken": {k: taken[k] for k in ("total_num_frames", "fps", "frames_indices")},
-        }
+        names = "total_num_frames", "fps", "frames_indices"
+        return {"video": frames, "taken": {name: taken[name] for name in names}}
     source = (source["bytes"] or source["path"]) if isinstance(source, dict) else source
     source = io.BytesIO(source) if isinstance(source, bytes) else source
     source = folder / source if isinstance(source, str) else source
@@ -315,9 +310,7 @@ def score_responses(functions: dict[str, Callable], prompts: list[dict], texts: 
         results = {name: function(**keywords) for name, function in functions.items()}
         asyncio.run(wait())
     except Exception as error:
-        error.add_note(
-            f"A reward got {'chats' if is_chat else 'strings'}, since the dataset's prompts are such."
-        )
+        error.add_note(f"Rewards get {'chats' if is_chat else 'strings'} here, as the dataset's prompts are.")
         raise
     for name, own in results.items():
         results[name] = [math.nan if value is None else float(value) for value in own]
@@ -545,8 +538,7 @@ class VllmSampler:
             return {"type": "image_pil", "image_pil": part["image"]} if part["type"] == "image" else part
 
         chats = [[m | {"content": [*map(rename, m["content"])]} for m in p["messages"]] for p in prompts]
-        how = {"n": num_samples, "temperature": temperature}
-        params = [self.make_params(seed=prompt["seed"], **how) for prompt in prompts]
+        params = [self.make_params(n=num_samples, temperature=temperature, seed=p["seed"]) for p in prompts]
         outputs = self.llm.chat(chats, params, use_tqdm=False)
         for prompt, output in zip(prompts, outputs):
             if output.prompt_token_ids != prompt["prompt_ids"].tolist():
@@ -651,11 +643,9 @@ def sum_over_ranks(table: Tensor, device) -> Tensor:
 
 
 def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither.
-
-    One pack is one micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step,
-    batch sizes stay 1 here, and the losses carry their own global denominators.
-    """
+    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither. A pack is
+    a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step, batch sizes stay
+    1 here, and the losses carry their own global denominators."""
     import deepspeed
 
     config = {
@@ -745,8 +735,7 @@ def update_policy(args: Args, rollout: Rollout, logprobs, advantages, trained, d
 
 
 def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple[dict, list[dict]]:
-    """A fixed subset of held-out prompts, each with a greedy response and eval_num_samples sampled ones.
-    eval/pass_at_k: share of prompts with a sample of accuracy 1."""
+    """A fixed subset of held-out prompts, each with a greedy response and eval_num_samples sampled ones."""
     indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples])
     metrics, samples = {}, []
     for mode, temperature, G in (("greedy", 0.0, 1), ("sampled", args.temperature, args.eval_num_samples)):
@@ -870,7 +859,10 @@ def main(args: Args) -> dict[str, float]:
     eval_data = load_data(args, source, args.eval_dataset_split, model, processor) if source else None
     functions = {x.rpartition(":")[2]: plug_in("--rewards", x, REWARDS) for x in args.rewards}
     if RANK == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"--output-dir {args.output_dir} can't be written: {error}")
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         for path in run_dir.glob("*.jsonl"):  # without what an interrupted run logged after its checkpoint
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -920,8 +912,9 @@ def main(args: Args) -> dict[str, float]:
         times.append(time.perf_counter())
 
         # --- 6. advantages: global without a collective, since every rank holds the whole rollout ---
-        kl = kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
-        kl = kl.sum(1).view(-1, G)  # (n, G), of a response
+        kl = (
+            (kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask).sum(1).view(-1, G)
+        )  # (n, G)
         scores = rollout.scores.clamp(*args.reward_clip) if args.reward_clip else rollout.scores
         trained = ~scores.isnan() & ~(rollout.truncated & args.mask_truncated)  # (n, G)
         rewards = scores - args.kl_coef * kl
@@ -947,7 +940,6 @@ def main(args: Args) -> dict[str, float]:
             "objective/scores": scores.nanmean(),
             "objective/kl": kl.mean(),
             "objective/rlhf_reward": rewards.nanmean(),
-            "objective/entropy": -(logprobs * rollout.mask).sum(1).mean(),
             "rollout/response_length_mean": lengths.mean(),
             "rollout/truncated_frac": rollout.truncated.float().mean(),
             "rollout/zero_std_groups_frac": ((scores - scores[:, :1]).abs().amax(1) < 1e-9).float().mean(),
