@@ -1,17 +1,15 @@
 """Bradley-Terry reward model, for vision-language and text models.
 
-A language model reads a prompt and a response; a linear layer without bias makes a score of the last hidden state:
+A head on a language model's last hidden state learns to score the better of two responses higher:
 
-    d = score(chosen) - score(rejected) - margin
-    loss = weighted mean over prompts of the mean over their pairs of -log sigmoid(d) + center_coef * (sum of scores)^2
+    d = score(chosen) - score(rejected) - margin      loss = -log sigmoid(d) + center_coef (sum of both scores)^2
 
-Papers: https://arxiv.org/abs/2203.02155 eq. (1), margins https://arxiv.org/abs/2307.09288 eq. (2), centering
-https://arxiv.org/abs/2312.09244. Same interface: the RewardTrainers of TRL (huggingface/trl@f2cd577) and EasyDeL;
-docs/reward_bt.md lists what differs. Start reading at main.
+Papers: https://arxiv.org/abs/2203.02155 eq. (1), https://arxiv.org/abs/2307.09288 eq. (2) (margins). Same
+interface: RewardTrainer of TRL (huggingface/trl@f2cd577) and EasyDeL; docs/reward_bt.md lists what differs.
 
-    python reward_bt.py                 # embedded default: tiny VLM on pairs of easy-VQA, minutes on two CPU cores
+    python reward_bt.py                 # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --learning-rate 5e-6
-    torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...     # or: deepspeed reward_bt.py ...
+    torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...     # or: deepspeed reward_bt.py
 """
 
 import functools
@@ -30,9 +28,10 @@ from dataclasses import asdict, dataclass
 from itertools import combinations, takewhile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -54,36 +53,33 @@ TINY_VL = str(Path(__file__).resolve().parent / "assets" / "tiny_vl")
 @dataclass
 class Args:
     # --- experiment ---
-    seed: int = 1  # of the head, data order, and of the wrong answers of easy-vqa
+    seed: int = 1  # of the head, the data order, and easy-vqa's wrong answers
     output_dir: str = "runs"  # folder that holds one folder per run
     run_name: str | None = None  # this run's folder; None: script, model, seed and time
     resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
 
     # --- model and data ---
-    model: str = TINY_VL  # folder or hub id of a vision-language or text model, or one of our checkpoints
+    model: str = (
+        TINY_VL  # folder or hub id of a vision-language or text model, or a checkpoint of this script
+    )
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of a hub id or a saved folder
-    eval_datasets: tuple[
-        str, ...
-    ] = ()  # held-out sets, name=source; none: easy-vqa's test split beside easy-vqa
+    eval_datasets: tuple[str, ...] = ()  # held out, name=source; none: easy-vqa's test split beside easy-vqa
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
     video_fps: float = 2.0  # frames per second that are taken from videos
-    max_length: int = (
-        1024  # tokens of a prompt and a response, those of pictures too; longer rows are left out
-    )
-    lora_rank: int = 0  # train adapters of this rank on the language model, and the head; 0 = all weights
+    max_length: int = 1024  # tokens of prompt and response, those of pictures too; longer rows are left out
+    lora_rank: int = 0  # train adapters of this rank on the language model; 0 = all weights
     lora_alpha: float = 32.0  # the adapters' output is scaled by alpha / rank
 
     # --- algorithm ---
-    total_steps: int = 300  # optimizer steps; 0 = as --epochs says
-    epochs: float = 1.0  # passes over the data
-    train_batch_size: int = 32  # prompts, each with a pair or a ranking, per optimizer step, over all ranks
     center_coef: float = 0.0  # weight of (chosen + rejected)^2 (TRL: off, advised 0.01; EasyDeL: 0.1)
-    label_smoothing: float = 0.02  # probability that a label is wrong: above 0 the margins stay finite
+    label_smoothing: float = 0.02  # probability that a label is wrong; above 0 the margins stay finite
+    total_steps: int = 300  # optimizer steps; an epoch has rows / --train-batch-size of them
+    train_batch_size: int = 32  # prompts, each with a pair or a ranking, per optimizer step, over all ranks
 
     # --- optimizer ---
-    learning_rate: float = 5e-4  # peak; pretrained models want about 5e-6, with LoRA 1e-4
+    learning_rate: float = 5e-4  # peak; pretrained models want about 5e-6, or 1e-4 with LoRA
     min_lr_ratio: float = 0.1  # after the warm-up it follows a cosine down to this fraction; 1 = constant
     warmup_steps: int = 10  # optimizer steps of linear warm-up
     weight_decay: float = 0.0  # of matrices (AdamW)
@@ -100,30 +96,16 @@ class Args:
     # --- logging and checkpoints ---
     eval_steps: int = 150  # evaluate every so many steps, and at both ends; 0 = only there
     eval_samples: int = 1000  # prompts of each held-out set, a fixed random subset
-    save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only at the end
+    save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only there
     save_total_limit: int = 2  # checkpoints kept, newest first
-    track: Literal["off", "wandb", "tensorboard"] = (
-        "off"  # log there too (wandb: see WANDB_PROJECT, WANDB_MODE)
-    )
+    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too (see WANDB_PROJECT, WANDB_MODE)
 
 
 def check_args(args: Args) -> None:
-    names = [item.partition("=")[0] for item in args.eval_datasets]
     for is_bad, message in (
-        (
-            min(args.train_batch_size, args.total_steps + 1, args.eval_samples) < 1,
-            "counts must be at least 1",
-        ),
-        (
-            not 0 <= args.label_smoothing < 0.5,
-            "--label-smoothing must be in [0, 0.5): beyond, labels say nothing",
-        ),
-        (
-            args.micro_batch_tokens < args.max_length,
-            f"--micro-batch-tokens must hold --max-length {args.max_length}",
-        ),
-        (not all("=" in x for x in args.eval_datasets), "--eval-datasets: write each as name=source"),
-        (len({*names}) < len(names), "--eval-datasets: two sets have the same name"),
+        (min(args.train_batch_size, args.total_steps) < 1, "counts must be at least 1"),
+        (not 0 <= args.label_smoothing < 0.5, "--label-smoothing must lie in [0, 0.5)"),
+        (args.micro_batch_tokens < args.max_length, "--micro-batch-tokens must hold --max-length"),
         (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
     ):
         if is_bad:
@@ -136,17 +118,10 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-MAX_SKIPPED = 5  # updates in a row whose gradients are not finite: then the run stops
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # scores that count as the same
-
-
 # ---- data ----
 
-EASY_VQA_ANSWERS = (
-    ("yes", "no"),
-    ("circle", "rectangle", "triangle"),
-    ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow"),
-)
+
+KINDS = ("yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow")  # of answers
 
 
 def load_rows(source: str, split: str):
@@ -161,8 +136,8 @@ def load_rows(source: str, split: str):
 
             questions, answers, numbers = getattr(easy_vqa, f"get_{split}_questions")()
             paths = getattr(easy_vqa, f"get_{split}_image_paths")()
-            images = [str(paths[i]) for i in numbers]
-            return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
+            columns = {"prompt": questions, "image": [str(paths[i]) for i in numbers], "answer": answers}
+            return datasets.Dataset.from_dict(columns)
         if Path(source).is_dir():
             rows = datasets.load_from_disk(source)
             return rows[split] if isinstance(rows, datasets.DatasetDict) else rows
@@ -173,69 +148,65 @@ def load_rows(source: str, split: str):
         fail(f"{source} (split {split}) can't be read as a dataset: {error}")
 
 
-def add_wrong_answers(rows, seed: int):
-    """easy-vqa as pairs: the right answer is better than another one of its kind, drawn by the seed."""
-    rng = np.random.default_rng(seed)
-    others = {answer: [x for x in kind if x != answer] for kind in EASY_VQA_ANSWERS for answer in kind}
-    wrong = [others[answer][rng.integers(len(others[answer]))] for answer in rows["answer"]]
-    for name, answers in (("chosen", rows["answer"]), ("rejected", wrong)):
+def add_pairs(rows, seed: int):
+    """easy-vqa: the right answer is preferred to another one of its kind."""
+    rng, columns = np.random.default_rng(seed), {"chosen": rows["answer"], "rejected": []}
+    for answer in rows["answer"]:
+        others = [x for kind in map(str.split, KINDS) if answer in kind for x in kind if x != answer]
+        columns["rejected"].append(others[rng.integers(len(others))])
+    for name, answers in columns.items():
         rows = rows.add_column(name, [f"<answer>{answer}</answer>" for answer in answers])
     return rows
 
 
 def load_data(args: Args, source: str, split: str, seed: int, model, processor) -> SimpleNamespace:
-    """-> source, rows, and encode(indices): rows as prompts of common/packing.py, with their `responses`.
+    """-> source, rows, and encode(indices): rows as prompts of common/packing.py, with `responses`.
 
-    Columns: `chosen` and `rejected`, or `responses`, best first: strings or messages after `prompt` (or
-    `messages`), a string or a chat; or whole chats, whose common first messages are the prompt. `image(s)` and
-    `video(s)` of the prompt, one or a list, see to_messages; `margin` and `weight`: numbers, else 0 and 1.
+    Columns: `chosen` and `rejected`, or `responses`, best first: strings or messages that follow `prompt` (or
+    `messages`), a string or a chat; or whole chats that begin alike. The prompt's `image(s)` and `video(s)`,
+    as to_messages takes them. `margin` and `weight`: numbers, else 0 and 1.
     """
-    rows = load_rows(source, split)
-    rows = add_wrong_answers(rows, seed) if source == "easy-vqa" else rows
-    columns, special = set(rows.column_names), special_tokens(getattr(processor, "tokenizer", processor))
-    if "responses" not in columns and not {"chosen", "rejected"} <= columns:
-        fail(f"{source} has columns {', '.join(columns)}: rename yours to chosen and rejected, or responses")
+    rows, tokenizer = load_rows(source, split), getattr(processor, "tokenizer", processor)
+    rows = add_pairs(rows, seed) if source == "easy-vqa" else rows
+    if not {"responses"} <= set(rows.column_names) and not {"chosen", "rejected"} <= set(rows.column_names):
+        fail(
+            f"{source} has columns {', '.join(rows.column_names)}: it needs chosen and rejected, or responses"
+        )
 
     def encode(indices: list[int]) -> list[dict]:
         own = [rows[i] for i in indices]
-        rankings = [read_ranking(args, row, Path(source).parent, special) for row in own]
-        prompts = encode_rankings(model, processor, rankings)
-        for i, row, ranking, prompt in zip(indices, own, rankings, prompts):
-            longest = len(prompt["prompt_ids"]) + max(map(len, prompt["responses"]))
-            if longest > args.max_length:
-                raise ValueError(f"{longest} tokens are more than --max-length")
-            weight, margin = (row.get(name) for name in ("weight", "margin"))
-            texts = [
-                "\n".join(part.get("text", "") for m in chat for part in m["content"]) for chat in ranking
-            ]
+        chats = [read_ranking(args, row, Path(source).parent, tokenizer) for row in own]
+        prompts = encode_rankings(model, processor, chats)
+        for i, row, (_, *answers), prompt in zip(indices, own, chats, prompts):
+            lengths = [len(response) for response in prompt["responses"]]
+            if prompt["length"] + max(lengths) > args.max_length:
+                raise ValueError(f"{prompt['length']} + {max(lengths)} tokens are more than --max-length")
+            weight, margin = row.get("weight"), row.get("margin")
             shown = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
-            prompt |= {"index": i, "shown": shown | {"row": i, "prompt": texts[0]}, "answers": texts[1:]}
-            prompt |= {"margin": float(margin or 0), "weight": 1.0 if weight is None else float(weight)}
+            prompt |= {"index": i, "tokens": prompt["length"] + sum(lengths), "shown": {"row": i, **shown}}
+            prompt |= {"margin": margin or 0.0, "weight": 1.0 if weight is None else weight}
+            prompt["answers"] = ["\n".join(part["text"] for m in x for part in m["content"]) for x in answers]
         return prompts
 
-    return SimpleNamespace(
-        source=source, rows=rows, encode=keep_usable(source, encode, 2 * args.train_batch_size)
-    )
+    encode = keep_usable(source, encode, 2 * args.train_batch_size)  # a step asks for its rows repeatedly
+    return SimpleNamespace(source=source, rows=rows, encode=encode)
 
 
 def keep_usable(source: str, encode: Callable, limit: int) -> Callable[[list[int]], list[dict]]:
-    """encode(indices), a list, with rows that fail left out after a warning; the last results are kept."""
+    """encode(indices) without rows that fail, each named in a warning. The last results are kept."""
     kept = {}
 
     def encode_usable(indices: list[int]) -> list[dict]:
         new = [i for i in dict.fromkeys(indices) if i not in kept]
         try:
             kept.update(zip(new, encode(new)))
-        except (
-            Exception
-        ):  # a bad row, or a processor whose output for several can't be taken apart: one by one
+        except Exception:  # a bad row, or a processor whose output for many can't be taken apart: one by one
             for i in new:
                 try:
                     kept[i] = encode([i])[0]
                 except Exception as error:
                     kept[i] = None
-                    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                    tqdm.write(f"warning: {source} row {i} is left out: {reason}", file=sys.stderr)
+                    tqdm.write(f"warning: {source} row {i} is left out: {error!r:.300}", file=sys.stderr)
         found = [kept[i] for i in indices if kept[i] is not None]
         for i in [*kept][:-limit]:
             del kept[i]
@@ -244,72 +215,52 @@ def keep_usable(source: str, encode: Callable, limit: int) -> Callable[[list[int
     return encode_usable
 
 
-def special_tokens(tokenizer) -> re.Pattern:
-    found = [re.escape(str(t)) for t in tokenizer.added_tokens_decoder.values() if t.special]
-    return re.compile("|".join(found) or "(?!)")
-
-
-def read_ranking(args: Args, row: dict, folder: Path, special: re.Pattern) -> list[list[dict]]:
-    """-> the messages of the prompt, and those that each response adds to it, best first."""
-    answers = row.get("responses") or [row["chosen"], row["rejected"]]
+def read_ranking(args: Args, row: dict, folder: Path, tokenizer) -> list[list[dict]]:
+    """-> messages of the prompt, and of each response to it, best first."""
+    answers, prompt = row.get("responses") or [row["chosen"], row["rejected"]], row.get("prompt")
     answers = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
-    prompt = row.get("prompt") or row.get("messages")
     if answers[0][0]["role"] != "assistant":  # whole chats
-        shared = count_common(answers)
-        prompt, answers = answers[0][:shared], [chat[shared:] for chat in answers]
-    chats = [to_messages(args, prompt, row, folder, special)]
-    chats += [to_messages(args, answer, {}, folder, special)[-len(answer) :] for answer in answers]
-    if len(chats) < 3 or any(
-        part["type"] != "text" for chat in chats[1:] for m in chat for part in m["content"]
-    ):
-        raise ValueError("a ranking needs two responses, and its pictures belong into the prompt")
+        prompt = [same[0] for same in takewhile(lambda same: all(m == same[0] for m in same), zip(*answers))]
+        answers = [chat[len(prompt) :] for chat in answers]
+    chats = [to_messages(args, prompt or row["messages"], row, folder, tokenizer)]
+    chats += [to_messages(args, answer, {}, folder, tokenizer)[-len(answer) :] for answer in answers]
+    if len(answers) < 2 or any(x["type"] != "text" for chat in chats[1:] for m in chat for x in m["content"]):
+        raise ValueError("a ranking needs two responses, and pictures belong into the prompt")
     return chats
 
 
-def count_common(rows: list[list]) -> int:
-    """How many first items all have in common: [[1, 2, 3], [1, 2, 4, 5]] -> 2"""
-    return sum(1 for _ in takewhile(lambda items: all(x == items[0] for x in items), zip(*rows)))
-
-
 def encode_rankings(model, processor, rankings: list[list[list[dict]]]) -> list[dict]:
-    """Of read_ranking -> what the K chats of each begin with as a prompt, and what is left, K x (R,), R >= 1, as its
-    `responses`: token for token the chats as the processor sees them alone. Pictures are prepared once."""
-
-    def run(chats: list[list[dict]]) -> Iterator[dict]:
-        alone = len(rankings) == 1  # keep_usable's second try: some processors' output can't be taken apart
-        for part in [[chat] for chat in chats] if alone else [chats] if chats else []:
-            yield from encode_chats(processor, part)
-
-    def text_only(chat: list[dict]) -> list[dict]:
-        return [m | {"content": [part for part in m["content"] if part["type"] == "text"]} for m in chat]
-
-    texts = run([text_only(prompt) + answer for prompt, *answers in rankings for answer in answers])
-    whole = run([prompt + answers[0] for prompt, *answers in rankings if text_only(prompt) != prompt])
-    found = []
+    """What a ranking's whole chats begin with as a prompt, and what is left of each, at least one token, as its
+    `responses`: token for token what the processor makes of a chat alone. It sees pictures once."""
+    texts, whole, prompts = [], [], []
     for prompt, *answers in rankings:
-        encoded = [next(texts) for _ in answers]
-        ids = [inputs["input_ids"][0] for inputs in encoded]
-        shared = min(count_common([x.tolist() for x in ids]), min(map(len, ids)) - 1)
-        responses = [x[shared:] for x in ids]
-        inputs = next(whole) if text_only(prompt) != prompt else encoded[0]
-        T = inputs["input_ids"].shape[1]
-        P = T - len(responses[0])
-        if P < 1 or not torch.equal(inputs["input_ids"][0, P:], responses[0]):
+        text = [m | {"content": [part for part in m["content"] if part["type"] == "text"]} for m in prompt]
+        texts += [text + answer for answer in answers]
+        whole.append(prompt + answers[0])
+    # One by one in keep_usable's second try: not every processor's output for many can be taken apart.
+    parts = [texts] if len(rankings) > 1 else [[chat] for chat in texts]
+    encoded = (inputs["input_ids"][0] for part in parts for inputs in encode_chats(processor, part))
+    for (_, *answers), inputs in zip(rankings, encode_chats(processor, whole)):
+        ids = [next(encoded) for _ in answers]
+        starts = torch.stack([x[: min(map(len, ids)) - 1] for x in ids])
+        shared = int((starts == starts[0]).all(0).cumprod(0).sum())
+        T, R = inputs["input_ids"].shape[1], len(ids[0]) - shared
+        if not T > R or not torch.equal(inputs["input_ids"][0, T - R :], ids[0][shared:]):
             raise ValueError("its responses don't follow one and the same prompt")
-        inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
-        inputs = {name: x[:, :P] if x.shape[:2] == (1, T) else x for name, x in inputs.items()}
-        found.append(packing.make_prompt(model, inputs) | {"responses": responses})
-    return found
+        inputs = {name: x[:, : T - R] if x.shape[:2] == (1, T) else x for name, x in inputs.items()}
+        prompts.append(packing.make_prompt(model, inputs) | {"responses": [x[shared:] for x in ids]})
+    return prompts
 
 
-def to_messages(args: Args, given: str | list, row: dict, folder: Path, special: re.Pattern) -> list[dict]:
+def to_messages(args: Args, given: str | list, row: dict, folder: Path, tokenizer) -> list[dict]:
     """A string or chat, and its row's pictures and videos -> messages whose contents are lists of parts, media
-    opened and in their places: where <image> and <video> stand, or parts of such types; else first of all."""
+    opened, in their places: where <image> and <video> stand, or parts of such types; else in front."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
 
     def defuse(text: str) -> str:
         """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-        while special.search(text):
-            text = special.sub(lambda m: f"{m[0][0]} {m[0][1:]}" if len(m[0]) > 1 else " ", text)
+        while found := [token for token in special if token in text]:
+            text = text.replace(found[0], f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " ")
         return text
 
     messages, media, places = [], {}, {"image": [], "video": []}
@@ -322,12 +273,12 @@ def to_messages(args: Args, given: str | list, row: dict, folder: Path, special:
             for kind in media:
                 media[kind] += [part[kind] for part in text if part.get(kind) is not None]
             text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in text)
-        pieces = [piece for piece in re.split(f"({marks})", text) if piece]
-        kinds = [piece[1:-1] if re.fullmatch(marks, piece) else "text" for piece in pieces]
-        parts = [{"type": k} | ({"text": defuse(x)} if k == "text" else {}) for k, x in zip(kinds, pieces)]
+        parts = []
+        for piece in filter(None, re.split(f"({marks})", text)):
+            kind = piece[1:-1] if re.fullmatch(marks, piece) else "text"
+            parts.append({"type": kind} | ({"text": defuse(piece)} if kind == "text" else {}))
+            places.get(kind, []).append(parts[-1])
         messages.append({"role": message["role"], "content": parts})
-        for kind in places:
-            places[kind] += [part for part in parts if part["type"] == kind]
     for kind, items in media.items():
         if items and not places[kind]:
             places[kind] = [{"type": kind} for _ in items]
@@ -361,21 +312,19 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
 
 def encode_chats(processor, chats: list[list[dict]], **template) -> list[dict]:
     """The chat template of a processor, or of a text model's tokenizer -> what it makes of each chat."""
-    how = {"tokenize": True, "return_dict": True} | template
-    how |= {"return_tensors": "pt"} if len(chats) == 1 else {}
-    counts = [
-        {k: sum(p["type"] == k for m in c for p in m["content"]) for k in ("image", "video")} for c in chats
-    ]
-    taken = [
-        part["taken"] for chat in chats for m in chat for part in m["content"] if part["type"] == "video"
-    ]
+    parts = [[part for message in chat for part in message["content"]] for chat in chats]
+    counts = [{kind: sum(part["type"] == kind for part in own) for kind in packing.MEDIA} for own in parts]
+    taken = [part["taken"] for own in parts for part in own if part["type"] == "video"]
+    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt" if len(chats) == 1 else None}
     how |= {"processor_kwargs": {"video_metadata": taken, "do_sample_frames": False}} if taken else {}
     if not hasattr(processor, "tokenizer"):
         chats = [[m | {"content": "".join(p["text"] for p in m["content"])} for m in chat] for chat in chats]
     if processor.chat_template is None:
-        batch = processor(["".join(m["content"] for m in chat) for chat in chats], **how)
+        batch = processor(
+            ["".join(m["content"] for m in chat) for chat in chats], return_tensors=how["return_tensors"]
+        )
     else:
-        batch = processor.apply_chat_template(chats, **how)
+        batch = processor.apply_chat_template(chats, **how, **template)
     return [dict(batch)] if len(chats) == 1 else packing.split_batch(batch, counts)
 
 
@@ -386,47 +335,18 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
     return order[start - epochs[0] * num_rows :][:count].tolist()
 
 
-class Rankings(NamedTuple):
-    """n prompts with their ranked responses, prompt by prompt; the same on every rank."""
-
-    prompts: list[dict]  # (n,) of packing.summary; tokens, of the responses too; what is shown
-    sizes: list[int]  # (n,): responses of each
-    responses: list[Tensor]  # S x (R_b,): tokens after the prompt, best first
-    margins: list[float]  # (n,)
-    weights: list[float]  # (n,)
-
-
-def gather_rankings(data, indices: list[int]) -> Rankings:
-    """Some rows, dealt out to the ranks, encoded, and gathered on all of them."""
-    own = data.encode(np.array_split(np.array(indices, dtype=int), WORLD_SIZE)[RANK].tolist())
-    responses, sizes = [x for p in own for x in p["responses"]], [len(p["responses"]) for p in own]
-    tokens = [len(p["prompt_ids"]) + sum(map(len, p["responses"])) for p in own]
-    told = [
-        packing.summary(p) | {"tokens": n} | {k: p[k] for k in ("shown", "answers")}
-        for p, n in zip(own, tokens)
-    ]
-    mine = Rankings(told, sizes, responses, [p["margin"] for p in own], [p["weight"] for p in own])
-    gathered = [mine] * WORLD_SIZE
+def gather_rankings(data, indices: list[int]) -> list[dict]:
+    """Some rows, dealt out to the ranks, encoded, and gathered on all of them without what only packs need."""
+    own = data.encode(np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist())
+    large = {"prompt_ids", "position_ids", "inputs", "image", "video"}
+    own = [{name: x for name, x in prompt.items() if name not in large} for prompt in own]
+    gathered = [own] * WORLD_SIZE
     if WORLD_SIZE > 1:  # alone it would start threads in gloo, see sum_over_ranks
-        dist.all_gather_object(gathered, mine)
-    rankings = join(gathered)
-    if len(rankings.prompts) * 2 < len(indices):
+        dist.all_gather_object(gathered, own)
+    rankings = sum(gathered, [])
+    if len(rankings) * 2 < len(indices):
         fail(f"more than half of {len(indices)} rows of {data.source} can't be used: see the warnings")
     return rankings
-
-
-def join(parts: list[Rankings]) -> Rankings:
-    return Rankings(*(sum(lists, []) for lists in zip(*parts)))
-
-
-def packs_of_rankings(args: Args, engine, data, rankings: Rankings) -> Iterator:
-    """This rank's packs."""
-    ends = np.cumsum(rankings.sizes).tolist()
-    groups = [(g, [*range(end - K, end)]) for g, (K, end) in enumerate(zip(rankings.sizes, ends))]
-    given = groups, rankings.prompts, data.encode, rankings.responses, args.micro_batch_tokens
-    how = {"packed": packing.is_packed(engine.module.model), "media_everywhere": args.zero_stage > 0}
-    for pack in packing.packs_of_rank(*given, (RANK, WORLD_SIZE), **how):
-        yield pack.to(engine.device)
 
 
 # ---- model ----
@@ -476,184 +396,95 @@ def merged_state_dict(model) -> dict[str, Tensor]:
     return weights | {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
 
 
-class Head(nn.Linear):
-    """(S, H) -> (S,) in fp32: bf16 scores would tie."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden.float(), self.weight.float())[:, 0]
-
-
 class RewardModel(nn.Module):
-    """As DeepSpeed runs it: pack -> scores (S,), read at the last token of each response, wherever its row has it."""
+    """A language model and a head in place of its own: pack -> scores (S,) of its responses, fp32."""
 
-    all_tied_weights_keys = {}  # a backbone has none
+    all_tied_weights_keys = {}  # for merged_state_dict
 
     def __init__(self, model):
         super().__init__()
         H = model.config.get_text_config().hidden_size
-        self.model, self.score = model, Head(H, 1, bias=False, dtype=model.dtype)
+        self.model, self.score = model, nn.Linear(H, 1, bias=False, dtype=model.dtype)
         nn.init.normal_(self.score.weight, std=(H + 1) ** -0.5)  # https://arxiv.org/abs/2009.01325
 
     def forward(self, pack) -> Tensor:
-        return self.score(packing.forward_hidden(self.model, pack, last=True))
-
-
-def load_reward_model(name: str, dtype: torch.dtype) -> RewardModel:
-    """The backbone of a language model with a new head, or with its own if it is one of our checkpoints."""
-    from safetensors.torch import load_file
-
-    module, head = RewardModel(load_model(name, dtype).base_model), Path(name) / "score.safetensors"
-    module.score.load_state_dict(
-        {"weight": load_file(head)["score.weight"]} if head.is_file() else {}, strict=False
-    )
-    return module
-
-
-def set_pad_token(tokenizer, last: int) -> None:
-    """A pad token that chats don't end with: transformers' classifiers read the score at the last other one."""
-    names = [tokenizer.pad_token, tokenizer.eos_token, *tokenizer.all_special_tokens]
-    names += [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
-    usable = (name for name in names if name is not None and tokenizer.convert_tokens_to_ids(name) != last)
-    tokenizer.pad_token = next(usable, None) or fail(
-        "--model: chats end with its tokenizer's only special token"
-    )
+        hidden = packing.forward_hidden(self.model, pack, last=True)  # (S, H)
+        return hidden.float() @ self.score.weight[0].float()  # in bf16 close scores would tie
 
 
 # ---- pure math: tensors in, tensors and metrics out ----
 
 
-def ranking_pairs(sizes: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All pairs of each ranking. sizes: responses per prompt, best first, prompts one after the other: (S,) in all
-    -> chosen (B,) and rejected (B,) places in that row, owner (B,): prompt of a pair, share (B,) = 1 / its pairs.
+def ranking_pairs(rankings: list[dict]) -> tuple[Tensor, ...]:
+    """All pairs of rankings with `responses`, best first, `margin` and `weight` -> tensors (B,): chosen, rejected
+    (places in the row of all S responses), margins, weights (a prompt's pairs share its own; the sum is 1), shares
+    (the same if all prompts weigh the same).
 
-    sizes [2, 3] -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4], owner [0, 1, 1, 1], share [1, 1/3, 1/3, 1/3]
+    2 and 3 responses, margins 0 and .5, weights 3 and 1 -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4],
+    margins [0, .5, .5, .5], weights [3/4, 1/12, 1/12, 1/12], shares [1/2, 1/6, 1/6, 1/6]
     """
-    pairs, start = [], 0
-    for g, K in enumerate(sizes):
-        pairs += [(start + i, start + j, g, 2 / (K * (K - 1))) for i, j in combinations(range(K), 2)]
+    pairs, start, total = [], 0, sum(ranking["weight"] for ranking in rankings)
+    for ranking in rankings:
+        K = len(ranking["responses"])
+        share = 2 / (K * (K - 1))  # https://arxiv.org/abs/2203.02155 eq. (1)
+        numbers = float(ranking["margin"]), share * ranking["weight"] / total, share / len(rankings)
+        pairs += [(start + i, start + j, *numbers) for i, j in combinations(range(K), 2)]
         start += K
-    chosen, rejected, owner, share = zip(*pairs)
-    return torch.tensor(chosen), torch.tensor(rejected), torch.tensor(owner), torch.tensor(share)
+    return tuple(map(torch.tensor, zip(*pairs)))
 
 
-def bradley_terry_loss(
-    chosen_rewards: Tensor, rejected_rewards: Tensor, margins: Tensor, label_smoothing: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood of each preference, and the centering term, all (B,).
+def bradley_terry_loss(rewards: Tensor, pairs: tuple, label_smoothing: float, center_coef: float):
+    """Mean over pairs by weight of bt_loss + center_coef * center_loss, and of both. rewards (S,), pairs: above.
 
-    d           = chosen_rewards - rejected_rewards - margins
+    d           = chosen - rejected - margin
     bt_loss     = -(1 - label_smoothing) log sigmoid(d) - label_smoothing log sigmoid(-d)
-    center_loss = (chosen_rewards + rejected_rewards)^2
+    center_loss = (chosen + rejected)^2
 
-    chosen [1, 0], rejected [0, 2], margins [0, .5] -> d [1, -2.5]: bt_loss [.3133, 2.5789], center_loss [1, 4]
-    Smoothing: as in cDPO, https://arxiv.org/abs/2305.18290.
+    rewards [1, 0, 0, 2] of two pairs, margins [0, .5], weights [3, 1], no smoothing, center_coef .1
+    -> d [1, -2.5], bt_loss [.3133, 2.5789], center_loss [1, 4]: .8797 + .1 * 1.75 = 1.0547
+    Smoothing: https://ericmitchell.ai/cdpo.pdf, centering: https://arxiv.org/abs/2312.09244.
     """
-    # (B, 1) - (B,) would be (B, B)
-    assert chosen_rewards.dim() == 1 and chosen_rewards.shape == rejected_rewards.shape == margins.shape
-    d = chosen_rewards - rejected_rewards - margins
-    bt_loss = -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)
-    return bt_loss, (chosen_rewards + rejected_rewards) ** 2
+    chosen, rejected, margins, weights, _ = pairs
+    d = rewards[chosen] - rewards[rejected] - margins  # (B,)
+    bt_loss = -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)  # (B,)
+    bt_loss = (weights * bt_loss).sum()
+    center_loss = (weights * (rewards[chosen] + rewards[rejected]) ** 2).sum()
+    loss = bt_loss + center_coef * center_loss
+    return loss, {"rm/loss": loss, "rm/bt_loss": bt_loss, "rm/center_loss": center_loss}
 
 
-def ranking_loss(
-    rewards: Tensor,
-    sizes: list[int],
-    margins: Tensor,
-    weights: Tensor,
-    label_smoothing: float,
-    center_coef: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean over n prompts, by weight, of the mean over a prompt's pairs of bt_loss + center_coef * center_loss, and
-    of both parts: a prompt counts once, however many of its responses are ranked.
-
-    rewards (S,) in the order of `sizes`, margins (n,), weights (n,)
-
-    rewards [1, 0, 0, 0], sizes [2, 2], margins [0, 0], weights [3, 1], no smoothing, center_coef .1
-    -> (3 * (.3133 + .1) + .6931) / 4 = .4832
-    """
-    assert rewards.shape == (sum(sizes),) and margins.shape == weights.shape == (len(sizes),)
-    chosen, rejected, owner, share = (x.to(rewards.device) for x in ranking_pairs(sizes))  # (B,)
-    bt_loss, center_loss = bradley_terry_loss(
-        rewards[chosen], rewards[rejected], margins[owner], label_smoothing
-    )
-    by_pair = weights[owner] * share / weights.sum()  # (B,)
-    parts = {"rm/bt_loss": (by_pair * bt_loss).sum(), "rm/center_loss": (by_pair * center_loss).sum()}
-    return parts["rm/bt_loss"] + center_coef * parts["rm/center_loss"], parts
-
-
-def calibration_error(margins: Tensor, share: Tensor, num_bins: int = 10) -> Tensor:
-    """Expected calibration error of sigmoid(|chosen - rejected|), the probability that the higher score is the
-    better one: sum over bins of weight * |accuracy - confidence|, https://arxiv.org/abs/1706.04599.
-
-    margins (B,) = chosen - rejected, share (B,): weights of the pairs; bins of equal width over [0.5, 1]
-
-    margins [2, -2, 0], share [1, 1, 1]: confidences .881, .881, .5, right 1, 0, 1/2 -> (2 * |.5 - .881| + 0) / 3 = .2539
-    """
-    confidence = margins.abs().sigmoid()
-    bins = ((confidence - 0.5) * 2 * num_bins).long().clamp(0, num_bins - 1)
-    gap = torch.zeros(num_bins).to(margins).index_add(0, bins, share * (preferred(margins) - confidence))
-    return gap.abs().sum() / share.sum()
-
-
-def preferred(margins: Tensor) -> Tensor:
-    """1 where the chosen response has the higher score, one half for ties, else 0."""
-    return (torch.sign(margins) + 1) / 2
-
-
-def correlation(x: Tensor, y: Tensor) -> Tensor:
-    """Pearson's; 0 where one of them does not vary."""
-    x, y = x - x.mean(), y - y.mean()
-    return (x * y).sum() / (x.square().sum() * y.square().sum()).sqrt().clamp(min=1e-12)
-
-
-def ranking_metrics(
-    rewards: Tensor,
-    lengths: Tensor,
-    sizes: list[int],
-    margins: Tensor,
-    weights: Tensor,
-    smoothing: float,
-    center: float,
-) -> dict[str, Tensor]:
-    """Of the scores (S,) of responses of `lengths` (S,) tokens; sizes, margins (n,), weights (n,) of their n prompts.
-    Losses as trained. The others: means over prompts of means over their pairs, whatever the weights.
-    """
-    rewards, lengths, margins, weights = (x.double() for x in (rewards, lengths, margins, weights))
-    loss, parts = ranking_loss(rewards, sizes, margins, weights, smoothing, center)
-    chosen, rejected, _, share = ranking_pairs(sizes)
-    per_pair, gap = share.double() / len(sizes), rewards[chosen] - rewards[rejected]  # (B,)
-    size = torch.tensor(sizes)
-    owner = torch.repeat_interleave(size)  # (S,): prompt of each response
-
-    def within(x: Tensor) -> Tensor:
-        """Deviation from the mean of the prompt's responses."""
-        return x - (torch.zeros(len(sizes)).to(x).index_add(0, owner, x) / size)[owner]
-
-    metrics = {"rm/loss": loss, **parts} | {
-        "rm/accuracy": (per_pair * preferred(gap)).sum(),
-        "rm/margin": (per_pair * gap).sum(),
-        "rm/length_correlation": correlation(within(rewards), within(lengths)),
-        "rm/ece": calibration_error(gap, share.double()),
+def ranking_metrics(args: Args, rewards: Tensor, rankings: list[dict]) -> dict[str, float]:
+    """Of scores (S,): losses as trained; the others are means by share, over a prompt's pairs, then prompts."""
+    rewards, pairs = rewards.double(), ranking_pairs(rankings)
+    _, metrics = bradley_terry_loss(rewards, pairs, args.label_smoothing, args.center_coef)
+    chosen, rejected, _, _, shares = pairs
+    gap = rewards[chosen] - rewards[rejected]  # (B,)
+    right = (gap.sign() + 1) / 2  # (B,): ties are one half
+    own = rewards.split([len(ranking["responses"]) for ranking in rankings])
+    lengths = [torch.tensor([float(len(x)) for x in ranking["responses"]]) for ranking in rankings]
+    # Without the prompt's mean, of which the cosine is Pearson's correlation: their own means are 0.
+    within = [torch.cat([x.double() - x.double().mean() for x in part]) for part in (own, lengths)]
+    metrics |= {
+        "rm/accuracy": (shares * right).sum(),
+        "rm/margin": (shares * gap).sum(),
+        "rm/ece": calibration_error(gap.abs().sigmoid(), right, shares),
+        "rm/length_correlation": F.cosine_similarity(*within, dim=0, eps=1e-12),
     }
     for name, side in (("chosen", rewards[chosen]), ("rejected", rewards[rejected])):
-        mean = (per_pair * side).sum()
-        metrics[f"rm/{name}_rewards"] = mean
-        metrics[f"rm/{name}_std"] = (per_pair * (side - mean).square()).sum().sqrt()
-    return metrics
+        mean = (shares * side).sum()
+        metrics |= {f"rm/{name}_rewards": mean, f"rm/{name}_std": (shares * (side - mean) ** 2).sum().sqrt()}
+    return {name: float(value) for name, value in metrics.items()}
 
 
-# ---- proof: packing against the unmodified model ----
+def calibration_error(confidence: Tensor, right: Tensor, shares: Tensor, num_bins: int = 10) -> Tensor:
+    """Sum over bins of confidence in [0.5, 1] of |accuracy - confidence| times the share of its pairs, (B,) each:
+    the expected calibration error of https://arxiv.org/abs/1706.04599.
 
-
-def pack_if_equal(engine, probes: list[dict]) -> None:
-    """Pack if packed scores are those of the unmodified model on some real prompts; say so."""
-    model = engine.module.model
-    gap, reason = max(packing.packing_gap(model, engine, prompt) for prompt in probes)
-    if gap > TOLERANCE[model.dtype]:
-        tell(f"warning: no packing ({reason}): responses run one by one, exact but slow")
-    else:
-        packing.switch_attention(model, "packed")
-        tell(f"packed scores = those of the unmodified model within {gap:.0e}")
+    confidence [.88, .88, .5], right [1, 0, .5], shares 1/3 each -> |(1 - .88) + (0 - .88)| / 3 + 0 = .2533
+    """
+    bins = ((confidence - 0.5) * 2 * num_bins).long().clamp(0, num_bins - 1)
+    error = shares * (right - confidence)
+    return torch.zeros(num_bins).to(error).index_add(0, bins, error).abs().sum()
 
 
 # ---- DeepSpeed ----
@@ -748,72 +579,70 @@ def optimizer_step(engine) -> tuple[float, bool]:
 # ---- update ----
 
 
-def update_reward(args: Args, engine, data, rankings: Rankings) -> tuple[dict[str, float], bool]:
-    """One optimizer step -> metrics, and whether it was taken."""
-    # Where a prompt's responses lie in several packs, a first pass tells each pack the scores of the others.
-    longest = max(prompt["tokens"] for prompt in rankings.prompts)
-    split = longest > args.micro_batch_tokens or not packing.is_packed(engine.module.model)
-    known = compute_scores(args, engine, data, rankings) if split else torch.zeros(len(rankings.responses))
-    known, table = known.to(engine.device), torch.zeros(len(known), device=engine.device)  # (S,), (S,)
-    margins, weights = (torch.tensor(x, device=engine.device) for x in (rankings.margins, rankings.weights))
-    packs = list(packs_of_rankings(args, engine, data, rankings))
-    for k, pack in enumerate(packs):
-        engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
-        rows = torch.tensor([b for b, _ in pack.rows], dtype=torch.long, device=engine.device)
-        rewards = engine(pack)  # (rows,)
-        table[rows] = rewards.detach()
-        # Of the whole step, on all ranks; other packs' scores are constants here.
-        whole = known.index_put((rows,), rewards)  # (S,)
-        loss, _ = ranking_loss(
-            whole, rankings.sizes, margins, weights, args.label_smoothing, args.center_coef
-        )
-        # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
-        engine.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
-    norm, taken = optimizer_step(engine)
-    metrics = score_metrics(args, sum_over_ranks(table, engine.device), rankings)
-    return metrics | {"train/grad_norm": norm if taken else 0.0}, taken
-
-
-def score_metrics(args: Args, rewards: Tensor, rankings: Rankings) -> dict[str, float]:
-    lengths = torch.tensor([len(response) for response in rankings.responses])
-    given = (
-        torch.tensor(rankings.margins),
-        torch.tensor(rankings.weights),
-        args.label_smoothing,
-        args.center_coef,
-    )
-    metrics = ranking_metrics(rewards, lengths, rankings.sizes, *given)
-    return {name: float(value) for name, value in metrics.items()}
+def packs_of_rankings(args: Args, rankings: list[dict], data, engine) -> Iterator:
+    """This rank's packs."""
+    responses = [response for ranking in rankings for response in ranking["responses"]]
+    ends = np.cumsum([len(ranking["responses"]) for ranking in rankings]).tolist()
+    groups = [(g, [*range(*bounds)]) for g, bounds in enumerate(zip([0, *ends], ends))]
+    given = groups, rankings, data.encode, responses, args.micro_batch_tokens, RANK, WORLD_SIZE
+    packed = packing.is_packed(engine.module.model)
+    for pack in packing.packs_of_rank(*given, packed, media_everywhere=args.zero_stage > 0):
+        yield pack.to(engine.device)
 
 
 @torch.no_grad()
-def compute_scores(args: Args, engine, data, rankings: Rankings) -> Tensor:
-    """Of all responses, (S,)."""
-    table = torch.zeros(len(rankings.responses), device=engine.device)
-    for pack in packs_of_rankings(args, engine, data, rankings):
-        table[[b for b, _ in pack.rows]] = engine(pack)
-    return sum_over_ranks(table, engine.device)
+def compute_rewards(args: Args, rankings: list[dict], data, engine) -> Tensor:
+    """Scores of all responses, (S,)."""
+    rewards = torch.zeros(sum(len(ranking["responses"]) for ranking in rankings), device=engine.device)
+    for pack in packs_of_rankings(args, rankings, data, engine):
+        rewards[pack.rows] = engine(pack)
+    return sum_over_ranks(rewards, engine.device)
+
+
+def update_reward(args: Args, rankings: list[dict], data, engine) -> tuple[dict[str, float], bool]:
+    """One optimizer step -> metrics, and whether it was taken."""
+    packs, pairs = [*packs_of_rankings(args, rankings, data, engine)], ranking_pairs(rankings)
+    pairs, S = [x.to(engine.device) for x in pairs], sum(len(ranking["responses"]) for ranking in rankings)
+    others, rewards = torch.zeros(2, S, device=engine.device)
+    split = max(ranking["tokens"] for ranking in rankings) > args.micro_batch_tokens
+    if split or not packing.is_packed(engine.module.model):
+        # A prompt's responses lie in several packs: each takes the scores of the others as constants.
+        others = compute_rewards(args, rankings, data, engine).to(engine.device)
+    for k, pack in enumerate(packs):
+        engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
+        own = engine(pack)
+        rewards[pack.rows] = own.detach()
+        known = others.index_put((pack.rows,), own)  # (S,)
+        loss, _ = bradley_terry_loss(known, pairs, args.label_smoothing, args.center_coef)
+        # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
+        engine.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
+    norm, taken = optimizer_step(engine)
+    metrics = ranking_metrics(args, sum_over_ranks(rewards, engine.device), rankings)
+    return metrics | {"train/grad_norm": norm if taken else 0.0}, taken
 
 
 # ---- evaluate ----
 
 
-def evaluate(args: Args, engine, name: str, data) -> tuple[dict[str, float], list[dict]]:
-    """A fixed subset of a held-out set -> metrics, and every pair with its scores."""
-    indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples]).tolist()
-    batches, scores, n = [], [], args.train_batch_size
-    for start in range(0, len(indices), n):
-        batches.append(gather_rankings(data, indices[start : start + n]))
-        scores.append(compute_scores(args, engine, data, batches[-1]))
-    rewards, rankings, samples = torch.cat(scores), join(batches), []
-    starts = np.cumsum([0, *rankings.sizes]).tolist()
-    for i, j, g in zip(*(x.tolist() for x in ranking_pairs(rankings.sizes)[:3])):
-        prompt, own = rankings.prompts[g], {"phase": f"eval_{name}", "margin": float(rewards[i] - rewards[j])}
-        for side, b in (("chosen", i), ("rejected", j)):
-            own |= {side: prompt["answers"][b - starts[g]], f"{side}_reward": float(rewards[b])}
-        samples.append(prompt["shown"] | own)
-    metrics = score_metrics(args, rewards, rankings)
-    return {key.replace("rm/", f"eval/{name}/"): value for key, value in metrics.items()}, samples
+def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], list[dict]]:
+    """A fixed subset of each held-out set -> metrics, and all pairs with their scores."""
+    metrics, samples, n = {}, [], args.train_batch_size
+    for name, data in eval_sets.items():
+        indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples]).tolist()
+        rankings, rewards = [], []
+        for start in range(0, len(indices), n):
+            rankings += (batch := gather_rankings(data, indices[start : start + n]))
+            rewards.append(compute_rewards(args, batch, data, engine))
+        found = ranking_metrics(args, torch.cat(rewards), rankings)
+        metrics |= {key.replace("rm/", f"eval/{name}/"): value for key, value in found.items()}
+        scores = iter(torch.cat(rewards).tolist())
+        for ranking in rankings:
+            for (chosen, x), (rejected, y) in combinations(
+                [(a, next(scores)) for a in ranking["answers"]], 2
+            ):
+                sample = {"chosen": chosen, "rejected": rejected, "chosen_reward": x, "rejected_reward": y}
+                samples.append(ranking["shown"] | sample | {"margin": x - y, "phase": f"eval_{name}"})
+    return metrics, samples
 
 
 # ---- save, resume, log ----
@@ -869,65 +698,69 @@ def save_checkpoint(
 
 
 def export_reward_model(module: RewardModel, processor, folder: Path) -> None:
-    """The merged backbone, its head in score.safetensors, and the processor; a text model is a classifier with
-    one label, which has the head too. Collective."""
-    from safetensors.torch import save_file
-
-    weights = {name: weight.cpu() for name, weight in merged_state_dict(module).items()}
+    """A text model as transformers' classifier with one label, else the backbone; merged, with the processor and
+    the head in a file of its own. Collective."""
+    weights = {name.removeprefix("model."): x.cpu() for name, x in merged_state_dict(module).items()}
     if RANK > 0:
         return
-    config, kind, name = module.model.config, transformers.AutoModelForSequenceClassification, "score.weight"
-    save_file({name: weights[name]}, folder / "score.safetensors")
-    if hasattr(config, "vision_config"):
-        kind = transformers.AutoModel
-    else:
-        config.num_labels, config.pad_token_id = 1, processor.pad_token_id
+    head, config = {"score.weight": weights.pop("score.weight")}, module.model.config
+    safetensors.torch.save_file(head, folder / "score.safetensors")
+    is_vision, config.num_labels = hasattr(config, "vision_config"), 1
+    kind = transformers.AutoModel if is_vision else transformers.AutoModelForSequenceClassification
     with torch.device("meta"):  # the same architecture, without adapters
         plain = kind.from_config(config, dtype=module.model.dtype)
-    names = set(plain.state_dict())
-    prefix = f"{plain.base_model_prefix}." if name in names else ""
-    weights = {re.sub(r"^model\.", prefix, name): weight for name, weight in weights.items()}
-    plain.save_pretrained(
-        folder, state_dict={name: weight for name, weight in weights.items() if name in names}
-    )
+    if not is_vision:
+        weights = {f"{plain.base_model_prefix}.{name}": x for name, x in weights.items()} | head
+        plain.config.pad_token_id = processor.pad_token_id
+    plain.save_pretrained(folder, state_dict=weights)
     processor.save_pretrained(folder)
 
 
-def start_logging(args: Args, run_dir: Path, step: int) -> Callable[[dict[str, float], list[dict]], None]:
-    """-> log(metrics, samples): rank 0 writes to metrics.jsonl, samples.jsonl, and where --track says. What an
-    interrupted run wrote after step, its last checkpoint, is dropped."""
+def set_pad_token(tokenizer, last: int) -> None:
+    """A classifier of transformers reads the score at the last token that is not pad: none that ends chats."""
+    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    usable = [i for i in [tokenizer.pad_token_id, *special] if i not in (None, last)]
+    tokenizer.pad_token_id = usable[0] if usable else fail("--model lacks a special token that ends no chat")
+
+
+def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
+    """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
     if RANK > 0:
-        return lambda metrics, samples: None
-    run_dir.mkdir(parents=True, exist_ok=True)
-    for path in run_dir.glob("*.jsonl"):
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        path.write_text("".join(line for line in lines if step and json.loads(line)["train/step"] <= step))
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        return
+    samples = [{"train/step": metrics["train/step"], **sample} for sample in samples]
+    for name, lines in (("metrics", [metrics]), ("samples", samples)):
+        with (run_dir / f"{name}.jsonl").open("a") as file:
+            file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
     if args.track == "wandb":
         import wandb
 
         known = {"id": run_dir.name, "name": run_dir.name, "config": asdict(args), "dir": run_dir}
-        wandb.init(**known, resume="allow")
+        (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=metrics["train/step"])
     if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(run_dir), purge_step=step + 1)
-
-    def log(metrics: dict[str, float], samples: list[dict]) -> None:
-        now = {"train/step": metrics["train/step"]}
-        for name, lines in (("metrics", [metrics]), ("samples", [now | sample for sample in samples])):
-            with (run_dir / f"{name}.jsonl").open("a") as file:
-                file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-        if args.track == "wandb":
-            wandb.log(metrics, step=metrics["train/step"])
-        if args.track == "tensorboard":
+        with SummaryWriter(
+            str(run_dir / "tensorboard"), filename_suffix=f".{metrics['train/step']}"
+        ) as writer:
             for name, value in metrics.items():
                 writer.add_scalar(name, value, metrics["train/step"])
 
-    return log
+
+def open_run(args: Args, run_dir: Path, step: int) -> None:
+    """Rank 0 alone: the folder and its args.json; what an interrupted run logged after step is dropped."""
+    if RANK > 0:
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+    for path in run_dir.glob("*.jsonl"):
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        path.write_text("".join(line for line in lines if 0 < step >= json.loads(line)["train/step"]))
 
 
 # ---- main ----
+
+
+MAX_SKIPPED = 5  # updates in a row without finite gradients: then the run stops
 
 
 def main(args: Args) -> dict[str, float]:
@@ -936,103 +769,87 @@ def main(args: Args) -> dict[str, float]:
     started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     check_args(args)
-    device = init_distributed()
+    device, n = init_distributed(), args.train_batch_size
     run_dir, checkpoint = find_run(args)
     best = "bfloat16" if device.type == "cuda" else "float32"
     dtype = getattr(torch, best if args.dtype == "auto" else args.dtype)
 
     # --- 2. models and engines ---
     torch.manual_seed(args.seed)  # of the head and LoRA's first weights
-    module = load_reward_model(args.model, dtype)
-    model, kind = (
-        module.model,
-        "AutoProcessor" if hasattr(module.model.config, "vision_config") else "AutoTokenizer",
-    )
+    module = RewardModel(load_model(args.model, dtype).base_model)
+    model, head = module.model, Path(args.model) / "score.safetensors"
+    if head.is_file():
+        module.load_state_dict(safetensors.torch.load_file(head), strict=False)
+    kind = "AutoProcessor" if hasattr(model.config, "vision_config") else "AutoTokenizer"
     processor = getattr(transformers, kind).from_pretrained(args.model)
-    data = load_data(args, args.dataset, args.dataset_split, args.seed, model, processor)
-    total_steps = args.total_steps or math.ceil(args.epochs * len(data.rows) / args.train_batch_size)
     if args.lora_rank:
-        model.requires_grad_(False)
         add_adapters(args, model)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    engine = make_engine(args, module, dtype, total_steps)
-    state = {"step": 0, "skipped": 0}  # updates skipped in a row
+    engine = make_engine(args, module, dtype, args.total_steps)
+    state = {"step": 0, "skipped": 0}  # updates in a row
     if checkpoint is not None:
         state = engine.load_checkpoint(str(checkpoint / "state" / "reward"), tag="engine")[1]["ours"]
 
     # --- 3. data ---
-    sources = dict(item.split("=", 1) for item in args.eval_datasets)
-    if not sources and args.dataset == "easy-vqa":
-        sources = {"easy-vqa": "easy-vqa"}
-    eval_sets = {
-        name: load_data(args, source, args.eval_dataset_split, 0, model, processor)
-        for name, source in sources.items()
-    }
-    log = start_logging(args, run_dir, state["step"])
-    tell(f"{run_dir}: {len(data.rows)} rows, {total_steps} steps, {WORLD_SIZE} rank(s), {device}, {dtype}")
+    data = load_data(args, args.dataset, args.dataset_split, args.seed, model, processor)
+    sources = args.eval_datasets or (("easy-vqa=easy-vqa",) if args.dataset == "easy-vqa" else ())
+    eval_sets = {}
+    for name, _, source in (item.partition("=") for item in sources):
+        eval_sets[name] = load_data(args, source, args.eval_dataset_split, 0, model, processor)
+    open_run(args, run_dir, state["step"])
+    tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
     prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(f"{args.dataset}: no row can be used")
+    probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
+    tell(packing.prove_packing(model, engine, probes))
     if kind == "AutoTokenizer":
         set_pad_token(processor, int(prompts[0]["responses"][0][-1]))
-    pack_if_equal(engine, [*{packing.summary(prompt)["kinds"]: prompt for prompt in prompts}.values()])
     received, stopped, saved = [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
-
-    def evaluate_all() -> tuple[dict[str, float], list[dict]]:
-        metrics, samples = {}, []
-        for name, held_out in eval_sets.items():
-            found = evaluate(args, engine, name, held_out)
-            metrics, samples = metrics | found[0], samples + found[1]
-        return metrics, samples
-
     if eval_sets and state["step"] == 0:
-        metrics, samples = evaluate_all()
-        log({"train/step": 0, "train/episode": 0, **metrics}, samples)
-    steps = range(state["step"] + 1, total_steps + 1)
+        before, samples = evaluate(args, engine, eval_sets)
+        log(args, run_dir, {"train/step": 0, "train/episode": 0, **before}, samples)
+    steps = range(state["step"] + 1, args.total_steps + 1)
     hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step instead
-    for step in (bar := tqdm(steps, "reward", total_steps, initial=state["step"], disable=hidden)):
+    for step in (bar := tqdm(steps, "reward", args.total_steps, initial=state["step"], disable=hidden)):
         # --- 7. update ---
         start = time.perf_counter()
-        wanted = batch_indices(
-            (step - 1) * args.train_batch_size, args.train_batch_size, len(data.rows), args.seed
-        )
-        rankings = gather_rankings(data, wanted)
-        metrics, taken = update_reward(args, engine, data, rankings)
+        indices = batch_indices((step - 1) * n, n, len(data.rows), args.seed)
+        rankings = gather_rankings(data, indices)
+        metrics, taken = update_reward(args, rankings, data, engine)
         state = {"step": step, "skipped": 0 if taken else state["skipped"] + 1}
         seconds = time.perf_counter() - start
 
         # --- 9. log ---
         metrics |= {
             "train/step": step,
-            "train/episode": step * args.train_batch_size,
-            "train/epoch": step * args.train_batch_size / len(data.rows),
+            "train/episode": step * n,
+            "train/epoch": step * n / len(data.rows),
             "train/learning_rate": engine.get_lr()[0],
             "train/skipped_updates": int(not taken),
-            "rollout/prompts_dropped": len(wanted) - len(rankings.prompts),
+            "rollout/prompts_dropped": len(indices) - len(rankings),
             "time/total": seconds,
-            "time/tokens_per_second": sum(prompt["tokens"] for prompt in rankings.prompts) / seconds,
+            "time/tokens_per_second": sum(ranking["tokens"] for ranking in rankings) / seconds,
         }
         shown = {key: f"{metrics[f'rm/{key}']:.3f}" for key in ("loss", "accuracy")}
         bar.set_postfix(shown)
 
         # --- 10. eval and save ---
-        last, hopeless, samples = step == total_steps, state["skipped"] == MAX_SKIPPED, []
+        last, hopeless, samples = step == args.total_steps, state["skipped"] == MAX_SKIPPED, []
         if eval_sets and (last or (args.eval_steps and step % args.eval_steps == 0)):
-            evaluated, samples = evaluate_all()
+            evaluated, samples = evaluate(args, engine, eval_sets)
             metrics |= evaluated
             shown |= {f"held-out {name}": f"{evaluated[f'eval/{name}/accuracy']:.3f}" for name in eval_sets}
-        log(metrics, samples)
+        log(args, run_dir, metrics, samples)
         if hidden:
-            tell(f"step {step} of {total_steps}, {seconds:.2f} s: {shown}")
+            tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
         stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike
         if last or stopped or hopeless or (args.save_steps and step % args.save_steps == 0):
             export = functools.partial(export_reward_model, module, processor)
             saved = save_checkpoint(args, run_dir, {"reward": engine}, state, export)
         if hopeless:
-            fail(
-                f"{MAX_SKIPPED} updates in a row had gradients that are not finite; {saved} has the weights before"
-            )
+            fail(f"{MAX_SKIPPED} updates in a row had no finite gradients; {saved} has the last good weights")
         if stopped:
             break
 
