@@ -15,7 +15,6 @@ interface: RewardTrainer of TRL (huggingface/trl@f2cd577) and EasyDeL; docs/rewa
 import functools
 import io
 import json
-import logging
 import math
 import os
 import re
@@ -37,6 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 import tyro
+from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -121,6 +121,7 @@ def fail(message: str) -> NoReturn:
 # ---- data ----
 
 
+KNOWN = "index length kinds tokens responses margin weight shown texts"  # to all ranks, of a prompt
 KINDS = ("yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow")  # of answers
 
 
@@ -138,12 +139,12 @@ def load_rows(source: str, split: str):
             paths = getattr(easy_vqa, f"get_{split}_image_paths")()
             columns = {"prompt": questions, "image": [str(paths[i]) for i in numbers], "answer": answers}
             return datasets.Dataset.from_dict(columns)
-        if Path(source).is_dir():
-            rows = datasets.load_from_disk(source)
-            return rows[split] if isinstance(rows, datasets.DatasetDict) else rows
         if kind in ("json", "csv", "parquet"):
             return datasets.load_dataset(kind, data_files=source, split="train")
-        return datasets.load_dataset(source, split=split)
+        if not Path(source).is_dir():
+            return datasets.load_dataset(source, split=split)
+        rows = datasets.load_from_disk(source)
+        return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
         fail(f"{source} (split {split}) can't be read as a dataset: {error}")
 
@@ -160,101 +161,76 @@ def add_pairs(rows, seed: int):
 
 
 def load_data(args: Args, source: str, split: str, seed: int, model, processor) -> SimpleNamespace:
-    """-> source, rows, and encode(indices): rows as prompts of common/packing.py, with `responses`.
+    """-> source, rows, and encode(indices): prompts of common/packing.py with their ranked `responses`.
 
     Columns: `chosen` and `rejected`, or `responses`, best first: strings or messages that follow `prompt` (or
-    `messages`), a string or a chat; or whole chats that begin alike. The prompt's `image(s)` and `video(s)`,
-    as to_messages takes them. `margin` and `weight`: numbers, else 0 and 1.
+    `messages`), a string or a chat; or whole chats that begin alike. `image(s)` and `video(s)` of the prompt, see
+    to_messages. `margin` and `weight`: numbers, else 0 and 1.
     """
     rows, tokenizer = load_rows(source, split), getattr(processor, "tokenizer", processor)
     rows = add_pairs(rows, seed) if source == "easy-vqa" else rows
-    if not {"responses"} <= set(rows.column_names) and not {"chosen", "rejected"} <= set(rows.column_names):
-        fail(
-            f"{source} has columns {', '.join(rows.column_names)}: it needs chosen and rejected, or responses"
-        )
+    columns = set(rows.column_names)
+    if "responses" not in columns and not {"chosen", "rejected"} <= columns:
+        fail(f"{source} has columns {', '.join(columns)}: rename yours to chosen and rejected, or responses")
 
-    def encode(indices: list[int]) -> list[dict]:
-        own = [rows[i] for i in indices]
-        chats = [read_ranking(args, row, Path(source).parent, tokenizer) for row in own]
-        prompts = encode_rankings(model, processor, chats)
-        for i, row, (_, *answers), prompt in zip(indices, own, chats, prompts):
+    @functools.lru_cache(2 * args.train_batch_size)  # a step asks repeatedly
+    def encode(index: int) -> dict | None:
+        try:
+            row = rows[index]
+            messages, *answers = read_ranking(args, row, Path(source).parent, tokenizer)
+            prompt = encode_ranking(model, processor, messages, answers)
             lengths = [len(response) for response in prompt["responses"]]
             if prompt["length"] + max(lengths) > args.max_length:
                 raise ValueError(f"{prompt['length']} + {max(lengths)} tokens are more than --max-length")
-            weight, margin = row.get("weight"), row.get("margin")
             shown = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
-            prompt |= {"index": i, "tokens": prompt["length"] + sum(lengths), "shown": {"row": i, **shown}}
-            prompt |= {"margin": margin or 0.0, "weight": 1.0 if weight is None else weight}
-            prompt["answers"] = ["\n".join(part["text"] for m in x for part in m["content"]) for x in answers]
-        return prompts
+            texts = ["\n".join(part["text"] for m in answer for part in m["content"]) for answer in answers]
+            prompt |= {
+                "index": index,
+                "tokens": prompt["length"] + sum(lengths),
+                "shown": shown,
+                "texts": texts,
+            }
+            return {"margin": 0.0, "weight": 1.0} | {k: x for k, x in row.items() if x is not None} | prompt
+        except Exception as error:
+            tqdm.write(f"warning: {source} row {index} is left out: {error!r:.300}", file=sys.stderr)
 
-    encode = keep_usable(source, encode, 2 * args.train_batch_size)  # a step asks for its rows repeatedly
-    return SimpleNamespace(source=source, rows=rows, encode=encode)
-
-
-def keep_usable(source: str, encode: Callable, limit: int) -> Callable[[list[int]], list[dict]]:
-    """encode(indices) without rows that fail, each named in a warning. The last results are kept."""
-    kept = {}
-
-    def encode_usable(indices: list[int]) -> list[dict]:
-        new = [i for i in dict.fromkeys(indices) if i not in kept]
-        try:
-            kept.update(zip(new, encode(new)))
-        except Exception:  # a bad row, or a processor whose output for many can't be taken apart: one by one
-            for i in new:
-                try:
-                    kept[i] = encode([i])[0]
-                except Exception as error:
-                    kept[i] = None
-                    tqdm.write(f"warning: {source} row {i} is left out: {error!r:.300}", file=sys.stderr)
-        found = [kept[i] for i in indices if kept[i] is not None]
-        for i in [*kept][:-limit]:
-            del kept[i]
-        return found
-
-    return encode_usable
+    usable = {"encode": lambda indices: [prompt for prompt in map(encode, indices) if prompt]}
+    return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, **usable)
 
 
 def read_ranking(args: Args, row: dict, folder: Path, tokenizer) -> list[list[dict]]:
-    """-> messages of the prompt, and of each response to it, best first."""
-    answers, prompt = row.get("responses") or [row["chosen"], row["rejected"]], row.get("prompt")
+    """-> messages of the prompt, and those of each response to it, best first."""
+    answers = row.get("responses") or [row["chosen"], row["rejected"]]
     answers = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
     if answers[0][0]["role"] != "assistant":  # whole chats
-        prompt = [same[0] for same in takewhile(lambda same: all(m == same[0] for m in same), zip(*answers))]
-        answers = [chat[len(prompt) :] for chat in answers]
-    chats = [to_messages(args, prompt or row["messages"], row, folder, tokenizer)]
-    chats += [to_messages(args, answer, {}, folder, tokenizer)[-len(answer) :] for answer in answers]
-    if len(answers) < 2 or any(x["type"] != "text" for chat in chats[1:] for m in chat for x in m["content"]):
+        shared = [same[0] for same in takewhile(lambda same: all(m == same[0] for m in same), zip(*answers))]
+        row, answers = row | {"messages": shared}, [chat[len(shared) :] for chat in answers]
+    chats = [to_messages(args, {"messages": x}, folder, tokenizer)[-len(x) :] for x in answers]
+    if len(chats) < 2 or any(part["type"] != "text" for chat in chats for m in chat for part in m["content"]):
         raise ValueError("a ranking needs two responses, and pictures belong into the prompt")
-    return chats
+    return [to_messages(args, row, folder, tokenizer), *chats]
 
 
-def encode_rankings(model, processor, rankings: list[list[list[dict]]]) -> list[dict]:
-    """What a ranking's whole chats begin with as a prompt, and what is left of each, at least one token, as its
-    `responses`: token for token what the processor makes of a chat alone. It sees pictures once."""
-    texts, whole, prompts = [], [], []
-    for prompt, *answers in rankings:
-        text = [m | {"content": [part for part in m["content"] if part["type"] == "text"]} for m in prompt]
-        texts += [text + answer for answer in answers]
-        whole.append(prompt + answers[0])
-    # One by one in keep_usable's second try: not every processor's output for many can be taken apart.
-    parts = [texts] if len(rankings) > 1 else [[chat] for chat in texts]
-    encoded = (inputs["input_ids"][0] for part in parts for inputs in encode_chats(processor, part))
-    for (_, *answers), inputs in zip(rankings, encode_chats(processor, whole)):
-        ids = [next(encoded) for _ in answers]
-        starts = torch.stack([x[: min(map(len, ids)) - 1] for x in ids])
-        shared = int((starts == starts[0]).all(0).cumprod(0).sum())
-        T, R = inputs["input_ids"].shape[1], len(ids[0]) - shared
-        if not T > R or not torch.equal(inputs["input_ids"][0, T - R :], ids[0][shared:]):
-            raise ValueError("its responses don't follow one and the same prompt")
-        inputs = {name: x[:, : T - R] if x.shape[:2] == (1, T) else x for name, x in inputs.items()}
-        prompts.append(packing.make_prompt(model, inputs) | {"responses": [x[shared:] for x in ids]})
-    return prompts
+def encode_ranking(model, processor, messages: list[dict], answers: list[list[dict]]) -> dict:
+    """What the whole chats begin with as a prompt, and what is left of each, (R,) with R >= 1, as `responses`:
+    token for token what the processor makes of each chat. It sees the pictures once."""
+    text = [m | {"content": [part for part in m["content"] if part["type"] == "text"]} for m in messages]
+    encoded = [packing.encode_chat(processor, text + answer) for answer in answers]
+    ids = [inputs["input_ids"][0] for inputs in encoded]
+    starts = torch.stack([x[: min(map(len, ids)) - 1] for x in ids])
+    shared = int((starts == starts[0]).all(0).cumprod(0).sum())
+    inputs = encoded[0] if text == messages else packing.encode_chat(processor, messages + answers[0])
+    T, R = inputs["input_ids"].shape[1], len(ids[0]) - shared
+    if T == R or not torch.equal(inputs["input_ids"][0, T - R :], ids[0][shared:]):
+        raise ValueError("its responses don't follow one and the same prompt")
+    inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
+    inputs = {name: x[:, : T - R] if x.shape[:2] == (1, T) else x for name, x in inputs.items()}
+    return packing.make_prompt(model, inputs) | {"responses": [x[shared:] for x in ids]}
 
 
-def to_messages(args: Args, given: str | list, row: dict, folder: Path, tokenizer) -> list[dict]:
-    """A string or chat, and its row's pictures and videos -> messages whose contents are lists of parts, media
-    opened, in their places: where <image> and <video> stand, or parts of such types; else in front."""
+def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
+    """A row's string or chat, pictures and videos -> messages whose contents are lists of parts, media opened
+    and in their places: where <image> and <video> stand, or parts of such types; without any, in front."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
 
     def defuse(text: str) -> str:
@@ -263,19 +239,18 @@ def to_messages(args: Args, given: str | list, row: dict, folder: Path, tokenize
             text = text.replace(found[0], f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " ")
         return text
 
-    messages, media, places = [], {}, {"image": [], "video": []}
-    for kind in places:
-        items = row.get(kind) or row.get(f"{kind}s") or []
-        media[kind] = [*items] if isinstance(items, list) else [items]
+    given, messages, places = row.get("messages") or row["prompt"], [], {"image": [], "video": []}
+    columns = {kind: row.get(kind) or row.get(f"{kind}s") or [] for kind in places}
+    media = {kind: [*items] if isinstance(items, list) else [items] for kind, items in columns.items()}
     for message in [{"role": "user", "content": given}] if isinstance(given, str) else given:
-        text, marks = message["content"], "<image>|<video>" if message["role"] != "assistant" else "(?!)"
+        text, parts = message["content"], []
         if not isinstance(text, str):  # what parts hold themselves goes to the places that they mark
             for kind in media:
                 media[kind] += [part[kind] for part in text if part.get(kind) is not None]
             text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in text)
-        parts = []
-        for piece in filter(None, re.split(f"({marks})", text)):
-            kind = piece[1:-1] if re.fullmatch(marks, piece) else "text"
+        marks = ("<image>", "<video>") if message["role"] != "assistant" else ()
+        for piece in filter(None, re.split("(<image>|<video>)", text) if marks else [text]):
+            kind = piece[1:-1] if piece in marks else "text"
             parts.append({"type": kind} | ({"text": defuse(piece)} if kind == "text" else {}))
             places.get(kind, []).append(parts[-1])
         messages.append({"role": message["role"], "content": parts})
@@ -293,13 +268,10 @@ def to_messages(args: Args, given: str | list, row: dict, folder: Path, tokenize
 
 
 def open_media(kind: str, source, folder: Path, fps: float) -> dict:
-    """A picture: PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> in RGB. A video: a
+    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> a picture in RGB. A video's
     path -> fps frames a second, (F, height, width, 3), and when they were taken."""
-    from PIL import Image
-    from transformers.video_utils import load_video
-
     if kind == "video":
-        frames, taken = load_video(str(folder / source), fps=fps, backend="pyav")
+        frames, taken = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
         return {
             "video": frames,
             "taken": {k: taken[k] for k in ("total_num_frames", "fps", "frames_indices")},
@@ -308,24 +280,6 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
     source = io.BytesIO(source) if isinstance(source, bytes) else source
     source = folder / source if isinstance(source, str) else source
     return {"image": (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")}
-
-
-def encode_chats(processor, chats: list[list[dict]], **template) -> list[dict]:
-    """The chat template of a processor, or of a text model's tokenizer -> what it makes of each chat."""
-    parts = [[part for message in chat for part in message["content"]] for chat in chats]
-    counts = [{kind: sum(part["type"] == kind for part in own) for kind in packing.MEDIA} for own in parts]
-    taken = [part["taken"] for own in parts for part in own if part["type"] == "video"]
-    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt" if len(chats) == 1 else None}
-    how |= {"processor_kwargs": {"video_metadata": taken, "do_sample_frames": False}} if taken else {}
-    if not hasattr(processor, "tokenizer"):
-        chats = [[m | {"content": "".join(p["text"] for p in m["content"])} for m in chat] for chat in chats]
-    if processor.chat_template is None:
-        batch = processor(
-            ["".join(m["content"] for m in chat) for chat in chats], return_tensors=how["return_tensors"]
-        )
-    else:
-        batch = processor.apply_chat_template(chats, **how, **template)
-    return [dict(batch)] if len(chats) == 1 else packing.split_batch(batch, counts)
 
 
 def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
@@ -337,9 +291,8 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
 
 def gather_rankings(data, indices: list[int]) -> list[dict]:
     """Some rows, dealt out to the ranks, encoded, and gathered on all of them without what only packs need."""
-    own = data.encode(np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist())
-    large = {"prompt_ids", "position_ids", "inputs", "image", "video"}
-    own = [{name: x for name, x in prompt.items() if name not in large} for prompt in own]
+    own, names = data.encode(np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist()), KNOWN.split()
+    own = [{name: prompt[name] for name in names} for prompt in own]
     gathered = [own] * WORLD_SIZE
     if WORLD_SIZE > 1:  # alone it would start threads in gloo, see sum_over_ranks
         dist.all_gather_object(gathered, own)
@@ -501,32 +454,30 @@ def init_distributed() -> torch.device:
     os.environ |= {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"), "DS_ACCELERATOR": device.type}
     import deepspeed
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # On a CPU it would compile this for a minute, for nothing.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("WARNING")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute on a CPU
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return device
 
 
 def sum_over_ranks(table: Tensor, device) -> Tensor:
-    if WORLD_SIZE == 1:  # gloo copies in its own thread: with a second OpenMP team no thread spins any more
-        return table.cpu()
-    table = table.to(device)
-    dist.all_reduce(table)
+    if (
+        WORLD_SIZE > 1
+    ):  # alone, gloo would copy in a thread of its own: with two OpenMP teams none spins any more
+        dist.all_reduce(table := table.to(device))
     return table.cpu()
 
 
 def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0):
     """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither.
 
-    One pack is one micro-batch. Batch sizes stay 1 here: the number of packs per optimizer step varies, so
-    `set_gradient_accumulation_boundary` ends a step, and the losses carry their own global denominators.
+    One pack is one micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step,
+    batch sizes stay 1 here, and the losses carry their own global denominators.
     """
     import deepspeed
 
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": {
@@ -536,12 +487,10 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
             "stage3_param_persistence_threshold": 10_000,
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs on the CPU too, and needs no compiler
-        "steps_per_print": 2**31,
     }
-    if args.zero_stage == 3:  # read outside its own module's forward
-        deepspeed.zero.register_external_parameter(module, module.model.get_output_embeddings().weight)
+    if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
+        deepspeed.zero.register_external_parameter(module, head.weight)  # read outside its own forward
     optimizer = schedule = None
     if total_updates:
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -637,9 +586,7 @@ def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], lis
         metrics |= {key.replace("rm/", f"eval/{name}/"): value for key, value in found.items()}
         scores = iter(torch.cat(rewards).tolist())
         for ranking in rankings:
-            for (chosen, x), (rejected, y) in combinations(
-                [(a, next(scores)) for a in ranking["answers"]], 2
-            ):
+            for (chosen, x), (rejected, y) in combinations([(a, next(scores)) for a in ranking["texts"]], 2):
                 sample = {"chosen": chosen, "rejected": rejected, "chosen_reward": x, "rejected_reward": y}
                 samples.append(ranking["shown"] | sample | {"margin": x - y, "phase": f"eval_{name}"})
     return metrics, samples
@@ -649,9 +596,8 @@ def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], lis
 
 
 def tell(message: str) -> None:
-    """One line, from rank 0, also under a progress bar."""
     if RANK == 0:
-        tqdm.write(message, file=sys.stdout)
+        tqdm.write(message)  # also under a progress bar
         sys.stdout.flush()
 
 
@@ -664,6 +610,7 @@ def find_run(args: Args) -> tuple[Path, Path | None]:
     """-> the run's folder, and the checkpoint to go on from."""
     name = f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     found = [Path(args.output_dir) / (args.run_name or name), None]
+    dist.broadcast_object_list(found)  # the name holds a time: all ranks take rank 0's
     if args.resume == "auto":
         found[1] = next(reversed(checkpoints(found[0])), None)
     elif args.resume is not None:
@@ -672,23 +619,30 @@ def find_run(args: Args) -> tuple[Path, Path | None]:
             fail(f"--resume {args.resume} is no checkpoint: it has no folder named state")
     elif RANK == 0 and found[0].exists():
         fail(f"{found[0]} exists already: choose another --run-name, or go on with --resume auto")
-    dist.broadcast_object_list(found)  # the name holds a time: all ranks take rank 0's
     return found[0], found[1]
 
 
-def save_checkpoint(
-    args: Args, run_dir: Path, engines: dict, state: dict, export: Callable[[Path], None]
-) -> Path:
-    """checkpoint-N: a Hugging Face folder, by export, that loads by itself; and state/ for --resume. Collective."""
-    final = run_dir / f"checkpoint-{state['step']}"
+def save_checkpoint(args: Args, run_dir: Path, engine, processor, state: dict) -> Path:
+    """checkpoint-N: a text model as transformers' classifier with one label, else the backbone, and the head beside;
+    with the processor, and state/ for --resume. Collective."""
+    final, config = run_dir / f"checkpoint-{state['step']}", engine.module.model.config
     folder = final.with_suffix(".tmp")  # renamed when all of it is written
     if RANK == 0:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
-    for name, engine in engines.items():
-        engine.save_checkpoint(str(folder / "state" / name), tag="engine", client_state={"ours": state})
-    export(folder)
+    engine.save_checkpoint(str(folder / "state" / "reward"), tag="engine", client_state={"ours": state})
+    weights = {name: weight.cpu() for name, weight in merged_state_dict(engine.module).items()}
     if RANK == 0:
+        head = {"score.weight": weights.pop("score.weight")}
+        safetensors.torch.save_file(head, folder / "score.safetensors")
+        is_vision, config.num_labels = hasattr(config, "vision_config"), 1
+        kind = transformers.AutoModel if is_vision else transformers.AutoModelForSequenceClassification
+        with torch.device("meta"):  # the same architecture, without adapters
+            plain = kind.from_config(config)
+        prefix, head = ("", {}) if is_vision else (f"{plain.base_model_prefix}.", head)
+        weights = {prefix + name.removeprefix("model."): weight for name, weight in weights.items()}
+        plain.save_pretrained(folder, state_dict=weights | head)
+        processor.save_pretrained(folder)
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed before it
         folder.rename(final)
         for old in checkpoints(run_dir)[: -args.save_total_limit]:
@@ -697,97 +651,60 @@ def save_checkpoint(
     return final
 
 
-def export_reward_model(module: RewardModel, processor, folder: Path) -> None:
-    """A text model as transformers' classifier with one label, else the backbone; merged, with the processor and
-    the head in a file of its own. Collective."""
-    weights = {name.removeprefix("model."): x.cpu() for name, x in merged_state_dict(module).items()}
-    if RANK > 0:
-        return
-    head, config = {"score.weight": weights.pop("score.weight")}, module.model.config
-    safetensors.torch.save_file(head, folder / "score.safetensors")
-    is_vision, config.num_labels = hasattr(config, "vision_config"), 1
-    kind = transformers.AutoModel if is_vision else transformers.AutoModelForSequenceClassification
-    with torch.device("meta"):  # the same architecture, without adapters
-        plain = kind.from_config(config, dtype=module.model.dtype)
-    if not is_vision:
-        weights = {f"{plain.base_model_prefix}.{name}": x for name, x in weights.items()} | head
-        plain.config.pad_token_id = processor.pad_token_id
-    plain.save_pretrained(folder, state_dict=weights)
-    processor.save_pretrained(folder)
-
-
-def set_pad_token(tokenizer, last: int) -> None:
-    """A classifier of transformers reads the score at the last token that is not pad: none that ends chats."""
+def set_pad_token(model, tokenizer, last: int) -> None:
+    """One that chats don't end with: transformers' classifiers read the score at the last token that is not pad."""
     special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
     usable = [i for i in [tokenizer.pad_token_id, *special] if i not in (None, last)]
     tokenizer.pad_token_id = usable[0] if usable else fail("--model lacks a special token that ends no chat")
+    model.config.pad_token_id = tokenizer.pad_token_id
 
 
 def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
     """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
-    if RANK > 0:
-        return
-    samples = [{"train/step": metrics["train/step"], **sample} for sample in samples]
-    for name, lines in (("metrics", [metrics]), ("samples", samples)):
+    step = metrics["train/step"]
+    files = ("metrics", [metrics]), ("samples", [{"train/step": step} | sample for sample in samples])
+    for name, lines in files if RANK == 0 else ():
         with (run_dir / f"{name}.jsonl").open("a") as file:
             file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-    if args.track == "wandb":
+    if args.track == "wandb" and RANK == 0:
         import wandb
 
         known = {"id": run_dir.name, "name": run_dir.name, "config": asdict(args), "dir": run_dir}
-        (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=metrics["train/step"])
-    if args.track == "tensorboard":
+        (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=step)
+    if args.track == "tensorboard" and RANK == 0:
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(
-            str(run_dir / "tensorboard"), filename_suffix=f".{metrics['train/step']}"
-        ) as writer:
+        with SummaryWriter(str(run_dir)) as writer:
             for name, value in metrics.items():
-                writer.add_scalar(name, value, metrics["train/step"])
-
-
-def open_run(args: Args, run_dir: Path, step: int) -> None:
-    """Rank 0 alone: the folder and its args.json; what an interrupted run logged after step is dropped."""
-    if RANK > 0:
-        return
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-    for path in run_dir.glob("*.jsonl"):
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        path.write_text("".join(line for line in lines if 0 < step >= json.loads(line)["train/step"]))
+                writer.add_scalar(name, value, step)
 
 
 # ---- main ----
 
 
-MAX_SKIPPED = 5  # updates in a row without finite gradients: then the run stops
-
-
 def main(args: Args) -> dict[str, float]:
-    """Train; -> the last metrics."""
     # --- 1. setup ---
     started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     check_args(args)
     device, n = init_distributed(), args.train_batch_size
     run_dir, checkpoint = find_run(args)
-    best = "bfloat16" if device.type == "cuda" else "float32"
-    dtype = getattr(torch, best if args.dtype == "auto" else args.dtype)
+    fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
+    dtype = torch.float32 if fp32 else torch.bfloat16
 
     # --- 2. models and engines ---
-    torch.manual_seed(args.seed)  # of the head and LoRA's first weights
-    module = RewardModel(load_model(args.model, dtype).base_model)
-    model, head = module.model, Path(args.model) / "score.safetensors"
+    model, head = load_model(args.model, dtype).base_model, Path(args.model) / "score.safetensors"
+    processor = transformers.AutoProcessor.from_pretrained(args.model)  # of a text model: its tokenizer
+    torch.manual_seed(args.seed)  # of the head's and LoRA's first weights
+    module = RewardModel(model)
     if head.is_file():
         module.load_state_dict(safetensors.torch.load_file(head), strict=False)
-    kind = "AutoProcessor" if hasattr(model.config, "vision_config") else "AutoTokenizer"
-    processor = getattr(transformers, kind).from_pretrained(args.model)
     if args.lora_rank:
         add_adapters(args, model)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     engine = make_engine(args, module, dtype, args.total_steps)
-    state = {"step": 0, "skipped": 0}  # updates in a row
+    state = {"step": 0, "before": {}, "skipped": 0}  # skipped: updates in a row
     if checkpoint is not None:
         state = engine.load_checkpoint(str(checkpoint / "state" / "reward"), tag="engine")[1]["ours"]
 
@@ -797,19 +714,25 @@ def main(args: Args) -> dict[str, float]:
     eval_sets = {}
     for name, _, source in (item.partition("=") for item in sources):
         eval_sets[name] = load_data(args, source, args.eval_dataset_split, 0, model, processor)
-    open_run(args, run_dir, state["step"])
+    if RANK == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        for path in run_dir.glob("*.jsonl"):  # without what an interrupted run logged after its checkpoint
+            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
+            path.write_text("".join(lines))
     tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
     prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(f"{args.dataset}: no row can be used")
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
     tell(packing.prove_packing(model, engine, probes))
-    if kind == "AutoTokenizer":
-        set_pad_token(processor, int(prompts[0]["responses"][0][-1]))
+    if processor is data.tokenizer:  # a text model's
+        set_pad_token(model, processor, int(prompts[0]["responses"][0][-1]))
     received, stopped, saved = [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
-    if eval_sets and state["step"] == 0:
-        before, samples = evaluate(args, engine, eval_sets)
-        log(args, run_dir, {"train/step": 0, "train/episode": 0, **before}, samples)
+    if eval_sets and not state["before"]:  # a resumed run has it
+        state["before"], samples = evaluate(args, engine, eval_sets)
+        log(args, run_dir, {"train/step": 0, "train/episode": 0, **state["before"]}, samples)
     steps = range(state["step"] + 1, args.total_steps + 1)
     hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step instead
     for step in (bar := tqdm(steps, "reward", args.total_steps, initial=state["step"], disable=hidden)):
@@ -818,7 +741,7 @@ def main(args: Args) -> dict[str, float]:
         indices = batch_indices((step - 1) * n, n, len(data.rows), args.seed)
         rankings = gather_rankings(data, indices)
         metrics, taken = update_reward(args, rankings, data, engine)
-        state = {"step": step, "skipped": 0 if taken else state["skipped"] + 1}
+        state |= {"step": step, "skipped": 0 if taken else state["skipped"] + 1}
         seconds = time.perf_counter() - start
 
         # --- 9. log ---
@@ -828,40 +751,38 @@ def main(args: Args) -> dict[str, float]:
             "train/epoch": step * n / len(data.rows),
             "train/learning_rate": engine.get_lr()[0],
             "train/skipped_updates": int(not taken),
-            "rollout/prompts_dropped": len(indices) - len(rankings),
+            "rollout/prompts_dropped": n - len(rankings),
             "time/total": seconds,
             "time/tokens_per_second": sum(ranking["tokens"] for ranking in rankings) / seconds,
         }
-        shown = {key: f"{metrics[f'rm/{key}']:.3f}" for key in ("loss", "accuracy")}
+        samples, shown = [], {key: f"{metrics[f'rm/{key}']:.3f}" for key in ("loss", "accuracy")}
         bar.set_postfix(shown)
 
         # --- 10. eval and save ---
-        last, hopeless, samples = step == args.total_steps, state["skipped"] == MAX_SKIPPED, []
+        last, hopeless = step == args.total_steps, state["skipped"] == 5
         if eval_sets and (last or (args.eval_steps and step % args.eval_steps == 0)):
             evaluated, samples = evaluate(args, engine, eval_sets)
             metrics |= evaluated
-            shown |= {f"held-out {name}": f"{evaluated[f'eval/{name}/accuracy']:.3f}" for name in eval_sets}
+            shown |= {name: f"{evaluated[f'eval/{name}/accuracy']:.3f}" for name in eval_sets}
         log(args, run_dir, metrics, samples)
         if hidden:
             tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
         stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike
         if last or stopped or hopeless or (args.save_steps and step % args.save_steps == 0):
-            export = functools.partial(export_reward_model, module, processor)
-            saved = save_checkpoint(args, run_dir, {"reward": engine}, state, export)
+            saved = save_checkpoint(args, run_dir, engine, processor, state)
         if hopeless:
-            fail(f"{MAX_SKIPPED} updates in a row had no finite gradients; {saved} has the last good weights")
+            fail(f"step {step}: no finite gradients, 5 times in a row; {saved} has the weights from before")
         if stopped:
             break
 
     # --- 11. finish ---
     if stopped:
         tell(f"stopped by a signal after step {step}; go on with --resume {saved}")
-    elif RANK == 0:
-        before = json.loads((run_dir / "metrics.jsonl").read_text().partition("\n")[0])
-        keys = [key for key in before if key.endswith(("/accuracy", "/ece")) and key in metrics]
-        told = [f"{key} {before[key]:.3f} -> {metrics[key]:.3f}" for key in keys]
+    else:
+        keys = [key for key in state["before"] if key.endswith(("/accuracy", "/ece"))]
+        told = [f"{key} {state['before'][key]:.3f} -> {metrics[key]:.3f}" for key in keys]
         tell(" · ".join([*told, f"{time.perf_counter() - started:.0f} s", str(saved)]))
-        tell(f"for a report: python tools/report.py {run_dir}")
+        tell(f"to see it: python tools/report.py {run_dir}")
     dist.destroy_process_group()
     return metrics
 
