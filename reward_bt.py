@@ -1,11 +1,11 @@
 """Bradley-Terry reward model, for vision-language and text models.
 
-A head on a language model's last hidden state learns to score the better of two responses higher:
+A linear head on a language model's last hidden state learns to score the better of two responses higher:
 
-    d = score(chosen) - score(rejected) - margin      loss = -log sigmoid(d) + center_coef (sum of both scores)^2
+    d = score(chosen) - score(rejected) - margin    loss = -log sigmoid(d) + center_coef (sum of the scores)^2
 
-Papers: https://arxiv.org/abs/2203.02155 eq. (1), https://arxiv.org/abs/2307.09288 eq. (2) (margins). Same
-interface: RewardTrainer of TRL (huggingface/trl@f2cd577) and EasyDeL; docs/reward_bt.md lists what differs.
+Papers: https://arxiv.org/abs/2203.02155 eq. (1), margins https://arxiv.org/abs/2307.09288 eq. (2). Same interface:
+RewardTrainer of TRL (huggingface/trl@f2cd577) and of EasyDeL; docs/reward_bt.md lists what differs.
 
     python reward_bt.py                 # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --learning-rate 5e-6
@@ -22,7 +22,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import combinations, takewhile
 from pathlib import Path
@@ -57,7 +57,6 @@ class Args:
     output_dir: str = "runs"  # folder that holds one folder per run
     run_name: str | None = None  # this run's folder; None: script, model, seed and time
     resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
-
     # --- model and data ---
     model: str = (
         TINY_VL  # folder or hub id of a vision-language or text model, or a checkpoint of this script
@@ -71,13 +70,11 @@ class Args:
     max_length: int = 1024  # tokens of prompt and response, those of pictures too; longer rows are left out
     lora_rank: int = 0  # train adapters of this rank on the language model; 0 = all weights
     lora_alpha: float = 32.0  # the adapters' output is scaled by alpha / rank
-
     # --- algorithm ---
     center_coef: float = 0.0  # weight of (chosen + rejected)^2 (TRL: off, advised 0.01; EasyDeL: 0.1)
     label_smoothing: float = 0.02  # probability that a label is wrong; above 0 the margins stay finite
     total_steps: int = 300  # optimizer steps; an epoch has rows / --train-batch-size of them
     train_batch_size: int = 32  # prompts, each with a pair or a ranking, per optimizer step, over all ranks
-
     # --- optimizer ---
     learning_rate: float = 5e-4  # peak; pretrained models want about 5e-6, or 1e-4 with LoRA
     min_lr_ratio: float = 0.1  # after the warm-up it follows a cosine down to this fraction; 1 = constant
@@ -85,14 +82,12 @@ class Args:
     weight_decay: float = 0.0  # of matrices (AdamW)
     adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
-
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 (float32 master weights) on CUDA only
     zero_stage: Literal[0, 1, 2, 3] = 0  # shards 1 the optimizer, 2 + gradients, 3 + parameters
     offload_optimizer: bool = False  # keep optimizer states and the optimizer step on the CPU
     gradient_checkpointing: bool = False  # less memory, a third more time
     micro_batch_tokens: int = 8192  # tokens of one forward and backward on one rank
-
     # --- logging and checkpoints ---
     eval_steps: int = 150  # evaluate every so many steps, and at both ends; 0 = only there
     eval_samples: int = 1000  # prompts of each held-out set, a fixed random subset
@@ -104,9 +99,10 @@ class Args:
 def check_args(args: Args) -> None:
     for is_bad, message in (
         (min(args.train_batch_size, args.total_steps) < 1, "counts must be at least 1"),
-        (not 0 <= args.label_smoothing < 0.5, "--label-smoothing must lie in [0, 0.5)"),
+        (not 0 <= args.label_smoothing < 0.5, "--label-smoothing must be at least 0 and less than 0.5"),
         (args.micro_batch_tokens < args.max_length, "--micro-batch-tokens must hold --max-length"),
         (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
+        (args.resume == "auto" and args.run_name is None, "--resume auto needs --run-name"),
     ):
         if is_bad:
             fail(message)
@@ -121,8 +117,7 @@ def fail(message: str) -> NoReturn:
 # ---- data ----
 
 
-KNOWN = "index length kinds tokens responses margin weight shown texts"  # to all ranks, of a prompt
-KINDS = ("yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow")  # of answers
+KINDS = ("yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow")
 
 
 def load_rows(source: str, split: str):
@@ -150,20 +145,21 @@ def load_rows(source: str, split: str):
 
 
 def add_pairs(rows, seed: int):
-    """easy-vqa: the right answer is preferred to another one of its kind."""
-    rng, columns = np.random.default_rng(seed), {"chosen": rows["answer"], "rejected": []}
+    """easy-vqa: the answer is preferred to another one of its kind, drawn by the seed."""
+    rng, wrong = np.random.default_rng(seed), []
     for answer in rows["answer"]:
         others = [x for kind in map(str.split, KINDS) if answer in kind for x in kind if x != answer]
-        columns["rejected"].append(others[rng.integers(len(others))])
-    for name, answers in columns.items():
+        wrong.append(others[rng.integers(len(others))])
+    for name, answers in (("chosen", rows["answer"]), ("rejected", wrong)):
         rows = rows.add_column(name, [f"<answer>{answer}</answer>" for answer in answers])
     return rows
 
 
 def load_data(args: Args, source: str, split: str, seed: int, model, processor) -> SimpleNamespace:
-    """-> source, rows, and encode(indices): prompts of common/packing.py with their ranked `responses`.
+    """-> source, rows, tokenizer, and encode(indices): prompts of common/packing.py, without unusable ones, with
+    a `ranking` each: what all ranks are told of it.
 
-    Columns: `chosen` and `rejected`, or `responses`, best first: strings or messages that follow `prompt` (or
+    Columns: `chosen` and `rejected`, or `responses`, best first: strings or messages after `prompt` (or
     `messages`), a string or a chat; or whole chats that begin alike. `image(s)` and `video(s)` of the prompt, see
     to_messages. `margin` and `weight`: numbers, else 0 and 1.
     """
@@ -176,21 +172,15 @@ def load_data(args: Args, source: str, split: str, seed: int, model, processor) 
     @functools.lru_cache(2 * args.train_batch_size)  # a step asks repeatedly
     def encode(index: int) -> dict | None:
         try:
-            row = rows[index]
-            messages, *answers = read_ranking(args, row, Path(source).parent, tokenizer)
-            prompt = encode_ranking(model, processor, messages, answers)
-            lengths = [len(response) for response in prompt["responses"]]
-            if prompt["length"] + max(lengths) > args.max_length:
-                raise ValueError(f"{prompt['length']} + {max(lengths)} tokens are more than --max-length")
-            shown = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
-            texts = ["\n".join(part["text"] for m in answer for part in m["content"]) for answer in answers]
-            prompt |= {
-                "index": index,
-                "tokens": prompt["length"] + sum(lengths),
-                "shown": shown,
-                "texts": texts,
-            }
-            return {"margin": 0.0, "weight": 1.0} | {k: x for k, x in row.items() if x is not None} | prompt
+            chats = read_ranking(args, rows[index], Path(source).parent, tokenizer)
+            prompt, responses = encode_ranking(model, processor, *chats)
+            P, R = prompt["length"], [*map(len, responses)]
+            if P + max(R) > args.max_length:
+                raise ValueError(f"{P} + {max(R)} tokens are more than --max-length")
+            shown = {name: x for name, x in rows[index].items() if isinstance(x, str | int | float)}
+            own = {"row": index, "index": index, "length": P, "kinds": prompt["kinds"], "tokens": P + sum(R)}
+            ranking = {"margin": 0.0, "weight": 1.0} | shown | own | {"responses": responses}
+            return prompt | {"ranking": ranking}
         except Exception as error:
             tqdm.write(f"warning: {source} row {index} is left out: {error!r:.300}", file=sys.stderr)
 
@@ -211,21 +201,21 @@ def read_ranking(args: Args, row: dict, folder: Path, tokenizer) -> list[list[di
     return [to_messages(args, row, folder, tokenizer), *chats]
 
 
-def encode_ranking(model, processor, messages: list[dict], answers: list[list[dict]]) -> dict:
-    """What the whole chats begin with as a prompt, and what is left of each, (R,) with R >= 1, as `responses`:
-    token for token what the processor makes of each chat. It sees the pictures once."""
+def encode_ranking(model, processor, messages: list[dict], *answers: list[dict]) -> tuple[dict, list[Tensor]]:
+    """-> the tokens that the whole chats begin with, as a prompt, and what is left of each, (R,) with R >= 1."""
     text = [m | {"content": [part for part in m["content"] if part["type"] == "text"]} for m in messages]
     encoded = [packing.encode_chat(processor, text + answer) for answer in answers]
     ids = [inputs["input_ids"][0] for inputs in encoded]
     starts = torch.stack([x[: min(map(len, ids)) - 1] for x in ids])
     shared = int((starts == starts[0]).all(0).cumprod(0).sum())
-    inputs = encoded[0] if text == messages else packing.encode_chat(processor, messages + answers[0])
+    if text != messages:  # pictures are prepared once
+        encoded[0] = packing.encode_chat(processor, messages + answers[0])
+    inputs = {name: torch.as_tensor(x) for name, x in encoded[0].items()}
     T, R = inputs["input_ids"].shape[1], len(ids[0]) - shared
-    if T == R or not torch.equal(inputs["input_ids"][0, T - R :], ids[0][shared:]):
-        raise ValueError("its responses don't follow one and the same prompt")
-    inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
+    if not torch.equal(inputs["input_ids"][0, T - R :], ids[0][shared:]):
+        raise ValueError("its responses read otherwise after pictures")
     inputs = {name: x[:, : T - R] if x.shape[:2] == (1, T) else x for name, x in inputs.items()}
-    return packing.make_prompt(model, inputs) | {"responses": [x[shared:] for x in ids]}
+    return packing.make_prompt(model, inputs), [x[shared:] for x in ids]
 
 
 def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
@@ -290,12 +280,11 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
 
 
 def gather_rankings(data, indices: list[int]) -> list[dict]:
-    """Some rows, dealt out to the ranks, encoded, and gathered on all of them without what only packs need."""
-    own, names = data.encode(np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist()), KNOWN.split()
-    own = [{name: prompt[name] for name in names} for prompt in own]
-    gathered = [own] * WORLD_SIZE
+    """Some rows, dealt out to the ranks, encoded, and told to all."""
+    prompts = data.encode(np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist())
+    gathered = [[prompt["ranking"] for prompt in prompts]] * WORLD_SIZE
     if WORLD_SIZE > 1:  # alone it would start threads in gloo, see sum_over_ranks
-        dist.all_gather_object(gathered, own)
+        dist.all_gather_object(gathered, gathered[0])
     rankings = sum(gathered, [])
     if len(rankings) * 2 < len(indices):
         fail(f"more than half of {len(indices)} rows of {data.source} can't be used: see the warnings")
@@ -350,7 +339,7 @@ def merged_state_dict(model) -> dict[str, Tensor]:
 
 
 class RewardModel(nn.Module):
-    """A language model and a head in place of its own: pack -> scores (S,) of its responses, fp32."""
+    """A language model with a scalar head, as DeepSpeed runs it: pack -> scores (S,) of its responses, fp32."""
 
     all_tied_weights_keys = {}  # for merged_state_dict
 
@@ -369,18 +358,18 @@ class RewardModel(nn.Module):
 
 
 def ranking_pairs(rankings: list[dict]) -> tuple[Tensor, ...]:
-    """All pairs of rankings with `responses`, best first, `margin` and `weight` -> tensors (B,): chosen, rejected
-    (places in the row of all S responses), margins, weights (a prompt's pairs share its own; the sum is 1), shares
-    (the same if all prompts weigh the same).
+    """All pairs of rankings with `responses`, best first, `margin` and `weight` -> (B,) each: chosen, rejected
+    (places among all S responses), margins, weights (a prompt's pairs share its own; their sum is 1), shares (the
+    same if all prompts weigh the same). https://arxiv.org/abs/2203.02155 eq. (1)
 
     2 and 3 responses, margins 0 and .5, weights 3 and 1 -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4],
     margins [0, .5, .5, .5], weights [3/4, 1/12, 1/12, 1/12], shares [1/2, 1/6, 1/6, 1/6]
     """
     pairs, start, total = [], 0, sum(ranking["weight"] for ranking in rankings)
     for ranking in rankings:
-        K = len(ranking["responses"])
-        share = 2 / (K * (K - 1))  # https://arxiv.org/abs/2203.02155 eq. (1)
-        numbers = float(ranking["margin"]), share * ranking["weight"] / total, share / len(rankings)
+        K, margin = len(ranking["responses"]), float(ranking["margin"])
+        share = 2 / (K * (K - 1))
+        numbers = margin, share * ranking["weight"] / total, share / len(rankings)
         pairs += [(start + i, start + j, *numbers) for i, j in combinations(range(K), 2)]
         start += K
     return tuple(map(torch.tensor, zip(*pairs)))
@@ -391,11 +380,10 @@ def bradley_terry_loss(rewards: Tensor, pairs: tuple, label_smoothing: float, ce
 
     d           = chosen - rejected - margin
     bt_loss     = -(1 - label_smoothing) log sigmoid(d) - label_smoothing log sigmoid(-d)
-    center_loss = (chosen + rejected)^2
+    center_loss = (chosen + rejected)^2, https://arxiv.org/abs/2312.09244
 
-    rewards [1, 0, 0, 2] of two pairs, margins [0, .5], weights [3, 1], no smoothing, center_coef .1
+    rewards [1, 0, 0, 2], margins [0, .5], weights [3, 1], no smoothing, center_coef .1
     -> d [1, -2.5], bt_loss [.3133, 2.5789], center_loss [1, 4]: .8797 + .1 * 1.75 = 1.0547
-    Smoothing: https://ericmitchell.ai/cdpo.pdf, centering: https://arxiv.org/abs/2312.09244.
     """
     chosen, rejected, margins, weights, _ = pairs
     d = rewards[chosen] - rewards[rejected] - margins  # (B,)
@@ -407,21 +395,20 @@ def bradley_terry_loss(rewards: Tensor, pairs: tuple, label_smoothing: float, ce
 
 
 def ranking_metrics(args: Args, rewards: Tensor, rankings: list[dict]) -> dict[str, float]:
-    """Of scores (S,): losses as trained; the others are means by share, over a prompt's pairs, then prompts."""
+    """Of scores (S,): losses as trained; the others are means over a prompt's pairs, then over prompts."""
     rewards, pairs = rewards.double(), ranking_pairs(rankings)
-    _, metrics = bradley_terry_loss(rewards, pairs, args.label_smoothing, args.center_coef)
+    metrics = bradley_terry_loss(rewards, pairs, args.label_smoothing, args.center_coef)[1]
     chosen, rejected, _, _, shares = pairs
     gap = rewards[chosen] - rewards[rejected]  # (B,)
     right = (gap.sign() + 1) / 2  # (B,): ties are one half
-    own = rewards.split([len(ranking["responses"]) for ranking in rankings])
-    lengths = [torch.tensor([float(len(x)) for x in ranking["responses"]]) for ranking in rankings]
-    # Without the prompt's mean, of which the cosine is Pearson's correlation: their own means are 0.
-    within = [torch.cat([x.double() - x.double().mean() for x in part]) for part in (own, lengths)]
+    lengths = [torch.tensor([len(x) for x in ranking["responses"]]).double() for ranking in rankings]
+    # Without the prompt's mean. Their own means are 0: the cosine is Pearson's correlation.
+    within = [[x - x.mean() for x in table] for table in (rewards.split([*map(len, lengths)]), lengths)]
     metrics |= {
         "rm/accuracy": (shares * right).sum(),
         "rm/margin": (shares * gap).sum(),
         "rm/ece": calibration_error(gap.abs().sigmoid(), right, shares),
-        "rm/length_correlation": F.cosine_similarity(*within, dim=0, eps=1e-12),
+        "rm/length_correlation": F.cosine_similarity(*map(torch.cat, within), dim=0, eps=1e-12),
     }
     for name, side in (("chosen", rewards[chosen]), ("rejected", rewards[rejected])):
         mean = (shares * side).sum()
@@ -430,8 +417,8 @@ def ranking_metrics(args: Args, rewards: Tensor, rankings: list[dict]) -> dict[s
 
 
 def calibration_error(confidence: Tensor, right: Tensor, shares: Tensor, num_bins: int = 10) -> Tensor:
-    """Sum over bins of confidence in [0.5, 1] of |accuracy - confidence| times the share of its pairs, (B,) each:
-    the expected calibration error of https://arxiv.org/abs/1706.04599.
+    """Expected calibration error: over bins of confidence in [0.5, 1], the sum of |accuracy - confidence| times
+    the share of pairs. All (B,). https://arxiv.org/abs/1706.04599
 
     confidence [.88, .88, .5], right [1, 0, .5], shares 1/3 each -> |(1 - .88) + (0 - .88)| / 3 + 0 = .2533
     """
@@ -531,8 +518,8 @@ def optimizer_step(engine) -> tuple[float, bool]:
 def packs_of_rankings(args: Args, rankings: list[dict], data, engine) -> Iterator:
     """This rank's packs."""
     responses = [response for ranking in rankings for response in ranking["responses"]]
-    ends = np.cumsum([len(ranking["responses"]) for ranking in rankings]).tolist()
-    groups = [(g, [*range(*bounds)]) for g, bounds in enumerate(zip([0, *ends], ends))]
+    places = torch.arange(len(responses)).split([len(ranking["responses"]) for ranking in rankings])
+    groups = [(g, own.tolist()) for g, own in enumerate(places)]
     given = groups, rankings, data.encode, responses, args.micro_batch_tokens, RANK, WORLD_SIZE
     packed = packing.is_packed(engine.module.model)
     for pack in packing.packs_of_rank(*given, packed, media_everywhere=args.zero_stage > 0):
@@ -550,13 +537,13 @@ def compute_rewards(args: Args, rankings: list[dict], data, engine) -> Tensor:
 
 def update_reward(args: Args, rankings: list[dict], data, engine) -> tuple[dict[str, float], bool]:
     """One optimizer step -> metrics, and whether it was taken."""
-    packs, pairs = [*packs_of_rankings(args, rankings, data, engine)], ranking_pairs(rankings)
-    pairs, S = [x.to(engine.device) for x in pairs], sum(len(ranking["responses"]) for ranking in rankings)
-    others, rewards = torch.zeros(2, S, device=engine.device)
+    pairs = [x.to(engine.device) for x in ranking_pairs(rankings)]
+    others, rewards = torch.zeros(2, sum(len(x["responses"]) for x in rankings), device=engine.device)
     split = max(ranking["tokens"] for ranking in rankings) > args.micro_batch_tokens
     if split or not packing.is_packed(engine.module.model):
-        # A prompt's responses lie in several packs: each takes the scores of the others as constants.
+        # A pack may lack some responses to its prompts: their scores are constants to it.
         others = compute_rewards(args, rankings, data, engine).to(engine.device)
+    packs = [*packs_of_rankings(args, rankings, data, engine)]
     for k, pack in enumerate(packs):
         engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
         own = engine(pack)
@@ -578,17 +565,19 @@ def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], lis
     metrics, samples, n = {}, [], args.train_batch_size
     for name, data in eval_sets.items():
         indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples]).tolist()
-        rankings, rewards = [], []
+        rankings, rewards = [], torch.empty(0)
         for start in range(0, len(indices), n):
             rankings += (batch := gather_rankings(data, indices[start : start + n]))
-            rewards.append(compute_rewards(args, batch, data, engine))
-        found = ranking_metrics(args, torch.cat(rewards), rankings)
+            rewards = torch.cat([rewards, compute_rewards(args, batch, data, engine)])
+        found = ranking_metrics(args, rewards, rankings)
         metrics |= {key.replace("rm/", f"eval/{name}/"): value for key, value in found.items()}
-        scores = iter(torch.cat(rewards).tolist())
+        scores = iter(rewards.tolist())
         for ranking in rankings:
-            for (chosen, x), (rejected, y) in combinations([(a, next(scores)) for a in ranking["texts"]], 2):
-                sample = {"chosen": chosen, "rejected": rejected, "chosen_reward": x, "rejected_reward": y}
-                samples.append(ranking["shown"] | sample | {"margin": x - y, "phase": f"eval_{name}"})
+            shown = {key: x for key, x in ranking.items() if isinstance(x, str | int | float)}
+            texts = data.tokenizer.batch_decode(ranking["responses"])  # from where they differ
+            for (chosen, x), (rejected, y) in combinations([*zip(texts, scores)], 2):
+                own = {"phase": f"eval_{name}", "chosen_reward": x, "rejected_reward": y, "margin": x - y}
+                samples.append({"chosen": chosen, "rejected": rejected} | shown | own)
     return metrics, samples
 
 
@@ -623,8 +612,8 @@ def find_run(args: Args) -> tuple[Path, Path | None]:
 
 
 def save_checkpoint(args: Args, run_dir: Path, engine, processor, state: dict) -> Path:
-    """checkpoint-N: a text model as transformers' classifier with one label, else the backbone, and the head beside;
-    with the processor, and state/ for --resume. Collective."""
+    """checkpoint-N: a text model as transformers' classifier with one label, else the backbone, and the head
+    beside; and state/ for --resume. Collective."""
     final, config = run_dir / f"checkpoint-{state['step']}", engine.module.model.config
     folder = final.with_suffix(".tmp")  # renamed when all of it is written
     if RANK == 0:
@@ -635,13 +624,13 @@ def save_checkpoint(args: Args, run_dir: Path, engine, processor, state: dict) -
     if RANK == 0:
         head = {"score.weight": weights.pop("score.weight")}
         safetensors.torch.save_file(head, folder / "score.safetensors")
-        is_vision, config.num_labels = hasattr(config, "vision_config"), 1
-        kind = transformers.AutoModel if is_vision else transformers.AutoModelForSequenceClassification
+        is_text, config.num_labels = not hasattr(config, "vision_config"), 1
+        kind = transformers.AutoModelForSequenceClassification if is_text else transformers.AutoModel
         with torch.device("meta"):  # the same architecture, without adapters
             plain = kind.from_config(config)
-        prefix, head = ("", {}) if is_vision else (f"{plain.base_model_prefix}.", head)
-        weights = {prefix + name.removeprefix("model."): weight for name, weight in weights.items()}
-        plain.save_pretrained(folder, state_dict=weights | head)
+        prefix = f"{plain.base_model_prefix}." if is_text else ""
+        weights = {name.replace("model.", prefix, 1): weight for name, weight in weights.items()}
+        plain.save_pretrained(folder, state_dict=weights | (head if is_text else {}))
         processor.save_pretrained(folder)
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed before it
         folder.rename(final)
@@ -649,14 +638,6 @@ def save_checkpoint(args: Args, run_dir: Path, engine, processor, state: dict) -
             shutil.rmtree(old)
     dist.barrier()
     return final
-
-
-def set_pad_token(model, tokenizer, last: int) -> None:
-    """One that chats don't end with: transformers' classifiers read the score at the last token that is not pad."""
-    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-    usable = [i for i in [tokenizer.pad_token_id, *special] if i not in (None, last)]
-    tokenizer.pad_token_id = usable[0] if usable else fail("--model lacks a special token that ends no chat")
-    model.config.pad_token_id = tokenizer.pad_token_id
 
 
 def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
@@ -725,8 +706,12 @@ def main(args: Args) -> dict[str, float]:
     prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(f"{args.dataset}: no row can be used")
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
     tell(packing.prove_packing(model, engine, probes))
-    if processor is data.tokenizer:  # a text model's
-        set_pad_token(model, processor, int(prompts[0]["responses"][0][-1]))
+    if not hasattr(processor, "tokenizer"):  # transformers reads a score at the last token that is not pad
+        last = int(prompts[0]["ranking"]["responses"][0][-1])
+        special = [i for i, token in processor.added_tokens_decoder.items() if token.special and i != last]
+        if processor.pad_token_id in (None, last):
+            processor.pad_token_id = [*special, None][0]
+        model.config.pad_token_id = processor.pad_token_id
     received, stopped, saved = [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
