@@ -1,11 +1,11 @@
 """Bradley-Terry reward model, for vision-language and text models.
 
-A linear head on a language model's last hidden state learns to score the better of two responses higher:
+A linear head on the last hidden state of a language model learns which of two responses is the better one:
 
-    d = score(chosen) - score(rejected) - margin    loss = -log sigmoid(d) + center_coef (sum of the scores)^2
+    d = score(chosen) - score(rejected) - margin      loss = -log sigmoid(d)
 
-Papers: https://arxiv.org/abs/2203.02155 eq. (1), margins https://arxiv.org/abs/2307.09288 eq. (2). Same interface:
-RewardTrainer of TRL (huggingface/trl@f2cd577) and of EasyDeL; docs/reward_bt.md lists what differs.
+Paper: https://arxiv.org/abs/2203.02155. Same interface: RewardTrainer of TRL (huggingface/trl@f2cd577) and of
+EasyDeL; docs/reward_bt.md lists what differs. Start reading at main.
 
     python reward_bt.py                 # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --learning-rate 5e-6
@@ -22,9 +22,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import combinations, takewhile
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NoReturn
@@ -157,11 +156,11 @@ def add_pairs(rows, seed: int):
 
 def load_data(args: Args, source: str, split: str, seed: int, model, processor) -> SimpleNamespace:
     """-> source, rows, tokenizer, and encode(indices): prompts of common/packing.py, without unusable ones, with
-    a `ranking` each: what all ranks are told of it.
+    a `ranking` each: what all ranks need to know of it.
 
     Columns: `chosen` and `rejected`, or `responses`, best first: strings or messages after `prompt` (or
-    `messages`), a string or a chat; or whole chats that begin alike. `image(s)` and `video(s)` of the prompt, see
-    to_messages. `margin` and `weight`: numbers, else 0 and 1.
+    `messages`), a string or a chat; or whole chats that begin alike. `image(s)` and `video(s)` of the prompt,
+    see to_messages. `margin` and `weight`: numbers, else 0 and 1.
     """
     rows, tokenizer = load_rows(source, split), getattr(processor, "tokenizer", processor)
     rows = add_pairs(rows, seed) if source == "easy-vqa" else rows
@@ -174,12 +173,12 @@ def load_data(args: Args, source: str, split: str, seed: int, model, processor) 
         try:
             chats = read_ranking(args, rows[index], Path(source).parent, tokenizer)
             prompt, responses = encode_ranking(model, processor, *chats)
-            P, R = prompt["length"], [*map(len, responses)]
+            P, R = prompt["length"], [len(response) for response in responses]
             if P + max(R) > args.max_length:
                 raise ValueError(f"{P} + {max(R)} tokens are more than --max-length")
             shown = {name: x for name, x in rows[index].items() if isinstance(x, str | int | float)}
-            own = {"row": index, "index": index, "length": P, "kinds": prompt["kinds"], "tokens": P + sum(R)}
-            ranking = {"margin": 0.0, "weight": 1.0} | shown | own | {"responses": responses}
+            ranking = {"index": index, "length": P, "kinds": prompt["kinds"], "responses": responses}
+            ranking = {"margin": 0.0, "weight": 1.0, "tokens": P + sum(R)} | shown | ranking
             return prompt | {"ranking": ranking}
         except Exception as error:
             tqdm.write(f"warning: {source} row {index} is left out: {error!r:.300}", file=sys.stderr)
@@ -189,33 +188,31 @@ def load_data(args: Args, source: str, split: str, seed: int, model, processor) 
 
 
 def read_ranking(args: Args, row: dict, folder: Path, tokenizer) -> list[list[dict]]:
-    """-> messages of the prompt, and those of each response to it, best first."""
+    """-> messages of the prompt, and of each response to it, best first."""
     answers = row.get("responses") or [row["chosen"], row["rejected"]]
     answers = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
     if answers[0][0]["role"] != "assistant":  # whole chats
-        shared = [same[0] for same in takewhile(lambda same: all(m == same[0] for m in same), zip(*answers))]
-        row, answers = row | {"messages": shared}, [chat[len(shared) :] for chat in answers]
-    chats = [to_messages(args, {"messages": x}, folder, tokenizer)[-len(x) :] for x in answers]
-    if len(chats) < 2 or any(part["type"] != "text" for chat in chats for m in chat for part in m["content"]):
+        shared = len(os.path.commonprefix([[*map(str, chat)] for chat in answers]))
+        row, answers = row | {"messages": answers[0][:shared]}, [chat[shared:] for chat in answers]
+    answers = [to_messages(args, {"messages": x}, folder, tokenizer)[-len(x) :] for x in answers]
+    if len(answers) < 2 or any(part["type"] != "text" for x in answers for m in x for part in m["content"]):
         raise ValueError("a ranking needs two responses, and pictures belong into the prompt")
-    return [to_messages(args, row, folder, tokenizer), *chats]
+    return [to_messages(args, row, folder, tokenizer), *answers]
 
 
 def encode_ranking(model, processor, messages: list[dict], *answers: list[dict]) -> tuple[dict, list[Tensor]]:
-    """-> the tokens that the whole chats begin with, as a prompt, and what is left of each, (R,) with R >= 1."""
+    """-> the tokens that the whole chats begin with, as a prompt, and the rest of each, (R,) with R >= 1."""
     text = [m | {"content": [part for part in m["content"] if part["type"] == "text"]} for m in messages]
     encoded = [packing.encode_chat(processor, text + answer) for answer in answers]
-    ids = [inputs["input_ids"][0] for inputs in encoded]
-    starts = torch.stack([x[: min(map(len, ids)) - 1] for x in ids])
-    shared = int((starts == starts[0]).all(0).cumprod(0).sum())
-    if text != messages:  # pictures are prepared once
-        encoded[0] = packing.encode_chat(processor, messages + answers[0])
-    inputs = {name: torch.as_tensor(x) for name, x in encoded[0].items()}
-    T, R = inputs["input_ids"].shape[1], len(ids[0]) - shared
-    if not torch.equal(inputs["input_ids"][0, T - R :], ids[0][shared:]):
+    ids = [inputs["input_ids"][0].tolist() for inputs in encoded]
+    shared = min(len(os.path.commonprefix(ids)), min(map(len, ids)) - 1)
+    first = encoded[0] if text == messages else packing.encode_chat(processor, messages + answers[0])
+    T, rest = first["input_ids"].shape[1], ids[0][shared:]
+    if first["input_ids"][0, -len(rest) :].tolist() != rest:
         raise ValueError("its responses read otherwise after pictures")
-    inputs = {name: x[:, : T - R] if x.shape[:2] == (1, T) else x for name, x in inputs.items()}
-    return packing.make_prompt(model, inputs), [x[shared:] for x in ids]
+    inputs = {name: torch.as_tensor(x) for name, x in first.items()}
+    inputs = {name: x[:, : -len(rest)] if x.shape[:2] == (1, T) else x for name, x in inputs.items()}
+    return packing.make_prompt(model, inputs), [torch.tensor(x[shared:]) for x in ids]
 
 
 def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
@@ -358,9 +355,9 @@ class RewardModel(nn.Module):
 
 
 def ranking_pairs(rankings: list[dict]) -> tuple[Tensor, ...]:
-    """All pairs of rankings with `responses`, best first, `margin` and `weight` -> (B,) each: chosen, rejected
-    (places among all S responses), margins, weights (a prompt's pairs share its own; their sum is 1), shares (the
-    same if all prompts weigh the same). https://arxiv.org/abs/2203.02155 eq. (1)
+    """All pairs of rankings, whose `responses` are sorted, best first -> (B,) each: chosen, rejected (places
+    among all S responses), margins, weights (a prompt's pairs share its own; the sum is 1), shares (the same if
+    all prompts weigh the same). https://arxiv.org/abs/2203.02155 eq. (1)
 
     2 and 3 responses, margins 0 and .5, weights 3 and 1 -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4],
     margins [0, .5, .5, .5], weights [3/4, 1/12, 1/12, 1/12], shares [1/2, 1/6, 1/6, 1/6]
@@ -376,22 +373,21 @@ def ranking_pairs(rankings: list[dict]) -> tuple[Tensor, ...]:
 
 
 def bradley_terry_loss(rewards: Tensor, pairs: tuple, label_smoothing: float, center_coef: float):
-    """Mean over pairs by weight of bt_loss + center_coef * center_loss, and of both. rewards (S,), pairs: above.
+    """Mean over pairs, by weight, of bt + center_coef * center, and of both. rewards (S,), pairs: see above.
 
-    d           = chosen - rejected - margin
-    bt_loss     = -(1 - label_smoothing) log sigmoid(d) - label_smoothing log sigmoid(-d)
-    center_loss = (chosen + rejected)^2, https://arxiv.org/abs/2312.09244
+    d = chosen - rejected - margin, https://arxiv.org/abs/2307.09288 eq. (2)
+    bt = -(1 - label_smoothing) log sigmoid(d) - label_smoothing log sigmoid(-d)
+    center = (chosen + rejected)^2, https://arxiv.org/abs/2312.09244
 
-    rewards [1, 0, 0, 2], margins [0, .5], weights [3, 1], no smoothing, center_coef .1
-    -> d [1, -2.5], bt_loss [.3133, 2.5789], center_loss [1, 4]: .8797 + .1 * 1.75 = 1.0547
+    rewards [1, 0, 0, 2], margins [0, .5], weights [3/4, 1/4], no smoothing, center_coef .1
+    -> d [1, -2.5], bt [.3133, 2.5789], center [1, 4]: .8797 + .1 * 1.75 = 1.0547
     """
     chosen, rejected, margins, weights, _ = pairs
     d = rewards[chosen] - rewards[rejected] - margins  # (B,)
-    bt_loss = -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)  # (B,)
-    bt_loss = (weights * bt_loss).sum()
-    center_loss = (weights * (rewards[chosen] + rewards[rejected]) ** 2).sum()
-    loss = bt_loss + center_coef * center_loss
-    return loss, {"rm/loss": loss, "rm/bt_loss": bt_loss, "rm/center_loss": center_loss}
+    bt = -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)  # (B,)
+    bt, center = (weights * bt).sum(), (weights * (rewards[chosen] + rewards[rejected]) ** 2).sum()
+    loss = bt + center_coef * center
+    return loss, {"rm/loss": loss, "rm/bt_loss": bt, "rm/center_loss": center}
 
 
 def ranking_metrics(args: Args, rewards: Tensor, rankings: list[dict]) -> dict[str, float]:
@@ -407,12 +403,11 @@ def ranking_metrics(args: Args, rewards: Tensor, rankings: list[dict]) -> dict[s
     metrics |= {
         "rm/accuracy": (shares * right).sum(),
         "rm/margin": (shares * gap).sum(),
+        "rm/chosen_rewards": (shares * rewards[chosen]).sum(),
+        "rm/rejected_rewards": (shares * rewards[rejected]).sum(),
         "rm/ece": calibration_error(gap.abs().sigmoid(), right, shares),
         "rm/length_correlation": F.cosine_similarity(*map(torch.cat, within), dim=0, eps=1e-12),
     }
-    for name, side in (("chosen", rewards[chosen]), ("rejected", rewards[rejected])):
-        mean = (shares * side).sum()
-        metrics |= {f"rm/{name}_rewards": mean, f"rm/{name}_std": (shares * (side - mean) ** 2).sum().sqrt()}
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -515,46 +510,30 @@ def optimizer_step(engine) -> tuple[float, bool]:
 # ---- update ----
 
 
-def packs_of_rankings(args: Args, rankings: list[dict], data, engine) -> Iterator:
-    """This rank's packs."""
+def score_rankings(args: Args, rankings: list[dict], data, engine, train: bool = False) -> Tensor:
+    """Scores of all responses, (S,); train: and the gradient of an optimizer step."""
     responses = [response for ranking in rankings for response in ranking["responses"]]
     places = torch.arange(len(responses)).split([len(ranking["responses"]) for ranking in rankings])
     groups = [(g, own.tolist()) for g, own in enumerate(places)]
     given = groups, rankings, data.encode, responses, args.micro_batch_tokens, RANK, WORLD_SIZE
-    packed = packing.is_packed(engine.module.model)
-    for pack in packing.packs_of_rank(*given, packed, media_everywhere=args.zero_stage > 0):
-        yield pack.to(engine.device)
-
-
-@torch.no_grad()
-def compute_rewards(args: Args, rankings: list[dict], data, engine) -> Tensor:
-    """Scores of all responses, (S,)."""
-    rewards = torch.zeros(sum(len(ranking["responses"]) for ranking in rankings), device=engine.device)
-    for pack in packs_of_rankings(args, rankings, data, engine):
-        rewards[pack.rows] = engine(pack)
-    return sum_over_ranks(rewards, engine.device)
-
-
-def update_reward(args: Args, rankings: list[dict], data, engine) -> tuple[dict[str, float], bool]:
-    """One optimizer step -> metrics, and whether it was taken."""
-    pairs = [x.to(engine.device) for x in ranking_pairs(rankings)]
-    others, rewards = torch.zeros(2, sum(len(x["responses"]) for x in rankings), device=engine.device)
-    split = max(ranking["tokens"] for ranking in rankings) > args.micro_batch_tokens
-    if split or not packing.is_packed(engine.module.model):
+    packed, device = packing.is_packed(engine.module.model), engine.device
+    packs = [*packing.packs_of_rank(*given, packed, media_everywhere=args.zero_stage > 0)]
+    pairs = [x.to(device) for x in ranking_pairs(rankings)]
+    others, rewards = torch.zeros(2, len(responses), device=device)
+    if train and (not packed or max(ranking["tokens"] for ranking in rankings) > args.micro_batch_tokens):
         # A pack may lack some responses to its prompts: their scores are constants to it.
-        others = compute_rewards(args, rankings, data, engine).to(engine.device)
-    packs = [*packs_of_rankings(args, rankings, data, engine)]
+        others = score_rankings(args, rankings, data, engine).to(device)
     for k, pack in enumerate(packs):
-        engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
-        own = engine(pack)
+        with torch.set_grad_enabled(train):
+            own = engine(pack := pack.to(device))
         rewards[pack.rows] = own.detach()
-        known = others.index_put((pack.rows,), own)  # (S,)
-        loss, _ = bradley_terry_loss(known, pairs, args.label_smoothing, args.center_coef)
-        # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
-        engine.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
-    norm, taken = optimizer_step(engine)
-    metrics = ranking_metrics(args, sum_over_ranks(rewards, engine.device), rankings)
-    return metrics | {"train/grad_norm": norm if taken else 0.0}, taken
+        if train:
+            known = others.index_put((pack.rows,), own)  # (S,)
+            loss, _ = bradley_terry_loss(known, pairs, args.label_smoothing, args.center_coef)
+            engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
+            # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
+            engine.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
+    return sum_over_ranks(rewards, device)
 
 
 # ---- evaluate ----
@@ -568,7 +547,7 @@ def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], lis
         rankings, rewards = [], torch.empty(0)
         for start in range(0, len(indices), n):
             rankings += (batch := gather_rankings(data, indices[start : start + n]))
-            rewards = torch.cat([rewards, compute_rewards(args, batch, data, engine)])
+            rewards = torch.cat([rewards, score_rankings(args, batch, data, engine)])
         found = ranking_metrics(args, rewards, rankings)
         metrics |= {key.replace("rm/", f"eval/{name}/"): value for key, value in found.items()}
         scores = iter(rewards.tolist())
@@ -576,8 +555,10 @@ def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], lis
             shown = {key: x for key, x in ranking.items() if isinstance(x, str | int | float)}
             texts = data.tokenizer.batch_decode(ranking["responses"])  # from where they differ
             for (chosen, x), (rejected, y) in combinations([*zip(texts, scores)], 2):
-                own = {"phase": f"eval_{name}", "chosen_reward": x, "rejected_reward": y, "margin": x - y}
-                samples.append({"chosen": chosen, "rejected": rejected} | shown | own)
+                own = {"chosen_reward": x, "rejected_reward": y, "margin": x - y, "phase": f"eval_{name}"}
+                samples.append(
+                    {"chosen": chosen, "rejected": rejected, "row": ranking["index"]} | shown | own
+                )
     return metrics, samples
 
 
@@ -612,8 +593,8 @@ def find_run(args: Args) -> tuple[Path, Path | None]:
 
 
 def save_checkpoint(args: Args, run_dir: Path, engine, processor, state: dict) -> Path:
-    """checkpoint-N: a text model as transformers' classifier with one label, else the backbone, and the head
-    beside; and state/ for --resume. Collective."""
+    """checkpoint-N: a text model as transformers' classifier with one label, else the backbone; the head beside;
+    and state/ for --resume. Collective."""
     final, config = run_dir / f"checkpoint-{state['step']}", engine.module.model.config
     folder = final.with_suffix(".tmp")  # renamed when all of it is written
     if RANK == 0:
@@ -622,15 +603,15 @@ def save_checkpoint(args: Args, run_dir: Path, engine, processor, state: dict) -
     engine.save_checkpoint(str(folder / "state" / "reward"), tag="engine", client_state={"ours": state})
     weights = {name: weight.cpu() for name, weight in merged_state_dict(engine.module).items()}
     if RANK == 0:
-        head = {"score.weight": weights.pop("score.weight")}
+        head, config.num_labels = {"score.weight": weights.pop("score.weight")}, 1
         safetensors.torch.save_file(head, folder / "score.safetensors")
-        is_text, config.num_labels = not hasattr(config, "vision_config"), 1
+        is_text = not hasattr(config, "vision_config")
         kind = transformers.AutoModelForSequenceClassification if is_text else transformers.AutoModel
         with torch.device("meta"):  # the same architecture, without adapters
             plain = kind.from_config(config)
-        prefix = f"{plain.base_model_prefix}." if is_text else ""
+        prefix, head = (f"{plain.base_model_prefix}.", head) if is_text else ("", {})
         weights = {name.replace("model.", prefix, 1): weight for name, weight in weights.items()}
-        plain.save_pretrained(folder, state_dict=weights | (head if is_text else {}))
+        plain.save_pretrained(folder, state_dict=weights | head)
         processor.save_pretrained(folder)
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed before it
         folder.rename(final)
@@ -707,11 +688,10 @@ def main(args: Args) -> dict[str, float]:
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
     tell(packing.prove_packing(model, engine, probes))
     if not hasattr(processor, "tokenizer"):  # transformers reads a score at the last token that is not pad
-        last = int(prompts[0]["ranking"]["responses"][0][-1])
-        special = [i for i, token in processor.added_tokens_decoder.items() if token.special and i != last]
-        if processor.pad_token_id in (None, last):
-            processor.pad_token_id = [*special, None][0]
-        model.config.pad_token_id = processor.pad_token_id
+        special = [i for i, token in processor.added_tokens_decoder.items() if token.special]
+        unfit = {None, int(prompts[0]["ranking"]["responses"][0][-1])}
+        pad = next((i for i in (processor.pad_token_id, *special) if i not in unfit), None)
+        model.config.pad_token_id = processor.pad_token_id = pad
     received, stopped, saved = [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
@@ -723,17 +703,17 @@ def main(args: Args) -> dict[str, float]:
     for step in (bar := tqdm(steps, "reward", args.total_steps, initial=state["step"], disable=hidden)):
         # --- 7. update ---
         start = time.perf_counter()
-        indices = batch_indices((step - 1) * n, n, len(data.rows), args.seed)
-        rankings = gather_rankings(data, indices)
-        metrics, taken = update_reward(args, rankings, data, engine)
+        rankings = gather_rankings(data, batch_indices((step - 1) * n, n, len(data.rows), args.seed))
+        rewards = score_rankings(args, rankings, data, engine, train=True)
+        norm, taken = optimizer_step(engine)
         state |= {"step": step, "skipped": 0 if taken else state["skipped"] + 1}
         seconds = time.perf_counter() - start
 
         # --- 9. log ---
-        metrics |= {
+        metrics = ranking_metrics(args, rewards, rankings) | {
             "train/step": step,
             "train/episode": step * n,
-            "train/epoch": step * n / len(data.rows),
+            "train/grad_norm": norm if taken else 0.0,
             "train/learning_rate": engine.get_lr()[0],
             "train/skipped_updates": int(not taken),
             "rollout/prompts_dropped": n - len(rankings),
