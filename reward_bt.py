@@ -52,28 +52,26 @@ TINY_VL = str(Path(__file__).resolve().parent / "assets" / "tiny_vl")
 @dataclass
 class Args:
     # --- experiment ---
-    seed: int = 1  # of the head, the data order, and easy-vqa's wrong answers
+    seed: int = 1  # of the head, data order, and easy-vqa's wrong answers
     output_dir: str = "runs"  # folder that holds one folder per run
     run_name: str | None = None  # this run's folder; None: script, model, seed and time
     resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
     # --- model and data ---
-    model: str = (
-        TINY_VL  # folder or hub id of a vision-language or text model, or a checkpoint of this script
-    )
+    model: str = TINY_VL  # folder or hub id of a vision-language or text model, or a checkpoint of ours
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of a hub id or a saved folder
     eval_datasets: tuple[str, ...] = ()  # held out, name=source; none: easy-vqa's test split beside easy-vqa
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
     video_fps: float = 2.0  # frames per second that are taken from videos
-    max_length: int = 1024  # tokens of prompt and response, those of pictures too; longer rows are left out
+    max_length: int = 1024  # tokens of prompt and response, pictures too; rows with more are left out
     lora_rank: int = 0  # train adapters of this rank on the language model; 0 = all weights
     lora_alpha: float = 32.0  # the adapters' output is scaled by alpha / rank
     # --- algorithm ---
-    center_coef: float = 0.0  # weight of (chosen + rejected)^2 (TRL: off, advised 0.01; EasyDeL: 0.1)
-    label_smoothing: float = 0.02  # probability that a label is wrong; above 0 the margins stay finite
-    total_steps: int = 300  # optimizer steps; an epoch has rows / --train-batch-size of them
-    train_batch_size: int = 32  # prompts, each with a pair or a ranking, per optimizer step, over all ranks
+    center_coef: float = 0.0  # weight of (chosen + rejected)^2 (TRL: 0, EasyDeL: 0.1)
+    label_smoothing: float = 0.02  # probability that a label is wrong, < 0.5; 0 lets margins grow
+    total_steps: int = 300  # optimizer steps; rows / train_batch_size make an epoch
+    train_batch_size: int = 32  # prompts (a pair or ranking each) per optimizer step, over all ranks
     # --- optimizer ---
     learning_rate: float = 5e-4  # peak; pretrained models want about 5e-6, or 1e-4 with LoRA
     min_lr_ratio: float = 0.1  # after the warm-up it follows a cosine down to this fraction; 1 = constant
@@ -98,7 +96,6 @@ class Args:
 def check_args(args: Args) -> None:
     for is_bad, message in (
         (min(args.train_batch_size, args.total_steps) < 1, "counts must be at least 1"),
-        (not 0 <= args.label_smoothing < 0.5, "--label-smoothing must be at least 0 and less than 0.5"),
         (args.micro_batch_tokens < args.max_length, "--micro-batch-tokens must hold --max-length"),
         (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
         (args.resume == "auto" and args.run_name is None, "--resume auto needs --run-name"),
@@ -155,8 +152,8 @@ def add_pairs(rows, seed: int):
 
 
 def load_data(args: Args, source: str, split: str, seed: int, model, processor) -> SimpleNamespace:
-    """-> source, rows, tokenizer, and encode(indices): prompts of common/packing.py, without unusable ones, with
-    a `ranking` each: what all ranks need to know of it.
+    """-> source, rows, tokenizer, and encode(indices): prompts of common/packing.py, without unusable ones, each
+    with its `ranking`, which all ranks are told.
 
     Columns: `chosen` and `rejected`, or `responses`, best first: strings or messages after `prompt` (or
     `messages`), a string or a chat; or whole chats that begin alike. `image(s)` and `video(s)` of the prompt,
@@ -164,9 +161,6 @@ def load_data(args: Args, source: str, split: str, seed: int, model, processor) 
     """
     rows, tokenizer = load_rows(source, split), getattr(processor, "tokenizer", processor)
     rows = add_pairs(rows, seed) if source == "easy-vqa" else rows
-    columns = set(rows.column_names)
-    if "responses" not in columns and not {"chosen", "rejected"} <= columns:
-        fail(f"{source} has columns {', '.join(columns)}: rename yours to chosen and rejected, or responses")
 
     @functools.lru_cache(2 * args.train_batch_size)  # a step asks repeatedly
     def encode(index: int) -> dict | None:
@@ -336,7 +330,7 @@ def merged_state_dict(model) -> dict[str, Tensor]:
 
 
 class RewardModel(nn.Module):
-    """A language model with a scalar head, as DeepSpeed runs it: pack -> scores (S,) of its responses, fp32."""
+    """A language model with a scalar head, as DeepSpeed runs it: pack -> scores (S,), fp32, of its responses."""
 
     all_tied_weights_keys = {}  # for merged_state_dict
 
@@ -354,72 +348,78 @@ class RewardModel(nn.Module):
 # ---- pure math: tensors in, tensors and metrics out ----
 
 
-def ranking_pairs(rankings: list[dict]) -> tuple[Tensor, ...]:
-    """All pairs of rankings, whose `responses` are sorted, best first -> (B,) each: chosen, rejected (places
-    among all S responses), margins, weights (a prompt's pairs share its own; the sum is 1), shares (the same if
-    all prompts weigh the same). https://arxiv.org/abs/2203.02155 eq. (1)
+def ranking_pairs(rankings: list[dict]) -> list[Tensor]:
+    """All pairs of rankings, each with `responses`, best first, `margin` and `weight` -> (B,) each: chosen and
+    rejected (places among all S responses), margins, weights: the pairs of a prompt share its own, and all add
+    up to 1. https://arxiv.org/abs/2203.02155 eq. (1)
 
     2 and 3 responses, margins 0 and .5, weights 3 and 1 -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4],
-    margins [0, .5, .5, .5], weights [3/4, 1/12, 1/12, 1/12], shares [1/2, 1/6, 1/6, 1/6]
+    margins [0, .5, .5, .5], weights [3/4, 1/12, 1/12, 1/12]
     """
     pairs, start, total = [], 0, sum(ranking["weight"] for ranking in rankings)
     for ranking in rankings:
-        K, margin = len(ranking["responses"]), float(ranking["margin"])
-        share = 2 / (K * (K - 1))
-        numbers = margin, share * ranking["weight"] / total, share / len(rankings)
-        pairs += [(start + i, start + j, *numbers) for i, j in combinations(range(K), 2)]
+        K = len(ranking["responses"])
+        own = float(ranking["margin"]), ranking["weight"] / total * 2 / (K * (K - 1))
+        pairs += [(start + i, start + j, *own) for i, j in combinations(range(K), 2)]
         start += K
-    return tuple(map(torch.tensor, zip(*pairs)))
+    return [*map(torch.tensor, zip(*pairs))]
 
 
-def bradley_terry_loss(rewards: Tensor, pairs: tuple, label_smoothing: float, center_coef: float):
-    """Mean over pairs, by weight, of bt + center_coef * center, and of both. rewards (S,), pairs: see above.
+def bradley_terry(
+    rewards: Tensor, pairs: list[Tensor], label_smoothing: float, center_coef: float
+) -> dict[str, Tensor]:
+    """The loss, and what else is a mean over pairs by weight. rewards (S,), pairs: see above.
 
     d = chosen - rejected - margin, https://arxiv.org/abs/2307.09288 eq. (2)
     bt = -(1 - label_smoothing) log sigmoid(d) - label_smoothing log sigmoid(-d)
     center = (chosen + rejected)^2, https://arxiv.org/abs/2312.09244
+    loss = bt + center_coef * center
 
     rewards [1, 0, 0, 2], margins [0, .5], weights [3/4, 1/4], no smoothing, center_coef .1
-    -> d [1, -2.5], bt [.3133, 2.5789], center [1, 4]: .8797 + .1 * 1.75 = 1.0547
+    -> d [1, -2.5], bt [.3133, 2.5789], center [1, 4]: loss .8797 + .1 * 1.75 = 1.0547
     """
-    chosen, rejected, margins, weights, _ = pairs
-    d = rewards[chosen] - rewards[rejected] - margins  # (B,)
-    bt = -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)  # (B,)
-    bt, center = (weights * bt).sum(), (weights * (rewards[chosen] + rewards[rejected]) ** 2).sum()
-    loss = bt + center_coef * center
-    return loss, {"rm/loss": loss, "rm/bt_loss": bt, "rm/center_loss": center}
+    places, rivals, margins, weights = pairs
+    chosen, rejected = rewards[places], rewards[rivals]  # (B,), (B,)
+    gap, center = chosen - rejected, (chosen + rejected) ** 2
+    d = gap - margins
+    bt = -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)
+    tables = {
+        "rm/loss": bt + center_coef * center,
+        "rm/bt_loss": bt,
+        "rm/center_loss": center,
+        "rm/accuracy": (gap.sign() + 1) / 2,  # ties are one half
+        "rm/margin": gap,
+        "rm/chosen_rewards": chosen,
+        "rm/rejected_rewards": rejected,
+    }
+    return {name: (weights * x).sum() for name, x in tables.items()}
 
 
-def ranking_metrics(args: Args, rewards: Tensor, rankings: list[dict]) -> dict[str, float]:
-    """Of scores (S,): losses as trained; the others are means over a prompt's pairs, then over prompts."""
+def calibration_error(gap: Tensor, weights: Tensor) -> Tensor:
+    """Expected calibration error of the confidence sigmoid(|gap|), gap = chosen - rejected (B,): over ten bins of
+    it in [0.5, 1], the sum of |accuracy - confidence| times weight. https://arxiv.org/abs/1706.04599
+
+    gap [2, -2, 0], weights 1/3 each -> confidence [.881, .881, .5], right [1, 0, .5]: 2 * |.5 - .881| / 3 = .2539
+    """
+    confidence = gap.abs().sigmoid()
+    error = weights * ((gap.sign() + 1) / 2 - confidence)
+    bins = (confidence * 20 - 10).long().clamp(0, 9)
+    return torch.zeros(10).to(error).index_add(0, bins, error).abs().sum()
+
+
+def ranking_metrics(
+    rewards: Tensor, rankings: list[dict], label_smoothing: float, center_coef: float
+) -> dict:
+    """All metrics of scores (S,)."""
     rewards, pairs = rewards.double(), ranking_pairs(rankings)
-    metrics = bradley_terry_loss(rewards, pairs, args.label_smoothing, args.center_coef)[1]
-    chosen, rejected, _, _, shares = pairs
-    gap = rewards[chosen] - rewards[rejected]  # (B,)
-    right = (gap.sign() + 1) / 2  # (B,): ties are one half
     lengths = [torch.tensor([len(x) for x in ranking["responses"]]).double() for ranking in rankings]
-    # Without the prompt's mean. Their own means are 0: the cosine is Pearson's correlation.
+    # Minus the prompt's mean, so that their own are 0: the cosine is Pearson's correlation.
     within = [[x - x.mean() for x in table] for table in (rewards.split([*map(len, lengths)]), lengths)]
-    metrics |= {
-        "rm/accuracy": (shares * right).sum(),
-        "rm/margin": (shares * gap).sum(),
-        "rm/chosen_rewards": (shares * rewards[chosen]).sum(),
-        "rm/rejected_rewards": (shares * rewards[rejected]).sum(),
-        "rm/ece": calibration_error(gap.abs().sigmoid(), right, shares),
+    metrics = bradley_terry(rewards, pairs, label_smoothing, center_coef) | {
+        "rm/ece": calibration_error(rewards[pairs[0]] - rewards[pairs[1]], pairs[3]),
         "rm/length_correlation": F.cosine_similarity(*map(torch.cat, within), dim=0, eps=1e-12),
     }
     return {name: float(value) for name, value in metrics.items()}
-
-
-def calibration_error(confidence: Tensor, right: Tensor, shares: Tensor, num_bins: int = 10) -> Tensor:
-    """Expected calibration error: over bins of confidence in [0.5, 1], the sum of |accuracy - confidence| times
-    the share of pairs. All (B,). https://arxiv.org/abs/1706.04599
-
-    confidence [.88, .88, .5], right [1, 0, .5], shares 1/3 each -> |(1 - .88) + (0 - .88)| / 3 + 0 = .2533
-    """
-    bins = ((confidence - 0.5) * 2 * num_bins).long().clamp(0, num_bins - 1)
-    error = shares * (right - confidence)
-    return torch.zeros(num_bins).to(error).index_add(0, bins, error).abs().sum()
 
 
 # ---- DeepSpeed ----
@@ -529,7 +529,7 @@ def score_rankings(args: Args, rankings: list[dict], data, engine, train: bool =
         rewards[pack.rows] = own.detach()
         if train:
             known = others.index_put((pack.rows,), own)  # (S,)
-            loss, _ = bradley_terry_loss(known, pairs, args.label_smoothing, args.center_coef)
+            loss = bradley_terry(known, pairs, args.label_smoothing, args.center_coef)["rm/loss"]
             engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
             # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
             engine.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
@@ -548,7 +548,7 @@ def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], lis
         for start in range(0, len(indices), n):
             rankings += (batch := gather_rankings(data, indices[start : start + n]))
             rewards = torch.cat([rewards, score_rankings(args, batch, data, engine)])
-        found = ranking_metrics(args, rewards, rankings)
+        found = ranking_metrics(rewards, rankings, args.label_smoothing, args.center_coef)
         metrics |= {key.replace("rm/", f"eval/{name}/"): value for key, value in found.items()}
         scores = iter(rewards.tolist())
         for ranking in rankings:
@@ -649,7 +649,7 @@ def main(args: Args) -> dict[str, float]:
     started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     check_args(args)
-    device, n = init_distributed(), args.train_batch_size
+    device, n, how = init_distributed(), args.train_batch_size, (args.label_smoothing, args.center_coef)
     run_dir, checkpoint = find_run(args)
     fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
     dtype = torch.float32 if fp32 else torch.bfloat16
@@ -672,7 +672,7 @@ def main(args: Args) -> dict[str, float]:
 
     # --- 3. data ---
     data = load_data(args, args.dataset, args.dataset_split, args.seed, model, processor)
-    sources = args.eval_datasets or (("easy-vqa=easy-vqa",) if args.dataset == "easy-vqa" else ())
+    sources = args.eval_datasets or ("easy-vqa=easy-vqa",) * (args.dataset == "easy-vqa")
     eval_sets = {}
     for name, _, source in (item.partition("=") for item in sources):
         eval_sets[name] = load_data(args, source, args.eval_dataset_split, 0, model, processor)
@@ -687,11 +687,10 @@ def main(args: Args) -> dict[str, float]:
     prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(f"{args.dataset}: no row can be used")
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
     tell(packing.prove_packing(model, engine, probes))
-    if not hasattr(processor, "tokenizer"):  # transformers reads a score at the last token that is not pad
-        special = [i for i, token in processor.added_tokens_decoder.items() if token.special]
+    if not hasattr(processor, "tokenizer"):  # a classifier reads the score at the last token that is not pad
         unfit = {None, int(prompts[0]["ranking"]["responses"][0][-1])}
-        pad = next((i for i in (processor.pad_token_id, *special) if i not in unfit), None)
-        model.config.pad_token_id = processor.pad_token_id = pad
+        ids = processor.pad_token_id, *(i for i, t in processor.added_tokens_decoder.items() if t.special)
+        model.config.pad_token_id = processor.pad_token_id = next(i for i in ids if i not in unfit)
     received, stopped, saved = [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
@@ -710,7 +709,7 @@ def main(args: Args) -> dict[str, float]:
         seconds = time.perf_counter() - start
 
         # --- 9. log ---
-        metrics = ranking_metrics(args, rewards, rankings) | {
+        metrics = ranking_metrics(rewards, rankings, *how) | {
             "train/step": step,
             "train/episode": step * n,
             "train/grad_norm": norm if taken else 0.0,
