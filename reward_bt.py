@@ -523,6 +523,7 @@ def score_rankings(args: Args, rankings: list[dict], data, engine, train: bool =
     if train and (not packed or max(ranking["tokens"] for ranking in rankings) > args.micro_batch_tokens):
         # A pack may lack some responses to its prompts: their scores are constants to it.
         others = score_rankings(args, rankings, data, engine).to(device)
+    engine.train(train)
     for k, pack in enumerate(packs):
         with torch.set_grad_enabled(train):
             own = engine(pack := pack.to(device))
@@ -555,10 +556,9 @@ def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], lis
             shown = {key: x for key, x in ranking.items() if isinstance(x, str | int | float)}
             texts = data.tokenizer.batch_decode(ranking["responses"])  # from where they differ
             for (chosen, x), (rejected, y) in combinations([*zip(texts, scores)], 2):
-                own = {"chosen_reward": x, "rejected_reward": y, "margin": x - y, "phase": f"eval_{name}"}
-                samples.append(
-                    {"chosen": chosen, "rejected": rejected, "row": ranking["index"]} | shown | own
-                )
+                sample = {"row": ranking["index"], "chosen": chosen, "rejected": rejected} | shown
+                sample |= {"chosen_reward": x, "rejected_reward": y, "margin": x - y}
+                samples.append(sample | {"phase": f"eval_{name}"})
     return metrics, samples
 
 
