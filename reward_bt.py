@@ -1,15 +1,15 @@
 """Bradley-Terry reward model, for vision-language and text models.
 
-A linear head on the last hidden state of a language model learns which of two responses is the better one:
+A head on a language model's last hidden state learns which of two responses is the better one:
 
     d = score(chosen) - score(rejected) - margin      loss = -log sigmoid(d)
 
 Paper: https://arxiv.org/abs/2203.02155. Same interface: RewardTrainer of TRL (huggingface/trl@f2cd577) and of
-EasyDeL; docs/reward_bt.md lists what differs. Start reading at main.
+EasyDeL; docs/reward_bt.md lists what differs.
 
-    python reward_bt.py                 # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
+    python reward_bt.py              # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --learning-rate 5e-6
-    torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...     # or: deepspeed reward_bt.py
+    torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...  # or: deepspeed reward_bt.py
 """
 
 import functools
@@ -46,34 +46,32 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZ
 
 # ---- args ----
 
-TINY_VL = str(Path(__file__).resolve().parent / "assets" / "tiny_vl")
-
 
 @dataclass
 class Args:
     # --- experiment ---
-    seed: int = 1  # of the head, data order, and easy-vqa's wrong answers
+    seed: int = 1  # of head, data order and easy-vqa's wrong answers
     output_dir: str = "runs"  # folder that holds one folder per run
     run_name: str | None = None  # this run's folder; None: script, model, seed and time
     resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
     # --- model and data ---
-    model: str = TINY_VL  # folder or hub id of a vision-language or text model, or a checkpoint of ours
+    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder, hub id, own checkpoint
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of a hub id or a saved folder
-    eval_datasets: tuple[str, ...] = ()  # held out, name=source; none: easy-vqa's test split beside easy-vqa
+    eval_datasets: tuple[str, ...] = ()  # held-out sets, name=source; easy-vqa has its own
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
     video_fps: float = 2.0  # frames per second that are taken from videos
-    max_length: int = 1024  # tokens of prompt and response, pictures too; rows with more are left out
+    max_length: int = 1024  # tokens of prompt and response; longer rows are left out
     lora_rank: int = 0  # train adapters of this rank on the language model; 0 = all weights
     lora_alpha: float = 32.0  # the adapters' output is scaled by alpha / rank
     # --- algorithm ---
-    center_coef: float = 0.0  # weight of (chosen + rejected)^2 (TRL: 0, EasyDeL: 0.1)
-    label_smoothing: float = 0.02  # probability that a label is wrong, < 0.5; 0 lets margins grow
-    total_steps: int = 300  # optimizer steps; rows / train_batch_size make an epoch
-    train_batch_size: int = 32  # prompts (a pair or ranking each) per optimizer step, over all ranks
+    center_coef: float = 0.0  # of (chosen + rejected)^2 in the loss
+    label_smoothing: float = 0.02  # probability of a wrong label, < 0.5
+    total_steps: int = 300  # optimizer steps; an epoch is rows / train_batch_size
+    train_batch_size: int = 32  # prompts per optimizer step, over all ranks
     # --- optimizer ---
-    learning_rate: float = 5e-4  # peak; pretrained models want about 5e-6, or 1e-4 with LoRA
+    learning_rate: float = 5e-4  # peak; pretrained models: 5e-6, with LoRA 1e-4
     min_lr_ratio: float = 0.1  # after the warm-up it follows a cosine down to this fraction; 1 = constant
     warmup_steps: int = 10  # optimizer steps of linear warm-up
     weight_decay: float = 0.0  # of matrices (AdamW)
@@ -87,10 +85,10 @@ class Args:
     micro_batch_tokens: int = 8192  # tokens of one forward and backward on one rank
     # --- logging and checkpoints ---
     eval_steps: int = 150  # evaluate every so many steps, and at both ends; 0 = only there
-    eval_samples: int = 1000  # prompts of each held-out set, a fixed random subset
+    eval_samples: int = 1000  # of each held-out set, at random
     save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only there
     save_total_limit: int = 2  # checkpoints kept, newest first
-    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too (see WANDB_PROJECT, WANDB_MODE)
+    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too
 
 
 def check_args(args: Args) -> None:
@@ -111,9 +109,6 @@ def fail(message: str) -> NoReturn:
 
 
 # ---- data ----
-
-
-KINDS = ("yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow")
 
 
 def load_rows(source: str, split: str):
@@ -137,42 +132,50 @@ def load_rows(source: str, split: str):
         rows = datasets.load_from_disk(source)
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
-        fail(f"{source} (split {split}) can't be read as a dataset: {error}")
+        fail(
+            f"{source} (split {split}, cache HF_HOME) can't be read as a dataset: {error.__cause__ or error}"
+        )
 
 
 def add_pairs(rows, seed: int):
-    """easy-vqa: the answer is preferred to another one of its kind, drawn by the seed."""
-    rng, wrong = np.random.default_rng(seed), []
-    for answer in rows["answer"]:
-        others = [x for kind in map(str.split, KINDS) if answer in kind for x in kind if x != answer]
-        wrong.append(others[rng.integers(len(others))])
-    for name, answers in (("chosen", rows["answer"]), ("rejected", wrong)):
+    """easy-vqa: the right answer is preferred to another one of its kind, drawn by the seed."""
+    kinds = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
+    others = {x: [y for y in kind.split() if y != x] for kind in kinds for x in kind.split()}
+    rng, right = np.random.default_rng(seed), rows["answer"]
+    wrong = [others[answer][rng.integers(len(others[answer]))] for answer in right]
+    for name, answers in (("chosen", right), ("rejected", wrong)):
         rows = rows.add_column(name, [f"<answer>{answer}</answer>" for answer in answers])
     return rows
 
 
 def load_data(args: Args, source: str, split: str, seed: int, model, processor) -> SimpleNamespace:
-    """-> source, rows, tokenizer, and encode(indices): prompts of common/packing.py, without unusable ones, each
-    with its `ranking`, which all ranks are told.
-
-    Columns: `chosen` and `rejected`, or `responses`, best first: strings or messages after `prompt` (or
-    `messages`), a string or a chat; or whole chats that begin alike. `image(s)` and `video(s)` of the prompt,
-    see to_messages. `margin` and `weight`: numbers, else 0 and 1.
-    """
+    """-> source, rows, tokenizer, encode(indices): prompts of common/packing.py, without unusable ones, with
+    `ranking`s, for all ranks. Columns: `chosen` and `rejected`, or `responses`, best first: strings or
+    messages after `prompt` or `messages`, a string or a chat; or whole chats that begin alike; `image(s)`,
+    `video(s)`, see to_messages; `margin`, else 0; `weight`, else 1."""
     rows, tokenizer = load_rows(source, split), getattr(processor, "tokenizer", processor)
     rows = add_pairs(rows, seed) if source == "easy-vqa" else rows
+    read = functools.partial(to_messages, args, folder=Path(source).parent, tokenizer=tokenizer)
 
     @functools.lru_cache(2 * args.train_batch_size)  # a step asks repeatedly
     def encode(index: int) -> dict | None:
         try:
-            chats = read_ranking(args, rows[index], Path(source).parent, tokenizer)
-            prompt, responses = encode_ranking(model, processor, *chats)
+            row = rows[index]
+            answers = row.get("responses") or [row["chosen"], row["rejected"]]
+            answers = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
+            if answers[0][0]["role"] != "assistant":  # whole chats
+                shared = len(os.path.commonprefix([[*map(str, chat)] for chat in answers]))
+                row, answers = row | {"messages": answers[0][:shared]}, [chat[shared:] for chat in answers]
+            answers = [read({"messages": x})[-len(x) :] for x in answers]
+            if len(answers) < 2 or any(x["type"] != "text" for a in answers for m in a for x in m["content"]):
+                raise ValueError("a ranking needs two responses, and pictures belong into the prompt")
+            prompt, responses = encode_ranking(model, processor, read(row), *answers)
             P, R = prompt["length"], [len(response) for response in responses]
             if P + max(R) > args.max_length:
                 raise ValueError(f"{P} + {max(R)} tokens are more than --max-length")
-            shown = {name: x for name, x in rows[index].items() if isinstance(x, str | int | float)}
-            ranking = {"index": index, "length": P, "kinds": prompt["kinds"], "responses": responses}
-            ranking = {"margin": 0.0, "weight": 1.0, "tokens": P + sum(R)} | shown | ranking
+            shown = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
+            ranking = {"index": index, "length": P, "kinds": prompt["kinds"], "tokens": P + sum(R)}
+            ranking = {"margin": 0.0, "weight": 1.0} | shown | ranking | {"responses": responses}
             return prompt | {"ranking": ranking}
         except Exception as error:
             tqdm.write(f"warning: {source} row {index} is left out: {error!r:.300}", file=sys.stderr)
@@ -181,32 +184,17 @@ def load_data(args: Args, source: str, split: str, seed: int, model, processor) 
     return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, **usable)
 
 
-def read_ranking(args: Args, row: dict, folder: Path, tokenizer) -> list[list[dict]]:
-    """-> messages of the prompt, and of each response to it, best first."""
-    answers = row.get("responses") or [row["chosen"], row["rejected"]]
-    answers = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
-    if answers[0][0]["role"] != "assistant":  # whole chats
-        shared = len(os.path.commonprefix([[*map(str, chat)] for chat in answers]))
-        row, answers = row | {"messages": answers[0][:shared]}, [chat[shared:] for chat in answers]
-    answers = [to_messages(args, {"messages": x}, folder, tokenizer)[-len(x) :] for x in answers]
-    if len(answers) < 2 or any(part["type"] != "text" for x in answers for m in x for part in m["content"]):
-        raise ValueError("a ranking needs two responses, and pictures belong into the prompt")
-    return [to_messages(args, row, folder, tokenizer), *answers]
-
-
 def encode_ranking(model, processor, messages: list[dict], *answers: list[dict]) -> tuple[dict, list[Tensor]]:
     """-> the tokens that the whole chats begin with, as a prompt, and the rest of each, (R,) with R >= 1."""
     text = [m | {"content": [part for part in m["content"] if part["type"] == "text"]} for m in messages]
     encoded = [packing.encode_chat(processor, text + answer) for answer in answers]
     ids = [inputs["input_ids"][0].tolist() for inputs in encoded]
     shared = min(len(os.path.commonprefix(ids)), min(map(len, ids)) - 1)
+    responses = [torch.tensor(x[shared:]) for x in ids]
     first = encoded[0] if text == messages else packing.encode_chat(processor, messages + answers[0])
-    T, rest = first["input_ids"].shape[1], ids[0][shared:]
-    if first["input_ids"][0, -len(rest) :].tolist() != rest:
-        raise ValueError("its responses read otherwise after pictures")
-    inputs = {name: torch.as_tensor(x) for name, x in first.items()}
-    inputs = {name: x[:, : -len(rest)] if x.shape[:2] == (1, T) else x for name, x in inputs.items()}
-    return packing.make_prompt(model, inputs), [torch.tensor(x[shared:]) for x in ids]
+    inputs, (_, T) = {name: torch.as_tensor(x) for name, x in first.items()}, first["input_ids"].shape
+    inputs = {k: x[:, : -len(responses[0])] if x.shape[:2] == (1, T) else x for k, x in inputs.items()}
+    return packing.make_prompt(model, inputs), responses
 
 
 def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
@@ -270,18 +258,6 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
     return order[start - epochs[0] * num_rows :][:count].tolist()
 
 
-def gather_rankings(data, indices: list[int]) -> list[dict]:
-    """Some rows, dealt out to the ranks, encoded, and told to all."""
-    prompts = data.encode(np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist())
-    gathered = [[prompt["ranking"] for prompt in prompts]] * WORLD_SIZE
-    if WORLD_SIZE > 1:  # alone it would start threads in gloo, see sum_over_ranks
-        dist.all_gather_object(gathered, gathered[0])
-    rankings = sum(gathered, [])
-    if len(rankings) * 2 < len(indices):
-        fail(f"more than half of {len(indices)} rows of {data.source} can't be used: see the warnings")
-    return rankings
-
-
 # ---- model ----
 
 
@@ -330,7 +306,7 @@ def merged_state_dict(model) -> dict[str, Tensor]:
 
 
 class RewardModel(nn.Module):
-    """A language model with a scalar head, as DeepSpeed runs it: pack -> scores (S,), fp32, of its responses."""
+    """A backbone with a scalar head, as DeepSpeed runs it: pack -> scores (S,), fp32, of its responses."""
 
     all_tied_weights_keys = {}  # for merged_state_dict
 
@@ -349,9 +325,9 @@ class RewardModel(nn.Module):
 
 
 def ranking_pairs(rankings: list[dict]) -> list[Tensor]:
-    """All pairs of rankings, each with `responses`, best first, `margin` and `weight` -> (B,) each: chosen and
-    rejected (places among all S responses), margins, weights: the pairs of a prompt share its own, and all add
-    up to 1. https://arxiv.org/abs/2203.02155 eq. (1)
+    """All pairs of rankings with `responses`, best first, `margin`, `weight` -> (B,) each: chosen, rejected
+    (among all S responses), margins, weights, which a prompt's pairs share; their sum is 1. Source:
+    https://arxiv.org/abs/2203.02155 eq. (1).
 
     2 and 3 responses, margins 0 and .5, weights 3 and 1 -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4],
     margins [0, .5, .5, .5], weights [3/4, 1/12, 1/12, 1/12]
@@ -365,60 +341,45 @@ def ranking_pairs(rankings: list[dict]) -> list[Tensor]:
     return [*map(torch.tensor, zip(*pairs))]
 
 
-def bradley_terry(
-    rewards: Tensor, pairs: list[Tensor], label_smoothing: float, center_coef: float
-) -> dict[str, Tensor]:
-    """The loss, and what else is a mean over pairs by weight. rewards (S,), pairs: see above.
+def bradley_terry(rewards: Tensor, pairs: list[Tensor], label_smoothing: float, center_coef: float) -> dict:
+    """The loss, and what else is a mean over pairs by weight. rewards (S,), pairs: of ranking_pairs.
 
     d = chosen - rejected - margin, https://arxiv.org/abs/2307.09288 eq. (2)
     bt = -(1 - label_smoothing) log sigmoid(d) - label_smoothing log sigmoid(-d)
     center = (chosen + rejected)^2, https://arxiv.org/abs/2312.09244
-    loss = bt + center_coef * center
 
     rewards [1, 0, 0, 2], margins [0, .5], weights [3/4, 1/4], no smoothing, center_coef .1
     -> d [1, -2.5], bt [.3133, 2.5789], center [1, 4]: loss .8797 + .1 * 1.75 = 1.0547
     """
-    places, rivals, margins, weights = pairs
-    chosen, rejected = rewards[places], rewards[rivals]  # (B,), (B,)
+    chosen, rejected, margins, weights = rewards[pairs[0]], rewards[pairs[1]], *pairs[2:]  # (B,) each
     gap, center = chosen - rejected, (chosen + rejected) ** 2
-    d = gap - margins
+    d, right = gap - margins, (gap.sign() + 1) / 2  # ties are one half
     bt = -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)
-    tables = {
-        "rm/loss": bt + center_coef * center,
-        "rm/bt_loss": bt,
-        "rm/center_loss": center,
-        "rm/accuracy": (gap.sign() + 1) / 2,  # ties are one half
-        "rm/margin": gap,
-        "rm/chosen_rewards": chosen,
-        "rm/rejected_rewards": rejected,
-    }
+    tables = {"rm/loss": bt + center_coef * center, "rm/bt_loss": bt, "rm/center_loss": center}
+    tables |= {"rm/chosen_rewards": chosen, "rm/rejected_rewards": rejected}
+    tables |= {"rm/accuracy": right, "rm/margin": gap}
     return {name: (weights * x).sum() for name, x in tables.items()}
-
-
-def calibration_error(gap: Tensor, weights: Tensor) -> Tensor:
-    """Expected calibration error of the confidence sigmoid(|gap|), gap = chosen - rejected (B,): over ten bins of
-    it in [0.5, 1], the sum of |accuracy - confidence| times weight. https://arxiv.org/abs/1706.04599
-
-    gap [2, -2, 0], weights 1/3 each -> confidence [.881, .881, .5], right [1, 0, .5]: 2 * |.5 - .881| / 3 = .2539
-    """
-    confidence = gap.abs().sigmoid()
-    error = weights * ((gap.sign() + 1) / 2 - confidence)
-    bins = (confidence * 20 - 10).long().clamp(0, 9)
-    return torch.zeros(10).to(error).index_add(0, bins, error).abs().sum()
 
 
 def ranking_metrics(
     rewards: Tensor, rankings: list[dict], label_smoothing: float, center_coef: float
 ) -> dict:
-    """All metrics of scores (S,)."""
+    """All metrics of scores (S,). ece, the expected calibration error: over ten bins of the confidence
+    sigmoid(|chosen - rejected|), |accuracy - confidence| by weight, https://arxiv.org/abs/1706.04599
+
+    rewards [2, 0, 0, 2, 1, 1] of three pairs -> confidence [.881, .881, .5], right [1, 0, .5],
+    ece 2 / 3 * |.5 - .881| + 1 / 3 * 0 = .2539
+    """
     rewards, pairs = rewards.double(), ranking_pairs(rankings)
+    metrics = bradley_terry(rewards, pairs, label_smoothing, center_coef)
+    gap = rewards[pairs[0]] - rewards[pairs[1]]
+    confidence, right = gap.abs().sigmoid(), (gap.sign() + 1) / 2
+    bins, error = (confidence * 20 - 10).long().clamp(0, 9), pairs[3] * (right - confidence)
+    metrics["rm/ece"] = torch.zeros(10).to(error).index_add(0, bins, error).abs().sum()
     lengths = [torch.tensor([len(x) for x in ranking["responses"]]).double() for ranking in rankings]
     # Minus the prompt's mean, so that their own are 0: the cosine is Pearson's correlation.
     within = [[x - x.mean() for x in table] for table in (rewards.split([*map(len, lengths)]), lengths)]
-    metrics = bradley_terry(rewards, pairs, label_smoothing, center_coef) | {
-        "rm/ece": calibration_error(rewards[pairs[0]] - rewards[pairs[1]], pairs[3]),
-        "rm/length_correlation": F.cosine_similarity(*map(torch.cat, within), dim=0, eps=1e-12),
-    }
+    metrics["rm/length_correlation"] = F.cosine_similarity(*map(torch.cat, within), dim=0, eps=1e-12)
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -451,11 +412,9 @@ def sum_over_ranks(table: Tensor, device) -> Tensor:
 
 
 def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither.
-
-    One pack is one micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step,
-    batch sizes stay 1 here, and the losses carry their own global denominators.
-    """
+    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither. A pack is
+    a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step, batch sizes stay
+    1 here, and the losses carry their own global denominators."""
     import deepspeed
 
     config = {
@@ -510,19 +469,30 @@ def optimizer_step(engine) -> tuple[float, bool]:
 # ---- update ----
 
 
-def score_rankings(args: Args, rankings: list[dict], data, engine, train: bool = False) -> Tensor:
-    """Scores of all responses, (S,); train: and the gradient of an optimizer step."""
-    responses = [response for ranking in rankings for response in ranking["responses"]]
-    places = torch.arange(len(responses)).split([len(ranking["responses"]) for ranking in rankings])
-    groups = [(g, own.tolist()) for g, own in enumerate(places)]
+def score_rows(
+    args: Args, indices: list[int], data, engine, train: bool = False
+) -> tuple[list[dict], Tensor]:
+    """Some rows, dealt out to the ranks -> for all ranks their rankings, and scores of all responses, (S,);
+    train: and the gradient of an optimizer step."""
+    prompts, device = data.encode(np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist()), engine.device
+    gathered = [[prompt["ranking"] for prompt in prompts]] * WORLD_SIZE
+    if WORLD_SIZE > 1:  # alone it would start threads in gloo, see sum_over_ranks
+        dist.all_gather_object(gathered, gathered[0])
+    rankings = sum(gathered, [])
+    if len(rankings) * 2 < len(indices):
+        fail(f"more than half of {len(indices)} rows of {data.source} can't be used: see the warnings")
+    responses, groups = [], []
+    for g, ranking in enumerate(rankings):
+        start, responses = len(responses), responses + ranking["responses"]
+        groups.append((g, [*range(start, len(responses))]))
     given = groups, rankings, data.encode, responses, args.micro_batch_tokens, RANK, WORLD_SIZE
-    packed, device = packing.is_packed(engine.module.model), engine.device
+    packed = packing.is_packed(engine.module.model)
     packs = [*packing.packs_of_rank(*given, packed, media_everywhere=args.zero_stage > 0)]
     pairs = [x.to(device) for x in ranking_pairs(rankings)]
     others, rewards = torch.zeros(2, len(responses), device=device)
     if train and (not packed or max(ranking["tokens"] for ranking in rankings) > args.micro_batch_tokens):
         # A pack may lack some responses to its prompts: their scores are constants to it.
-        others = score_rankings(args, rankings, data, engine).to(device)
+        others = score_rows(args, indices, data, engine)[1].to(device)
     engine.train(train)
     for k, pack in enumerate(packs):
         with torch.set_grad_enabled(train):
@@ -534,7 +504,7 @@ def score_rankings(args: Args, rankings: list[dict], data, engine, train: bool =
             engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
             # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
             engine.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
-    return sum_over_ranks(rewards, device)
+    return rankings, sum_over_ranks(rewards, device)
 
 
 # ---- evaluate ----
@@ -547,18 +517,17 @@ def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], lis
         indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples]).tolist()
         rankings, rewards = [], torch.empty(0)
         for start in range(0, len(indices), n):
-            rankings += (batch := gather_rankings(data, indices[start : start + n]))
-            rewards = torch.cat([rewards, score_rankings(args, batch, data, engine)])
+            found = score_rows(args, indices[start : start + n], data, engine)
+            rankings, rewards = rankings + found[0], torch.cat([rewards, found[1]])
         found = ranking_metrics(rewards, rankings, args.label_smoothing, args.center_coef)
         metrics |= {key.replace("rm/", f"eval/{name}/"): value for key, value in found.items()}
         scores = iter(rewards.tolist())
         for ranking in rankings:
-            shown = {key: x for key, x in ranking.items() if isinstance(x, str | int | float)}
             texts = data.tokenizer.batch_decode(ranking["responses"])  # from where they differ
             for (chosen, x), (rejected, y) in combinations([*zip(texts, scores)], 2):
-                sample = {"row": ranking["index"], "chosen": chosen, "rejected": rejected} | shown
+                sample = {"chosen": chosen, "rejected": rejected} | ranking | {"responses": texts}
                 sample |= {"chosen_reward": x, "rejected_reward": y, "margin": x - y}
-                samples.append(sample | {"phase": f"eval_{name}"})
+                samples.append(sample | {"phase": f"eval_{name}", "row": ranking["index"]})
     return metrics, samples
 
 
@@ -593,8 +562,8 @@ def find_run(args: Args) -> tuple[Path, Path | None]:
 
 
 def save_checkpoint(args: Args, run_dir: Path, engine, processor, state: dict) -> Path:
-    """checkpoint-N: a text model as transformers' classifier with one label, else the backbone; the head beside;
-    and state/ for --resume. Collective."""
+    """checkpoint-N: a text model as transformers' classifier, else the backbone; its head, score.safetensors;
+    state/ for --resume. Collective."""
     final, config = run_dir / f"checkpoint-{state['step']}", engine.module.model.config
     folder = final.with_suffix(".tmp")  # renamed when all of it is written
     if RANK == 0:
@@ -649,17 +618,17 @@ def main(args: Args) -> dict[str, float]:
     started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     check_args(args)
-    device, n, how = init_distributed(), args.train_batch_size, (args.label_smoothing, args.center_coef)
+    device, n = init_distributed(), args.train_batch_size
     run_dir, checkpoint = find_run(args)
     fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
     dtype = torch.float32 if fp32 else torch.bfloat16
 
     # --- 2. models and engines ---
-    model, head = load_model(args.model, dtype).base_model, Path(args.model) / "score.safetensors"
+    model = load_model(args.model, dtype).base_model
     processor = transformers.AutoProcessor.from_pretrained(args.model)  # of a text model: its tokenizer
     torch.manual_seed(args.seed)  # of the head's and LoRA's first weights
     module = RewardModel(model)
-    if head.is_file():
+    if (head := Path(args.model) / "score.safetensors").is_file():
         module.load_state_dict(safetensors.torch.load_file(head), strict=False)
     if args.lora_rank:
         add_adapters(args, model)
@@ -688,49 +657,41 @@ def main(args: Args) -> dict[str, float]:
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
     tell(packing.prove_packing(model, engine, probes))
     if not hasattr(processor, "tokenizer"):  # a classifier reads the score at the last token that is not pad
-        unfit = {None, int(prompts[0]["ranking"]["responses"][0][-1])}
-        ids = processor.pad_token_id, *(i for i, t in processor.added_tokens_decoder.items() if t.special)
-        model.config.pad_token_id = processor.pad_token_id = next(i for i in ids if i not in unfit)
+        last = int(prompts[0]["ranking"]["responses"][0][-1])
+        free = [i for i, t in processor.added_tokens_decoder.items() if t.special and i != last]
+        model.config.pad_token_id = processor.pad_token_id = free[0]
     received, stopped, saved = [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
     if eval_sets and not state["before"]:  # a resumed run has it
         state["before"], samples = evaluate(args, engine, eval_sets)
         log(args, run_dir, {"train/step": 0, "train/episode": 0, **state["before"]}, samples)
-    steps = range(state["step"] + 1, args.total_steps + 1)
-    hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step instead
-    for step in (bar := tqdm(steps, "reward", args.total_steps, initial=state["step"], disable=hidden)):
+    steps, done = range(state["step"] + 1, args.total_steps + 1), state["step"]
+    for step in tqdm(steps, "reward", args.total_steps, initial=done, disable=RANK > 0 or None):
         # --- 7. update ---
         start = time.perf_counter()
-        rankings = gather_rankings(data, batch_indices((step - 1) * n, n, len(data.rows), args.seed))
-        rewards = score_rankings(args, rankings, data, engine, train=True)
+        indices = batch_indices((step - 1) * n, n, len(data.rows), args.seed)
+        rankings, rewards = score_rows(args, indices, data, engine, train=True)
         norm, taken = optimizer_step(engine)
         state |= {"step": step, "skipped": 0 if taken else state["skipped"] + 1}
         seconds = time.perf_counter() - start
 
         # --- 9. log ---
-        metrics = ranking_metrics(rewards, rankings, *how) | {
-            "train/step": step,
-            "train/episode": step * n,
-            "train/grad_norm": norm if taken else 0.0,
-            "train/learning_rate": engine.get_lr()[0],
-            "train/skipped_updates": int(not taken),
-            "rollout/prompts_dropped": n - len(rankings),
-            "time/total": seconds,
-            "time/tokens_per_second": sum(ranking["tokens"] for ranking in rankings) / seconds,
-        }
-        samples, shown = [], {key: f"{metrics[f'rm/{key}']:.3f}" for key in ("loss", "accuracy")}
-        bar.set_postfix(shown)
+        metrics = ranking_metrics(rewards, rankings, args.label_smoothing, args.center_coef)
+        metrics |= {"train/step": step, "train/episode": step * n, "train/learning_rate": engine.get_lr()[0]}
+        metrics |= {"train/grad_norm": norm if taken else 0.0, "train/skipped_updates": int(not taken)}
+        metrics |= {"rollout/prompts_dropped": n - len(rankings), "time/total": seconds}
+        metrics["time/tokens_per_second"] = sum(ranking["tokens"] for ranking in rankings) / seconds
+        samples, told = [], [f"{key} {metrics[f'rm/{key}']:.3f}" for key in ("loss", "accuracy")]
 
         # --- 10. eval and save ---
         last, hopeless = step == args.total_steps, state["skipped"] == 5
         if eval_sets and (last or (args.eval_steps and step % args.eval_steps == 0)):
             evaluated, samples = evaluate(args, engine, eval_sets)
             metrics |= evaluated
-            shown |= {name: f"{evaluated[f'eval/{name}/accuracy']:.3f}" for name in eval_sets}
+            told += [f"{name} {evaluated[f'eval/{name}/accuracy']:.3f}" for name in eval_sets]
         log(args, run_dir, metrics, samples)
-        if hidden:
-            tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
+        tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {', '.join(told)}")
         stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike
         if last or stopped or hopeless or (args.save_steps and step % args.save_steps == 0):
             saved = save_checkpoint(args, run_dir, engine, processor, state)
@@ -743,8 +704,8 @@ def main(args: Args) -> dict[str, float]:
     if stopped:
         tell(f"stopped by a signal after step {step}; go on with --resume {saved}")
     else:
-        keys = [key for key in state["before"] if key.endswith(("/accuracy", "/ece"))]
-        told = [f"{key} {state['before'][key]:.3f} -> {metrics[key]:.3f}" for key in keys]
+        before = [(key, x) for key, x in state["before"].items() if key.endswith("/accuracy")]
+        told = [f"{key} {x:.3f} -> {metrics[key]:.3f}" for key, x in before]
         tell(" · ".join([*told, f"{time.perf_counter() - started:.0f} s", str(saved)]))
         tell(f"to see it: python tools/report.py {run_dir}")
     dist.destroy_process_group()

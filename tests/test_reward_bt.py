@@ -23,7 +23,7 @@ from test_families import folder_of  # noqa: F401
 
 import reward_bt
 from common import packing
-from reward_bt import bradley_terry, calibration_error, ranking_metrics, ranking_pairs
+from reward_bt import bradley_terry, ranking_metrics, ranking_pairs
 
 
 def ranking(K: int, margin: float = 0.0, weight: float = 1.0, lengths=None) -> dict:
@@ -44,7 +44,8 @@ def test_worked_examples_of_the_docstrings():
     metrics = bradley_terry(torch.tensor([1.0, 0, 0, 2]), pairs, 0.0, 0.1)
     assert metrics["rm/loss"] == pytest.approx(1.0547, abs=1e-4)
     assert metrics["rm/bt_loss"] == pytest.approx(0.8797, abs=1e-4) and metrics["rm/center_loss"] == 1.75
-    assert calibration_error(torch.tensor([2.0, -2, 0]), torch.ones(3) / 3) == pytest.approx(0.2539, abs=1e-4)
+    metrics = ranking_metrics(torch.tensor([2.0, 0, 0, 2, 1, 1]), [ranking(2)] * 3, 0.0, 0.0)
+    assert metrics["rm/ece"] == pytest.approx(0.2539, abs=1e-4)
 
 
 @pytest.mark.parametrize("smoothing, center", [(0.0, 0.0), (0.0, 0.3), (0.2, 0.0), (0.1, 0.05)])
@@ -97,14 +98,16 @@ def test_metrics_count_each_prompt_once_and_ties_as_one_half():
 
 def test_calibration_error_against_a_plain_loop():
     rng = np.random.default_rng(0)
-    gap, weights = rng.normal(size=500) * 2, rng.dirichlet(np.ones(500))
+    rewards, weights = rng.normal(size=(500, 2)), rng.dirichlet(np.ones(500))
+    gap = rewards[:, 0] - rewards[:, 1]
     confidence, expected = 1 / (1 + np.exp(-abs(gap))), 0.0
     for low in np.arange(0.5, 1, 0.05):
         inside = (confidence >= low) & (confidence < low + 0.05)
-        w = weights[inside].sum()
-        accuracy = (weights * (gap > 0))[inside].sum() / w
-        expected += w * abs(accuracy - (weights * confidence)[inside].sum() / w)
-    assert float(calibration_error(*map(torch.tensor, (gap, weights)))) == pytest.approx(expected, abs=1e-9)
+        if w := weights[inside].sum():
+            accuracy = (weights * (gap > 0))[inside].sum() / w
+            expected += w * abs(accuracy - (weights * confidence)[inside].sum() / w)
+    found = ranking_metrics(torch.tensor(rewards).flatten(), [ranking(2, 0, w) for w in weights], 0.0, 0.0)
+    assert found["rm/ece"] == pytest.approx(expected, abs=1e-6)
 
 
 # --- data ---
@@ -182,10 +185,14 @@ def test_unusable_rows_are_left_out_and_named(encode, text, tmp_path, capsys):
     for reason in ("--max-length", "needs two responses", "FileNotFoundError"):
         assert reason in told
     data = reward_bt.load_data(text[0], str(tmp_path / "data.jsonl"), "train", 0, *text[1:])
-    assert len(reward_bt.gather_rankings(data, [0, 0, 0, 4])) == 3
+    engine = Engine(reward_bt.RewardModel(text[1]))
+    assert reward_bt.score_rows(text[0], [0, 0, 0, 4], data, engine)[1].shape == (6,)
     with pytest.raises(SystemExit):
-        reward_bt.gather_rankings(data, [0, 4, 5])
+        reward_bt.score_rows(text[0], [0, 4, 5], data, engine)
     assert "more than half of 3 rows" in capsys.readouterr().err
+
+
+COLORS = "green", "red", "teal", "yellow"
 
 
 def test_easy_vqa_pairs_are_of_one_kind_and_follow_the_seed():
@@ -195,7 +202,12 @@ def test_easy_vqa_pairs_are_of_one_kind_and_follow_the_seed():
     for row in first.select(range(0, 9673, 97)):
         sides = [re.fullmatch("<answer>(.*)</answer>", row[side])[1] for side in ("chosen", "rejected")]
         assert sides[0] == row["answer"] != sides[1]
-        assert any(set(sides) <= set(kind.split()) for kind in reward_bt.KINDS)
+        kinds = (
+            {"yes", "no"},
+            {"circle", "rectangle", "triangle"},
+            {"black", "blue", "brown", "gray", *COLORS},
+        )
+        assert any(set(sides) <= kind for kind in kinds)
 
 
 # --- scores and gradients against the unmodified model ---
@@ -291,7 +303,7 @@ def test_scores_and_gradients_are_those_of_the_unmodified_model(family, folder_o
         [x for row in rows for x in by_transformers(row, folder, plain, processor, weight)]
     )
     data = reward_bt.load_data(args, str(folder / "pairs.jsonl"), "train", 0, module.model, processor)
-    rankings = reward_bt.gather_rankings(data, list(range(len(rows))))
+    rankings, _ = reward_bt.score_rows(args, [*range(len(rows))], data, Engine(module))
     pairs = ranking_pairs(rankings)
     bradley_terry(expected, pairs, args.label_smoothing, args.center_coef)["rm/loss"].backward()
     prompts = data.encode(list(range(len(rows))))
@@ -302,15 +314,16 @@ def test_scores_and_gradients_are_those_of_the_unmodified_model(family, folder_o
     for budget in (8192, largest):
         module.zero_grad()
         args.micro_batch_tokens = budget
-        rewards = reward_bt.score_rankings(args, rankings, data, Engine(module), train=True)
+        _, rewards = reward_bt.score_rows(args, [*range(len(rows))], data, Engine(module), train=True)
         assert (rewards - expected.detach()).abs().max() < 1e-4 and expected.std() > 0.1
         own = [*module.model.parameters(), module.score.weight]
         for ours, theirs in zip(own, [*plain.parameters(), weight], strict=True):
             known = torch.zeros_like(ours) if theirs.grad is None else theirs.grad.view_as(ours)
             grad = torch.zeros_like(ours) if ours.grad is None else ours.grad
             assert (grad - known).abs().max() < 1e-4 * max(1, known.abs().max())
-    scored = reward_bt.score_rankings(args, rankings, data, Engine(module))
-    assert torch.equal(scored, rewards) or (scored - rewards).abs().max() < 1e-5
+    assert (
+        reward_bt.score_rows(args, [*range(len(rows))], data, Engine(module))[1] - rewards
+    ).abs().max() < 1e-5
 
 
 # --- runs ---
