@@ -1,11 +1,11 @@
-"""GRM SFT: a vision-language model learns to write its judgement of two candidates, by next-token prediction.
+"""GRM SFT: a vision-language model learns to write its judgement of two candidates, token by token.
 
     <think>the first one has no triangle</think><answer>Image 2 is better</answer>
 
-The assistant's tokens alone are trained; rows lie packed, and share pictures and first tokens. A pair is shown
-in both orders, in training and in evaluation, where verdicts are written and their probabilities asked for.
+Only the assistant's tokens are trained; rows share pictures and first tokens in packs. A pair is shown in both
+orders, in training and in evaluation, where verdicts are written and their probabilities asked for.
 
-Papers: https://arxiv.org/abs/2408.15240 (generative verifiers), https://arxiv.org/abs/2505.03318 (multimodal).
+Papers: https://arxiv.org/abs/2408.15240 (generative verifiers), https://arxiv.org/abs/2505.03318 (pictures).
 docs/grm_sft.md lists what differs from LightRFT's GRMTrainerVL (opendilab/LightRFT@49e62cb). Start at main.
 
     python grm_sft.py                   # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
@@ -14,6 +14,7 @@ docs/grm_sft.md lists what differs from LightRFT's GRMTrainerVL (opendilab/Light
 """
 
 import functools
+import hashlib
 import io
 import json
 import math
@@ -168,14 +169,14 @@ def load_data(args: Args, source: str, split: str, model, processor, training: b
     `answer_0` and `answer_1`; `verdict`: 1, 2 or tie; optional `reasoning`, and `image(s)`, `video(s)` of the
     prompt. Of chats: `messages`, every assistant turn of which is trained, `image(s)`, `video(s)`.
     """
-    rows, tokenizer = load_rows(source, split), getattr(processor, "tokenizer", processor)
-    is_easy_vqa, columns, begun = source == "easy-vqa", rows.column_names, {}
-    if not is_easy_vqa and not {"messages", "verdict"} & {*columns}:
-        fail(f"{source} has columns {', '.join(columns)}: it needs messages, or pairs with a verdict")
-    limit = args.train_samples if training else args.eval_samples
-    chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[: limit or None])
-    few, groups = rows.select(chosen), defaultdict(list)
-    verdicts = few["verdict"] if "verdict" in columns else [is_easy_vqa or None] * len(few)
+    rows, seed, begun, groups = load_rows(source, split), args.seed if training else 0, {}, defaultdict(list)
+    if not {"messages", "verdict"} & {*rows.column_names} and source != "easy-vqa":
+        fail(
+            f"{source} has columns {', '.join(rows.column_names)}: it needs messages, or pairs with a verdict"
+        )
+    limit = (args.train_samples if training else args.eval_samples) or None
+    few = rows.select(chosen := np.sort(np.random.default_rng(0).permutation(len(rows))[:limit]))
+    verdicts = few["verdict"] if "verdict" in rows.column_names else [source == "easy-vqa" or None] * len(few)
     paths = [name for name, kind in rows.features.items() if re.match("(List|Value).*string", str(kind))]
     media = [few[name] for name in paths if name.startswith(("image", "video"))]
     for i, verdict, *names in zip(chosen.tolist(), verdicts, *media):
@@ -187,41 +188,42 @@ def load_data(args: Args, source: str, split: str, model, processor, training: b
     @functools.lru_cache(2 * args.train_batch_size)  # a step asks repeatedly
     def encode(entry: int) -> dict | None:
         try:
-            row = rows[entry // 2]
-            if is_easy_vqa:
-                row = make_pair(row, np.random.default_rng([args.seed if training else 0, entry // 2]))
-            row = encode_row(args, model, processor, row, entry % 2 == 1, Path(source).parent, begun)
-            return row | {"index": entry, "options": options if row["noun"] else ()}
+            row = rows[i := entry // 2]
+            row = make_pair(row, np.random.default_rng([seed, i])) if source == "easy-vqa" else row
+            row = encode_row(args, model, processor, row, entry, Path(source).parent, begun)
+            return row | {"options": options if row["noun"] else ()}
         except Exception as error:
-            tqdm.write(f"warning: {source} row {entry // 2} is left out: {error!r:.300}", file=sys.stderr)
+            tqdm.write(f"warning: {source} row {i} is left out: {error!r:.300}", file=sys.stderr)
 
     usable = {"encode": lambda entries: [row for row in map(encode, entries) if row]}
+    tokenizer = getattr(processor, "tokenizer", processor)
     return SimpleNamespace(source=source, tokenizer=tokenizer, groups=[*groups.values()], **usable)
 
 
-def encode_row(args: Args, model, processor, row: dict, swap: bool, folder: Path, begun: dict) -> dict:
-    """-> row, text, noun, truth (the verdict), samples: prompts of common/packing.py, with the response_ids
-    (R,) that follow and the mask (R,) of those that are trained. begun: see encode_prompt."""
-    chat, tokenizer = make_chat(row, swap), getattr(processor, "tokenizer", processor)
+def encode_row(args: Args, model, processor, row: dict, entry: int, folder: Path, begun: dict) -> dict:
+    """-> index, row, noun, truth (the verdict), samples: prompt, see begin_prompt, the ids (R,) that follow it,
+    the mask (R,) of those that are trained, and what other ranks need to know of the prompt."""
+    chat, tokenizer = make_chat(row, entry % 2 == 1), getattr(processor, "tokenizer", processor)
     messages, samples = to_messages(args, chat, folder, tokenizer), []
-    for n, head, ids, mask in split_chat(processor, messages, end_token_ids(model, tokenizer)):
-        samples.append(encode_prompt(model, processor, messages[:n], head, begun))
-        samples[-1] |= {"response_ids": torch.tensor(ids), "mask": mask, "part": len(samples) - 1}
-        if (length := samples[-1]["length"] + len(ids)) > args.max_length:
+    for n, ids, mask in split_chat(processor, messages, end_token_ids(model, tokenizer)):
+        prompt, k = begin_prompt(model, processor, messages[:n], ids[: int(mask.int().argmax())], begun)
+        known = {"index": (entry, len(samples)), "length": prompt["length"], "kinds": prompt["kinds"]}
+        known["key"] = (
+            prompt["key"],
+            entry // 2 if not known["kinds"] else None,
+        )  # text is shared by a row's orders
+        samples.append(known | {"prompt": prompt, "ids": torch.tensor(ids[k:]), "mask": mask[k:]})
+        if (length := prompt["length"] + len(ids) - k) > args.max_length:
             raise ValueError(f"{length} tokens are more than --max-length")
-    texts = ["".join(p.get("text", f"<{p['type']}>") for p in message["content"]) for message in messages]
-    truth = read_verdict(texts[-1]) if n == len(messages) - 1 else None  # of a judgement of its own sample
-    return {
-        "row": row,
-        "text": "\n".join(texts[:-1]),
-        "noun": chat.get("noun"),
-        "truth": truth,
-        "samples": samples,
-    }
+    said = "".join(part["text"] for part in messages[-1]["content"])
+    truth = (
+        read_verdict(said) if n == len(messages) - 1 else None
+    )  # of several answers, the first is asked for
+    return {"index": entry, "row": row, "noun": chat.get("noun"), "truth": truth, "samples": samples}
 
 
 def make_chat(row: dict, swap: bool) -> dict:
-    """A pair -> a chat, the judgement last, with noun: what its candidates are called. swap: exchange them."""
+    """A pair -> a chat, the judgement last, and noun: what its candidates are called."""
     if row.get("messages"):
         return row
     kind = next(kind for kind in ("image", "video", "answer") if row.get(f"{kind}_0") is not None)
@@ -251,9 +253,8 @@ def swap_sides(text: str) -> str:
 
 
 def write_verdict(verdict: str, noun: str) -> str:
-    return (
-        f"<answer>{'Both are equally good' if verdict == 'tie' else f'{noun} {verdict} is better'}</answer>"
-    )
+    said = "Both are equally good" if verdict == "tie" else f"{noun} {verdict} is better"
+    return f"<answer>{said}</answer>"
 
 
 def read_verdict(text: str) -> str | None:
@@ -324,15 +325,15 @@ def end_token_ids(model, tokenizer) -> list[int]:
     return sorted({*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None})
 
 
-def split_chat(processor, chat: list[dict], end_ids: list[int]) -> list[tuple[int, list, list, Tensor]]:
-    """A chat -> samples (messages of the prompt, its tokens, tokens of the response (R,), mask (R,)). They train
-    the text of every assistant message and the one EOS after it; no header, nothing that follows the EOS.
+def split_chat(processor, chat: list[dict], end_ids: list[int]) -> list[tuple[int, list[int], Tensor]]:
+    """A chat -> samples (messages of the prompt, ids (T,), mask (T,)), a picture being one token. Trained are the
+    text of every assistant message and the one EOS after it; no header, nothing that follows the EOS.
 
-    All pictures lie in prompts: an answer after a further picture begins another sample. Messages are found by
-    counting: the tokens of the chat up to an answer, and up to its end, must be those that the whole begins
-    with; here, a picture is one. Where a template writes no EOS, the last message gets one.
+    All pictures lie in prompts: answers after a further picture make another sample. Where a message lies is
+    counted: the tokens of the chat up to an answer, and up to its end, must be how those of the whole begin.
+    Where a template writes no EOS, the last message gets one.
     """
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer, pictures, samples = getattr(processor, "tokenizer", processor), 0, []
     texts = [m | {"content": "".join(p.get("text", "") for p in m["content"])} for m in chat]
 
     def tokens(n: int, prompted: bool = False) -> list[int]:
@@ -340,58 +341,56 @@ def split_chat(processor, chat: list[dict], end_ids: list[int]) -> list[tuple[in
         text = processor.apply_chat_template(given, tokenize=False, add_generation_prompt=prompted)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    ids = [*tokens(len(chat)), tokenizer.eos_token_id]  # (T + 1,)
-    mask, begins, seen = torch.zeros(len(ids), dtype=torch.bool), [], False  # seen: all pictures so far
+    whole = [*tokens(len(chat)), tokenizer.eos_token_id]
     for n, message in enumerate(chat):
-        seen &= all(part["type"] == "text" for part in message["content"])
+        pictures += sum(part["type"] != "text" for part in message["content"])
         if message["role"] == "assistant":
             head, body = tokens(n, True), tokens(n + 1)
-            if ids[: len(head)] != head or ids[: len(body)] != body:
+            if whole[: len(head)] != head or whole[: len(body)] != body:
                 raise ValueError(f"the chat template writes message {n} differently when others follow")
-            ends = [t + 1 for t in range(len(head), len(body)) if ids[t] in end_ids]
-            mask[len(head) : ends[0] if ends else len(body) + (n == len(chat) - 1)] = True
-            begins, seen = begins if seen else [*begins, (n, len(head))], True
+            ends = [t + 1 for t in range(len(head), len(body)) if whole[t] in end_ids]
+            mask = torch.zeros(ends[0] if ends else len(body) + (n == len(chat) - 1), dtype=torch.bool)
+            mask[len(head) :] = True
+            if samples and samples[-1][0] == pictures:  # the sample goes on
+                _, n, before = samples.pop()
+                mask[: len(before)] |= before
+            samples.append((pictures, n, mask))
     if chat[-1]["role"] != "assistant":
         raise ValueError("a chat must end with an assistant's message")
-    samples = []
-    for (n, start), (_, stop) in zip(begins, [*begins[1:], (0, len(ids))]):
-        stop = int(mask[:stop].nonzero()[-1]) + 1
-        samples.append((n, ids[:start], ids[start:stop], mask[start:stop]))
-    return samples
+    return [(n, whole[: len(mask)], mask) for _, n, mask in samples]
 
 
-def encode_prompt(model, processor, messages: list[dict], head: list[int], begun: dict) -> dict:
-    """Messages, and their tokens with a picture being one -> a prompt of common/packing.py. begun remembers the
-    last one up to its last picture: where others begin alike, the processor does not see them."""
-    places = [t for t, token in enumerate(head) if token in packing.media_token_ids(model.config)]
-    n = places[-1] + 1 if places else 0
-    media = [part for message in messages for part in message["content"] if part["type"] != "text"]
-    media = [(np.asarray(part[part["type"]]), str(part.get("taken"))) for part in media]
-    key = head[:n], [(x.shape, x.tobytes(), taken) for x, taken in media]
-    if n == 0 or begun.get("key") != key:
+def begin_prompt(model, processor, messages: list[dict], head: list[int], begun: dict) -> tuple[dict, int]:
+    """Messages and their tokens, a picture being one -> a prompt of common/packing.py up to the last picture (of
+    a text, to the first token), and how many of the tokens these are. begun remembers the last one: what begins
+    alike does not go through the processor again."""
+    media_ids = packing.media_token_ids(model.config)
+    n = max([t + 1 for t, token in enumerate(head) if token in media_ids], default=1)
+    key = hashlib.blake2b(str(head[:n]).encode())
+    for part in (part for message in messages for part in message["content"] if part["type"] != "text"):
+        x = np.asarray(part[part["type"]])
+        key.update(f"{x.shape} {part.get('taken')}".encode() + x.tobytes())
+    if begun.get("key") != key.digest():
         inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
-        prompt = packing.make_prompt(model, inputs)
-        length = prompt["length"] - (len(head) - n)
-        if n == 0 or prompt["prompt_ids"][length:].tolist() != head[n:]:
-            return prompt
-        begun |= {"key": key, "prompt": change_end(prompt, length, [])}
-    return change_end(begun["prompt"], begun["prompt"]["length"], head[n:])
+        inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
+        (_, P), ids = inputs["input_ids"].shape, inputs["input_ids"][0].tolist()
+        if ids[P - len(head) + n :] != head[n:]:  # the processor writes the text after a picture differently
+            n, key = len(head), hashlib.blake2b(str(ids).encode())
+        inputs = {k: x[:, : P - len(head) + n] if x.shape[:2] == (1, P) else x for k, x in inputs.items()}
+        begun |= packing.make_prompt(model, inputs) | {"key": key.digest()}
+    return dict(begun), n
 
 
-def change_end(prompt: dict, length: int, ids: list[int]) -> dict:
-    """Its first tokens, with all of its pictures, and then other ones, of text."""
-    inputs, positions = prompt["inputs"], prompt["position_ids"][..., :length]
-    inputs = {k: x[:, :length] if x.shape[:2] == (1, prompt["length"]) else x for k, x in inputs.items()}
-    inputs = packing.plain_pack(
-        [(0, [0])], [{"inputs": inputs, "length": length}], [torch.tensor(ids).long()]
-    ).inputs
+def extend(prompt: dict, ids: Tensor) -> dict:
+    """A prompt with more text."""
+    inputs, positions = packing.plain_pack([(0, [0])], [prompt], [ids]).inputs, prompt["position_ids"]
     more = (positions[..., -1:].amax() + 1 + torch.arange(len(ids))).expand(*positions.shape[:-1], -1)
-    changed = {"position_ids": torch.cat([positions, more], -1), "length": length + len(ids)}
-    return prompt | changed | {"inputs": inputs, "prompt_ids": inputs["input_ids"][0]}
+    whole = {"inputs": inputs, "prompt_ids": inputs["input_ids"][0], "length": prompt["length"] + len(ids)}
+    return prompt | whole | {"position_ids": torch.cat([positions, more], dim=-1)}
 
 
 def batch_entries(start: int, count: int, groups: list[list[int]], seed: int) -> list[int]:
-    """Entries start ... start + count - 1 of one endless stream of epochs; groups are shuffled and stay whole."""
+    """Entries start ... start + count - 1 of one endless stream of epochs of shuffled groups."""
     size, entries = sum(map(len, groups)), []
     for epoch in range(start // size, (start + count - 1) // size + 1):
         order = np.random.default_rng([seed, epoch]).permutation(len(groups))
@@ -469,7 +468,7 @@ def next_token_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
     return -logprobs.sum() / num_tokens
 
 
-def wilson_interval(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: int, z: float = 1.96) -> tuple[float, float]:
     """95 % interval of a rate p: (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n).
 
     9 of 10 -> (0.596, 0.982). Source: E. B. Wilson 1927.
@@ -483,14 +482,14 @@ def wilson_interval(successes: int, trials: int, z: float = 1.96) -> tuple[float
 
 
 def generate_greedily(args: Args, model, prompts: list[dict], end_ids: list[int]) -> list[Tensor]:
-    """The likeliest tokens after each prompt (R_b,), up to an EOS if there is one before the length limit."""
+    """The likeliest tokens after each prompt (R_b,), up to an EOS if one comes before the length limit."""
     if not packing.is_packed(model):
         prompts = [prompt | {"seed": 0} for prompt in prompts]
         return packing.generate_plain(model, prompts, 1, args.max_response_length, end_ids, 0.0)[0]
     decoder, end, tokens = packing.Decoder(model, prompts, 1), torch.tensor(end_ids, device=model.device), []
-    for t in range(args.max_response_length):
-        tokens.append(packing.next_logprobs(model, decoder.hidden, 1.0).argmax(-1))  # (B,)
-        ended = torch.isin(torch.stack(tokens, dim=1), end)  # (B, t + 1)
+    while len(tokens) < args.max_response_length:
+        tokens.append(packing.next_logprobs(model, decoder.hidden, 1.0).argmax(-1))  # (S,)
+        ended = torch.isin(torch.stack(tokens, dim=1), end)  # (S, t)
         if ended.any(1).all():
             break
         decoder.step(tokens[-1])
@@ -500,41 +499,41 @@ def generate_greedily(args: Args, model, prompts: list[dict], end_ids: list[int]
 
 @torch.no_grad()
 def write_judgements(args: Args, model, tokenizer, rows: list[dict]) -> list[dict]:
-    """The model as a judge: per row of encode_row the response that it writes, the verdict in that, the loss (a
-    sum over tokens) of the true judgement, and the probabilities of the row's options,
+    """The model as a judge -> for each of encode_row's rows what it writes, the verdict in that, the loss (a sum
+    over tokens) of the true judgement, and the probabilities of the row's options, after its own reasoning:
 
-    p(option) = softmax over options of log p(reasoning <answer>option</answer> | prompt), the reasoning its own
+    p(option) = softmax over options of log p(reasoning <answer>option</answer> | prompt)
     """
-    samples = [sample for row in rows for sample in row["samples"]]
-    samples = [sample | {"index": i} for i, sample in enumerate(samples)]
-    last = (np.cumsum([len(row["samples"]) for row in rows]) - 1).tolist()  # each row's last sample
-    end_ids, judged = end_token_ids(model, tokenizer), []
-    written = generate_greedily(args, model, [samples[i] for i in last], end_ids)
+    end_ids, samples = end_token_ids(model, tokenizer), [row["samples"][-1] for row in rows]
+    starts = [int(sample["mask"].int().argmax()) for sample in samples]
+    prompts = [extend(s["prompt"], s["ids"][:n]) for s, n in zip(samples, starts)]
+    prompts = [prompt | {"index": i} for i, prompt in enumerate(prompts)]
+    written = generate_greedily(args, model, prompts, end_ids)
     texts = tokenizer.batch_decode(written, skip_special_tokens=True)
-    responses, masks = [s["response_ids"] for s in samples], [s["mask"] for s in samples]
-    groups = [(i, [i]) for i in range(len(samples))]
-    for i, row, text in zip(last, rows, texts):
-        for option in row["options"]:
-            ids = tokenizer(
-                text.partition("<answer>")[0] + write_verdict(option, row["noun"]), add_special_tokens=False
-            )
-            groups[i][1].append(len(responses))
-            responses.append(torch.tensor(ids["input_ids"]))
-            masks.append(torch.ones(len(responses[-1]), dtype=torch.bool))
-    masks = nn.utils.rnn.pad_sequence(masks, batch_first=True)  # (B, R)
-    logprobs, packed = torch.zeros(masks.shape), packing.is_packed(model)
-    longest = max(samples[i]["length"] + len(responses[b]) for i, own in groups for b in own)
-    given = groups, samples, lambda indices: [samples[i] for i in indices], responses
-    for pack in packing.packs_of_rank(*given, max(args.micro_batch_tokens, longest), packed=packed):
+    groups, responses, masks, judged = [], [], [], []  # of each row: the true judgement, and all options
+    for i, (row, sample, n, text) in enumerate(zip(rows, samples, starts, texts)):
+        options = [text.partition("<answer>")[0] + write_verdict(x, row["noun"]) for x in row["options"]]
+        options = [torch.tensor(tokenizer(x, add_special_tokens=False)["input_ids"]) for x in options]
+        groups.append((i, [*range(len(responses), len(responses) + 1 + len(options))]))
+        responses += [sample["ids"][n:], *options]
+        masks += [sample["mask"][n:], *(torch.ones(len(x), dtype=torch.bool) for x in options)]
+    longest = max(prompts[i]["length"] + len(responses[b]) for i, own in groups for b in own)
+    given = groups, prompts, lambda indices: [prompts[i] for i in indices], responses
+    masks, packed = nn.utils.rnn.pad_sequence(masks, batch_first=True), packing.is_packed(model)
+    logprobs = torch.zeros(masks.shape)  # (B, R)
+    for pack in packing.packs_of_rank(*given, max(longest, args.micro_batch_tokens), packed=packed):
         logprobs[pack.index] = packing.response_logprobs(model, pack.to(model.device))[0].float().cpu()
     sums = (logprobs.double() * masks).sum(1)  # (B,)
-    for i, row, ids, text in zip(last, rows, written, texts):
-        own = slice(i + 1 - len(row["samples"]), i + 1)
+    for row, (_, own), ids, text in zip(rows, groups, written, texts):
+        soft = dict(zip(row["options"], sums[own[1:]].softmax(0).tolist()))
+        verdict, truth = read_verdict(text), row["truth"]
         judged.append({
-            "response": text, "verdict": read_verdict(text), "length": len(ids),
-            "truncated": int(ids[-1]) not in end_ids, "loss": -float(sums[own].sum()),
-            "tokens": int(masks[own].sum()),
-            "probabilities": dict(zip(row["options"], sums[groups[i][1][1:]].softmax(0).tolist())),
+            "response": text, "verdict": verdict, "truth": truth, "probabilities": soft,
+            "accuracy": None if truth is None else verdict == truth,  # one that can't be read is never right
+            "soft_accuracy": max(soft, key=soft.get) == truth if soft else None,
+            "parse_rate": verdict is not None, "tie_rate": verdict == "tie",
+            "length": len(ids), "truncated_frac": int(ids[-1]) not in end_ids,
+            "loss": -float(sums[own[0]]), "tokens": int(masks[own[0]].sum()),
         })  # fmt: skip
     return judged
 
@@ -635,55 +634,26 @@ def optimizer_step(engine) -> tuple[float, bool]:
 # ---- update ----
 
 
-def share_beginnings(samples: list[dict], media_ids: list[int]) -> tuple[list, list[dict], list, list]:
-    """Samples -> groups, prompts, responses and masks for packing.packs_of_rank. Those with the same pictures,
-    or of the same row, make one group if they begin alike up to the last picture: its prompt is what they share;
-    the rest of their prompts lies in the responses and is not trained."""
-    alike, groups, prompts, rests, masks = defaultdict(list), [], [], {}, {}
-    for b, sample in enumerate(samples):
-        alike[sample["media"] or sample["entry"] // 2].append(b)
-    for members in alike.values():
-        heads = [samples[b]["prompt_ids"] for b in members]
-        n = min(map(len, heads))
-        differ = torch.stack([head[:n] != heads[0][:n] for head in heads]).any(0)  # (n,)
-        n = int(differ.int().argmax()) if differ.any() else n
-        shared = n > 0 and not np.isin(heads[0][n:], media_ids).any()
-        for own, length in [(members, n)] if shared else [([b], len(x)) for b, x in zip(members, heads)]:
-            first = samples[own[0]]
-            groups.append((len(prompts), own))
-            index = first["entry"], first["part"], length
-            prompts.append({"index": index, "length": length, "kinds": first["kinds"]})
-            for b in own:
-                rest = samples[b]["prompt_ids"][length:]
-                rests[b] = torch.cat([rest, samples[b]["response_ids"]])
-                masks[b] = torch.cat([torch.zeros(len(rest), dtype=torch.bool), samples[b]["mask"]])
-    return groups, prompts, [rests[b] for b in range(len(samples))], [masks[b] for b in range(len(samples))]
-
-
 def packs_of_batch(args: Args, data, entries: list[int], actor) -> tuple[list, int, int]:
     """-> this rank's packs of some entries, which predict trained tokens only; how many of these all ranks have;
-    and how many entries can be used."""
-    samples, names = (
-        [],
-        ("part", "kinds", "prompt_ids", "response_ids", "mask"),
-    )  # all ranks know: no pictures
-    for row in data.encode(np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()):
-        for sample in row["samples"]:
-            media = tuple(item["key"] for kind in packing.MEDIA for item in sample[kind])
-            samples.append({"entry": row["index"], "media": media} | {name: sample[name] for name in names})
-    samples, model, packs = gather(samples), actor.module.model, []
-    usable = len({sample["entry"] for sample in samples})
+    and how many entries can be used. Samples whose prompts are the same share one: pictures and first tokens."""
+    own = data.encode(np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist())
+    own = [{k: x for k, x in sample.items() if k != "prompt"} for row in own for sample in row["samples"]]
+    samples, groups, packs = gather(own), defaultdict(list), []
+    usable = len({sample["index"][0] for sample in samples})
     if usable * 2 < len(entries):
         fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
-    groups, prompts, responses, masks = share_beginnings(samples, packing.media_token_ids(model.config))
-    table = nn.utils.rnn.pad_sequence(masks, batch_first=True)  # (B, R)
+    for b, sample in enumerate(samples):
+        groups[sample["key"]].append(b)
+    groups = [(own[0], own) for own in groups.values()]
+    responses = [sample["ids"] for sample in samples]
+    table = nn.utils.rnn.pad_sequence([sample["mask"] for sample in samples], batch_first=True)  # (B, R)
 
-    def encode(indices: list[tuple[int, int, int]]) -> list[dict]:
-        rows = data.encode([entry for entry, _, _ in indices])
-        return [change_end(row["samples"][part], length, []) for row, (_, part, length) in zip(rows, indices)]
+    def encode(indices: list[tuple[int, int]]) -> list[dict]:
+        return [data.encode([entry])[0]["samples"][part]["prompt"] for entry, part in indices]
 
-    given = groups, prompts, encode, responses, args.micro_batch_tokens, RANK, WORLD_SIZE
-    how = {"packed": packing.is_packed(model), "media_everywhere": args.zero_stage > 0}
+    given = groups, samples, encode, responses, args.micro_batch_tokens, RANK, WORLD_SIZE
+    how = {"packed": packing.is_packed(actor.module.model), "media_everywhere": args.zero_stage > 0}
     for pack in packing.packs_of_rank(*given, **how):
         trained = table[pack.index]  # (M,)
         pack = pack._replace(targets=pack.targets[trained], predict_from=pack.predict_from[trained])
@@ -710,51 +680,37 @@ def train_step(args: Args, data, entries: list[int], actor) -> dict[str, float]:
 # ---- evaluate ----
 
 
-def evaluate(args: Args, model, data) -> tuple[dict[str, float], list[dict]]:
-    """The held-out rows, pairs in both orders, dealt out to the ranks -> metrics, and a record of each row."""
-    own, judged, records = np.array_split(np.array(sum(data.groups, [])), WORLD_SIZE)[RANK].tolist(), [], []
+def evaluate(args: Args, model, judge, data) -> tuple[dict[str, float], list[dict]]:
+    """The held-out rows, pairs in both orders, dealt out to the ranks -> metrics, and a record of each row.
+    judge: the model, or its unsharded copy."""
+    if judge is not model:
+        judge.load_state_dict(merged_state_dict(model))
+    own, judged = np.array_split(np.array(sum(data.groups, [])), WORLD_SIZE)[RANK].tolist(), []
     for start in range(0, len(own), args.generation_batch_size):
         rows = data.encode(own[start : start + args.generation_batch_size])
-        for row, judgement in zip(rows, write_judgements(args, model, data.tokenizer, rows) if rows else []):
+        for row, record in zip(rows, write_judgements(args, judge, data.tokenizer, rows) if rows else []):
             columns = {name: x for name, x in row["row"].items() if isinstance(x, str | int | float)}
-            judged.append(columns | {name: row[name] for name in ("index", "text", "truth")} | judgement)
-    judged = {record.pop("index"): record for record in gather(judged)}
-    for entry, record in sorted(judged.items()):
-        if entry % 2 == 0:
-            swapped = judged.get(entry + 1, {})
-            record |= {"phase": "eval", "row": entry // 2, "swapped_response": swapped.get("response")}
-            records.append(record | compare(record, swapped))
+            judged.append((row["index"], columns | record))
+    judged = dict(sorted(gather(judged)))
+    for entry, record in judged.items():
+        swapped, verdict = judged.get(entry ^ 1, {}), record["verdict"]
+        follows = verdict is not None and swapped.get("verdict") == SWAPPED.get(verdict, verdict)
+        record |= {"phase": "eval", "row": entry // 2, "swapped_response": swapped.get("response")}
+        record["swap_consistency"] = follows if swapped else None
+    records = [record for entry, record in judged.items() if entry % 2 == 0]
     return judge_metrics(records), records
-
-
-def compare(judged: dict, swapped: dict) -> dict[str, bool | None]:
-    """What of a judgement is right, and whether that of the exchanged sides agrees; None: nothing to compare.
-    What can't be read is neither right nor consistent."""
-    verdict, truth, soft = judged["verdict"], judged["truth"], judged["probabilities"]
-    follows = verdict is not None and swapped.get("verdict") == SWAPPED.get(verdict, verdict)
-    return {
-        "right": None if truth is None else verdict == truth,
-        "soft_right": max(soft, key=soft.get) == truth if soft else None,
-        "consistent": follows if swapped else None,
-    }
 
 
 def judge_metrics(records: list[dict]) -> dict[str, float]:
     """Means over the records that have what a metric needs (a verdict, two sides); without any it is left out."""
     loss = sum(r["loss"] for r in records) / sum(r["tokens"] for r in records)
-    columns = {name: [r[name] for r in records if r[name] is not None] for name in records[0]}
-    columns["parsed"] = [r["verdict"] is not None for r in records]
-    columns["tie"] = [r["verdict"] == "tie" for r in records]
-    names = {"accuracy": "right", "soft_accuracy": "soft_right", "swap_consistency": "consistent"}
-    names |= {"parse_rate": "parsed", "tie_rate": "tie", "length": "length", "truncated_frac": "truncated"}
-    metrics = {f"eval/{k}": float(np.mean(columns[name])) for k, name in names.items() if columns[name]}
-    if right := columns["right"]:
+    metrics = {"eval/loss": loss, "eval/num_samples": len(records)}
+    names = "accuracy soft_accuracy swap_consistency parse_rate tie_rate length truncated_frac".split()
+    columns = {name: [float(r[name]) for r in records if r[name] is not None] for name in names}
+    metrics |= {f"eval/{name}": float(np.mean(values)) for name, values in columns.items() if values}
+    if right := columns["accuracy"]:
         metrics["eval/accuracy_low"], metrics["eval/accuracy_high"] = wilson_interval(sum(right), len(right))
-    return metrics | {
-        "eval/loss": loss,
-        "eval/perplexity": math.exp(min(loss, 700.0)),
-        "eval/num_samples": len(records),
-    }
+    return metrics
 
 
 # ---- save, resume, log ----
@@ -876,30 +832,21 @@ def main(args: Args) -> dict[str, float]:
             path.write_text("".join(lines))
     tell(f"{run_dir}: {num_rows} rows, {total_steps} steps, {WORLD_SIZE} rank(s), {device}, {dtype}")
     rows = data.encode(batch_entries(0, min(16, num_rows), data.groups, args.seed))
-    samples = [sample for row in rows for sample in row["samples"]] or fail(
-        f"{args.dataset}: no row can be used"
-    )
-    probes = [*{sample["kinds"]: sample for sample in samples}.values()]  # text, with a picture, ...
+    prompts = [sample["prompt"] for row in rows for sample in row["samples"]]
+    prompts = prompts or fail(f"{args.dataset}: no row can be used")
+    probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
     tell(packing.prove_packing(model, actor, probes))
     judge = model  # under ZeRO-3 an unsharded copy, which has the newest weights in an evaluation
     if args.zero_stage == 3:
         judge = load_model(args.model, dtype).to(device)
         packing.switch_attention(judge, model.config.get_text_config()._attn_implementation)
-
-    def evaluate_now() -> tuple[dict[str, float], list[dict]]:
-        began = time.perf_counter()
-        if judge is not model:
-            judge.load_state_dict(merged_state_dict(model))
-        metrics, records = evaluate(args, judge, eval_data)
-        if f"eval/{args.best_metric}" not in metrics:
-            fail(f"--best-metric {args.best_metric}: {source} gives {', '.join(metrics)}")
-        return metrics | {"time/eval": time.perf_counter() - began}, records
-
     received, stopped, saved = [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
     if eval_data and not state["before"]:  # a resumed run has it
-        state["before"], records = evaluate_now()
+        state["before"], records = evaluate(args, model, judge, eval_data)
+        if f"eval/{args.best_metric}" not in state["before"]:
+            fail(f"--best-metric {args.best_metric}: {source} has only {', '.join(state['before'])}")
         log(args, run_dir, {"train/step": 0, "train/episode": 0, **state["before"]}, records)
     steps = range(state["step"] + 1, total_steps + 1)
     hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step instead
@@ -929,11 +876,11 @@ def main(args: Args) -> dict[str, float]:
         last, better = step == total_steps, False
         state["skipped"] = metrics["train/skipped_updates"] * (state["skipped"] + 1)
         if eval_data and (last or (args.eval_steps and step % args.eval_steps == 0)):
-            evaluated, records = evaluate_now()
+            evaluated, records = evaluate(args, model, judge, eval_data)
             metrics |= evaluated
             value = metrics[f"eval/{args.best_metric}"]
             shown[args.best_metric] = f"{value:.3f}"
-            value = -value if args.best_metric in ("loss", "perplexity") else value
+            value = -value if args.best_metric == "loss" else value
             better, state["best"] = value > state["best"], max(value, state["best"])
         bar.set_postfix(shown)
         log(args, run_dir, metrics, records)
