@@ -1,11 +1,8 @@
-"""GRM SFT: a vision-language model learns to write its judgement of two candidates, token by token.
+"""GRM SFT: a vision-language model learns to write its judgement of two candidates, token by token:
+"<think>the first one has no triangle</think><answer>Image 2 is better</answer>".
 
-    <think>the first one has no triangle</think><answer>Image 2 is better</answer>
-
-Only the assistant's tokens are trained; rows share pictures and first tokens in packs. A pair is shown in both
-orders, in training and in evaluation, where verdicts are written and their probabilities asked for.
-
-Papers: https://arxiv.org/abs/2408.15240 (generative verifiers), https://arxiv.org/abs/2505.03318 (pictures).
+A pair is shown in both orders, in training and in evaluation, where verdicts are written and their
+probabilities asked for. Papers: https://arxiv.org/abs/2408.15240, https://arxiv.org/abs/2505.03318.
 docs/grm_sft.md lists what differs from LightRFT's GRMTrainerVL (opendilab/LightRFT@49e62cb). Start at main.
 
     python grm_sft.py                   # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
@@ -121,12 +118,10 @@ def fail(message: str) -> NoReturn:
 
 # ---- data ----
 
-EASY_VQA_ANSWERS = (
-    ("yes", "no"),
-    ("circle", "rectangle", "triangle"),
-    ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow"),
-)
-SWAPPED = {"1": "2", "2": "1", "first": "second", "second": "first", "First": "Second", "Second": "First"}
+EASY_VQA_KINDS = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
+VERDICTS = "1", "2", "tie"
+SWAPPED = {"1": "2", "2": "1", "tie": "tie", "first": "second", "second": "first"}
+SIDE = "(?<=[Ii]mage )[12]|(?<=[Vv]ideo )[12]|(?<=[Aa]nswer )[12]|(?:first|second)(?= (?:image|video|answer))"
 
 
 def load_rows(source: str, split: str):
@@ -155,7 +150,7 @@ def load_rows(source: str, split: str):
 
 def make_pair(row: dict, rng: np.random.Generator) -> dict:
     """easy-VQA as a judge's task: the answer against a wrong one of its kind, their sides drawn."""
-    kind = next(kind for kind in EASY_VQA_ANSWERS if row["answer"] in kind)
+    kind = next(kind.split() for kind in EASY_VQA_KINDS if row["answer"] in kind.split())
     sides = [row["answer"], str(rng.choice([other for other in kind if other != row["answer"]]))]
     first = int(rng.integers(2))  # where the right one stands
     sides = {"answer_0": sides[first], "answer_1": sides[1 - first], "verdict": str(1 + first)}
@@ -169,31 +164,28 @@ def load_data(args: Args, source: str, split: str, model, processor, training: b
     `answer_0` and `answer_1`; `verdict`: 1, 2 or tie; optional `reasoning`, and `image(s)`, `video(s)` of the
     prompt. Of chats: `messages`, every assistant turn of which is trained, `image(s)`, `video(s)`.
     """
-    rows, seed, begun, groups = load_rows(source, split), args.seed if training else 0, {}, defaultdict(list)
-    if not {"messages", "verdict"} & {*rows.column_names} and source != "easy-vqa":
-        fail(
-            f"{source} has columns {', '.join(rows.column_names)}: it needs messages, or pairs with a verdict"
-        )
+    rows, groups, is_easy_vqa = load_rows(source, split), defaultdict(list), source == "easy-vqa"
+    if not is_easy_vqa and not {"messages", "verdict"} & {*rows.column_names}:
+        fail(f"{source} has columns {', '.join(rows.column_names)}: it needs messages, or a verdict")
     limit = (args.train_samples if training else args.eval_samples) or None
     few = rows.select(chosen := np.sort(np.random.default_rng(0).permutation(len(rows))[:limit]))
-    verdicts = few["verdict"] if "verdict" in rows.column_names else [source == "easy-vqa" or None] * len(few)
+    verdicts = few["verdict"] if "verdict" in rows.column_names else [is_easy_vqa or None] * len(few)
     paths = [name for name, kind in rows.features.items() if re.match("(List|Value).*string", str(kind))]
     media = [few[name] for name in paths if name.startswith(("image", "video"))]
     for i, verdict, *names in zip(chosen.tolist(), verdicts, *media):
-        both = verdict is not None and (args.both_orders or not training)
-        for entry in (2 * i, 2 * i + 1) if both else (2 * i,):
-            groups[(str(names) if any(names) else i) if args.group_by_media else entry].append(entry)
-    options = ("1", "2", "tie") if "tie" in {*verdicts} else ("1", "2")
+        one = verdict is None or (training and not args.both_orders)
+        group = str(names) if args.group_by_media and any(names) else i
+        groups[group] += [2 * i] if one else [2 * i, 2 * i + 1]
+    begun = {"whole": not training}
 
     @functools.lru_cache(2 * args.train_batch_size)  # a step asks repeatedly
     def encode(entry: int) -> dict | None:
         try:
-            row = rows[i := entry // 2]
-            row = make_pair(row, np.random.default_rng([seed, i])) if source == "easy-vqa" else row
-            row = encode_row(args, model, processor, row, entry, Path(source).parent, begun)
-            return row | {"options": options if row["noun"] else ()}
+            row, rng = rows[entry // 2], np.random.default_rng([args.seed if training else 0, entry // 2])
+            row = make_pair(row, rng) if is_easy_vqa else row
+            return encode_row(args, model, processor, row, entry, Path(source).parent, begun)
         except Exception as error:
-            tqdm.write(f"warning: {source} row {i} is left out: {error!r:.300}", file=sys.stderr)
+            tqdm.write(f"warning: {source} row {entry // 2} is left out: {error!r:.300}", file=sys.stderr)
 
     usable = {"encode": lambda entries: [row for row in map(encode, entries) if row]}
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -201,24 +193,18 @@ def load_data(args: Args, source: str, split: str, model, processor, training: b
 
 
 def encode_row(args: Args, model, processor, row: dict, entry: int, folder: Path, begun: dict) -> dict:
-    """-> index, row, noun, truth (the verdict), samples: prompt, see begin_prompt, the ids (R,) that follow it,
-    the mask (R,) of those that are trained, and what other ranks need to know of the prompt."""
+    """-> index, row, noun, truth (the verdict) and samples: prompts, see begin_prompt, with the ids (R,) that
+    follow and the mask (R,) of those that are trained."""
     chat, tokenizer = make_chat(row, entry % 2 == 1), getattr(processor, "tokenizer", processor)
     messages, samples = to_messages(args, chat, folder, tokenizer), []
     for n, ids, mask in split_chat(processor, messages, end_token_ids(model, tokenizer)):
-        prompt, k = begin_prompt(model, processor, messages[:n], ids[: int(mask.int().argmax())], begun)
-        known = {"index": (entry, len(samples)), "length": prompt["length"], "kinds": prompt["kinds"]}
-        known["key"] = (
-            prompt["key"],
-            entry // 2 if not known["kinds"] else None,
-        )  # text is shared by a row's orders
-        samples.append(known | {"prompt": prompt, "ids": torch.tensor(ids[k:]), "mask": mask[k:]})
-        if (length := prompt["length"] + len(ids) - k) > args.max_length:
+        k = begin_prompt(model, processor, messages[:n], ids[: int(mask.int().argmax())], begun)
+        own = {"index": (entry, len(samples)), "ids": torch.tensor(ids[k:]), "mask": mask[k:]}
+        samples.append(begun | own)
+        if (length := begun["length"] + len(ids) - k) > args.max_length:
             raise ValueError(f"{length} tokens are more than --max-length")
-    said = "".join(part["text"] for part in messages[-1]["content"])
-    truth = (
-        read_verdict(said) if n == len(messages) - 1 else None
-    )  # of several answers, the first is asked for
+    truth = read_verdict(messages[-1]["content"][0]["text"])
+    truth = truth if n == len(messages) - 1 else None  # of several answers, the first would be asked for
     return {"index": entry, "row": row, "noun": chat.get("noun"), "truth": truth, "samples": samples}
 
 
@@ -229,15 +215,14 @@ def make_chat(row: dict, swap: bool) -> dict:
     kind = next(kind for kind in ("image", "video", "answer") if row.get(f"{kind}_0") is not None)
     sides, verdict, noun = [row[f"{kind}_0"], row[f"{kind}_1"]], str(row["verdict"]), kind.capitalize()
     prompt, thought, media = row["prompt"], row.get("reasoning") or "", {}
-    if verdict not in ("1", "2", "tie"):
-        raise ValueError(f"the verdict must be 1, 2 or tie, not {verdict}")
     if swap:
-        sides, verdict, thought = sides[::-1], SWAPPED.get(verdict, verdict), swap_sides(thought)
+        sides, verdict = sides[::-1], SWAPPED[verdict]
+        thought = re.sub(SIDE, lambda found: SWAPPED[found[0]], thought)
     for name in packing.MEDIA:
         items = row.get(name) or row.get(f"{name}s") or []
         items = items if isinstance(items, list) else [items]
         prompt = prompt if f"<{name}>" in prompt else f"<{name}>" * len(items) + prompt
-        media[f"{name}s"] = [*items, *(sides if name == kind else [])]
+        media[f"{name}s"] = items + (sides if name == kind else [])
     shown = [re.sub("<(image|video)>", r"< \1>", x) if kind == "answer" else f"<{kind}>" for x in sides]
     asked = f"{prompt}\n{noun} 1: {shown[0]}\n{noun} 2: {shown[1]}"
     said = (f"<think>{thought}</think>" if thought else "") + write_verdict(verdict, noun)
@@ -245,25 +230,16 @@ def make_chat(row: dict, swap: bool) -> dict:
     return media | {"messages": turns, "noun": noun}
 
 
-def swap_sides(text: str) -> str:
-    """Exchange what reasoning calls the sides: Image 1 and Image 2, the first image and the second image."""
-    nouns = "[Ii]mage|[Vv]ideo|[Aa]nswer"
-    text = re.sub(rf"\b((?:{nouns})[ _-]?)([12])\b", lambda m: m[1] + SWAPPED[m[2]], text)
-    return re.sub(rf"\b([Ff]irst|[Ss]econd)(?= (?:{nouns})\b)", lambda m: SWAPPED[m[1]], text)
-
-
 def write_verdict(verdict: str, noun: str) -> str:
-    said = "Both are equally good" if verdict == "tie" else f"{noun} {verdict} is better"
+    said = (f"{noun} 1 is better", f"{noun} 2 is better", "Both are equally good")[VERDICTS.index(verdict)]
     return f"<answer>{said}</answer>"
 
 
 def read_verdict(text: str) -> str | None:
     """1, 2 or tie; None where the text has not exactly one <answer>, or another sentence in it."""
-    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    said = " ".join(found[0].split()).rstrip(".").lower() if len(found) == 1 else ""
-    if side := re.fullmatch(r"(?:image|video|answer) ([12]) is better", said):
-        return side[1]
-    return "tie" if re.fullmatch(r"both (?:(?:images|videos|answers) )?are equally good", said) else None
+    sentence = "(?:Image|Video|Answer) ([12]) is better|Both are equally good"
+    found = re.findall(f"<answer>(?:{sentence})</answer>", text)
+    return found[0] or "tie" if len(found) == text.count("<answer>") == 1 else None
 
 
 def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
@@ -326,12 +302,11 @@ def end_token_ids(model, tokenizer) -> list[int]:
 
 
 def split_chat(processor, chat: list[dict], end_ids: list[int]) -> list[tuple[int, list[int], Tensor]]:
-    """A chat -> samples (messages of the prompt, ids (T,), mask (T,)), a picture being one token. Trained are the
-    text of every assistant message and the one EOS after it; no header, nothing that follows the EOS.
+    """A chat -> samples (messages of the prompt, ids (T,), mask (T,)), a picture being one token. Trained are
+    the text of each assistant message and the EOS after it; the last one gets it where a template has none.
 
     All pictures lie in prompts: answers after a further picture make another sample. Where a message lies is
     counted: the tokens of the chat up to an answer, and up to its end, must be how those of the whole begin.
-    Where a template writes no EOS, the last message gets one.
     """
     tokenizer, pictures, samples = getattr(processor, "tokenizer", processor), 0, []
     texts = [m | {"content": "".join(p.get("text", "") for p in m["content"])} for m in chat]
@@ -360,12 +335,13 @@ def split_chat(processor, chat: list[dict], end_ids: list[int]) -> list[tuple[in
     return [(n, whole[: len(mask)], mask) for _, n, mask in samples]
 
 
-def begin_prompt(model, processor, messages: list[dict], head: list[int], begun: dict) -> tuple[dict, int]:
-    """Messages and their tokens, a picture being one -> a prompt of common/packing.py up to the last picture (of
-    a text, to the first token), and how many of the tokens these are. begun remembers the last one: what begins
-    alike does not go through the processor again."""
+def begin_prompt(model, processor, messages: list[dict], head: list[int], begun: dict) -> int:
+    """begun becomes a prompt of common/packing.py: the messages up to their last picture (of a text, the first
+    token), for others that begin alike; it stays if it is that. Or the whole messages, if begun["whole"].
+    -> how many of their tokens, a picture being one, it holds."""
     media_ids = packing.media_token_ids(model.config)
-    n = max([t + 1 for t, token in enumerate(head) if token in media_ids], default=1)
+    places = [t + 1 for t, token in enumerate(head) if token in media_ids]
+    n = len(head) if begun["whole"] else max(places, default=1)
     key = hashlib.blake2b(str(head[:n]).encode())
     for part in (part for message in messages for part in message["content"] if part["type"] != "text"):
         x = np.asarray(part[part["type"]])
@@ -374,19 +350,12 @@ def begin_prompt(model, processor, messages: list[dict], head: list[int], begun:
         inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
         inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
         (_, P), ids = inputs["input_ids"].shape, inputs["input_ids"][0].tolist()
-        if ids[P - len(head) + n :] != head[n:]:  # the processor writes the text after a picture differently
-            n, key = len(head), hashlib.blake2b(str(ids).encode())
+        if ids[P - len(head) + n :] != head[n:]:  # the processor writes what follows a picture differently
+            n = len(head)
+            key.update(str(head).encode())
         inputs = {k: x[:, : P - len(head) + n] if x.shape[:2] == (1, P) else x for k, x in inputs.items()}
         begun |= packing.make_prompt(model, inputs) | {"key": key.digest()}
-    return dict(begun), n
-
-
-def extend(prompt: dict, ids: Tensor) -> dict:
-    """A prompt with more text."""
-    inputs, positions = packing.plain_pack([(0, [0])], [prompt], [ids]).inputs, prompt["position_ids"]
-    more = (positions[..., -1:].amax() + 1 + torch.arange(len(ids))).expand(*positions.shape[:-1], -1)
-    whole = {"inputs": inputs, "prompt_ids": inputs["input_ids"][0], "length": prompt["length"] + len(ids)}
-    return prompt | whole | {"position_ids": torch.cat([positions, more], dim=-1)}
+    return n
 
 
 def batch_entries(start: int, count: int, groups: list[list[int]], seed: int) -> list[int]:
@@ -445,12 +414,8 @@ def merged_state_dict(model) -> dict[str, Tensor]:
     return weights | {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
 
 
-class Judge(nn.Module):
-    """The model as DeepSpeed runs it: pack -> log-probs (M,) of its targets."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
+class Judge(nn.ModuleDict):
+    """{"model": the model} as DeepSpeed runs it: pack -> log-probs (M,) of its targets."""
 
     def forward(self, pack) -> Tensor:
         return packing.response_logprobs(self.model, pack)[0]
@@ -461,18 +426,14 @@ class Judge(nn.Module):
 
 def next_token_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
     """L = -sum over t of log p(token_t | what is before it) / num_tokens. logprobs (M,): of a pack's trained
-    tokens; num_tokens: of the whole step, so that the losses of all its packs, on all ranks, add up to the mean.
-
-    logprobs [-1, -3], 8 trained tokens in the step -> 0.5
-    """
+    tokens; num_tokens: of the whole step, so that the losses of its packs, on all ranks, add up to the mean.
+    logprobs [-1, -3], 8 trained tokens in the step -> 0.5"""
     return -logprobs.sum() / num_tokens
 
 
 def wilson_interval(successes: float, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a rate p: (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n).
-
-    9 of 10 -> (0.596, 0.982). Source: E. B. Wilson 1927.
-    """
+    """95 % interval of a rate p: (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n),
+    E. B. Wilson 1927. 9 of 10 -> (0.596, 0.982)"""
     p, z2 = successes / trials, z * z / trials
     middle, spread = p + z2 / 2, z * math.sqrt(p * (1 - p) / trials + z2 / (4 * trials))
     return max(0.0, (middle - spread) / (1 + z2)), min(1.0, (middle + spread) / (1 + z2))
@@ -484,7 +445,6 @@ def wilson_interval(successes: float, trials: int, z: float = 1.96) -> tuple[flo
 def generate_greedily(args: Args, model, prompts: list[dict], end_ids: list[int]) -> list[Tensor]:
     """The likeliest tokens after each prompt (R_b,), up to an EOS if one comes before the length limit."""
     if not packing.is_packed(model):
-        prompts = [prompt | {"seed": 0} for prompt in prompts]
         return packing.generate_plain(model, prompts, 1, args.max_response_length, end_ids, 0.0)[0]
     decoder, end, tokens = packing.Decoder(model, prompts, 1), torch.tensor(end_ids, device=model.device), []
     while len(tokens) < args.max_response_length:
@@ -499,41 +459,37 @@ def generate_greedily(args: Args, model, prompts: list[dict], end_ids: list[int]
 
 @torch.no_grad()
 def write_judgements(args: Args, model, tokenizer, rows: list[dict]) -> list[dict]:
-    """The model as a judge -> for each of encode_row's rows what it writes, the verdict in that, the loss (a sum
-    over tokens) of the true judgement, and the probabilities of the row's options, after its own reasoning:
+    """The model as a judge -> of each row, see encode_row, what it writes, the verdict in that, the loss (a sum
+    over tokens) of the true judgement, and of a pair the probabilities of all verdicts, by its own reasoning:
 
-    p(option) = softmax over options of log p(reasoning <answer>option</answer> | prompt)
+    p(verdict) = softmax over verdicts of log p(reasoning <answer>verdict</answer> | prompt)
     """
     end_ids, samples = end_token_ids(model, tokenizer), [row["samples"][-1] for row in rows]
-    starts = [int(sample["mask"].int().argmax()) for sample in samples]
-    prompts = [extend(s["prompt"], s["ids"][:n]) for s, n in zip(samples, starts)]
-    prompts = [prompt | {"index": i} for i, prompt in enumerate(prompts)]
+    prompts = [sample | {"index": i, "seed": 0} for i, sample in enumerate(samples)]
     written = generate_greedily(args, model, prompts, end_ids)
-    texts = tokenizer.batch_decode(written, skip_special_tokens=True)
-    groups, responses, masks, judged = [], [], [], []  # of each row: the true judgement, and all options
-    for i, (row, sample, n, text) in enumerate(zip(rows, samples, starts, texts)):
-        options = [text.partition("<answer>")[0] + write_verdict(x, row["noun"]) for x in row["options"]]
-        options = [torch.tensor(tokenizer(x, add_special_tokens=False)["input_ids"]) for x in options]
-        groups.append((i, [*range(len(responses), len(responses) + 1 + len(options))]))
-        responses += [sample["ids"][n:], *options]
-        masks += [sample["mask"][n:], *(torch.ones(len(x), dtype=torch.bool) for x in options)]
-    longest = max(prompts[i]["length"] + len(responses[b]) for i, own in groups for b in own)
-    given = groups, prompts, lambda indices: [prompts[i] for i in indices], responses
-    masks, packed = nn.utils.rnn.pad_sequence(masks, batch_first=True), packing.is_packed(model)
-    logprobs = torch.zeros(masks.shape)  # (B, R)
-    for pack in packing.packs_of_rank(*given, max(longest, args.micro_batch_tokens), packed=packed):
+    texts, responses, masks, judged = tokenizer.batch_decode(written, skip_special_tokens=True), [], [], []
+    for row, sample, text in zip(rows, samples, texts):
+        thought, options = text.partition("<answer>")[0], VERDICTS if row["noun"] else ()
+        options = [tokenizer(thought + write_verdict(x, row["noun"]), add_special_tokens=False) for x in options]
+        options = [torch.tensor(option["input_ids"]) for option in options]
+        responses += [sample["ids"], *options]
+        masks += [sample["mask"], *(ids >= 0 for ids in options)]
+    sizes, masks = [1 + len(VERDICTS) * bool(row["noun"]) for row in rows], nn.utils.rnn.pad_sequence(masks, True)
+    groups = [(i, own.tolist()) for i, own in enumerate(torch.arange(len(masks)).split(sizes))]
+    logprobs, room = torch.zeros(masks.shape), 2 * args.micro_batch_tokens  # (B, R); there is no graph to keep
+    given = groups, prompts, lambda indices: [prompts[i] for i in indices], responses, room
+    for pack in packing.packs_of_rank(*given, packed=packing.is_packed(model)):
         logprobs[pack.index] = packing.response_logprobs(model, pack.to(model.device))[0].float().cpu()
-    sums = (logprobs.double() * masks).sum(1)  # (B,)
-    for row, (_, own), ids, text in zip(rows, groups, written, texts):
-        soft = dict(zip(row["options"], sums[own[1:]].softmax(0).tolist()))
-        verdict, truth = read_verdict(text), row["truth"]
+    sums = (logprobs.double() * masks).sum(1).split(sizes)
+    for row, sample, own, ids, text in zip(rows, samples, sums, written, texts):
+        verdict, truth, soft = read_verdict(text), row["truth"], own[1:].softmax(0).tolist()
         judged.append({
-            "response": text, "verdict": verdict, "truth": truth, "probabilities": soft,
+            "response": text, "verdict": verdict, "truth": truth, "probabilities": dict(zip(VERDICTS, soft)),
             "accuracy": None if truth is None else verdict == truth,  # one that can't be read is never right
-            "soft_accuracy": max(soft, key=soft.get) == truth if soft else None,
+            "soft_accuracy": VERDICTS[int(np.argmax(soft))] == truth if soft else None,
             "parse_rate": verdict is not None, "tie_rate": verdict == "tie",
             "length": len(ids), "truncated_frac": int(ids[-1]) not in end_ids,
-            "loss": -float(sums[own[0]]), "tokens": int(masks[own[0]].sum()),
+            "loss": -float(own[0]), "tokens": int(sample["mask"].sum()),
         })  # fmt: skip
     return judged
 
@@ -635,30 +591,25 @@ def optimizer_step(engine) -> tuple[float, bool]:
 
 
 def packs_of_batch(args: Args, data, entries: list[int], actor) -> tuple[list, int, int]:
-    """-> this rank's packs of some entries, which predict trained tokens only; how many of these all ranks have;
-    and how many entries can be used. Samples whose prompts are the same share one: pictures and first tokens."""
-    own = data.encode(np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist())
-    own = [{k: x for k, x in sample.items() if k != "prompt"} for row in own for sample in row["samples"]]
-    samples, groups, packs = gather(own), defaultdict(list), []
-    usable = len({sample["index"][0] for sample in samples})
-    if usable * 2 < len(entries):
+    """-> this rank's packs of some entries, which predict trained tokens only; how many of these there are on all
+    ranks; how many entries can be used. Samples with the same prompt share it: pictures and first tokens."""
+    own, alike = data.encode(np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()), defaultdict(list)
+    names = ("index", "key", "length", "kinds", "ids", "mask")  # what all ranks need: no pictures
+    samples = gather([{name: sample[name] for name in names} for row in own for sample in row["samples"]])
+    if (usable := len({sample["index"][0] for sample in samples})) * 2 < len(entries):
         fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
-    for b, sample in enumerate(samples):
-        groups[sample["key"]].append(b)
-    groups = [(own[0], own) for own in groups.values()]
-    responses = [sample["ids"] for sample in samples]
-    table = nn.utils.rnn.pad_sequence([sample["mask"] for sample in samples], batch_first=True)  # (B, R)
-
-    def encode(indices: list[tuple[int, int]]) -> list[dict]:
-        return [data.encode([entry])[0]["samples"][part]["prompt"] for entry, part in indices]
-
-    given = groups, samples, encode, responses, args.micro_batch_tokens, RANK, WORLD_SIZE
+    for b, sample in enumerate(samples):  # of texts, only those of one row
+        alike[sample["key"], () if sample["kinds"] else sample["index"][0] // 2].append(b)
+    groups, responses = [(own[0], own) for own in alike.values()], [sample["ids"] for sample in samples]
+    masks, packs = nn.utils.rnn.pad_sequence([sample["mask"] for sample in samples], True), []  # (B, R)
+    whole = lambda indices: [data.encode([e])[0]["samples"][part] for e, part in indices]  # noqa: E731
+    given = groups, samples, whole, responses, args.micro_batch_tokens, RANK, WORLD_SIZE
     how = {"packed": packing.is_packed(actor.module.model), "media_everywhere": args.zero_stage > 0}
     for pack in packing.packs_of_rank(*given, **how):
-        trained = table[pack.index]  # (M,)
+        trained = masks[pack.index]  # (M,)
         pack = pack._replace(targets=pack.targets[trained], predict_from=pack.predict_from[trained])
         packs.append(pack.to(actor.device))
-    return packs, int(table.sum()), usable
+    return packs, int(masks.sum()), usable
 
 
 def train_step(args: Args, data, entries: list[int], actor) -> dict[str, float]:
@@ -690,19 +641,18 @@ def evaluate(args: Args, model, judge, data) -> tuple[dict[str, float], list[dic
         rows = data.encode(own[start : start + args.generation_batch_size])
         for row, record in zip(rows, write_judgements(args, judge, data.tokenizer, rows) if rows else []):
             columns = {name: x for name, x in row["row"].items() if isinstance(x, str | int | float)}
-            judged.append((row["index"], columns | record))
+            judged.append((row["index"], {"phase": "eval", "row": row["index"] // 2} | columns | record))
     judged = dict(sorted(gather(judged)))
     for entry, record in judged.items():
-        swapped, verdict = judged.get(entry ^ 1, {}), record["verdict"]
-        follows = verdict is not None and swapped.get("verdict") == SWAPPED.get(verdict, verdict)
-        record |= {"phase": "eval", "row": entry // 2, "swapped_response": swapped.get("response")}
-        record["swap_consistency"] = follows if swapped else None
+        swapped = judged.get(entry ^ 1, {})
+        follows = swapped.get("verdict") == SWAPPED.get(record["verdict"], ())
+        record |= {"swapped": swapped.get("response"), "swap_consistency": follows if swapped else None}
     records = [record for entry, record in judged.items() if entry % 2 == 0]
     return judge_metrics(records), records
 
 
 def judge_metrics(records: list[dict]) -> dict[str, float]:
-    """Means over the records that have what a metric needs (a verdict, two sides); without any it is left out."""
+    """Means over the records that have what a metric needs: a verdict, two sides."""
     loss = sum(r["loss"] for r in records) / sum(r["tokens"] for r in records)
     metrics = {"eval/loss": loss, "eval/num_samples": len(records)}
     names = "accuracy soft_accuracy swap_consistency parse_rate tie_rate length truncated_frac".split()
@@ -813,16 +763,15 @@ def main(args: Args) -> dict[str, float]:
         add_adapters(args, model)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    actor = make_engine(args, Judge(model), dtype, total_steps)
+    actor = make_engine(args, Judge({"model": model}), dtype, total_steps)
     actor.eval()
     state = {"step": 0, "before": {}, "best": -math.inf, "skipped": 0}  # skipped: updates in a row
     if checkpoint is not None:
         state = actor.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")[1]["ours"]
 
     # --- 3. data ---
-    source, eval_data = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None), None
-    if source:
-        eval_data = load_data(args, source, args.eval_dataset_split, model, processor, training=False)
+    source = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None)
+    eval_data = load_data(args, source, args.eval_dataset_split, model, processor, False) if source else None
     if RANK == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
@@ -832,14 +781,12 @@ def main(args: Args) -> dict[str, float]:
             path.write_text("".join(lines))
     tell(f"{run_dir}: {num_rows} rows, {total_steps} steps, {WORLD_SIZE} rank(s), {device}, {dtype}")
     rows = data.encode(batch_entries(0, min(16, num_rows), data.groups, args.seed))
-    prompts = [sample["prompt"] for row in rows for sample in row["samples"]]
-    prompts = prompts or fail(f"{args.dataset}: no row can be used")
-    probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
-    tell(packing.prove_packing(model, actor, probes))
-    judge = model  # under ZeRO-3 an unsharded copy, which has the newest weights in an evaluation
-    if args.zero_stage == 3:
-        judge = load_model(args.model, dtype).to(device)
-        packing.switch_attention(judge, model.config.get_text_config()._attn_implementation)
+    probes = {s["kinds"]: s for row in rows for s in row["samples"]}  # of a text, with a picture, ...
+    tell(
+        packing.prove_packing(model, actor, [*probes.values()] or fail(f"{args.dataset}: no row can be used"))
+    )
+    judge = load_model(args.model, dtype).to(device) if args.zero_stage == 3 else model  # see evaluate
+    packing.switch_attention(judge, model.config.get_text_config()._attn_implementation)
     received, stopped, saved = [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
@@ -863,13 +810,8 @@ def main(args: Args) -> dict[str, float]:
         # --- 8. sync weights: before an evaluation ---
         # --- 9. log ---
         seconds = time.perf_counter() - began
-        metrics |= {
-            "train/step": step,
-            "train/episode": step * batch,
-            "train/learning_rate": actor.get_lr()[0],
-            "time/total": seconds,
-            "time/samples_per_second": batch / seconds,
-        }
+        metrics |= {"train/learning_rate": actor.get_lr()[0], "time/samples_per_second": batch / seconds}
+        metrics |= {"train/step": step, "train/episode": step * batch, "time/total": seconds}
         shown = {"loss": f"{metrics['loss/sft']:.4f}"}
 
         # --- 10. eval and save ---
@@ -879,7 +821,7 @@ def main(args: Args) -> dict[str, float]:
             evaluated, records = evaluate(args, model, judge, eval_data)
             metrics |= evaluated
             value = metrics[f"eval/{args.best_metric}"]
-            shown[args.best_metric] = f"{value:.3f}"
+            shown[f"eval/{args.best_metric}"] = f"{value:.3f}"
             value = -value if args.best_metric == "loss" else value
             better, state["best"] = value > state["best"], max(value, state["best"])
         bar.set_postfix(shown)
@@ -887,7 +829,7 @@ def main(args: Args) -> dict[str, float]:
         if hidden:
             tell(f"step {step} of {total_steps}, {seconds:.2f} s: {shown}")
         stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike
-        hopeless = state["skipped"] == 5
+        hopeless = state["skipped"] >= 5
         if last or stopped or hopeless or better or (args.save_steps and step % args.save_steps == 0):
             saved = save_checkpoint(args, run_dir, {"actor": actor}, processor, state)
         if better and RANK == 0:
@@ -895,9 +837,7 @@ def main(args: Args) -> dict[str, float]:
             shutil.rmtree(run_dir / "checkpoint-best", ignore_errors=True)
             (run_dir / "best.tmp").rename(run_dir / "checkpoint-best")
         if hopeless:
-            fail(
-                f"no update since step {step - 5} had finite gradients; {saved} has the weights of that step"
-            )
+            fail(f"gradients were not finite since step {step - 4}; {saved} has the weights from before")
         if stopped:
             break
 
@@ -905,9 +845,7 @@ def main(args: Args) -> dict[str, float]:
     if stopped:
         tell(f"stopped by a signal after step {step}; go on with --resume {saved}")
     else:
-        told = [
-            f"{k} {x:.3f} -> {metrics[k]:.3f}" for k, x in state["before"].items() if k.startswith("eval/")
-        ]
+        told = [f"{key} {x:.3f} -> {metrics[key]:.3f}" for key, x in state["before"].items()]
         tell(" · ".join([*told, f"{time.perf_counter() - started:.0f} s", str(saved)]))
         tell(f"to see it: python tools/report.py {run_dir}")
     dist.destroy_process_group()
