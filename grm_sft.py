@@ -145,7 +145,9 @@ def load_rows(source: str, split: str):
         rows = datasets.load_from_disk(source)
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
-        fail(f"{source} (split {split}) can't be read as a dataset: {error}")
+        fail(
+            f"{source} (split {split}, cache HF_HOME) can't be read as a dataset: {error.__cause__ or error}"
+        )
 
 
 def make_pair(row: dict, rng: np.random.Generator) -> dict:
@@ -160,8 +162,8 @@ def make_pair(row: dict, rng: np.random.Generator) -> dict:
 def load_data(args: Args, source: str, split: str, model, processor, training: bool) -> SimpleNamespace:
     """-> source, tokenizer, groups of entries (2 * row, and + 1 with its sides exchanged), encode(entries).
 
-    Columns of pairs: `prompt`; two candidates, `image_0` and `image_1`, `video_0` and `video_1`, or texts,
-    `answer_0` and `answer_1`; `verdict`: 1, 2 or tie; optional `reasoning`, and `image(s)`, `video(s)` of the
+    Columns of pairs: `prompt`, `verdict` (1, 2 or tie), two candidates: `image_0` and `image_1`, `video_0` and
+    `video_1`, or texts, `answer_0` and `answer_1`; optional: `reasoning`, and `image(s)`, `video(s)` of the
     prompt. Of chats: `messages`, every assistant turn of which is trained, `image(s)`, `video(s)`.
     """
     rows, groups, is_easy_vqa = load_rows(source, split), defaultdict(list), source == "easy-vqa"
@@ -205,7 +207,7 @@ def encode_row(args: Args, model, processor, row: dict, entry: int, folder: Path
             raise ValueError(f"{length} tokens are more than --max-length")
     truth = read_verdict(messages[-1]["content"][0]["text"])
     truth = truth if n == len(messages) - 1 else None  # of several answers, the first would be asked for
-    return {"index": entry, "row": row, "noun": chat.get("noun"), "truth": truth, "samples": samples}
+    return {"index": entry, "row": row, "noun": chat.get("noun", ""), "truth": truth, "samples": samples}
 
 
 def make_chat(row: dict, swap: bool) -> dict:
@@ -310,17 +312,17 @@ def split_chat(processor, chat: list[dict], end_ids: list[int]) -> list[tuple[in
     """
     tokenizer, pictures, samples = getattr(processor, "tokenizer", processor), 0, []
     texts = [m | {"content": "".join(p.get("text", "") for p in m["content"])} for m in chat]
+    given, how = texts if tokenizer is processor else chat, {"chat_template": processor.chat_template}
 
-    def tokens(n: int, prompted: bool = False) -> list[int]:
-        given = (texts if tokenizer is processor else chat)[:n]
-        text = processor.apply_chat_template(given, tokenize=False, add_generation_prompt=prompted)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    def tokens(n: int, prompted: bool) -> list[int]:
+        how["add_generation_prompt"] = prompted
+        return tokenizer.apply_chat_template(given[:n], return_dict=False, **how)
 
-    whole = [*tokens(len(chat)), tokenizer.eos_token_id]
+    whole = [*tokens(len(chat), False), tokenizer.eos_token_id]
     for n, message in enumerate(chat):
         pictures += sum(part["type"] != "text" for part in message["content"])
         if message["role"] == "assistant":
-            head, body = tokens(n, True), tokens(n + 1)
+            head, body = tokens(n, True), tokens(n + 1, False)
             if whole[: len(head)] != head or whole[: len(body)] != body:
                 raise ValueError(f"the chat template writes message {n} differently when others follow")
             ends = [t + 1 for t in range(len(head), len(body)) if whole[t] in end_ids]
@@ -336,12 +338,12 @@ def split_chat(processor, chat: list[dict], end_ids: list[int]) -> list[tuple[in
 
 
 def begin_prompt(model, processor, messages: list[dict], head: list[int], begun: dict) -> int:
-    """begun becomes a prompt of common/packing.py: the messages up to their last picture (of a text, the first
-    token), for others that begin alike; it stays if it is that. Or the whole messages, if begun["whole"].
-    -> how many of their tokens, a picture being one, it holds."""
+    """begun becomes a prompt of common/packing.py: messages, whose tokens are head (a picture being one), up to
+    the last picture; all of them without pictures or if begun["whole"]. What it is already is not done again.
+    -> how many of these tokens it holds."""
     media_ids = packing.media_token_ids(model.config)
     places = [t + 1 for t, token in enumerate(head) if token in media_ids]
-    n = len(head) if begun["whole"] else max(places, default=1)
+    n = places[-1] if places and not begun["whole"] else len(head)
     key = hashlib.blake2b(str(head[:n]).encode())
     for part in (part for message in messages for part in message["content"] if part["type"] != "text"):
         x = np.asarray(part[part["type"]])
@@ -464,32 +466,33 @@ def write_judgements(args: Args, model, tokenizer, rows: list[dict]) -> list[dic
 
     p(verdict) = softmax over verdicts of log p(reasoning <answer>verdict</answer> | prompt)
     """
-    end_ids, samples = end_token_ids(model, tokenizer), [row["samples"][-1] for row in rows]
-    prompts = [sample | {"index": i, "seed": 0} for i, sample in enumerate(samples)]
+    prompts = [row["samples"][-1] | {"index": i, "seed": 0} for i, row in enumerate(rows)]
+    end_ids, k = (
+        end_token_ids(model, tokenizer),
+        1 + len(VERDICTS),
+    )  # responses of a row: the truth, 1, 2, tie
     written = generate_greedily(args, model, prompts, end_ids)
     texts, responses, masks, judged = tokenizer.batch_decode(written, skip_special_tokens=True), [], [], []
-    for row, sample, text in zip(rows, samples, texts):
-        thought, options = text.partition("<answer>")[0], VERDICTS if row["noun"] else ()
-        options = [tokenizer(thought + write_verdict(x, row["noun"]), add_special_tokens=False) for x in options]
-        options = [torch.tensor(option["input_ids"]) for option in options]
-        responses += [sample["ids"], *options]
-        masks += [sample["mask"], *(ids >= 0 for ids in options)]
-    sizes, masks = [1 + len(VERDICTS) * bool(row["noun"]) for row in rows], nn.utils.rnn.pad_sequence(masks, True)
-    groups = [(i, own.tolist()) for i, own in enumerate(torch.arange(len(masks)).split(sizes))]
-    logprobs, room = torch.zeros(masks.shape), 2 * args.micro_batch_tokens  # (B, R); there is no graph to keep
+    for row, prompt, text in zip(rows, prompts, texts):
+        said = [text.partition("<answer>")[0] + write_verdict(verdict, row["noun"]) for verdict in VERDICTS]
+        said = [torch.tensor(ids) for ids in tokenizer(said, add_special_tokens=False)["input_ids"]]
+        responses += [prompt["ids"], *said]
+        masks += [prompt["mask"], *(torch.ones(len(ids), dtype=torch.bool) for ids in said)]
+    masks, room = nn.utils.rnn.pad_sequence(masks, True), 2 * args.micro_batch_tokens  # no graph is kept
+    logprobs, groups = torch.zeros(masks.shape), [(i, [*range(k * i, k * i + k)]) for i in range(len(rows))]
     given = groups, prompts, lambda indices: [prompts[i] for i in indices], responses, room
     for pack in packing.packs_of_rank(*given, packed=packing.is_packed(model)):
         logprobs[pack.index] = packing.response_logprobs(model, pack.to(model.device))[0].float().cpu()
-    sums = (logprobs.double() * masks).sum(1).split(sizes)
-    for row, sample, own, ids, text in zip(rows, samples, sums, written, texts):
+    sums = (logprobs.double() * masks).sum(1).view(-1, k)  # (n, k)
+    for row, prompt, own, ids, text in zip(rows, prompts, sums, written, texts):
         verdict, truth, soft = read_verdict(text), row["truth"], own[1:].softmax(0).tolist()
         judged.append({
             "response": text, "verdict": verdict, "truth": truth, "probabilities": dict(zip(VERDICTS, soft)),
             "accuracy": None if truth is None else verdict == truth,  # one that can't be read is never right
-            "soft_accuracy": VERDICTS[int(np.argmax(soft))] == truth if soft else None,
+            "soft_accuracy": VERDICTS[int(np.argmax(soft))] == truth if row["noun"] else None,
             "parse_rate": verdict is not None, "tie_rate": verdict == "tie",
             "length": len(ids), "truncated_frac": int(ids[-1]) not in end_ids,
-            "loss": -float(own[0]), "tokens": int(sample["mask"].sum()),
+            "loss": -float(own[0]), "tokens": int(prompt["mask"].sum()),
         })  # fmt: skip
     return judged
 
@@ -531,11 +534,9 @@ def gather(own: list) -> list:
 
 
 def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither.
-
-    One pack is one micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step,
-    batch sizes stay 1 here, and the losses carry their own global denominators.
-    """
+    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither. A pack is
+    a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step, batch sizes stay
+    1 here, and the losses carry their own global denominators."""
     import deepspeed
 
     config = {
@@ -591,15 +592,15 @@ def optimizer_step(engine) -> tuple[float, bool]:
 
 
 def packs_of_batch(args: Args, data, entries: list[int], actor) -> tuple[list, int, int]:
-    """-> this rank's packs of some entries, which predict trained tokens only; how many of these there are on all
-    ranks; how many entries can be used. Samples with the same prompt share it: pictures and first tokens."""
+    """-> this rank's packs of some entries, which predict trained tokens only; the number of these on all ranks;
+    how many entries can be used. Samples with the same prompt share it: pictures and first tokens."""
     own, alike = data.encode(np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()), defaultdict(list)
     names = ("index", "key", "length", "kinds", "ids", "mask")  # what all ranks need: no pictures
     samples = gather([{name: sample[name] for name in names} for row in own for sample in row["samples"]])
     if (usable := len({sample["index"][0] for sample in samples})) * 2 < len(entries):
         fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
-    for b, sample in enumerate(samples):  # of texts, only those of one row
-        alike[sample["key"], () if sample["kinds"] else sample["index"][0] // 2].append(b)
+    for b, sample in enumerate(samples):
+        alike[sample["key"]].append(b)
     groups, responses = [(own[0], own) for own in alike.values()], [sample["ids"] for sample in samples]
     masks, packs = nn.utils.rnn.pad_sequence([sample["mask"] for sample in samples], True), []  # (B, R)
     whole = lambda indices: [data.encode([e])[0]["samples"][part] for e, part in indices]  # noqa: E731
@@ -782,9 +783,8 @@ def main(args: Args) -> dict[str, float]:
     tell(f"{run_dir}: {num_rows} rows, {total_steps} steps, {WORLD_SIZE} rank(s), {device}, {dtype}")
     rows = data.encode(batch_entries(0, min(16, num_rows), data.groups, args.seed))
     probes = {s["kinds"]: s for row in rows for s in row["samples"]}  # of a text, with a picture, ...
-    tell(
-        packing.prove_packing(model, actor, [*probes.values()] or fail(f"{args.dataset}: no row can be used"))
-    )
+    probes = [*probes.values()] or fail(f"{args.dataset}: no row can be used")
+    tell(packing.prove_packing(model, actor, probes))
     judge = load_model(args.model, dtype).to(device) if args.zero_stage == 3 else model  # see evaluate
     packing.switch_attention(judge, model.config.get_text_config()._attn_implementation)
     received, stopped, saved = [], False, checkpoint
@@ -820,10 +820,9 @@ def main(args: Args) -> dict[str, float]:
         if eval_data and (last or (args.eval_steps and step % args.eval_steps == 0)):
             evaluated, records = evaluate(args, model, judge, eval_data)
             metrics |= evaluated
-            value = metrics[f"eval/{args.best_metric}"]
-            shown[f"eval/{args.best_metric}"] = f"{value:.3f}"
-            value = -value if args.best_metric == "loss" else value
+            value = metrics[f"eval/{args.best_metric}"] * (-1 if args.best_metric == "loss" else 1)
             better, state["best"] = value > state["best"], max(value, state["best"])
+            shown[f"eval/{args.best_metric}"] = f"{abs(value):.3f}"
         bar.set_postfix(shown)
         log(args, run_dir, metrics, records)
         if hidden:
