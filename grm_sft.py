@@ -166,12 +166,13 @@ def load_data(args: Args, source: str, split: str, model, processor, training: b
     `video_1`, or texts, `answer_0` and `answer_1`; optional: `reasoning`, and `image(s)`, `video(s)` of the
     prompt. Of chats: `messages`, every assistant turn of which is trained, `image(s)`, `video(s)`.
     """
-    rows, groups, is_easy_vqa = load_rows(source, split), defaultdict(list), source == "easy-vqa"
-    if not is_easy_vqa and not {"messages", "verdict"} & {*rows.column_names}:
+    rows, groups = load_rows(source, split), defaultdict(list)
+    known = {"messages", "verdict", "answer"} & {*rows.column_names}  # the last one alone: as easy-vqa
+    if not known:
         fail(f"{source} has columns {', '.join(rows.column_names)}: it needs messages, or a verdict")
     limit = (args.train_samples if training else args.eval_samples) or None
     few = rows.select(chosen := np.sort(np.random.default_rng(0).permutation(len(rows))[:limit]))
-    verdicts = few["verdict"] if "verdict" in rows.column_names else [is_easy_vqa or None] * len(few)
+    verdicts = few["verdict"] if "verdict" in known else [known == {"answer"} or None] * len(few)
     paths = [name for name, kind in rows.features.items() if re.match("(List|Value).*string", str(kind))]
     media = [few[name] for name in paths if name.startswith(("image", "video"))]
     for i, verdict, *names in zip(chosen.tolist(), verdicts, *media):
@@ -184,10 +185,10 @@ def load_data(args: Args, source: str, split: str, model, processor, training: b
     def encode(entry: int) -> dict | None:
         try:
             row, rng = rows[entry // 2], np.random.default_rng([args.seed if training else 0, entry // 2])
-            row = make_pair(row, rng) if is_easy_vqa else row
+            row = make_pair(row, rng) if known == {"answer"} else row
             return encode_row(args, model, processor, row, entry, Path(source).parent, begun)
         except Exception as error:
-            tqdm.write(f"warning: {source} row {entry // 2} is left out: {error!r:.300}", file=sys.stderr)
+            tqdm.write(f"warning: {source} row {entry // 2} is left out: {error!s:.300}", file=sys.stderr)
 
     usable = {"encode": lambda entries: [row for row in map(encode, entries) if row]}
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -214,8 +215,10 @@ def make_chat(row: dict, swap: bool) -> dict:
     """A pair -> a chat, the judgement last, and noun: what its candidates are called."""
     if row.get("messages"):
         return row
-    kind = next(kind for kind in ("image", "video", "answer") if row.get(f"{kind}_0") is not None)
-    sides, verdict, noun = [row[f"{kind}_0"], row[f"{kind}_1"]], str(row["verdict"]), kind.capitalize()
+    (kind,) = [kind for kind in ("image", "video", "answer") if row.get(f"{kind}_0") is not None] or [""]
+    if not kind or (verdict := str(row["verdict"])) not in VERDICTS:
+        raise ValueError("a pair needs two candidates, and a verdict that is 1, 2 or tie")
+    sides, noun = [row[f"{kind}_0"], row[f"{kind}_1"]], kind.capitalize()
     prompt, thought, media = row["prompt"], row.get("reasoning") or "", {}
     if swap:
         sides, verdict = sides[::-1], SWAPPED[verdict]
@@ -626,7 +629,7 @@ def train_step(args: Args, data, entries: list[int], actor) -> dict[str, float]:
     norm, taken = optimizer_step(actor)
     metrics = dict(zip(("loss/sft", "train/packed_tokens"), sum_over_ranks(sums, actor.device).tolist()))
     metrics |= {"train/grad_norm": norm if taken else 0.0, "train/skipped_updates": int(not taken)}
-    return metrics | {"train/trained_tokens": num_tokens, "train/rows_dropped": len(entries) - usable}
+    return metrics | {"train/trained_tokens": num_tokens, "train/rows_dropped": len({*entries}) - usable}
 
 
 # ---- evaluate ----
