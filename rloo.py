@@ -151,9 +151,6 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # nats: log-probs that count as the same
-
-
 def plug_in(flag: str, source: str, known: dict[str, Callable]) -> Callable:
     """One of the script's own, or the function or class of "path.py:name"."""
     path, _, name = source.rpartition(":")
@@ -178,8 +175,8 @@ def load_rows(source: str, split: str):
 
             questions, answers, numbers = getattr(easy_vqa, f"get_{split}_questions")()
             paths = getattr(easy_vqa, f"get_{split}_image_paths")()
-            images = [str(paths[i]) for i in numbers]
-            return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
+            columns = {"prompt": questions, "image": [str(paths[i]) for i in numbers], "answer": answers}
+            return datasets.Dataset.from_dict(columns)
         if Path(source).is_dir():
             rows = datasets.load_from_disk(source)
             return rows[split] if isinstance(rows, datasets.DatasetDict) else rows
@@ -193,52 +190,46 @@ def load_rows(source: str, split: str):
 def load_data(args: Args, source: str, split: str, model, processor) -> SimpleNamespace:
     """-> source, rows, tokenizer, and encode(indices): rows as prompts of common/packing.py.
 
-    Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a list, see to_messages;
-    `answer`, the reference that rewards get.
+    Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a list, as to_messages
+    takes them; `answer`, the reference that rewards get.
     """
     rows, tokenizer = load_rows(source, split), getattr(processor, "tokenizer", processor)
-    columns, special = set(rows.column_names), special_tokens(tokenizer)
+    columns = set(rows.column_names)
     if not columns & {"prompt", "messages"} or ("accuracy" in args.rewards and "answer" not in columns):
         fail(f"{source} has columns {', '.join(columns)}: rename yours to prompt or messages, and answer")
 
     def encode(indices: list[int]) -> list[dict]:
         own = [rows[i] for i in indices]
         given = [row.get("messages") or row["prompt"] for row in own]
-        chats = [to_messages(args, x, row, Path(source).parent, special) for x, row in zip(given, own)]
+        chats = [to_messages(args, x, row, Path(source).parent, tokenizer) for x, row in zip(given, own)]
         encoded = encode_chats(processor, chats, add_generation_prompt=True)
         prompts = [packing.make_prompt(model, inputs) for inputs in encoded]
         for i, row, chat, prompt in zip(indices, own, chats, prompts):
             prompt |= {"index": i, "row": row, "messages": chat}
-            if len(prompt["prompt_ids"]) > args.max_prompt_length:
-                raise ValueError(f"{len(prompt['prompt_ids'])} tokens are more than --max-prompt-length")
+            if prompt["length"] > args.max_prompt_length:
+                raise ValueError(f"{prompt['length']} tokens are more than --max-prompt-length")
         return prompts
 
-    limit = (
-        2 * args.rollout_batch_size // args.num_samples_per_prompt
-    )  # a step asks for its prompts repeatedly
-    return SimpleNamespace(
-        source=source, rows=rows, tokenizer=tokenizer, encode=keep_usable(source, encode, limit)
-    )
+    kept = 2 * args.rollout_batch_size // args.num_samples_per_prompt  # a step asks for its rows repeatedly
+    encode = keep_usable(source, encode, kept)
+    return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, encode=encode)
 
 
 def keep_usable(source: str, encode: Callable, limit: int) -> Callable[[list[int]], list[dict]]:
-    """encode(indices), a list, with rows that fail left out after a warning; the last results are kept."""
+    """encode(indices) without rows that fail, each named in a warning. The last results are kept."""
     kept = {}
 
     def encode_usable(indices: list[int]) -> list[dict]:
         new = [i for i in dict.fromkeys(indices) if i not in kept]
         try:
             kept.update(zip(new, encode(new)))
-        except (
-            Exception
-        ):  # a bad row, or a processor whose output for several can't be taken apart: one by one
+        except Exception:  # a bad row, or a processor whose output for many can't be taken apart: one by one
             for i in new:
                 try:
                     kept[i] = encode([i])[0]
                 except Exception as error:
                     kept[i] = None
-                    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                    tqdm.write(f"warning: {source} row {i} is left out: {reason}", file=sys.stderr)
+                    tqdm.write(f"warning: {source} row {i} is left out: {error!r:.300}", file=sys.stderr)
         found = [kept[i] for i in indices if kept[i] is not None]
         for i in [*kept][:-limit]:
             del kept[i]
@@ -247,19 +238,15 @@ def keep_usable(source: str, encode: Callable, limit: int) -> Callable[[list[int
     return encode_usable
 
 
-def special_tokens(tokenizer) -> re.Pattern:
-    found = [re.escape(str(t)) for t in tokenizer.added_tokens_decoder.values() if t.special]
-    return re.compile("|".join(found) or "(?!)")
-
-
-def to_messages(args: Args, given: str | list, row: dict, folder: Path, special: re.Pattern) -> list[dict]:
+def to_messages(args: Args, given: str | list, row: dict, folder: Path, tokenizer) -> list[dict]:
     """A string or chat, and its row's pictures and videos -> messages whose contents are lists of parts, media
-    opened and in their places: where <image> and <video> stand, or parts of such types; else first of all."""
+    opened, in their places: where <image> and <video> stand, or parts of such types; else in front."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
 
     def defuse(text: str) -> str:
         """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-        while special.search(text):
-            text = special.sub(lambda m: f"{m[0][0]} {m[0][1:]}" if len(m[0]) > 1 else " ", text)
+        while found := [token for token in special if token in text]:
+            text = text.replace(found[0], f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " ")
         return text
 
     messages, media, places = [], {}, {"image": [], "video": []}
@@ -272,12 +259,12 @@ def to_messages(args: Args, given: str | list, row: dict, folder: Path, special:
             for kind in media:
                 media[kind] += [part[kind] for part in text if part.get(kind) is not None]
             text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in text)
-        pieces = [piece for piece in re.split(f"({marks})", text) if piece]
-        kinds = [piece[1:-1] if re.fullmatch(marks, piece) else "text" for piece in pieces]
-        parts = [{"type": k} | ({"text": defuse(x)} if k == "text" else {}) for k, x in zip(kinds, pieces)]
+        parts = []
+        for piece in filter(None, re.split(f"({marks})", text)):
+            kind = piece[1:-1] if re.fullmatch(marks, piece) else "text"
+            parts.append({"type": kind} | ({"text": defuse(piece)} if kind == "text" else {}))
+            places.get(kind, []).append(parts[-1])
         messages.append({"role": message["role"], "content": parts})
-        for kind in places:
-            places[kind] += [part for part in parts if part["type"] == kind]
     for kind, items in media.items():
         if items and not places[kind]:
             places[kind] = [{"type": kind} for _ in items]
@@ -311,21 +298,19 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
 
 def encode_chats(processor, chats: list[list[dict]], **template) -> list[dict]:
     """The chat template of a processor, or of a text model's tokenizer -> what it makes of each chat."""
-    how = {"tokenize": True, "return_dict": True} | template
-    how |= {"return_tensors": "pt"} if len(chats) == 1 else {}
-    counts = [
-        {k: sum(p["type"] == k for m in c for p in m["content"]) for k in ("image", "video")} for c in chats
-    ]
-    taken = [
-        part["taken"] for chat in chats for m in chat for part in m["content"] if part["type"] == "video"
-    ]
+    parts = [[part for message in chat for part in message["content"]] for chat in chats]
+    counts = [{kind: sum(part["type"] == kind for part in own) for kind in packing.MEDIA} for own in parts]
+    taken = [part["taken"] for own in parts for part in own if part["type"] == "video"]
+    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt" if len(chats) == 1 else None}
     how |= {"processor_kwargs": {"video_metadata": taken, "do_sample_frames": False}} if taken else {}
     if not hasattr(processor, "tokenizer"):
         chats = [[m | {"content": "".join(p["text"] for p in m["content"])} for m in chat] for chat in chats]
     if processor.chat_template is None:
-        batch = processor(["".join(m["content"] for m in chat) for chat in chats], **how)
+        batch = processor(
+            ["".join(m["content"] for m in chat) for chat in chats], return_tensors=how["return_tensors"]
+        )
     else:
-        batch = processor.apply_chat_template(chats, **how)
+        batch = processor.apply_chat_template(chats, **how, **template)
     return [dict(batch)] if len(chats) == 1 else packing.split_batch(batch, counts)
 
 
@@ -525,7 +510,7 @@ def sample_token(logprobs: Tensor, drawn: Tensor, top_p: float) -> Tensor:
 class Rollout:
     """n prompts with G responses each, prompt by prompt, B = n * G; the same on every rank."""
 
-    prompts: list[dict]  # (n,) of packing.summary: row, length, kinds of inputs
+    prompts: list[dict]  # (n,): index of the row, length and kinds of inputs of each
     response_ids: list[Tensor]  # B x (R_b,), EOS included where drawn
     truncated: Tensor  # (n, G) bool: cut by the length limit
     rewards: dict[str, Tensor]  # by reward function (n, G), NaN: does not apply
@@ -566,11 +551,6 @@ def generate(args: Args, model, prompts: list[dict], G: int, temperature: float,
     return ids, logprobs, [b in cut for b in range(len(lengths))]
 
 
-def end_token_ids(model, tokenizer) -> list[int]:
-    ids = model.generation_config.eos_token_id
-    return sorted({*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None})
-
-
 class ModelSampler:
     """--rollout hf: the trained model itself, or its unsharded copy under ZeRO-3."""
 
@@ -608,8 +588,6 @@ class VllmSampler:
             logprobs_mode="processed_logprobs",  # at the temperature: of what was drawn from
         )  # fmt: skip
         torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
-        processor = transformers.AutoProcessor.from_pretrained(args.model)
-        self.render = functools.partial(processor.apply_chat_template, tokenize=False)
         self.make_params = functools.partial(
             SamplingParams, top_p=args.top_p, max_tokens=args.max_response_length, stop_token_ids=end_ids,
             logit_bias=dict.fromkeys(packing.media_token_ids(model.config), -100.0),
@@ -628,22 +606,14 @@ class VllmSampler:
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def request(self, prompt: dict) -> dict:
-        media = defaultdict(list)
-        for part in (part for message in prompt["messages"] for part in message["content"]):
-            if part["type"] == "video":
-                media["video"].append((part["video"], part["taken"] | {"do_sample_frames": False}))
-            elif part["type"] == "image":
-                media["image"].append(part["image"])
-        if not media:
-            return {"prompt_token_ids": prompt["prompt_ids"].tolist()}
-        text = self.render(prompt["messages"], add_generation_prompt=True)
-        return {"prompt": text, "multi_modal_data": dict(media)}
-
     def sample(self, prompts: list[dict], num_samples: int, temperature: float):
+        def rename(part: dict) -> dict:
+            return {"type": "image_pil", "image_pil": part["image"]} if part["type"] == "image" else part
+
+        chats = [[m | {"content": [*map(rename, m["content"])]} for m in p["messages"]] for p in prompts]
         how = {"n": num_samples, "temperature": temperature}
         params = [self.make_params(seed=prompt["seed"], **how) for prompt in prompts]
-        outputs = self.llm.generate([self.request(prompt) for prompt in prompts], params, use_tqdm=False)
+        outputs = self.llm.chat(chats, params, use_tqdm=False)
         for prompt, output in zip(prompts, outputs):
             if output.prompt_token_ids != prompt["prompt_ids"].tolist():
                 fail(f"row {prompt['index']}: vLLM reads other tokens than the trainer; use --rollout hf")
@@ -664,15 +634,15 @@ SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}
 def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature: float, step: int) -> Rollout:
     """G scored responses to each of some rows, dealt out to the ranks and gathered on all of them."""
     prompts, ids, logprobs, truncated, samples = [], [], [], [], []
-    own, at_once = (
-        np.array_split(np.array(indices, dtype=int), WORLD_SIZE)[RANK].tolist(),
-        args.generation_batch_size,
-    )
-    for start in range(0, len(own), max(1, at_once // G)):
-        batch = with_seeds(args, data.encode(own[start : start + max(1, at_once // G)]), step)
-        parts = sampler.sample(batch, G, temperature) if batch else ([], [], [])
-        ids, logprobs, truncated = ids + parts[0], logprobs + parts[1], truncated + parts[2]
-        prompts += batch
+    own, size = np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist(), args.generation_batch_size // G
+    for start in range(0, len(own), max(1, size)):
+        batch = data.encode(own[start : start + max(1, size)])
+        # What is drawn depends on the seed, the step and the row alone, not on batches, ranks or a resume.
+        seeds = [np.random.default_rng([args.seed, step, p["index"]]).integers(2**31) for p in batch]
+        batch = [prompt | {"seed": int(seed)} for prompt, seed in zip(batch, seeds)]
+        drawn = sampler.sample(batch, G, temperature) if batch else ([], [], [])
+        prompts, ids, logprobs = prompts + batch, ids + drawn[0], logprobs + drawn[1]
+        truncated += drawn[2]
     texts = data.tokenizer.batch_decode(ids, skip_special_tokens=True)
     state = SimpleNamespace(global_step=step, max_steps=args.total_steps)
     values, logged = score_responses(functions, [p for p in prompts for _ in range(G)], texts, ids, state)
@@ -680,7 +650,8 @@ def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature:
         row = {name: x for name, x in prompt["row"].items() if isinstance(x, str | int | float)}
         scores = {f"reward/{name}": column[i] for name, column in values.items()}
         samples.append({"row": prompt["index"], **row, "response": texts[i], **scores})
-    mine = [packing.summary(p) for p in prompts], ids, logprobs, truncated, samples, logged, *values.values()
+    prompts = [{name: prompt[name] for name in ("index", "length", "kinds")} for prompt in prompts]
+    mine = prompts, ids, logprobs, truncated, samples, logged, *values.values()
     gathered = [mine] * WORLD_SIZE
     if WORLD_SIZE > 1:  # alone it would start threads in gloo, see sum_over_ranks
         dist.all_gather_object(gathered, mine)
@@ -699,82 +670,24 @@ def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature:
     )  # fmt: skip
 
 
-def with_seeds(args: Args, prompts: list[dict], step: int) -> list[dict]:
-    """What is drawn depends on the run's seed, the step and the row alone: not on batches, ranks or a resume."""
-    seeds = [np.random.default_rng([args.seed, step, prompt["index"]]).integers(2**31) for prompt in prompts]
-    return [prompt | {"seed": int(seed)} for prompt, seed in zip(prompts, seeds)]
-
-
-def packs_of(args: Args, rollout: Rollout, groups: list[tuple[int, list[int]]], data, actor) -> Iterator:
+def packs_of(args: Args, rollout: Rollout, groups: packing.Groups, data, actor) -> Iterator:
     """This rank's packs of some groups: (prompt, its responses)."""
     given = groups, rollout.prompts, data.encode, rollout.response_ids, args.micro_batch_tokens
     how = {"packed": packing.is_packed(actor.module.model), "media_everywhere": args.zero_stage > 0}
-    for pack in packing.packs_of_rank(*given, (RANK, WORLD_SIZE), **how):
+    for pack in packing.packs_of_rank(*given, RANK, WORLD_SIZE, **how):
         yield pack.to(actor.device)
-
-
-def rollout_metrics(rollout: Rollout, scores: Tensor, kl: Tensor, logprobs: Tensor) -> dict[str, float]:
-    """Means over all responses of a rollout. scores, kl (n, G), logprobs (B, R)."""
-    mask, lengths = rollout.mask, rollout.mask.sum(1).float()
-    gap = (rollout.engine_logprobs - logprobs).abs()[mask]  # nats
-    metrics = {
-        "objective/scores": scores.nanmean(),
-        "objective/scores_std": scores[~scores.isnan()].std(correction=0),
-        "objective/kl": kl.mean(),
-        "objective/entropy": -(logprobs * mask).sum(1).mean(),
-        "rollout/response_length_mean": lengths.mean(),
-        "rollout/truncated_frac": rollout.truncated.float().mean(),
-        "rollout/zero_std_groups_frac": ((scores - scores[:, :1]).abs().amax(1) < 1e-9).float().mean(),
-        "rollout/engine_logprob_diff_mean": gap.mean(),
-        "rollout/engine_logprob_diff_max": gap.max(),
-    }
-    metrics |= {f"reward/{name}": values.nanmean() for name, values in rollout.rewards.items()}
-    for name in {name for name, _ in rollout.logged}:
-        metrics[name] = np.mean([value for key, value in rollout.logged if key == name])
-    return {name: float(value) for name, value in metrics.items()}
 
 
 @torch.no_grad()
 def compute_logprobs(args: Args, rollout: Rollout, data, actor, forwards: dict[str, Callable]) -> dict:
     """{name: forward}, pack -> (M,), of all responses -> {name: (B, R)}."""
-    (n, G), tables = rollout.scores.shape, {name: torch.zeros(rollout.mask.shape) for name in forwards}
+    n, G = rollout.scores.shape
+    tables = {name: torch.zeros(rollout.mask.shape, device=actor.device) for name in forwards}
     groups = [(i, [*range(i * G, (i + 1) * G)]) for i in range(n)]
     for pack in packs_of(args, rollout, groups, data, actor) if forwards else ():
         for name, forward in forwards.items():
-            packing.fill_rows(tables[name], forward(pack)[0].cpu(), pack)
+            tables[name][pack.index] = forward(pack)[0]
     return {name: sum_over_ranks(table, actor.device) for name, table in tables.items()}
-
-
-# ---- proof: packing against the unmodified model, the sampler against the trainer ----
-
-
-def use_packing(args: Args, actor, reference, probes: list[dict]) -> bool:
-    """Pack if packed and decoded log-probs are those of the unmodified model on some real prompts; say so."""
-    model = actor.module.model
-    found = [packing.packing_gap(model, lambda pack: actor(pack)[0], p, args.temperature) for p in probes]
-    gap, reason = max(found)
-    if gap > TOLERANCE[model.dtype]:
-        tell(f"warning: no packing ({reason}): responses run one by one, exact but slow")
-        return False
-    for policy in filter(None, (actor, reference)):
-        packing.switch_attention(getattr(policy, "module", policy).model, "packed")
-    tell(f"packed log-probs = those of the unmodified model within {gap:.0e} nats")
-    return True
-
-
-@torch.no_grad()
-def check_sampler(args: Args, sampler, actor, probes: list[dict]) -> None:
-    """Stop where the sampler writes with other log-probs than the trainer reads."""
-    make_pack = packing.build_pack if packing.is_packed(actor.module.model) else packing.plain_pack
-    ids, logprobs, _ = sampler.sample(with_seeds(args, probes, 0), 1, args.temperature)
-    for prompt, response, drawn in zip(probes, ids, logprobs):
-        pack = make_pack([(0, [0])], {0: prompt}, [response])
-        gap = (actor(pack.to(actor.device))[0].cpu() - drawn).abs().mean().item()
-        if gap > TOLERANCE[actor.module.model.dtype]:
-            fail(
-                f"row {prompt['index']}: the sampler's log-probs are {gap:.3f} nats from the trainer's; use --rollout hf"
-            )
-    tell(f"sampled log-probs = those of the trainer within {gap:.0e} nats")
 
 
 # ---- DeepSpeed ----
@@ -873,6 +786,7 @@ def update_policy(args: Args, rollout: Rollout, logprobs, advantages, trained, d
     """num_iterations passes over the rollout in shuffled mini-batches -> metrics, and which steps were taken.
     logprobs (B, R) before the update, advantages (n, G), trained (n, G): False is left out."""
     sums, counts, norms, G = defaultdict(float), defaultdict(int), [], trained.shape[1]
+    logprobs, advantages = logprobs.to(actor.device), advantages.flatten().to(actor.device)
     clip = args.clip_coef, args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
     for iteration in range(args.num_iterations):
         order = np.random.default_rng([args.seed, step, iteration]).permutation(len(rollout.prompts))
@@ -883,12 +797,9 @@ def update_policy(args: Args, rollout: Rollout, logprobs, advantages, trained, d
             packs = list(packs_of(args, rollout, groups, data, actor)) if groups else []
             for k, pack in enumerate(packs):
                 actor.set_gradient_accumulation_boundary(k == len(packs) - 1)
-                rows, lengths = torch.tensor(pack.rows, dtype=torch.long).view(-1, 2).T  # (S,), (S,)
-                owner = torch.repeat_interleave(lengths)  # (M,): lengths 2, 3 -> 0 0 1 1 1
-                batch = packing.rows_to_flat(logprobs, pack), advantages.flatten()[rows], owner
-                batch = (x.to(actor.device) for x in batch)  # (M,), (S,), (M,)
                 new_logprobs, entropy = actor(pack, with_entropy=True)  # (M,), (M,)
-                losses, metrics = compute_rloo_loss(new_logprobs, *batch, clip)  # (S,)
+                given = logprobs[pack.index], advantages[pack.rows], pack.owner  # (M,), (S,), (M,)
+                losses, metrics = compute_rloo_loss(new_logprobs, *given, clip)  # (S,)
                 # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
                 actor.backward(losses.sum() / num_responses * WORLD_SIZE, scale_wrt_gas=False)
                 for name, values in (metrics | {"policy/entropy": entropy.detach()}).items():
@@ -988,38 +899,38 @@ def export_model(model, processor, folder: Path) -> None:
         processor.save_pretrained(folder)
 
 
-def start_logging(args: Args, run_dir: Path, step: int) -> Callable[[dict[str, float], list[dict]], None]:
-    """-> log(metrics, samples): rank 0 writes to metrics.jsonl, samples.jsonl, and where --track says. What an
-    interrupted run wrote after step, its last checkpoint, is dropped."""
+def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
+    """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
     if RANK > 0:
-        return lambda metrics, samples: None
-    run_dir.mkdir(parents=True, exist_ok=True)
-    for path in run_dir.glob("*.jsonl"):
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        path.write_text("".join(line for line in lines if step and json.loads(line)["train/step"] <= step))
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        return
+    samples = [{"train/step": metrics["train/step"], **sample} for sample in samples]
+    for name, lines in (("metrics", [metrics]), ("samples", samples)):
+        with (run_dir / f"{name}.jsonl").open("a") as file:
+            file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
     if args.track == "wandb":
         import wandb
 
         known = {"id": run_dir.name, "name": run_dir.name, "config": asdict(args), "dir": run_dir}
-        wandb.init(**known, resume="allow")
+        (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=metrics["train/step"])
     if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(run_dir), purge_step=step + 1)
-
-    def log(metrics: dict[str, float], samples: list[dict]) -> None:
-        now = {"train/step": metrics["train/step"]}
-        for name, lines in (("metrics", [metrics]), ("samples", [now | sample for sample in samples])):
-            with (run_dir / f"{name}.jsonl").open("a") as file:
-                file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-        if args.track == "wandb":
-            wandb.log(metrics, step=metrics["train/step"])
-        if args.track == "tensorboard":
+        with SummaryWriter(
+            str(run_dir / "tensorboard"), filename_suffix=f".{metrics['train/step']}"
+        ) as writer:
             for name, value in metrics.items():
                 writer.add_scalar(name, value, metrics["train/step"])
 
-    return log
+
+def open_run(args: Args, run_dir: Path, step: int) -> None:
+    """Rank 0 alone: the folder and its args.json; what an interrupted run logged after step is dropped."""
+    if RANK > 0:
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+    for path in run_dir.glob("*.jsonl"):
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        path.write_text("".join(line for line in lines if 0 < step >= json.loads(line)["train/step"]))
 
 
 # ---- main ----
@@ -1060,29 +971,28 @@ def main(args: Args) -> dict[str, float]:
     source = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None)
     eval_data = load_data(args, source, args.eval_dataset_split, model, processor) if source else None
     functions = {x.rpartition(":")[2]: plug_in("--rewards", x, REWARDS) for x in args.rewards}
-    log = start_logging(args, run_dir, state["step"])
+    open_run(args, run_dir, state["step"])
     tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
     prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(f"{args.dataset}: no row can be used")
-    probes = [
-        *{packing.summary(prompt)["kinds"]: prompt for prompt in prompts}.values()
-    ]  # text, pictures, ...
-    packed = use_packing(args, actor, reference, probes)
-    sampler = plug_in("--rollout", args.rollout, SAMPLERS)(
-        args, model, end_token_ids(model, data.tokenizer), run_dir
-    )
+    probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
+    tell(packing.prove_packing(model, lambda pack: actor(pack)[0], probes, args.temperature))
+    if reference and packing.is_packed(model):
+        packing.switch_attention(getattr(reference, "module", reference).model, "packed")
+    end_ids = model.generation_config.eos_token_id
+    end_ids = {*(end_ids if isinstance(end_ids, list) else [end_ids]), data.tokenizer.eos_token_id} - {None}
+    sampler = plug_in("--rollout", args.rollout, SAMPLERS)(args, model, sorted(end_ids), run_dir)
     sampler.sync()
-    check_sampler(args, sampler, actor, probes)
     forwards = {}  # of the score step
     if args.kl_coef > 0:
         forwards["ref_logprobs"] = reference or functools.partial(actor, with_lora=False)
-    if not (packed and args.rollout == "hf" and dtype == torch.float32):  # else the sampler's are the same
-        forwards["logprobs"] = actor
+    if args.rollout != "hf" or dtype != torch.float32 or not packing.is_packed(model):
+        forwards["logprobs"] = actor  # elsewhere the sampler's are the same, as has been proved
     received, stopped, saved = [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
     if eval_data and state["step"] == 0:
         before, samples = evaluate(args, sampler, eval_data, functions)
-        log({"train/step": 0, "train/episode": 0, **before}, samples)
+        log(args, run_dir, {"train/step": 0, "train/episode": 0, **before}, samples)
     steps = range(state["step"] + 1, args.total_steps + 1)
     hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step instead
     for step in (bar := tqdm(steps, "rloo", args.total_steps, initial=state["step"], disable=hidden)):
@@ -1099,6 +1009,12 @@ def main(args: Args) -> dict[str, float]:
         tables = compute_logprobs(args, rollout, data, actor, forwards)
         logprobs = tables.get("logprobs", rollout.engine_logprobs)  # (B, R)
         ref_logprobs = tables.get("ref_logprobs", logprobs)  # (B, R)
+        gap = ((rollout.engine_logprobs - logprobs).abs() * rollout.mask).sum(1) / rollout.mask.sum(1)  # (B,)
+        if gap.max() > packing.TOLERANCE[dtype]:
+            row = rollout.prompts[int(gap.argmax()) // G]["index"]
+            fail(
+                f"row {row}: the sampler's log-probs are {gap.max():.3f} nats from the trainer's, on average"
+            )
         times.append(time.perf_counter())
 
         # --- 6. advantages: global without a collective, since every rank holds the whole rollout ---
@@ -1121,18 +1037,31 @@ def main(args: Args) -> dict[str, float]:
 
         # --- 9. log ---
         seconds = dict(zip(("rollout", "score", "update", "sync"), np.diff(times).tolist()))
-        metrics |= rollout_metrics(rollout, scores, kl, logprobs) | {
+        lengths = rollout.mask.sum(1).float()
+        metrics |= {
             "train/step": step,
             "train/episode": step * args.rollout_batch_size,
             "train/learning_rate": actor.get_lr()[0],
             "train/skipped_updates": taken.count(False),
-            "objective/rlhf_reward": rewards.nanmean().item(),
+            "objective/scores": scores.nanmean(),
+            "objective/scores_std": scores[~scores.isnan()].std(correction=0),
+            "objective/kl": kl.mean(),
+            "objective/rlhf_reward": rewards.nanmean(),
+            "objective/entropy": -(logprobs * rollout.mask).sum(1).mean(),
+            "rollout/response_length_mean": lengths.mean(),
+            "rollout/truncated_frac": rollout.truncated.float().mean(),
+            "rollout/zero_std_groups_frac": ((scores - scores[:, :1]).abs().amax(1) < 1e-9).float().mean(),
             "rollout/prompts_dropped": wanted - len(rollout.prompts),
-            "rollout/responses_trained": int(trained.sum()),
-            **{f"time/{name}": value for name, value in seconds.items()},
+            "rollout/responses_trained": trained.sum(),
+            "rollout/engine_logprob_diff_max": gap.max(),
             "time/total": times[-1] - times[0],
-            "time/tokens_per_second": int(rollout.mask.sum()) / (times[-1] - times[0]),
+            "time/tokens_per_second": lengths.sum() / (times[-1] - times[0]),
         }
+        metrics |= {f"time/{name}": value for name, value in seconds.items()}
+        metrics |= {f"reward/{name}": values.nanmean() for name, values in rollout.rewards.items()}
+        for name in {name for name, _ in rollout.logged}:
+            metrics[name] = np.mean([value for key, value in rollout.logged if key == name])
+        metrics = {name: float(value) for name, value in metrics.items()}
         samples = [{"phase": "train"} | sample for sample in rollout.samples[:2]]
         shown = {key: f"{metrics[f'objective/{key}']:.3f}" for key in ("scores", "kl")}
         bar.set_postfix(shown)
@@ -1143,7 +1072,7 @@ def main(args: Args) -> dict[str, float]:
             evaluated, eval_samples = evaluate(args, sampler, eval_data, functions)
             metrics, samples = metrics | evaluated, samples + eval_samples
             shown["held-out"] = f"{evaluated['eval/sampled_score']:.3f}"
-        log(metrics, samples)
+        log(args, run_dir, metrics, samples)
         if hidden:
             tell(f"step {step} of {args.total_steps}, {metrics['time/total']:.2f} s: {shown}")
         stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike

@@ -7,17 +7,16 @@ A *group* is one prompt with its G responses. A *pack* is one row of tokens,
 in which a response attends to [its prompt; itself] and nothing else, and its positions continue from its
 prompt's. The result is that of one row per response, up to the order of summation, for about 1/G of the work.
 
-    for pack in packs_of_rank(groups, prompts, encode, responses, max_tokens, ranks, packed):
+    for pack in packs_of_rank(groups, prompts, encode, responses, max_tokens, rank, world_size, packed):
         logprobs, entropy = response_logprobs(model, pack, temperature)          # (M,) each
-        fill_rows(table, logprobs, pack)                                         # back to (B, R)
+        table[pack.index] = logprobs                                             # back to (B, R)
 
-Not every model can do this. `packing_gap` compares with the unmodified model before a run trusts packing;
+Not every model can do this. `prove_packing` compares with the unmodified model before a run trusts packing;
 where they differ, everything takes the *plain path* (packed=False): one response at a time, with all of the
 processor's own inputs, through model.forward and model.generate: exact for any model, but slow.
 
-Letters: N tokens in a pack, P prompt length, R response length, M response tokens and S responses in a pack,
-H hidden, V vocab. Prompts are dicts of `make_prompt`: prompt_ids (P,), position_ids (P,) or (3, P), image
-and video (one dict per picture or clip, with a key that identifies it), inputs (the processor's output).
+Letters: N tokens, S responses and M response tokens in a pack, P prompt length, R response length, H hidden,
+V vocab. Prompts are dicts of `make_prompt`.
 """
 
 import hashlib
@@ -37,14 +36,15 @@ from torch.utils._pytree import tree_map_only
 MEDIA = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 PER_TOKEN = {"input_ids", "attention_mask", "mm_token_type_ids"}
 TEXT_INPUTS = PER_TOKEN | {"second_per_grid_ts"}
-# What shows beyond some length only, in the JSON of a text config: windows, kinds of layers, RoPE that changes.
+# In a text config's JSON, what shows beyond some length only: windows, kinds of layers, RoPE that changes.
 HIDES = r'"sliding_window": [1-9]|"layer_types": \[[^]]*"(?!full_attention)\w+"|"(dynamic|longrope)"'
 CHUNK = 256  # tokens whose logits live at a time
 KEPT_LOGPROBS = 2**26  # next-token log-probs kept from forward to backward: 256 MB, saves their recomputation
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # nats: log-probs that count as equal
 NEVER = -1e30  # logit of tokens that are never drawn; finite, so that p * log p is 0
 
 
-# ---- plan: which responses share a pack, which packs go to which rank ----
+# ---- plan ----
 
 
 Groups = list[tuple[int, list[int]]]  # (index of a prompt, indices of its responses)
@@ -56,9 +56,9 @@ def plan_packs(
     """Groups -> packs of at most max_tokens tokens: plan[rank][pack] = some of the groups.
 
     All ranks get equally many packs (some may be empty: collectives need everyone), balanced by cost =
-    tokens + attended pairs / (6 * 2048), as attention compares with matrix products in a transformer
-    block. A group over the budget is split by responses and its prompt repeated, only then. Deterministic:
-    all ranks plan alike. Longest processing time first: R. L. Graham 1969.
+    tokens + attended pairs / (6 * 2048), as attention compares with matrix products in a transformer block.
+    A group over the budget is split by responses and its prompt repeated, only then. Longest processing time
+    first: R. L. Graham 1969.
 
     >>> plan_packs([(0, [0, 1]), (1, [2])], [4, 3], [2, 2, 5], max_tokens=8, world_size=2)
     [[[(1, [2])]], [[(0, [0, 1])]]]
@@ -66,19 +66,17 @@ def plan_packs(
     pieces = []  # (cost, tokens, prompt index, response indices)
     for prompt, members in groups:
         P = prompt_lengths[prompt]
-        chunks, tokens = [[]], P
-        for R, member in ((response_lengths[m], m) for m in members):
-            if P + R > max_tokens:
-                raise ValueError(f"prompt of {P} and response of {R} tokens: over a pack's {max_tokens}")
-            if chunks[-1] and tokens + R > max_tokens:
-                chunks.append([])
-                tokens = P
+        chunks, room = [[]], max_tokens - P
+        for member in members:
+            R = response_lengths[member]
+            assert P + R <= max_tokens, f"{P} + {R} tokens never fit into a pack"
+            if R > room:
+                chunks, room = [*chunks, []], max_tokens - P
             chunks[-1].append(member)
-            tokens += R
+            room -= R
         for chunk in chunks:
             lengths = [response_lengths[m] for m in chunk]
-            pairs = P * P / 2 + sum(R * (P + R / 2) for R in lengths)
-            tokens = P + sum(lengths)
+            pairs, tokens = P * P / 2 + sum(R * (P + R / 2) for R in lengths), P + sum(lengths)
             pieces.append((tokens + pairs / (6 * 2048), tokens, prompt, chunk))
     pieces.sort(key=lambda piece: -piece[0])
     num_packs = max(1, math.ceil(sum(piece[1] for piece in pieces) / (max_tokens * world_size))) * world_size
@@ -101,23 +99,16 @@ def plan_packs(
 
 
 def packs_of_rank(
-    groups: Groups,
-    prompts: list[dict],
-    encode: Callable[[list[int]], list[dict]],
-    responses: list[Tensor],
-    max_tokens: int,
-    ranks: tuple[int, int] = (0, 1),
-    packed: bool = True,
-    media_everywhere: bool = False,
-) -> Iterator["Pack"]:
+    groups: Groups, prompts: list[dict], encode: Callable, responses: list[Tensor], max_tokens: int,
+    rank: int = 0, world_size: int = 1, packed: bool = True, media_everywhere: bool = False,
+) -> Iterator["Pack"]:  # fmt: skip
     """Yield one rank's packs of some groups; all ranks have equally many, since collectives need everyone.
 
-    prompts: what all ranks know of each, `summary`; encode: index of some -> the whole prompts, asked for what
-    this rank needs. ranks: (rank, world size). media_everywhere: pictures in every pack on every rank, or in
-    none: ZeRO-3 gathers a vision tower where it runs, 1 and 2 reduce its gradients in buckets. A prompt
-    without responses adds no loss, but takes part in all of that.
+    prompts: index, length and kinds of each, known to all ranks; encode: indices -> whole prompts, asked for
+    what this rank needs. media_everywhere: pictures in every pack on every rank, or in none: ZeRO-3 gathers a
+    vision tower where it runs, 1 and 2 reduce its gradients in buckets. A prompt without responses adds no
+    loss, but takes part in all of that.
     """
-    rank, world_size = ranks
     if packed:
         lengths = [prompt["length"] for prompt in prompts], [len(r) for r in responses]
         plan = plan_packs(groups, *lengths, max_tokens, world_size)[rank]
@@ -139,19 +130,14 @@ def packs_of_rank(
         yield (build_pack if packed else plain_pack)(pieces, whole, responses)
 
 
-def summary(prompt: dict) -> dict:
-    """What ranks tell each other of a prompt: its row, length, and kinds of inputs besides text."""
-    kinds = tuple(sorted(set(prompt["inputs"]) - TEXT_INPUTS))
-    return {"index": prompt["index"], "length": len(prompt["prompt_ids"]), "kinds": kinds}
-
-
-# ---- prompts: positions and pictures ----
+# ---- prompts ----
 
 
 def make_prompt(model, inputs: dict) -> dict:
     """The processor's output for one prompt -> the prompt as the functions below take it."""
     inputs = {name: torch.as_tensor(value) for name, value in inputs.items()}
     prompt = {"inputs": inputs, "prompt_ids": inputs["input_ids"][0], "image": [], "video": []}
+    prompt |= {"length": len(prompt["prompt_ids"]), "kinds": tuple(sorted(set(inputs) - TEXT_INPUTS))}
     for kind, (pixels_name, grid_name) in MEDIA.items():
         grids = inputs.get(grid_name)
         sizes = 1 if grids is None else grids.prod(-1).tolist()
@@ -163,8 +149,8 @@ def make_prompt(model, inputs: dict) -> dict:
 
 
 def split_batch(batch: dict, counts: list[dict[str, int]]) -> list[dict[str, Tensor]]:
-    """The processor's unpadded output for several chats -> that for each; counts: images and videos of each.
-    Raises an error where it can't be told what belongs to which."""
+    """The processor's unpadded output for several chats -> for each, by its numbers of images and videos.
+    Fails where it can't be told what belongs to which."""
     chats = [{} for _ in counts]
     for name, value in batch.items():
         if name in PER_TOKEN:
@@ -183,40 +169,29 @@ def split_batch(batch: dict, counts: list[dict[str, int]]) -> list[dict[str, Ten
 def prompt_positions(model, inputs: dict) -> Tensor:
     """(P,), or (3, P) for M-RoPE models (Qwen-VL), from the model's own `get_rope_index`. Never feed 2-D ids
     to one: it would copy them to all axes, and train another function than the one that samples."""
-    (_, P), base = inputs["input_ids"].shape, model.base_model
-    names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    grids = {name: inputs[name] for name in names if name in inputs}
+    ids, base = inputs["input_ids"], model.base_model
+    names = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"} & set(inputs)
     if not hasattr(base, "get_rope_index"):
-        return torch.arange(P)
-    if not grids:
-        return torch.arange(P).expand(3, -1)
-    grids |= {"input_ids": inputs["input_ids"], "attention_mask": torch.ones(1, P, dtype=torch.long)}
-    return base.get_rope_index(mm_token_type_ids=inputs["mm_token_type_ids"].view(1, P), **grids)[0][:, 0]
+        return torch.arange(ids.shape[1])
+    if not names:
+        return torch.arange(ids.shape[1]).expand(3, -1)
+    how = {name: inputs[name] for name in [*names, "mm_token_type_ids"]}
+    return base.get_rope_index(ids, attention_mask=torch.ones_like(ids), **how)[0][:, 0]
 
 
-def unique_media(prompts: list[dict]) -> tuple[dict[str, dict[str, Tensor]], dict[str, list[int]]]:
-    """The different pictures (and clips) of some prompts, by kind: processor-style tensors, and which picture
-    each slot shows."""
-    media, order = {}, {}
-    for kind, names in MEDIA.items():
-        slots = [item for prompt in prompts for item in prompt[kind]]
-        unique = {item["key"]: item for item in slots}
-        places = {key: place for place, key in enumerate(unique)}
-        order[kind] = [places[item["key"]] for item in slots]
-        present = [name for name in names if slots and name in slots[0]]
-        media[kind] = {name: torch.cat([item[name] for item in unique.values()]) for name in present}
-    return media, order
+def media_of(prompts: list[dict]) -> dict[str, list[dict]]:
+    """The pictures and clips of some prompts, one after the other."""
+    return {kind: [item for prompt in prompts for item in prompt[kind]] for kind in MEDIA}
 
 
 def media_token_ids(config) -> list[int]:
     """Ids that stand for pictures or clips, or open and close them: never drawn, and masked in log-probs."""
-    kinds = ("image_token", "video_token", "vision_start_token", "vision_end_token", "vision_token")
-    names = [f"{kind}_{ending}" for kind in kinds for ending in ("id", "index")]
-    ids = {getattr(config, name, None) for name in [*names, "boi_token_index", "eoi_token_index"]}
+    name = re.compile("(image|video|vision|vision_start|vision_end|boi|eoi)_token_(id|index)")
+    ids = {value for key, value in vars(config).items() if name.fullmatch(key)}
     return sorted(i for i in ids if isinstance(i, int) and 0 <= i < config.get_text_config().vocab_size)
 
 
-# ---- pack: one row of tokens ----
+# ---- pack ----
 
 
 class Bucket(NamedTuple):
@@ -243,12 +218,13 @@ class Layout(NamedTuple):
 
 class Pack(NamedTuple):
     inputs: dict  # input_ids (1, N), position_ids (1, N) or (3, 1, N), layout; plain: the processor's
-    rows: list[tuple[int, int]]  # (response index, R), in the order of `targets`
+    rows: Tensor  # (S,): the pack's responses
+    owner: Tensor  # (M,): which of these S each token is of: lengths 2, 3 -> 0 0 1 1 1
+    index: tuple[Tensor, Tensor]  # (M,), (M,): the tokens' places in a (B, R) table
     targets: Tensor  # (M,): the response tokens
     predict_from: Tensor  # (M,): row position of the hidden state that predicts each of them
     last: Tensor  # (S,): row position of each response's last token
-    media: dict[str, dict[str, Tensor]]  # kind -> processor-style tensors, one entry per different picture
-    media_order: dict[str, list[int]]  # kind -> which entry each slot of the row shows
+    media: dict[str, list[dict]]  # of media_of: what each slot of the row shows
 
     def to(self, device) -> "Pack":
         return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), self)
@@ -256,51 +232,65 @@ class Pack(NamedTuple):
 
 def build_pack(pieces: Groups, prompts: dict[int, dict], responses: list[Tensor]) -> Pack:
     """Lay out the groups of one planned pack: prompts by prompt index, responses (each (R,)) by theirs."""
-    ids, positions, groups, rows, offset = [], [], [], [], 0  # groups: row positions [prompt, response, ...]
-    predict_from, last, empty = [], [], torch.empty(0, dtype=torch.long)
+    ids, positions, groups, places, offset = (
+        [],
+        [],
+        [],
+        [],
+        0,
+    )  # groups: row positions [prompt, response, ...]
     for g, members in pieces:
-        prompt, P = prompts[g], len(prompts[g]["prompt_ids"])
-        unknown = set(prompt["inputs"]) - TEXT_INPUTS - {name for names in MEDIA.values() for name in names}
-        if unknown:
-            raise ValueError(f"packs have no place for {', '.join(sorted(unknown))}")
+        prompt, P = prompts[g], prompts[g]["length"]
+        if unknown := set(prompt["kinds"]) - {name for names in MEDIA.values() for name in names}:
+            raise ValueError(f"packs have no place for {', '.join(unknown)}")
         ids.append(prompt["prompt_ids"])
         positions.append(prompt["position_ids"])
         groups.append([torch.arange(offset, offset + P)])
         # All axes go on from the last token: the frames of a long video may lie beyond the text after it.
-        next_position, before = int(prompt["position_ids"][..., -1].max()) + 1, groups[-1][0][-1:]
-        offset += P
+        next_position, offset = int(prompt["position_ids"][..., -1].max()) + 1, offset + P
         for b in members:
             R = len(responses[b])
-            assert P > 0 and R > 0, "a pack holds no empty prompt or response"
-            own = torch.arange(offset, offset + R)
+            groups[-1].append(torch.arange(offset, offset + R))
             ids.append(responses[b])
             positions.append((next_position + torch.arange(R)).expand(*positions[-1].shape[:-1], R))
-            groups[-1].append(own)
-            predict_from.append(torch.cat([before, own[:-1]]))
-            rows.append((b, R))
+            places.append(torch.cat([groups[-1][0][-1:], groups[-1][-1]]))  # R + 1 row positions
             offset += R
-            last.append(offset - 1)
-    position_ids, (media, order) = torch.cat(positions, dim=-1), unique_media([prompts[g] for g, _ in pieces])
     keys = [torch.cat([group[0], *own]) for group in groups for own in ([], *([x] for x in group[1:]))]
     lengths_q, lengths_k = [len(x) for group in groups for x in group], [len(x) for x in keys]
-    layout = Layout(
-        *_make_buckets(groups),
-        cu_q=torch.tensor([0, *lengths_q]).cumsum(0).int(),
-        cu_k=torch.tensor([0, *lengths_k]).cumsum(0).int(),
-        kv_index=torch.cat(keys),
-        max_q=max(lengths_q),
-        max_k=max(lengths_k),
-    )
+    cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k))
+    layout = Layout(*_make_buckets(groups), cu_q, cu_k, torch.cat(keys), max(lengths_q), max(lengths_k))
+    position_ids = torch.cat(positions, dim=-1)  # (N,) or (3, N)
     position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids[:, None]
-    return Pack(
-        inputs={"input_ids": torch.cat(ids)[None], "position_ids": position_ids, "layout": layout},
-        rows=rows,
-        targets=torch.cat([empty, *(responses[b] for b, _ in rows)]),
-        predict_from=torch.cat([empty, *predict_from]),
-        last=torch.tensor(last, dtype=torch.long),
-        media=media,
-        media_order=order,
+    inputs = {"input_ids": torch.cat(ids)[None], "position_ids": position_ids, "layout": layout}
+    return _make_pack(inputs, pieces, responses, places, media_of([prompts[g] for g, _ in pieces]))
+
+
+def plain_pack(pieces: Groups, prompts: dict[int, dict], responses: list[Tensor]) -> Pack:
+    """The same for the plain path: one prompt, at most one response, all of the processor's inputs. What has
+    an entry per token goes on for the response, token types with 0 and masks with their last entry."""
+    ((g, members),) = pieces
+    response = torch.cat([torch.empty(0, dtype=torch.long), *(responses[b] for b in members)])
+    inputs, P, R = dict(prompts[g]["inputs"]), prompts[g]["length"], len(response)
+    for name, value in inputs.items():
+        if value.shape[:2] == (1, P):
+            last = torch.zeros_like(value[:, -1:]) if "type" in name else value[:, -1:]
+            more = response[None] if name == "input_ids" else last.repeat_interleave(R, dim=1)
+            inputs[name] = torch.cat([value, more], dim=1)
+    return _make_pack(inputs, pieces, responses, [torch.arange(P - 1, P + R)] * len(members), {})
+
+
+def _make_pack(inputs: dict, pieces: Groups, responses, places: list[Tensor], media: dict) -> Pack:
+    """places: row positions of the token before each response and of its R tokens, (R + 1,)."""
+    members = [b for _, own in pieces for b in own]
+    ids, empty = [responses[b] for b in members], torch.empty(0, dtype=torch.long)
+    rows, lengths = torch.tensor(members, dtype=torch.long), [len(x) for x in ids]
+    owner = torch.repeat_interleave(torch.tensor(lengths, dtype=torch.long))
+    columns, targets = torch.cat([empty, *map(torch.arange, lengths)]), torch.cat([empty, *ids])
+    before, last = (
+        torch.cat([empty, *(x[:-1] for x in places)]),
+        torch.cat([empty, *(x[-1:] for x in places)]),
     )
+    return Pack(inputs, rows, owner, (rows[owner], columns), targets, before, last, media)
 
 
 def _make_buckets(groups: list[list[Tensor]]) -> tuple[list[Bucket], Tensor]:
@@ -323,32 +313,6 @@ def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     padded = [F.pad(row, (0, longest - len(row)), value=int(row[-1])) for row in rows]
     padded = torch.stack(padded) if rows else torch.empty(0, 0, dtype=torch.long)
     return padded, torch.arange(longest)[None] < lengths[:, None]
-
-
-def plain_pack(pieces: Groups, prompts: dict[int, dict], responses: list[Tensor]) -> Pack:
-    """The same of one prompt with at most one response, for the plain path: all of the processor's inputs. What
-    has an entry per token goes on for the response, token types with 0 and masks with their last entry."""
-    ((g, members),) = pieces
-    response = torch.cat([torch.empty(0, dtype=torch.long), *(responses[b] for b in members)])
-    inputs, P, R = dict(prompts[g]["inputs"]), len(prompts[g]["prompt_ids"]), len(response)
-    for name, value in inputs.items():
-        if value.shape[:2] == (1, P):
-            last = torch.zeros_like(value[:, -1:]) if "type" in name else value[:, -1:]
-            more = response[None] if name == "input_ids" else last.repeat_interleave(R, dim=1)
-            inputs[name] = torch.cat([value, more], dim=1)
-    last, rows = torch.tensor([P + R - 1] * len(members), dtype=torch.long), [(b, R) for b in members]
-    return Pack(inputs, rows, response, torch.arange(P - 1, P + R - 1), last, {}, {})
-
-
-def rows_to_flat(table: Tensor, pack: Pack) -> Tensor:
-    """(B, R) table -> (M,): the values of this pack's response tokens, in the order of `pack.targets`."""
-    return torch.cat([table.new_empty(0), *(table[b, :R] for b, R in pack.rows)])
-
-
-def fill_rows(table: Tensor, flat: Tensor, pack: Pack) -> None:
-    """(M,) -> into a (B, R) table, at this pack's response tokens."""
-    for (b, R), values in zip(pack.rows, flat.to(table).split([R for _, R in pack.rows])):
-        table[b, :R] = values
 
 
 # ---- attention ----
@@ -426,28 +390,17 @@ def _skip_mask_of_packs(*args, attention_mask=None, **kwargs):
 
 
 @torch.no_grad()
-def packing_gap(
-    model, forward: Callable[[Pack], Tensor], prompt: dict, temperature: float = 1.0
-) -> tuple[float, str]:
+def packing_gap(model, forward: Callable[[Pack], Tensor], prompt: dict, temperature: float) -> float:
     """Largest difference, in nats, of packed and of decoded log-probs from those of the unmodified model, on
-    two random responses to a prompt -> (gap, reason); inf where the config says no or it fails. Collective.
-
-    forward: pack -> log-probs (M,), through the engine. A silent wrong answer is worse than a slow one:
-    sliding windows and the like show only beyond some length, so config and parameters are asked first.
-    """
-    text = model.config.get_text_config()
-    special = re.search(HIDES, json.dumps(text.to_dict(), default=str))
-    if special or any("sink" in name for name, _ in model.named_parameters()):
-        return math.inf, f"its text model has {special[0] if special else 'attention sinks'}"
-    suppressed = media_token_ids(model.config)
-    allowed = torch.tensor(sorted(set(range(text.vocab_size)) - set(suppressed)))
+    two random responses to a prompt. forward: pack -> log-probs (M,), through the engine. Collective."""
+    suppressed, sharded = media_token_ids(model.config), hasattr(next(model.parameters()), "ds_id")
+    allowed = torch.tensor(sorted(set(range(model.config.get_text_config().vocab_size)) - set(suppressed)))
     tokens = allowed[torch.randint(len(allowed), (2, 12), generator=torch.Generator().manual_seed(0))]
     responses, prompts = [tokens[0], tokens[1, :7]], {0: prompt}
     plain = [forward(plain_pack([(0, [b])], prompts, responses).to(model.device)) for b in (0, 1)]
     before = switch_attention(model, "packed")
     try:
         found = [forward(build_pack([(0, [0, 1])], prompts, responses).to(model.device))]
-        sharded = hasattr(next(model.parameters()), "ds_id")
         if model.get_output_embeddings() is not None and not sharded:  # a policy that samples
             decoder, decoded = Decoder(model, [prompt], 2), []
             for token in tokens.T.to(model.device):
@@ -456,19 +409,33 @@ def packing_gap(
                 decoder.step(token)
             decoded = torch.stack(decoded, dim=1)  # (2, 12)
             found.append(torch.cat([decoded[0], decoded[1, :7]]))
-        return max((logprobs - torch.cat(plain)).abs().max().item() for logprobs in found), "other log-probs"
-    except Exception as error:
-        return math.inf, f"{type(error).__name__}: {error}"
+        return max((logprobs - torch.cat(plain)).abs().max().item() for logprobs in found)
     finally:
         switch_attention(model, before)
+
+
+def prove_packing(model, forward: Callable, prompts: list[dict], temperature: float = 1.0) -> str:
+    """Pack if this is exact on some real prompts -> a line that says which path is taken, and why. What shows
+    only beyond some length is asked of the config."""
+    hidden = re.search(HIDES, json.dumps(model.config.get_text_config().to_dict(), default=str))
+    try:
+        if hidden or any("sink" in name for name, _ in model.named_parameters()):
+            raise ValueError(f"this model has {hidden[0] if hidden else 'attention sinks'}")
+        gap = max(packing_gap(model, forward, prompt, temperature) for prompt in prompts)
+        if not gap < TOLERANCE[model.dtype]:
+            raise ValueError(f"log-probs are {gap:.1e} nats from those of the unmodified model")
+    except Exception as error:
+        return f"warning: no packing, one response at a time, exact but slow: {type(error).__name__}, {error}"
+    switch_attention(model, "packed")
+    return f"packed = unmodified model within {gap:.0e} nats"
 
 
 # ---- decoding ----
 
 
 class Decoder:
-    """Token-by-token decoding of G rows for each of S prompts, which are run once, left-padded, every picture
-    once. The rows of a prompt share its keys and values without a copy. Needs packed attention."""
+    """Token-by-token decoding of G rows for each of S prompts, which are run once, left-padded. The rows of a
+    prompt share its keys and values without a copy. Needs packed attention."""
 
     @torch.no_grad()
     def __init__(self, model, prompts: list[dict], G: int):
@@ -481,12 +448,11 @@ class Decoder:
         self.valid = (torch.arange(longest)[None] >= torch.tensor(pad)[:, None]).to(device)  # (S, P)
         positions = torch.stack([F.pad(p["position_ids"], (n, 0)) for p, n in zip(prompts, pad)], dim=-2)
         positions = positions.to(device)  # (S, P) or (3, S, P)
-        vision = encode_media(self.base, *unique_media(prompts))
+        vision = encode_media(self.base, media_of(prompts))
         mask = self.valid.long()
         out = self.base(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **vision)
-        self.hidden = out.last_hidden_state[:, -1].repeat_interleave(
-            G, 0
-        )  # (S * G, H): predict the next token
+        last = out.last_hidden_state[:, -1]
+        self.hidden = last.repeat_interleave(G, 0)  # (S * G, H): predicts the next token of each row
         self.keys = [layer.keys for layer in out.past_key_values.layers]  # per layer (S, kv_heads, P, D)
         self.values = [layer.values for layer in out.past_key_values.layers]
         self.cache = DynamicCache()  # of the rows' own tokens
@@ -512,13 +478,11 @@ class Decoder:
         keys, values, G = self.keys[layer], self.values[layer], self.G
         (S, kv_heads, P, D), (B, heads), t = keys.shape, query.shape[:2], key.shape[2]
 
-        def by_prompt(x: Tensor) -> Tensor:
-            """(B, heads, n) -> (S, kv_heads, G * heads per kv head, n); rows that have left are 0."""
+        def by_prompt(x: Tensor) -> Tensor:  # (B, heads, n) -> (S, kv_heads, G * heads per kv head, n)
             slots = x.new_zeros(S * G, heads, x.shape[-1]).index_copy(0, self.rows, x)
             return slots.view(S, G, kv_heads, -1, x.shape[-1]).transpose(1, 2).flatten(2, 3)
 
-        def by_row(x: Tensor) -> Tensor:
-            """The way back."""
+        def by_row(x: Tensor) -> Tensor:  # and back
             x = x.view(S, kv_heads, G, heads // kv_heads, -1).transpose(1, 2)
             return x.reshape(S * G, heads, -1)[self.rows]
 
@@ -536,18 +500,17 @@ class Decoder:
 def generate_plain(
     model, prompts: list[dict], G: int, max_length: int, end_ids: list[int], temperature: float, top_p: float
 ) -> tuple[list[Tensor], list[Tensor], list[bool]]:
-    """The plain path: model.generate, prompt by prompt -> S * G responses (R_b,), log-probs (R_b,), and which
-    were cut. Prompts have a `seed`."""
+    """The plain path: model.generate, by each prompt's `seed` -> S * G responses (R_b,), their log-probs, and
+    which were cut."""
     ids, logprobs, cut, suppressed = [], [], [], media_token_ids(model.config)
-    how = {"do_sample": True, "temperature": temperature, "top_p": top_p, "num_return_sequences": G}
-    how = how if temperature else {"do_sample": False}
-    how |= {"suppress_tokens": suppressed} if suppressed else {}
+    how = {"temperature": temperature, "top_p": top_p, "num_return_sequences": G}
+    how = (how if temperature else {}) | ({"suppress_tokens": suppressed} if suppressed else {})
     for prompt in prompts:
         torch.manual_seed(prompt["seed"])
         out = model.generate(
-            **_cast(prompt["inputs"], model), **how, top_k=0, repetition_penalty=1.0,
-            max_new_tokens=max_length, eos_token_id=end_ids, pad_token_id=end_ids[0],
-            return_dict_in_generate=True, output_logits=True,
+            **_cast(prompt["inputs"], model), **how, do_sample=temperature > 0, top_k=0,
+            repetition_penalty=1.0, max_new_tokens=max_length, eos_token_id=end_ids,
+            pad_token_id=end_ids[0], return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         tokens = out.sequences[:, -len(out.logits) :]  # (G, R)
         logits = torch.stack(out.logits, 1).float() / (temperature or 1.0)  # (G, R, V)
@@ -568,31 +531,36 @@ def forward_hidden(model, pack: Pack, last: bool = False) -> Tensor:
 
     model: a transformers *ForCausalLM, *ForConditionalGeneration, or the backbone of one.
     """
-    inputs = _cast(pack.inputs, model) | encode_media(model.base_model, pack.media, pack.media_order)
+    inputs = _cast(pack.inputs, model) | encode_media(model.base_model, pack.media)
     hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
     return hidden.flatten(0, 1)[pack.last if last else pack.predict_from]
 
 
-def encode_media(base, media: dict, order: dict[str, list[int]]) -> dict:
+def encode_media(base, media: dict[str, list[dict]]) -> dict:
     """Run the vision tower on each different picture and clip -> a keyword for the model, with the features
     of every slot that shows them."""
     outputs = {}
     for kind, encode in (("image", "get_image_features"), ("video", "get_video_features")):
-        if order.get(kind):
-            features = getattr(base, encode)(**_cast(media[kind], base), return_dict=True)
+        if slots := media.get(kind):
+            unique = {item["key"]: item for item in slots}
+            inputs = {
+                name: torch.cat([x[name] for x in unique.values()]) for name in slots[0] if name != "key"
+            }
+            features = getattr(base, encode)(**_cast(inputs, base), return_dict=True)
             layers = getattr(features, "deepstack_features", None)  # Qwen3-VL: of each tapped layer
+            places = {key: place for place, key in enumerate(unique)}
+            order = [places[item["key"]] for item in slots]
             outputs[kind] = SimpleNamespace(
-                pooler_output=[features.pooler_output[i] for i in order[kind]],
-                deepstack_features=layers and [[layer[i] for i in order[kind]] for layer in layers],
+                pooler_output=[features.pooler_output[i] for i in order],
+                deepstack_features=layers and [[layer[i] for i in order] for layer in layers],
             )
     return {"mm_encoder_outputs": outputs} if outputs else {}
 
 
 def _cast(inputs: dict, model) -> dict:
     """To the model's device, pixels in its precision."""
-    return tree_map_only(
-        Tensor, lambda x: x.to(model.device, model.dtype if x.is_floating_point() else x.dtype), inputs
-    )
+    kinds = {True: model.dtype, False: None}
+    return tree_map_only(Tensor, lambda x: x.to(model.device, kinds[x.is_floating_point()]), inputs)
 
 
 def response_logprobs(
@@ -602,9 +570,9 @@ def response_logprobs(
     distribution, in nats, fp32, of the policy at a temperature, without the placeholders of pictures."""
     suppressed = media_token_ids(model.config)
     if "layout" in pack.inputs:
-        hidden, head = forward_hidden(model, pack), model.get_output_embeddings()  # (M, H)
+        hidden, weight = forward_hidden(model, pack), model.get_output_embeddings().weight  # (M, H), (V, H)
         options = temperature / logit_scale(model), suppressed, with_entropy
-        return logprobs_from_hidden(hidden, head.weight, head.bias, pack.targets, *options)
+        return logprobs_from_hidden(hidden, weight, pack.targets, *options)
     logits = model(**_cast(pack.inputs, model), use_cache=False).logits[0, pack.predict_from].float()
     logp = _mask_media(logits / temperature, suppressed).log_softmax(-1)  # (M, V)
     entropy = -(logp.exp() * logp).sum(-1) if with_entropy else None
@@ -627,54 +595,48 @@ def _mask_media(logits: Tensor, suppressed: list[int]) -> Tensor:
     return logits.index_fill(-1, torch.tensor(suppressed, dtype=torch.long, device=logits.device), NEVER)
 
 
-def logprobs_from_hidden(hidden, weight, bias, targets, temperature=1.0, suppressed=(), with_entropy=False):
-    """log_softmax((hidden @ weight.T + bias) / temperature) at `targets`, without the `suppressed` ids, and
-    entropies, both differentiable: hidden (M, H), weight (V, H), bias (V,) or None -> (M,), (M,) or None.
-    Peak memory does not grow with M x V: logits live for CHUNK tokens at a time, also in backward."""
-    options = float(temperature), list(suppressed), with_entropy
-    return _ChunkedLogProbs.apply(hidden, weight, bias, targets, *options)
+def logprobs_from_hidden(hidden, weight, targets, temperature=1.0, suppressed=(), with_entropy=False):
+    """log_softmax(hidden @ weight.T / temperature) at `targets`, without the `suppressed` ids, and entropies:
+    hidden (M, H), weight (V, H), targets (M,) -> (M,), (M,) or None, both differentiable. Peak memory does
+    not grow with M x V: logits live for CHUNK tokens at a time, in forward and, recomputed, in backward."""
+    return _ChunkedLogProbs.apply(hidden, weight, targets, float(temperature), list(suppressed), with_entropy)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
-    def chunk(hidden, weight, bias, temperature, suppressed) -> Tensor:
-        logits = F.linear(hidden, weight, bias).float()  # (chunk, V)
+    def chunk(hidden, weight, temperature, suppressed) -> Tensor:
+        logits = (hidden @ weight.T).float()  # (chunk, V)
         logits = logits.div_(temperature) if temperature != 1 else logits
         if suppressed:
             logits[:, suppressed] = NEVER
         return logits.log_softmax(-1)
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, suppressed, with_entropy):
+    def forward(ctx, hidden, weight, targets, temperature, suppressed, with_entropy):
         ctx.set_materialize_grads(False)  # an entropy that is a mere metric costs no backward
         logprobs, entropy, ctx.kept = [], [], []
         for h, target in zip(hidden.split(CHUNK), targets.split(CHUNK)):
-            logp = _ChunkedLogProbs.chunk(h, weight, bias, temperature, suppressed)
+            logp = _ChunkedLogProbs.chunk(h, weight, temperature, suppressed)
             logprobs.append(logp.gather(1, target[:, None])[:, 0])
             if with_entropy:
                 entropy.append(-(logp.exp() * logp).sum(-1))
             room = KEPT_LOGPROBS - sum(x.numel() for x in ctx.kept) if any(ctx.needs_input_grad) else 0
             ctx.kept += [logp] if logp.numel() <= room else []
         entropy = torch.cat(entropy) if with_entropy else None
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+        ctx.save_for_backward(hidden, weight, targets, entropy)
         ctx.options = temperature, suppressed
         return torch.cat(logprobs), entropy
 
     @staticmethod
     def backward(ctx, grad, grad_entropy):
-        hidden, weight, bias, targets, entropy = ctx.saved_tensors
-        needed = ctx.needs_input_grad
-        # fp32: hundreds of chunks are added up here
-        grad_weight, grad_bias = (
-            torch.zeros_like(x, dtype=torch.float32) if wanted else None
-            for x, wanted in ((weight, needed[1]), (bias, needed[2]))
-        )
-        grad_hidden = torch.empty_like(hidden)
-        grad = torch.zeros(len(targets), device=hidden.device) if grad is None else grad
+        hidden, weight, targets, entropy = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:  # fp32: hundreds of chunks are added up here
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for i, start in enumerate(range(0, len(targets), CHUNK)):
             rows = slice(start, start + CHUNK)
             kept = i < len(ctx.kept)
-            logp = ctx.kept[i] if kept else _ChunkedLogProbs.chunk(hidden[rows], weight, bias, *ctx.options)
+            logp = ctx.kept[i] if kept else _ChunkedLogProbs.chunk(hidden[rows], weight, *ctx.options)
             p, g = logp.exp(), grad[rows, None]
             # d logprob_t / d logit_j = [j = t] - p_j     d entropy / d logit_j = -p_j (log p_j + entropy)
             grad_logits = (p * -g).scatter_add_(1, targets[rows, None], g)
@@ -684,7 +646,4 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[rows]
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-        grads = (x if x is None else x.to(weight.dtype) for x in (grad_weight, grad_bias))
-        return grad_hidden, *grads, *[None] * 4
+        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 4
