@@ -201,9 +201,6 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # nats: log-probs that count as the same
-
-
 def plug_in(flag: str, source: str, known: dict[str, Callable]) -> Callable:
     """One of the script's own, or the function or class of "path.py:name"."""
     path, _, name = source.rpartition(":")
@@ -228,8 +225,8 @@ def load_rows(source: str, split: str):
 
             questions, answers, numbers = getattr(easy_vqa, f"get_{split}_questions")()
             paths = getattr(easy_vqa, f"get_{split}_image_paths")()
-            images = [str(paths[i]) for i in numbers]
-            return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
+            columns = {"prompt": questions, "image": [str(paths[i]) for i in numbers], "answer": answers}
+            return datasets.Dataset.from_dict(columns)
         if Path(source).is_dir():
             rows = datasets.load_from_disk(source)
             return rows[split] if isinstance(rows, datasets.DatasetDict) else rows
@@ -243,86 +240,82 @@ def load_rows(source: str, split: str):
 def load_data(args: Args, source: str, split: str, model, processor) -> SimpleNamespace:
     """-> source, rows, tokenizer, and encode(indices): rows as prompts of common/packing.py.
 
-    Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a list, see to_messages;
-    `answer`, the reference that rewards get.
+    Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a list, as to_messages
+    takes them; `answer`, the reference that rewards get.
     """
     rows, tokenizer = load_rows(source, split), getattr(processor, "tokenizer", processor)
-    columns, special = set(rows.column_names), special_tokens(tokenizer)
+    columns = set(rows.column_names)
     if not columns & {"prompt", "messages"} or ("accuracy" in args.rewards and "answer" not in columns):
         fail(f"{source} has columns {', '.join(columns)}: rename yours to prompt or messages, and answer")
 
     def encode(indices: list[int]) -> list[dict]:
         own = [rows[i] for i in indices]
         given = [row.get("messages") or row["prompt"] for row in own]
-        chats = [to_messages(args, x, row, Path(source).parent, special) for x, row in zip(given, own)]
+        chats = [to_messages(args, x, row, Path(source).parent, tokenizer) for x, row in zip(given, own)]
         encoded = encode_chats(processor, chats, add_generation_prompt=True)
         prompts = [packing.make_prompt(model, inputs) for inputs in encoded]
         for i, row, chat, prompt in zip(indices, own, chats, prompts):
             prompt |= {"index": i, "row": row, "messages": chat}
-            if len(prompt["prompt_ids"]) > args.max_prompt_length:
-                raise ValueError(f"{len(prompt['prompt_ids'])} tokens are more than --max-prompt-length")
+            if prompt["length"] > args.max_prompt_length:
+                raise ValueError(f"{prompt['length']} tokens are more than --max-prompt-length")
         return prompts
 
-    limit = (
-        2 * args.rollout_batch_size // args.num_samples_per_prompt
-    )  # a step asks for its prompts repeatedly
-    return SimpleNamespace(
-        source=source, rows=rows, tokenizer=tokenizer, encode=keep_usable(source, encode, limit)
-    )
+    kept = 2 * args.rollout_batch_size // args.num_samples_per_prompt  # a step asks for its rows repeatedly
+    encode = keep_usable(source, encode, kept)
+    return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, encode=encode)
 
 
-def load_turns(args: Args, model, processor) -> SimpleNamespace:
-    """As load_data, of --ptx-dataset: every assistant turn has a prompt, all before it, and target_ids (R,)."""
-    rows, tokenizer = load_rows(args.ptx_dataset, "train"), getattr(processor, "tokenizer", processor)
-    texts = [name for name in ("messages", "prompt", "response") if name in rows.column_names]
-    end_ids, special = end_token_ids(model, tokenizer), special_tokens(tokenizer)
-
-    def to_chat(row: dict) -> list[dict]:
+def load_turns(args: Args, model, processor, end_ids: list[int]) -> SimpleNamespace:
+    """--ptx-dataset as load_data: for each assistant turn what comes before it, and its target_ids (R,)."""
+    source, tokenizer, turns = args.ptx_dataset, getattr(processor, "tokenizer", processor), []
+    rows = load_rows(source, "train")
+    for i, row in enumerate(rows.select_columns({"messages", "prompt", "response"} & {*rows.column_names})):
         chat = row.get("messages") or row["prompt"]
         chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-        answer = row.get("response")
-        return chat if answer is None else [*chat, {"role": "assistant", "content": answer}]
-
-    chats = map(to_chat, rows.select_columns(texts))
-    turns = [(i, t) for i, c in enumerate(chats) for t in range(sum(m["role"] == "assistant" for m in c))]
+        chat = chat + [{"role": "assistant", "content": row["response"]}] * ("response" in row)
+        turns += [(i, k, chat) for k in range(-len(chat), 0) if chat[k]["role"] == "assistant"]
 
     def encode_turn(index: int) -> dict:
-        row, folder = rows[turns[index][0]], Path(args.ptx_dataset).parent
-        chat = to_messages(args, to_chat(row), row, folder, special)
-        k = [k for k, message in enumerate(chat) if message["role"] == "assistant"][turns[index][1]]
-        inputs = encode_chats(processor, [chat[:k]], add_generation_prompt=True)[0]
-        ids, start = encode_chats(processor, [chat[: k + 1]])[0]["input_ids"][0], inputs["input_ids"][0]
-        P, target = len(start), ids[len(start) :]
-        if not ids[:P].equal(start):
-            raise ValueError("the chat template does not go on from its own prompt: the answer can't be told")
+        i, k, chat = turns[index]
+        chat = to_messages(
+            args, chat, rows[i], Path(source).parent, tokenizer
+        )  # may begin with a system message
+        prompt = packing.make_prompt(
+            model, encode_chats(processor, [chat[:k]], add_generation_prompt=True)[0]
+        )
+        whole = encode_chats(processor, [chat[: k + 1 or None]])[0]["input_ids"][
+            0
+        ]  # (P + R + what may follow,)
+        start, target = whole.split([prompt["length"], len(whole) - prompt["length"]])
+        if not start.equal(prompt["prompt_ids"]):
+            raise ValueError("the chat template does not go on from its own prompt")
         ends = [t + 1 for t, token in enumerate(target.tolist()) if token in end_ids]
         target = target[: ends[0]] if ends else F.pad(target, (0, 1), value=end_ids[0])
-        if P + len(target) > args.max_prompt_length + args.max_response_length:
-            raise ValueError(f"{P + len(target)} tokens are more than those of a prompt and a response")
-        return packing.make_prompt(model, inputs) | {"index": index, "target_ids": target}
+        if len(start) + len(target) > args.max_prompt_length + args.max_response_length:
+            raise ValueError(
+                f"{len(start) + len(target)} tokens are more than a prompt and a response may have"
+            )
+        return prompt | {"index": index, "target_ids": target}
 
-    encode = keep_usable(args.ptx_dataset, lambda indices: [*map(encode_turn, indices)], args.ptx_batch_size)
+    encode = keep_usable(source, lambda indices: [*map(encode_turn, indices)], args.ptx_batch_size)
     return SimpleNamespace(rows=turns, encode=encode)
 
 
 def keep_usable(source: str, encode: Callable, limit: int) -> Callable[[list[int]], list[dict]]:
-    """encode(indices), a list, with rows that fail left out after a warning; the last results are kept."""
+    """encode(indices) without rows that fail, each named in a warning. The last results are kept."""
     kept = {}
 
     def encode_usable(indices: list[int]) -> list[dict]:
         new = [i for i in dict.fromkeys(indices) if i not in kept]
         try:
             kept.update(zip(new, encode(new)))
-        except (
-            Exception
-        ):  # a bad row, or a processor whose output for several can't be taken apart: one by one
+        except Exception:  # a bad row, or a processor whose output for many can't be taken apart: one by one
             for i in new:
                 try:
                     kept[i] = encode([i])[0]
                 except Exception as error:
                     kept[i] = None
-                    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                    tqdm.write(f"warning: {source} row {i} is left out: {reason}", file=sys.stderr)
+                    tqdm.write(f"warning: {source} row {i} is left out: {error!r:.300}", file=sys.stderr)
         found = [kept[i] for i in indices if kept[i] is not None]
         for i in [*kept][:-limit]:
             del kept[i]
@@ -331,19 +324,15 @@ def keep_usable(source: str, encode: Callable, limit: int) -> Callable[[list[int
     return encode_usable
 
 
-def special_tokens(tokenizer) -> re.Pattern:
-    found = [re.escape(str(t)) for t in tokenizer.added_tokens_decoder.values() if t.special]
-    return re.compile("|".join(found) or "(?!)")
-
-
-def to_messages(args: Args, given: str | list, row: dict, folder: Path, special: re.Pattern) -> list[dict]:
+def to_messages(args: Args, given: str | list, row: dict, folder: Path, tokenizer) -> list[dict]:
     """A string or chat, and its row's pictures and videos -> messages whose contents are lists of parts, media
-    opened and in their places: where <image> and <video> stand, or parts of such types; else first of all."""
+    opened, in their places: where <image> and <video> stand, or parts of such types; else in front."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
 
     def defuse(text: str) -> str:
         """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-        while special.search(text):
-            text = special.sub(lambda m: f"{m[0][0]} {m[0][1:]}" if len(m[0]) > 1 else " ", text)
+        while found := [token for token in special if token in text]:
+            text = text.replace(found[0], f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " ")
         return text
 
     messages, media, places = [], {}, {"image": [], "video": []}
@@ -356,12 +345,12 @@ def to_messages(args: Args, given: str | list, row: dict, folder: Path, special:
             for kind in media:
                 media[kind] += [part[kind] for part in text if part.get(kind) is not None]
             text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in text)
-        pieces = [piece for piece in re.split(f"({marks})", text) if piece]
-        kinds = [piece[1:-1] if re.fullmatch(marks, piece) else "text" for piece in pieces]
-        parts = [{"type": k} | ({"text": defuse(x)} if k == "text" else {}) for k, x in zip(kinds, pieces)]
+        parts = []
+        for piece in filter(None, re.split(f"({marks})", text)):
+            kind = piece[1:-1] if re.fullmatch(marks, piece) else "text"
+            parts.append({"type": kind} | ({"text": defuse(piece)} if kind == "text" else {}))
+            places.get(kind, []).append(parts[-1])
         messages.append({"role": message["role"], "content": parts})
-        for kind in places:
-            places[kind] += [part for part in parts if part["type"] == kind]
     for kind, items in media.items():
         if items and not places[kind]:
             places[kind] = [{"type": kind} for _ in items]
@@ -395,21 +384,19 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
 
 def encode_chats(processor, chats: list[list[dict]], **template) -> list[dict]:
     """The chat template of a processor, or of a text model's tokenizer -> what it makes of each chat."""
-    how = {"tokenize": True, "return_dict": True} | template
-    how |= {"return_tensors": "pt"} if len(chats) == 1 else {}
-    counts = [
-        {k: sum(p["type"] == k for m in c for p in m["content"]) for k in ("image", "video")} for c in chats
-    ]
-    taken = [
-        part["taken"] for chat in chats for m in chat for part in m["content"] if part["type"] == "video"
-    ]
+    parts = [[part for message in chat for part in message["content"]] for chat in chats]
+    counts = [{kind: sum(part["type"] == kind for part in own) for kind in packing.MEDIA} for own in parts]
+    taken = [part["taken"] for own in parts for part in own if part["type"] == "video"]
+    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt" if len(chats) == 1 else None}
     how |= {"processor_kwargs": {"video_metadata": taken, "do_sample_frames": False}} if taken else {}
     if not hasattr(processor, "tokenizer"):
         chats = [[m | {"content": "".join(p["text"] for p in m["content"])} for m in chat] for chat in chats]
     if processor.chat_template is None:
-        batch = processor(["".join(m["content"] for m in chat) for chat in chats], **how)
+        batch = processor(
+            ["".join(m["content"] for m in chat) for chat in chats], return_tensors=how["return_tensors"]
+        )
     else:
-        batch = processor.apply_chat_template(chats, **how)
+        batch = processor.apply_chat_template(chats, **how, **template)
     return [dict(batch)] if len(chats) == 1 else packing.split_batch(batch, counts)
 
 
@@ -537,21 +524,18 @@ def prepare_training(args: Args, model) -> None:
     """Adapters, frozen parameters, gradient checkpointing."""
     if args.lora_rank:
         add_adapters(args, model)
-    named = [*model.named_parameters()]
-    frozen = [parameter for name, parameter in named if args.freeze and re.search(args.freeze, name)]
-    if args.freeze and len(frozen) in (0, len(named)):
-        fail(
-            f"--freeze {args.freeze} fits none or all of the parameters, which have names like {named[0][0]}"
-        )
-    for parameter in frozen:
-        parameter.requires_grad_(False)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+    frozen = [p for name, p in model.named_parameters() if args.freeze and re.search(args.freeze, name)]
+    if args.freeze and len(frozen) in (0, len([*model.parameters()])):
+        fail(f"--freeze {args.freeze} fits none or all of the parameters' names")
+    for parameter in frozen:
+        parameter.requires_grad_(False)
 
 
 class Actor(nn.Module):
     """Policy or reference, as DeepSpeed runs it: pack -> log-probs, entropies or None, values of a head on the
-    same backbone or None; (M,) each."""
+    policy's own backbone or None; (M,) each."""
 
     def __init__(self, args: Args, model, value_head: nn.Linear | None = None):
         super().__init__()
@@ -561,11 +545,11 @@ class Actor(nn.Module):
         if args.router_aux_coef or value_head is not None:  # they read what the backbone has put out
             model.base_model.register_forward_hook(lambda _, inputs, output: setattr(self, "output", output))
 
-    def forward(self, pack, with_lora: bool = True, with_entropy: bool = False, temperature=None):
+    def forward(self, pack, with_lora: bool = True, with_entropy: bool = False, temperature=None) -> tuple:
         if not with_lora:  # the reference of a model with adapters
             self.model.disable_adapters()
-        temperature = temperature or self.temperature
-        logprobs, entropy = packing.response_logprobs(self.model, pack, temperature, with_entropy)
+        how = temperature or self.temperature, with_entropy
+        logprobs, entropy = packing.response_logprobs(self.model, pack, *how)
         if not with_lora:
             self.model.enable_adapters()
         if self.value_head is None:
@@ -575,7 +559,7 @@ class Actor(nn.Module):
 
 
 class Critic(nn.Module):
-    """A backbone of its own with a scalar head: pack -> (values (M,) of the states before the tokens,)."""
+    """A backbone with a scalar head: pack -> values of the states before its tokens, ((M,),)."""
 
     def __init__(self, model, value_head: nn.Linear):
         super().__init__()
@@ -585,13 +569,13 @@ class Critic(nn.Module):
         return (self.value_head(packing.forward_hidden(self.model, pack))[:, 0].float(),)
 
 
-def make_value_head(name: str, model) -> nn.Linear:
-    """The scalar head of a reward model's folder; else zeros: the first advantages are the plain returns."""
+def make_value_head(args: Args, model) -> nn.Linear:
+    """That of --critic-model if it is a reward model's folder; else zeros: the first advantages are the returns."""
     from safetensors import safe_open
 
     head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=model.dtype)
     nn.init.zeros_(head.weight)
-    for path in Path(name).glob("*.safetensors"):
+    for path in Path(args.critic_model or args.model).glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             if "score.weight" in file.keys():
                 head.weight.data.copy_(file.get_tensor("score.weight"))
@@ -761,7 +745,7 @@ def sample_token(logprobs: Tensor, drawn: Tensor, top_p: float) -> Tensor:
 class Rollout:
     """n prompts with G responses each, prompt by prompt, B = n * G; the same on every rank."""
 
-    prompts: list[dict]  # (n,) of packing.summary: row, length, kinds of inputs
+    prompts: list[dict]  # (n,): index of the row, length and kinds of inputs of each
     response_ids: list[Tensor]  # B x (R_b,), EOS included where drawn
     truncated: Tensor  # (n, G) bool: cut by the length limit
     rewards: dict[str, Tensor]  # by reward function (n, G), NaN: does not apply
@@ -802,11 +786,6 @@ def generate(args: Args, model, prompts: list[dict], G: int, temperature: float,
     return ids, logprobs, [b in cut for b in range(len(lengths))]
 
 
-def end_token_ids(model, tokenizer) -> list[int]:
-    ids = model.generation_config.eos_token_id
-    return sorted({*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None})
-
-
 class ModelSampler:
     """--rollout hf: the trained model itself, or its unsharded copy under ZeRO-3."""
 
@@ -844,8 +823,6 @@ class VllmSampler:
             logprobs_mode="processed_logprobs",  # at the temperature: of what was drawn from
         )  # fmt: skip
         torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
-        processor = transformers.AutoProcessor.from_pretrained(args.model)
-        self.render = functools.partial(processor.apply_chat_template, tokenize=False)
         self.make_params = functools.partial(
             SamplingParams, top_p=args.top_p, max_tokens=args.max_response_length, stop_token_ids=end_ids,
             logit_bias=dict.fromkeys(packing.media_token_ids(model.config), -100.0),
@@ -864,22 +841,14 @@ class VllmSampler:
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def request(self, prompt: dict) -> dict:
-        media = defaultdict(list)
-        for part in (part for message in prompt["messages"] for part in message["content"]):
-            if part["type"] == "video":
-                media["video"].append((part["video"], part["taken"] | {"do_sample_frames": False}))
-            elif part["type"] == "image":
-                media["image"].append(part["image"])
-        if not media:
-            return {"prompt_token_ids": prompt["prompt_ids"].tolist()}
-        text = self.render(prompt["messages"], add_generation_prompt=True)
-        return {"prompt": text, "multi_modal_data": dict(media)}
-
     def sample(self, prompts: list[dict], num_samples: int, temperature: float):
+        def rename(part: dict) -> dict:
+            return {"type": "image_pil", "image_pil": part["image"]} if part["type"] == "image" else part
+
+        chats = [[m | {"content": [*map(rename, m["content"])]} for m in p["messages"]] for p in prompts]
         how = {"n": num_samples, "temperature": temperature}
         params = [self.make_params(seed=prompt["seed"], **how) for prompt in prompts]
-        outputs = self.llm.generate([self.request(prompt) for prompt in prompts], params, use_tqdm=False)
+        outputs = self.llm.chat(chats, params, use_tqdm=False)
         for prompt, output in zip(prompts, outputs):
             if output.prompt_token_ids != prompt["prompt_ids"].tolist():
                 fail(f"row {prompt['index']}: vLLM reads other tokens than the trainer; use --rollout hf")
@@ -900,15 +869,15 @@ SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}
 def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature: float, step: int) -> Rollout:
     """G scored responses to each of some rows, dealt out to the ranks and gathered on all of them."""
     prompts, ids, logprobs, truncated, samples = [], [], [], [], []
-    own, at_once = (
-        np.array_split(np.array(indices, dtype=int), WORLD_SIZE)[RANK].tolist(),
-        args.generation_batch_size,
-    )
-    for start in range(0, len(own), max(1, at_once // G)):
-        batch = with_seeds(args, data.encode(own[start : start + max(1, at_once // G)]), step)
-        parts = sampler.sample(batch, G, temperature) if batch else ([], [], [])
-        ids, logprobs, truncated = ids + parts[0], logprobs + parts[1], truncated + parts[2]
-        prompts += batch
+    own, size = np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist(), args.generation_batch_size // G
+    for start in range(0, len(own), max(1, size)):
+        batch = data.encode(own[start : start + max(1, size)])
+        # What is drawn depends on the seed, the step and the row alone, not on batches, ranks or a resume.
+        seeds = [np.random.default_rng([args.seed, step, p["index"]]).integers(2**31) for p in batch]
+        batch = [prompt | {"seed": int(seed)} for prompt, seed in zip(batch, seeds)]
+        drawn = sampler.sample(batch, G, temperature) if batch else ([], [], [])
+        prompts, ids, logprobs = prompts + batch, ids + drawn[0], logprobs + drawn[1]
+        truncated += drawn[2]
     texts = data.tokenizer.batch_decode(ids, skip_special_tokens=True)
     state = SimpleNamespace(global_step=step, max_steps=args.total_steps)
     values, logged = score_responses(functions, [p for p in prompts for _ in range(G)], texts, ids, state)
@@ -916,7 +885,8 @@ def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature:
         row = {name: x for name, x in prompt["row"].items() if isinstance(x, str | int | float)}
         scores = {f"reward/{name}": column[i] for name, column in values.items()}
         samples.append({"row": prompt["index"], **row, "response": texts[i], **scores})
-    mine = [packing.summary(p) for p in prompts], ids, logprobs, truncated, samples, logged, *values.values()
+    prompts = [{name: prompt[name] for name in ("index", "length", "kinds")} for prompt in prompts]
+    mine = prompts, ids, logprobs, truncated, samples, logged, *values.values()
     gathered = [mine] * WORLD_SIZE
     if WORLD_SIZE > 1:  # alone it would start threads in gloo, see sum_over_ranks
         dist.all_gather_object(gathered, mine)
@@ -946,114 +916,55 @@ def join(one: Rollout | None, other: Rollout) -> Rollout:
     return Rollout(*map(add, vars(one).values(), vars(other).values())) if one else other
 
 
-def with_seeds(args: Args, prompts: list[dict], step: int) -> list[dict]:
-    """What is drawn depends on the run's seed, the step and the row alone: not on batches, ranks or a resume."""
-    seeds = [np.random.default_rng([args.seed, step, prompt["index"]]).integers(2**31) for prompt in prompts]
-    return [prompt | {"seed": int(seed)} for prompt, seed in zip(prompts, seeds)]
-
-
-def packs_of(args: Args, rollout: Rollout, groups: list[tuple[int, list[int]]], data, actor) -> Iterator:
+def packs_of(args: Args, rollout: Rollout, groups: packing.Groups, data, actor) -> Iterator:
     """This rank's packs of some groups: (prompt, its responses)."""
     given = groups, rollout.prompts, data.encode, rollout.response_ids, args.micro_batch_tokens
     how = {"packed": packing.is_packed(actor.module.model), "media_everywhere": args.zero_stage > 0}
-    for pack in packing.packs_of_rank(*given, (RANK, WORLD_SIZE), **how):
+    for pack in packing.packs_of_rank(*given, RANK, WORLD_SIZE, **how):
         yield pack.to(actor.device)
-
-
-def rollout_metrics(rollout: Rollout, scores: Tensor, kl: Tensor, logprobs: Tensor) -> dict[str, float]:
-    """Means over all responses of a rollout. scores, kl (n, G), logprobs (B, R)."""
-    mask, lengths = rollout.mask, rollout.mask.sum(1).float()
-    gap = (rollout.engine_logprobs - logprobs).abs()[mask]  # nats
-    metrics = {
-        "objective/scores": scores.nanmean(),
-        "objective/scores_std": scores[~scores.isnan()].std(correction=0),
-        "objective/kl": kl.mean(),
-        "objective/entropy": -(logprobs * mask).sum(1).mean(),
-        "rollout/response_length_mean": lengths.mean(),
-        "rollout/truncated_frac": rollout.truncated.float().mean(),
-        "rollout/zero_std_groups_frac": ((scores - scores[:, :1]).abs().amax(1) < 1e-9).float().mean(),
-        "rollout/engine_logprob_diff_mean": gap.mean(),
-        "rollout/engine_logprob_diff_max": gap.max(),
-    }
-    metrics |= {f"reward/{name}": values.nanmean() for name, values in rollout.rewards.items()}
-    for name in {name for name, _ in rollout.logged}:
-        metrics[name] = np.mean([value for key, value in rollout.logged if key == name])
-    return {name: float(value) for name, value in metrics.items()}
 
 
 @torch.no_grad()
 def compute_logprobs(args: Args, rollout: Rollout, data, actor, forwards: dict[str, Callable]) -> dict:
     """{name: forward}, pack -> (M,), of all responses -> {name: (B, R)}."""
-    (n, G), tables = rollout.scores.shape, {name: torch.zeros(rollout.mask.shape) for name in forwards}
+    n, G = rollout.scores.shape
+    tables = {name: torch.zeros(rollout.mask.shape, device=actor.device) for name in forwards}
     groups = [(i, [*range(i * G, (i + 1) * G)]) for i in range(n)]
     for pack in packs_of(args, rollout, groups, data, actor) if forwards else ():
         for name, forward in forwards.items():
-            packing.fill_rows(tables[name], forward(pack)[0].cpu(), pack)
+            tables[name][pack.index] = forward(pack)[0]
     return {name: sum_over_ranks(table, actor.device) for name, table in tables.items()}
 
 
 def add_advantages(args: Args, rollout: Rollout, tables: dict[str, Tensor], trained: Tensor, state: dict):
-    """Log-probs and values (B, R), scores, trained (n, G) -> into tables, (B, R) each: kl, advantages, returns,
-    policy_mask, tis_weights. Every rank holds the whole rollout: this is global without a collective."""
-    mask, scores = rollout.mask & trained.view(-1, 1), rollout.scores  # (B, R), (n, G)
-    logprobs, ref_logprobs = tables["logprobs"], tables.get("ref_logprobs", tables["logprobs"])
-    tables["kl"] = kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask
+    """Into tables, (B, R) each: kl, advantages, returns, policy_mask, tis_weights. trained (n, G): False is left
+    out. Global without a collective, since every rank holds the whole rollout."""
+    mask, scores, logprobs = rollout.mask & trained.view(-1, 1), rollout.scores, tables["logprobs"]
+    kl = (
+        kl_estimate(logprobs, tables.get("ref_logprobs", logprobs), args.kl_estimator) * rollout.mask
+    )  # (B, R)
     if args.reward_running_norm != "off":
         own = scores[trained].double()
-        new = len(own), own.sum().item(), own.square().sum().item()
-        n, total, squares = state["moments"] = [old + x for old, x in zip(state["moments"], new)]
-        mean = total / max(n, 1)
-        std = math.sqrt(max(0.0, squares / max(n, 1) - mean**2))
-        scores = scores - (mean if args.reward_running_norm == "standardize" else 0.0)
+        sums = zip(state["moments"], (len(own), own.sum().item(), own.square().sum().item()))
+        n, total, squares = state["moments"] = [old + new for old, new in sums]
+        mean, std = total / n, max(0.0, squares / n - (total / n) ** 2) ** 0.5
+        scores = scores - mean if args.reward_running_norm == "standardize" else scores
         scores = scores / (std if std > 1e-6 * abs(mean) else 1.0)  # if constant, the spread is no unit
     scores = scores.clamp(*args.reward_clip) if args.reward_clip else scores
-    centered = center_scores(scores, trained, args.advantage).flatten()  # (B,)
-    kl_coef = 0.0 if args.kl_loss else state["kl_coef"]
-    rewards = compute_token_rewards(centered, tables["kl"], rollout.mask, kl_coef)
-    values, has_critic = tables.get("values", torch.zeros(mask.shape)), args.advantage == "gae"
-    how = args.gamma, args.gae_lambda if has_critic else 1.0
-    advantages, tables["returns"] = compute_gae(rewards, values, mask, *how)
+    scores = center_scores(scores, trained, args.advantage).flatten()  # (B,)
+    rewards = compute_token_rewards(scores, kl, rollout.mask, 0.0 if args.kl_loss else state["kl_coef"])
+    values = tables.get("values", torch.zeros(mask.shape))
+    gae_lambda = args.gae_lambda if args.advantage == "gae" else 1.0
+    advantages, returns = compute_gae(rewards, values, mask, args.gamma, gae_lambda)
     whitened = args.advantage in ("gae", "reinforce", "reinforce_baseline")
     if args.whiten_advantages == "on" or (args.whiten_advantages == "auto" and whitened):
         advantages = whiten(advantages, mask)
-    bound = args.advantage_clip or math.inf
-    tables |= {"advantages": advantages.clamp(-bound, bound), "policy_mask": mask}
+    bound, policy_mask = args.advantage_clip or math.inf, mask
     if args.entropy_token_ratio < 1:
-        tables["policy_mask"] = high_entropy_mask(tables["entropy"], mask, args.entropy_token_ratio)
-    gap = (logprobs - rollout.engine_logprobs).clamp(-20, 20)
-    tables["tis_weights"] = gap.exp().clamp(max=args.tis_clip or math.inf)
-
-
-# ---- proof: packing against the unmodified model, the sampler against the trainer ----
-
-
-def use_packing(args: Args, actor, reference, probes: list[dict]) -> bool:
-    """Pack if packed and decoded log-probs are those of the unmodified model on some real prompts; say so."""
-    model = actor.module.model
-    found = [packing.packing_gap(model, lambda pack: actor(pack)[0], p, args.temperature) for p in probes]
-    gap, reason = max(found)
-    if gap > TOLERANCE[model.dtype]:
-        tell(f"warning: no packing ({reason}): responses run one by one, exact but slow")
-        return False
-    for policy in filter(None, (actor, reference)):
-        packing.switch_attention(getattr(policy, "module", policy).model, "packed")
-    tell(f"packed log-probs = those of the unmodified model within {gap:.0e} nats")
-    return True
-
-
-@torch.no_grad()
-def check_sampler(args: Args, sampler, actor, probes: list[dict]) -> None:
-    """Stop where the sampler writes with other log-probs than the trainer reads."""
-    make_pack = packing.build_pack if packing.is_packed(actor.module.model) else packing.plain_pack
-    ids, logprobs, _ = sampler.sample(with_seeds(args, probes, 0), 1, args.temperature)
-    for prompt, response, drawn in zip(probes, ids, logprobs):
-        pack = make_pack([(0, [0])], {0: prompt}, [response])
-        gap = (actor(pack.to(actor.device))[0].cpu() - drawn).abs().mean().item()
-        if gap > TOLERANCE[actor.module.model.dtype]:
-            fail(
-                f"row {prompt['index']}: the sampler's log-probs are {gap:.3f} nats from the trainer's; use --rollout hf"
-            )
-    tell(f"sampled log-probs = those of the trainer within {gap:.0e} nats")
+        policy_mask = high_entropy_mask(tables["entropy"], mask, args.entropy_token_ratio)
+    weights = (logprobs - rollout.engine_logprobs).clamp(-20, 20).exp().clamp(max=args.tis_clip or math.inf)
+    tables |= {"kl": kl, "advantages": advantages.clamp(-bound, bound), "returns": returns}
+    tables |= {"policy_mask": policy_mask, "tis_weights": weights}
 
 
 # ---- DeepSpeed ----
@@ -1154,7 +1065,7 @@ def ptx_packs(args: Args, turns: SimpleNamespace, number: int, actor) -> tuple[l
     size = args.ptx_batch_size
     prompts = turns.encode(batch_indices(number * size, size, len(turns.rows), args.seed + 1))
     targets, groups = [prompt["target_ids"] for prompt in prompts], [(i, [i]) for i in range(len(prompts))]
-    batch = SimpleNamespace(prompts=[packing.summary(prompt) for prompt in prompts], response_ids=targets)
+    batch = SimpleNamespace(prompts=prompts, response_ids=targets)
     return list(packs_of(args, batch, groups, turns, actor)) if groups else [], sum(map(len, targets))
 
 
@@ -1166,15 +1077,14 @@ def value_terms(args: Args, new_values: Tensor, flat: dict[str, Tensor]) -> tupl
 
 
 def actor_terms(args: Args, actor, pack, flat: dict[str, Tensor], kl_coef: float) -> tuple[Tensor, dict]:
-    """The actor's loss of one pack: those of an optimizer step are added up. And what is logged."""
+    """The actor's loss of one pack, those of an optimizer step are added up; and what is logged."""
     new_logprobs, entropy, new_values = actor(pack, with_entropy=True)  # (M,) each
-    lengths = torch.tensor([R for _, R in pack.rows], dtype=torch.long, device=entropy.device)  # (S,)
-    owner, drawn = torch.repeat_interleave(lengths), new_logprobs  # (M,): lengths 2, 3 -> 0 0 1 1 1
+    drawn = new_logprobs
     if args.tis_clip:  # the value itself, its gradient times the importance weight
         drawn = new_logprobs.detach() + flat["tis_weights"] * (new_logprobs - new_logprobs.detach())
     high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
-    how = args.policy_loss, args.clip_coef, high, args.dual_clip
-    losses, logs = compute_policy_loss(drawn, flat["logprobs"], flat["advantages"], owner, *how)
+    given = drawn, flat["logprobs"], flat["advantages"], pack.owner, args.policy_loss
+    losses, logs = compute_policy_loss(*given, args.clip_coef, high, args.dual_clip)  # (M,)
     logs = {name: x.sum() for name, x in logs.items()} | {"policy/entropy": entropy.sum()}
     loss = logs["loss/policy"] = (flat["policy_weights"] * losses).sum()
     if args.entropy_coef:  # a term of weight 0 would cost a backward through the vocabulary
@@ -1185,8 +1095,8 @@ def actor_terms(args: Args, actor, pack, flat: dict[str, Tensor], kl_coef: float
         loss = loss + kl_coef * logs["loss/kl"]
     if args.router_aux_coef:  # each pack by its share of the step's tokens
         top_k = actor.module.model.config.get_text_config().num_experts_per_tok
-        share = flat["value_weights"].sum()
-        logs["loss/router"] = share * balance_loss(actor.module.output.router_logits, top_k)
+        balance = balance_loss(actor.module.output.router_logits, top_k)
+        logs["loss/router"] = flat["value_weights"].sum() * balance
         loss = loss + args.router_aux_coef * logs["loss/router"]
     if new_values is not None:  # of a head on the actor's backbone
         value_loss, more = value_terms(args, new_values, flat)
@@ -1197,44 +1107,41 @@ def actor_terms(args: Args, actor, pack, flat: dict[str, Tensor], kl_coef: float
 def update(args: Args, rollout: Rollout, tables, trained, data, engines: dict, turns, average, state: dict):
     """num_ppo_epochs passes over the rollout in shuffled mini-batches -> metrics (losses: means over optimizer
     steps, others over tokens), and which optimizer steps were taken. trained (n, G): False is left out."""
-    actor, critic, step, G = engines["actor"], engines.get("critic"), state["step"], trained.shape[1]
-    train_actor, num_batches = (
-        step > args.freezing_actor_steps,
+    actor, step, G = engines["actor"], state["step"], trained.shape[1]
+    num_batches, train_actor = (
         args.rollout_batch_size // args.train_batch_size,
+        step > args.freezing_actor_steps,
     )
     engines = {name: engine for name, engine in engines.items() if name == "critic" or train_actor}
     groups = [(i, [i * G + j for j in range(G) if own[j]]) for i, own in enumerate(trained.tolist())]
-    groups = [group for group in groups if group[1]]
-    sums, norms, taken, tokens = defaultdict(float), defaultdict(list), [], 0
+    groups, sums, steps, tokens = [group for group in groups if group[1]], defaultdict(float), [], 0
+    weigh = functools.partial(token_weights, limit=args.max_response_length)
     for epoch in range(args.num_ppo_epochs):
         order = np.random.default_rng([args.seed, step, epoch]).permutation(len(groups))
         for number, batch in enumerate(np.array_split(order, num_batches)):
-            if len(batch) == 0:  # fewer groups than optimizer steps are left
-                continue
             batch, inside, learned = [groups[i] for i in batch], torch.zeros_like(rollout.mask), []
+            if not batch:  # fewer groups than optimizer steps are left
+                continue
             inside[[b for _, members in batch for b in members]] = True
             inside &= rollout.mask
             tokens += int(inside.sum())
-            weigh = functools.partial(token_weights, limit=args.max_response_length)
             tables |= {  # denominators are those of the whole optimizer step, on all ranks
                 "policy_weights": weigh(inside & tables["policy_mask"], args.loss_agg),
                 "weights": weigh(inside, args.loss_agg),
                 "value_weights": weigh(inside, "token-mean"),
             }
+            there = {name: table.to(actor.device) for name, table in tables.items()}
             packs = list(packs_of(args, rollout, batch, data, actor))
             if turns is not None and train_actor:
                 so_far = ((step - 1) * args.num_ppo_epochs + epoch) * num_batches + number
                 learned, learned_tokens = ptx_packs(args, turns, so_far, actor)
             for k, pack in enumerate(packs):
-                flat = {
-                    name: packing.rows_to_flat(x, pack).to(actor.device) for name, x in tables.items()
-                }  # (M,)
-                logs = {}
+                flat, logs = {name: table[pack.index] for name, table in there.items()}, {}  # (M,) each
                 # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
-                if critic is not None:  # backward too, before the actor's graph takes its memory
-                    critic.set_gradient_accumulation_boundary(k == len(packs) - 1)
-                    loss, logs = value_terms(args, *critic(pack), flat)
-                    critic.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
+                if "critic" in engines:  # backward too, before the actor's graph takes its memory
+                    engines["critic"].set_gradient_accumulation_boundary(k == len(packs) - 1)
+                    loss, logs = value_terms(args, *engines["critic"](pack), flat)
+                    engines["critic"].backward(loss * WORLD_SIZE, scale_wrt_gas=False)
                 if train_actor:
                     actor.set_gradient_accumulation_boundary(k == len(packs) + len(learned) - 1)
                     loss, more = actor_terms(args, actor, pack, flat, state["kl_coef"])
@@ -1247,19 +1154,18 @@ def update(args: Args, rollout: Rollout, tables, trained, data, engines: dict, t
                 loss = -actor(pack, temperature=1.0)[0].sum() / learned_tokens
                 actor.backward(args.ptx_coef * loss * WORLD_SIZE, scale_wrt_gas=False)
                 sums["loss/ptx"] += loss.detach()
-            steps = {name: optimizer_step(engine) for name, engine in engines.items()}
-            for name, (norm, _) in steps.items():
-                norms["train/grad_norm" if name == "actor" else "train/critic_grad_norm"] += [norm]
-            taken.append(all(ok for _, ok in steps.values()))
-            if args.ema_beta and train_actor and steps["actor"][1]:
+            steps.append({name: optimizer_step(engine) for name, engine in engines.items()})
+            if args.ema_beta and train_actor and steps[-1]["actor"][1]:
                 update_average(average, actor.module.model, args.ema_beta)
-    if not taken:  # nothing in this rollout could be trained
+    if not steps:  # nothing in this rollout could be trained
         return {}, []
     totals = sum_over_ranks(torch.stack([*sums.values()]), actor.device).tolist()
-    counts = [len(taken) if name.startswith("loss/") else tokens for name in sums]
+    counts = [len(steps) if name.startswith("loss/") else tokens for name in sums]
     metrics = {name: total / count for name, total, count in zip(sums, totals, counts)}
-    finite = {name: [norm for norm in own if math.isfinite(norm)] for name, own in norms.items()}
-    return metrics | {name: float(np.mean(own or [0.0])) for name, own in finite.items()}, taken
+    for name in engines:
+        norms = [each[name][0] for each in steps if each[name][1]]
+        metrics["train/grad_norm" if name == "actor" else "train/critic_grad_norm"] = np.mean(norms or [0.0])
+    return metrics, [all(taken for _, taken in each.values()) for each in steps]
 
 
 # ---- evaluate ----
@@ -1355,38 +1261,38 @@ def export_all(model, processor, average: dict[str, Tensor], folder: Path) -> No
         torch.save(average, folder / "state" / "ema.pt")
 
 
-def start_logging(args: Args, run_dir: Path, step: int) -> Callable[[dict[str, float], list[dict]], None]:
-    """-> log(metrics, samples): rank 0 writes to metrics.jsonl, samples.jsonl, and where --track says. What an
-    interrupted run wrote after step, its last checkpoint, is dropped."""
+def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
+    """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
     if RANK > 0:
-        return lambda metrics, samples: None
-    run_dir.mkdir(parents=True, exist_ok=True)
-    for path in run_dir.glob("*.jsonl"):
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        path.write_text("".join(line for line in lines if step and json.loads(line)["train/step"] <= step))
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        return
+    samples = [{"train/step": metrics["train/step"], **sample} for sample in samples]
+    for name, lines in (("metrics", [metrics]), ("samples", samples)):
+        with (run_dir / f"{name}.jsonl").open("a") as file:
+            file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
     if args.track == "wandb":
         import wandb
 
         known = {"id": run_dir.name, "name": run_dir.name, "config": asdict(args), "dir": run_dir}
-        wandb.init(**known, resume="allow")
+        (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=metrics["train/step"])
     if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(run_dir), purge_step=step + 1)
-
-    def log(metrics: dict[str, float], samples: list[dict]) -> None:
-        now = {"train/step": metrics["train/step"]}
-        for name, lines in (("metrics", [metrics]), ("samples", [now | sample for sample in samples])):
-            with (run_dir / f"{name}.jsonl").open("a") as file:
-                file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-        if args.track == "wandb":
-            wandb.log(metrics, step=metrics["train/step"])
-        if args.track == "tensorboard":
+        with SummaryWriter(
+            str(run_dir / "tensorboard"), filename_suffix=f".{metrics['train/step']}"
+        ) as writer:
             for name, value in metrics.items():
                 writer.add_scalar(name, value, metrics["train/step"])
 
-    return log
+
+def open_run(args: Args, run_dir: Path, step: int) -> None:
+    """Rank 0 alone: the folder and its args.json; what an interrupted run logged after step is dropped."""
+    if RANK > 0:
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+    for path in run_dir.glob("*.jsonl"):
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        path.write_text("".join(line for line in lines if 0 < step >= json.loads(line)["train/step"]))
 
 
 # ---- main ----
@@ -1414,60 +1320,53 @@ def main(args: Args) -> dict[str, float]:
     updates_per_step = args.rollout_batch_size // args.train_batch_size * args.num_ppo_epochs
     engines, updates = {}, args.total_steps * updates_per_step
     if args.critic_share_backbone:
-        value_head = make_value_head(args.model, model)
+        value_head = make_value_head(args, model)
         value_head.weight.rate = args.critic_learning_rate
     elif args.advantage == "gae":
         backbone = load_model(args.critic_model or args.model, dtype)
         if backbone.config.model_type != model.config.model_type:
             fail(f"--critic-model {args.critic_model} is of another family than --model {args.model}")
         prepare_training(args, backbone)
-        critic, own = (
-            Critic(backbone, make_value_head(args.critic_model or args.model, backbone)),
-            args.critic_learning_rate,
-        )
-        engines["critic"] = make_engine(replace(args, learning_rate=own), critic, dtype, updates)
+        critic = Critic(backbone, make_value_head(args, backbone))
+        own = replace(args, learning_rate=args.critic_learning_rate)
+        engines["critic"] = make_engine(own, critic, dtype, updates)
     prepare_training(args, model)
     updates -= args.freezing_actor_steps * updates_per_step
     actor = engines["actor"] = make_engine(args, Actor(args, model, value_head), dtype, updates)
-    for engine in engines.values():
+    state, average = {"step": 0, "episode": 0, "cursor": 0}, {}
+    state |= {"kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0]}  # of the scores: count, sum, sum of squares
+    for name, engine in engines.items():
         engine.eval()
-    state, average = (
-        {"step": 0, "episode": 0, "cursor": 0, "kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0]},
-        {},
-    )
-    for name, engine in engines.items() if checkpoint else ():
-        state = engine.load_checkpoint(str(checkpoint / "state" / name), tag="engine")[1]["ours"]
-    if args.ema_beta and checkpoint and RANK == 0:
-        average = torch.load(checkpoint / "state" / "ema.pt")
-    elif args.ema_beta and not checkpoint:
+        if checkpoint is not None:
+            state = engine.load_checkpoint(str(checkpoint / "state" / name), tag="engine")[1]["ours"]
+    if args.ema_beta and checkpoint is None:
         update_average(average, model, args.ema_beta)
+    elif args.ema_beta and RANK == 0:
+        average = torch.load(checkpoint / "state" / "ema.pt")
 
     # --- 3. data ---
     data = load_data(args, args.dataset, args.dataset_split, model, processor)
     source = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None)
     eval_data = load_data(args, source, args.eval_dataset_split, model, processor) if source else None
-    turns = load_turns(args, model, processor) if args.ptx_dataset else None
     known = REWARDS | {"overlong": functools.partial(overlong, limit=args.max_response_length)}
     functions = {x.rpartition(":")[2]: plug_in("--rewards", x, known) for x in args.rewards}
-    log = start_logging(args, run_dir, state["step"])
+    open_run(args, run_dir, state["step"])
     tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
     prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(f"{args.dataset}: no row can be used")
-    probes = [
-        *{packing.summary(prompt)["kinds"]: prompt for prompt in prompts}.values()
-    ]  # text, pictures, ...
-    packed = use_packing(args, actor, reference, probes)
-    if "critic" in engines and packed:
-        packing.switch_attention(engines["critic"].module.model, "packed")
-    sampler = plug_in("--rollout", args.rollout, SAMPLERS)(
-        args, model, end_token_ids(model, data.tokenizer), run_dir
-    )
+    probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
+    tell(packing.prove_packing(model, lambda pack: actor(pack)[0], probes, args.temperature))
+    for other in filter(None, (reference, engines.get("critic")) if packing.is_packed(model) else ()):
+        packing.switch_attention(getattr(other, "module", other).model, "packed")
+    end_ids = model.generation_config.eos_token_id
+    end_ids = {*(end_ids if isinstance(end_ids, list) else [end_ids]), data.tokenizer.eos_token_id} - {None}
+    turns = load_turns(args, model, processor, sorted(end_ids)) if args.ptx_dataset else None
+    sampler = plug_in("--rollout", args.rollout, SAMPLERS)(args, model, sorted(end_ids), run_dir)
     sampler.sync()
-    check_sampler(args, sampler, actor, probes)
     forwards = {}  # of the score step
     if args.kl_coef > 0:
         forwards["ref_logprobs"] = reference or functools.partial(actor, with_lora=False)
-    if not (packed and args.rollout == "hf" and dtype == torch.float32):  # else the sampler's are the same
-        forwards["logprobs"] = actor
+    if args.rollout != "hf" or dtype != torch.float32 or not packing.is_packed(model):
+        forwards["logprobs"] = actor  # elsewhere the sampler's are the same, as has been proved
     if args.entropy_token_ratio < 1:
         forwards["entropy"] = lambda pack: actor(pack, with_entropy=True)[1:]
     if args.advantage == "gae":
@@ -1477,7 +1376,7 @@ def main(args: Args) -> dict[str, float]:
         signal.signal(number, lambda number, frame: received.append(number))
     if eval_data and state["step"] == 0:
         before, samples = evaluate(args, sampler, eval_data, functions)
-        log({"train/step": 0, "train/episode": 0, **before}, samples)
+        log(args, run_dir, {"train/step": 0, "train/episode": 0, **before}, samples)
     steps, wanted = range(state["step"] + 1, args.total_steps + 1), args.rollout_batch_size // G
     hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step instead
     for step in (bar := tqdm(steps, "ppo_vl", args.total_steps, initial=state["step"], disable=hidden)):
@@ -1507,11 +1406,19 @@ def main(args: Args) -> dict[str, float]:
         tables = {"logprobs": rollout.engine_logprobs} | compute_logprobs(
             args, rollout, data, actor, forwards
         )
+        logprobs = tables["logprobs"]  # (B, R)
+        gap = ((rollout.engine_logprobs - logprobs).abs() * rollout.mask).sum(1) / rollout.mask.sum(1)  # (B,)
+        if gap.max() > packing.TOLERANCE[dtype]:
+            row = rollout.prompts[int(gap.argmax()) // G]["index"]
+            fail(
+                f"row {row}: the sampler's log-probs are {gap.max():.3f} nats from the trainer's, on average"
+            )
         times.append(time.perf_counter())
 
         # --- 6. advantages ---
         kl_coef = state["kl_coef"]
         add_advantages(args, rollout, tables, trained, state)
+        kl = tables["kl"].sum(1).view(-1, G)  # (n, G)
 
         # --- 7. update ---
         for engine in engines.values():
@@ -1527,31 +1434,44 @@ def main(args: Args) -> dict[str, float]:
 
         # --- 9. log ---
         seconds = dict(zip(("rollout", "score", "update", "sync"), np.diff(times).tolist()))
-        kl, state["episode"] = (
-            tables["kl"].sum(1).view(-1, G),
-            state["episode"] + rollout.scores.numel(),
-        )  # (n, G)
-        metrics |= rollout_metrics(rollout, scores, kl, tables["logprobs"]) | {
+        state["episode"] += scores.numel()
+        lengths = rollout.mask.sum(1).float()
+        metrics |= {
             "train/step": step,
             "train/episode": state["episode"],
             "train/learning_rate": actor.get_lr()[0],
             "train/kl_coef": kl_coef,
             "train/skipped_updates": taken.count(False),
-            "objective/rlhf_reward": (scores - kl_coef * kl).nanmean().item(),
+            "objective/scores": scores.nanmean(),
+            "objective/scores_std": scores[~scores.isnan()].std(correction=0),
+            "objective/kl": kl.mean(),
+            "objective/rlhf_reward": (scores - kl_coef * kl).nanmean(),
+            "objective/entropy": -(logprobs * rollout.mask).sum(1).mean(),
+            "rollout/response_length_mean": lengths.mean(),
+            "rollout/truncated_frac": rollout.truncated.float().mean(),
+            "rollout/zero_std_groups_frac": ((scores - scores[:, :1]).abs().amax(1) < 1e-9).float().mean(),
             "rollout/prompts_dropped": asked - len(rollout.prompts),
-            "rollout/responses_trained": int(trained.sum()),
-            **{f"time/{name}": value for name, value in seconds.items()},
+            "rollout/responses_trained": trained.sum(),
+            "rollout/engine_logprob_diff_max": gap.max(),
             "time/total": times[-1] - times[0],
-            "time/tokens_per_second": int(rollout.mask.sum()) / (times[-1] - times[0]),
+            "time/tokens_per_second": lengths.sum() / (times[-1] - times[0]),
         }
         if "values" in tables:
-            values, returns = (tables[name][tables["policy_mask"]] for name in ("values", "returns"))
+            values, returns = (
+                tables[name][rollout.mask & trained.view(-1, 1)] for name in ("values", "returns")
+            )
             unexplained = (returns - values).var(correction=0) / returns.var(correction=0)
-            metrics["val/explained_variance"] = 1 - unexplained.item()
+            metrics["val/explained_variance"] = 1 - unexplained
         if args.tis_clip:
-            metrics["rollout/tis_weight_mean"] = tables["tis_weights"][rollout.mask].mean().item()
-        control = args.kl_target, args.kl_horizon, int(trained.sum())
-        state["kl_coef"] = next_kl_coef(kl_coef, kl[trained].mean().item(), *control)
+            metrics["rollout/tis_weight_mean"] = tables["tis_weights"][rollout.mask].mean()
+        state["kl_coef"] = next_kl_coef(
+            kl_coef, float(kl[trained].mean()), args.kl_target, args.kl_horizon, int(trained.sum())
+        )
+        metrics |= {f"time/{name}": value for name, value in seconds.items()}
+        metrics |= {f"reward/{name}": values.nanmean() for name, values in rollout.rewards.items()}
+        for name in {name for name, _ in rollout.logged}:
+            metrics[name] = np.mean([value for key, value in rollout.logged if key == name])
+        metrics = {name: float(value) for name, value in metrics.items()}
         samples = [{"phase": "train"} | sample for sample in rollout.samples[:2]]
         shown = {key: f"{metrics[f'objective/{key}']:.3f}" for key in ("scores", "kl")}
         bar.set_postfix(shown)
@@ -1562,7 +1482,7 @@ def main(args: Args) -> dict[str, float]:
             evaluated, eval_samples = evaluate(args, sampler, eval_data, functions)
             metrics, samples = metrics | evaluated, samples + eval_samples
             shown["held-out"] = f"{evaluated['eval/sampled_score']:.3f}"
-        log(metrics, samples)
+        log(args, run_dir, metrics, samples)
         if hidden:
             tell(f"step {step} of {args.total_steps}, {metrics['time/total']:.2f} s: {shown}")
         stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike
