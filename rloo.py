@@ -5,8 +5,8 @@ A step samples G responses to each prompt, scores them, and makes a few clipped 
     R = score - kl_coef * KL to the reference      A = R - mean R of the other responses to the same prompt
     rho = p_now(response) / p_before(response)     loss = -mean of min(rho A, clip(rho, 1 - c, 1 + c) A)
 
-Papers: https://arxiv.org/abs/2402.14740, https://openreview.net/forum?id=r1lgTGL5DE. Same interface: TRL's
-RLOOTrainer (huggingface/trl@f2cd577); docs/rloo.md lists what differs. Start reading at main.
+Papers: https://arxiv.org/abs/2402.14740, https://openreview.net/forum?id=r1lgTGL5DE. docs/rloo.md lists what
+differs from TRL's RLOOTrainer (huggingface/trl@f2cd577). Start reading at main.
 
     python rloo.py                      # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python rloo.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6
@@ -15,10 +15,8 @@ RLOOTrainer (huggingface/trl@f2cd577); docs/rloo.md lists what differs. Start re
 
 import asyncio
 import functools
-import inspect
 import io
 import json
-import logging
 import math
 import os
 import re
@@ -39,6 +37,7 @@ import torch
 import torch.distributed as dist
 import transformers
 import tyro
+from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -60,7 +59,6 @@ class Args:
     output_dir: str = "runs"  # folder that holds one folder per run
     run_name: str | None = None  # this run's folder; None: script, model, seed and time
     resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
-
     # --- model and data ---
     model: str = TINY_VL  # folder or hub id of a vision-language or text model
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
@@ -74,7 +72,6 @@ class Args:
     max_prompt_length: int = 1024  # tokens, those of pictures too; longer prompts are left out
     lora_rank: int = 0  # train adapters of this rank on the language model; 0 = all weights
     lora_alpha: float = 32.0  # the adapters' output is scaled by alpha / rank
-
     # --- rollout ---
     total_steps: int = 50  # rollouts, each followed by its updates
     rollout_batch_size: int = 256  # responses per rollout, over all ranks
@@ -82,10 +79,8 @@ class Args:
     generation_batch_size: int = 256  # responses sampled side by side on a rank; lower it if memory runs out
     max_response_length: int = 24  # tokens, EOS counted; longer responses are cut
     temperature: float = 1.0  # of the sampler; log-probs are those of the tempered policy
-    top_p: float = 1.0  # nucleus; below 1 the log-probs are not those of the sampler's distribution
     rollout: str = "hf"  # hf: the model itself; vllm: an engine in this process; path.py:Class, see SAMPLERS
     vllm_gpu_memory: float = 0.4  # share of the GPU for that engine
-
     # --- algorithm ---
     rewards: tuple[str, ...] = (
         "accuracy",
@@ -101,7 +96,6 @@ class Args:
     mask_truncated: bool = False  # cut responses leave the loss and their siblings' baseline
     num_iterations: int = 2  # passes over each rollout (TRL: 1)
     train_batch_size: int = 128  # responses per optimizer step, over all ranks
-
     # --- optimizer ---
     learning_rate: float = 1e-4  # peak; models of 2B and more want about 1e-6
     min_lr_ratio: float = 0.1  # after the warm-up it follows a cosine down to this fraction; 1 = constant
@@ -109,14 +103,12 @@ class Args:
     weight_decay: float = 0.0  # of matrices (AdamW)
     adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
-
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 (float32 master weights) on CUDA only
     zero_stage: Literal[0, 1, 2, 3] = 0  # shards 1 the optimizer, 2 + gradients, 3 + parameters
     offload_optimizer: bool = False  # keep optimizer states and the optimizer step on the CPU
     gradient_checkpointing: bool = False  # less memory, a third more time
     micro_batch_tokens: int = 8192  # tokens of one forward and backward on one rank
-
     # --- logging and checkpoints ---
     eval_steps: int = 10  # evaluate every so many steps, and at both ends; 0 = only there
     eval_samples: int = 250  # held-out prompts, a fixed random subset
@@ -133,13 +125,13 @@ def check_args(args: Args) -> None:
     train, rollout = args.train_batch_size, args.rollout_batch_size
     for is_bad, message in (
         (min(train, rollout, args.total_steps, args.num_iterations) < 1, "counts must be at least 1"),
-        (G < 2, "--num-samples-per-prompt: a single sample has no siblings to be compared with"),
-        (train % G, f"--train-batch-size must be a multiple of --num-samples-per-prompt {G}"),
+        (G < 2 or train % G, "--num-samples-per-prompt must be 2 or more, and divide --train-batch-size"),
         (rollout % train, "--rollout-batch-size must be a multiple of --train-batch-size"),
         (args.micro_batch_tokens < longest, f"--micro-batch-tokens must hold prompt + response, {longest}"),
         (len(args.rewards) != len(args.reward_weights), "--reward-weights needs one weight per reward"),
-        (args.temperature <= 0 or not 0 < args.top_p <= 1, "--temperature must be > 0, --top-p in (0, 1]"),
+        (args.temperature <= 0, "--temperature must be more than 0"),
         (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
+        (args.resume == "auto" and args.run_name is None, "--resume auto needs --run-name"),
     ):
         if is_bad:
             fail(message)
@@ -157,7 +149,7 @@ def plug_in(flag: str, source: str, known: dict[str, Callable]) -> Callable:
     if source not in known and not Path(path).is_file():
         fail(f"{flag} {source} is neither path.py:name nor one of {', '.join(known)}")
     found = known if source in known else runpy.run_path(path)
-    return found[name] if name in found else fail(f"{flag} {source}: {path} has no {name!r}")
+    return found.get(name) or fail(f"{flag} {source}: {path} has no {name!r}")
 
 
 # ---- data ----
@@ -177,70 +169,46 @@ def load_rows(source: str, split: str):
             paths = getattr(easy_vqa, f"get_{split}_image_paths")()
             columns = {"prompt": questions, "image": [str(paths[i]) for i in numbers], "answer": answers}
             return datasets.Dataset.from_dict(columns)
-        if Path(source).is_dir():
-            rows = datasets.load_from_disk(source)
-            return rows[split] if isinstance(rows, datasets.DatasetDict) else rows
         if kind in ("json", "csv", "parquet"):
             return datasets.load_dataset(kind, data_files=source, split="train")
-        return datasets.load_dataset(source, split=split)
+        if not Path(source).is_dir():
+            return datasets.load_dataset(source, split=split)
+        rows = datasets.load_from_disk(source)
+        return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
         fail(f"{source} (split {split}) can't be read as a dataset: {error}")
 
 
 def load_data(args: Args, source: str, split: str, model, processor) -> SimpleNamespace:
-    """-> source, rows, tokenizer, and encode(indices): rows as prompts of common/packing.py.
+    """-> source, rows, tokenizer, and encode(indices): prompts of common/packing.py, without unusable ones.
 
-    Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a list, as to_messages
-    takes them; `answer`, the reference that rewards get.
+    Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a list, see
+    to_messages; `answer`, the reference that rewards get.
     """
     rows, tokenizer = load_rows(source, split), getattr(processor, "tokenizer", processor)
     columns = set(rows.column_names)
     if not columns & {"prompt", "messages"} or ("accuracy" in args.rewards and "answer" not in columns):
         fail(f"{source} has columns {', '.join(columns)}: rename yours to prompt or messages, and answer")
 
-    def encode(indices: list[int]) -> list[dict]:
-        own = [rows[i] for i in indices]
-        given = [row.get("messages") or row["prompt"] for row in own]
-        chats = [to_messages(args, x, row, Path(source).parent, tokenizer) for x, row in zip(given, own)]
-        encoded = encode_chats(processor, chats, add_generation_prompt=True)
-        prompts = [packing.make_prompt(model, inputs) for inputs in encoded]
-        for i, row, chat, prompt in zip(indices, own, chats, prompts):
-            prompt |= {"index": i, "row": row, "messages": chat}
+    @functools.lru_cache(2 * args.rollout_batch_size // args.num_samples_per_prompt)  # a step asks repeatedly
+    def encode(index: int) -> dict | None:
+        try:
+            messages = to_messages(args, rows[index], Path(source).parent, tokenizer)
+            inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
+            prompt = packing.make_prompt(model, inputs)
             if prompt["length"] > args.max_prompt_length:
                 raise ValueError(f"{prompt['length']} tokens are more than --max-prompt-length")
-        return prompts
+            return prompt | {"index": index, "row": rows[index], "messages": messages}
+        except Exception as error:
+            tqdm.write(f"warning: {source} row {index} is left out: {error!r:.300}", file=sys.stderr)
 
-    kept = 2 * args.rollout_batch_size // args.num_samples_per_prompt  # a step asks for its rows repeatedly
-    encode = keep_usable(source, encode, kept)
-    return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, encode=encode)
-
-
-def keep_usable(source: str, encode: Callable, limit: int) -> Callable[[list[int]], list[dict]]:
-    """encode(indices) without rows that fail, each named in a warning. The last results are kept."""
-    kept = {}
-
-    def encode_usable(indices: list[int]) -> list[dict]:
-        new = [i for i in dict.fromkeys(indices) if i not in kept]
-        try:
-            kept.update(zip(new, encode(new)))
-        except Exception:  # a bad row, or a processor whose output for many can't be taken apart: one by one
-            for i in new:
-                try:
-                    kept[i] = encode([i])[0]
-                except Exception as error:
-                    kept[i] = None
-                    tqdm.write(f"warning: {source} row {i} is left out: {error!r:.300}", file=sys.stderr)
-        found = [kept[i] for i in indices if kept[i] is not None]
-        for i in [*kept][:-limit]:
-            del kept[i]
-        return found
-
-    return encode_usable
+    usable = {"encode": lambda indices: [prompt for prompt in map(encode, indices) if prompt]}
+    return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, **usable)
 
 
-def to_messages(args: Args, given: str | list, row: dict, folder: Path, tokenizer) -> list[dict]:
-    """A string or chat, and its row's pictures and videos -> messages whose contents are lists of parts, media
-    opened, in their places: where <image> and <video> stand, or parts of such types; else in front."""
+def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
+    """A row's string or chat, pictures and videos -> messages whose contents are lists of parts, media opened
+    and in their places: where <image> and <video> stand, or parts of such types; without any, in front."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
 
     def defuse(text: str) -> str:
@@ -249,19 +217,18 @@ def to_messages(args: Args, given: str | list, row: dict, folder: Path, tokenize
             text = text.replace(found[0], f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " ")
         return text
 
-    messages, media, places = [], {}, {"image": [], "video": []}
-    for kind in places:
-        items = row.get(kind) or row.get(f"{kind}s") or []
-        media[kind] = [*items] if isinstance(items, list) else [items]
+    given, messages, places = row.get("messages") or row["prompt"], [], {"image": [], "video": []}
+    columns = {kind: row.get(kind) or row.get(f"{kind}s") or [] for kind in places}
+    media = {kind: [*items] if isinstance(items, list) else [items] for kind, items in columns.items()}
     for message in [{"role": "user", "content": given}] if isinstance(given, str) else given:
-        text, marks = message["content"], "<image>|<video>" if message["role"] != "assistant" else "(?!)"
+        text, parts = message["content"], []
         if not isinstance(text, str):  # what parts hold themselves goes to the places that they mark
             for kind in media:
                 media[kind] += [part[kind] for part in text if part.get(kind) is not None]
             text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in text)
-        parts = []
-        for piece in filter(None, re.split(f"({marks})", text)):
-            kind = piece[1:-1] if re.fullmatch(marks, piece) else "text"
+        marks = ("<image>", "<video>") if message["role"] != "assistant" else ()
+        for piece in filter(None, re.split("(<image>|<video>)", text) if marks else [text]):
+            kind = piece[1:-1] if piece in marks else "text"
             parts.append({"type": kind} | ({"text": defuse(piece)} if kind == "text" else {}))
             places.get(kind, []).append(parts[-1])
         messages.append({"role": message["role"], "content": parts})
@@ -279,13 +246,10 @@ def to_messages(args: Args, given: str | list, row: dict, folder: Path, tokenize
 
 
 def open_media(kind: str, source, folder: Path, fps: float) -> dict:
-    """A picture: PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> in RGB. A video: a
+    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> a picture in RGB. A video's
     path -> fps frames a second, (F, height, width, 3), and when they were taken."""
-    from PIL import Image
-    from transformers.video_utils import load_video
-
     if kind == "video":
-        frames, taken = load_video(str(folder / source), fps=fps, backend="pyav")
+        frames, taken = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
         return {
             "video": frames,
             "taken": {k: taken[k] for k in ("total_num_frames", "fps", "frames_indices")},
@@ -294,24 +258,6 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
     source = io.BytesIO(source) if isinstance(source, bytes) else source
     source = folder / source if isinstance(source, str) else source
     return {"image": (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")}
-
-
-def encode_chats(processor, chats: list[list[dict]], **template) -> list[dict]:
-    """The chat template of a processor, or of a text model's tokenizer -> what it makes of each chat."""
-    parts = [[part for message in chat for part in message["content"]] for chat in chats]
-    counts = [{kind: sum(part["type"] == kind for part in own) for kind in packing.MEDIA} for own in parts]
-    taken = [part["taken"] for own in parts for part in own if part["type"] == "video"]
-    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt" if len(chats) == 1 else None}
-    how |= {"processor_kwargs": {"video_metadata": taken, "do_sample_frames": False}} if taken else {}
-    if not hasattr(processor, "tokenizer"):
-        chats = [[m | {"content": "".join(p["text"] for p in m["content"])} for m in chat] for chat in chats]
-    if processor.chat_template is None:
-        batch = processor(
-            ["".join(m["content"] for m in chat) for chat in chats], return_tensors=how["return_tensors"]
-        )
-    else:
-        batch = processor.apply_chat_template(chats, **how, **template)
-    return [dict(batch)] if len(chats) == 1 else packing.split_batch(batch, counts)
 
 
 def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
@@ -354,30 +300,28 @@ def score_responses(functions: dict[str, Callable], prompts: list[dict], texts: 
     rows, logged = [prompt["row"] for prompt in prompts], []
     given = [row.get("messages") or row["prompt"] for row in rows]
     is_chat = isinstance(given[0], list)
-    keywords = {name: [row[name] for row in rows] for name in rows[0]} | {
-        "prompts": given,
-        "completions": [[{"role": "assistant", "content": t}] for t in texts] if is_chat else texts,
-        "completion_ids": [x.tolist() for x in ids],
-        "texts": texts,
-        "chats": [prompt["messages"] for prompt in prompts],
-        "trainer_state": state,
-        "log_metric": lambda name, value: logged.append((name, float(value))),
-    }
+    keywords = {name: [row[name] for row in rows] for name in rows[0]}
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    keywords |= {"prompts": given, "completions": chats if is_chat else texts, "trainer_state": state}
+    keywords |= {"completion_ids": [x.tolist() for x in ids], "texts": texts}
+    keywords["chats"] = [prompt["messages"] for prompt in prompts]
+    keywords["log_metric"] = lambda name, value: logged.append((name, float(value)))
 
     async def wait() -> None:  # those that ask a server, say, side by side
-        waiting = [name for name, result in results.items() if inspect.isawaitable(result)]
+        waiting = [name for name, result in results.items() if hasattr(result, "__await__")]
         results.update(zip(waiting, await asyncio.gather(*map(results.get, waiting))))
 
     try:
         results = {name: function(**keywords) for name, function in functions.items()}
         asyncio.run(wait())
-        results = {name: [math.nan if x is None else float(x) for x in own] for name, own in results.items()}
     except Exception as error:
-        kind = "chats" if is_chat else "strings"
-        error.add_note(f"In a reward function. Its completions are {kind}, since the dataset's prompts are.")
+        error.add_note(
+            f"A reward got {'chats' if is_chat else 'strings'}, since the dataset's prompts are such."
+        )
         raise
-    for name, values in results.items():
-        if len(values) != len(texts) or np.isinf(values).any():
+    for name, own in results.items():
+        results[name] = [math.nan if value is None else float(value) for value in own]
+        if len(own) != len(texts) or np.isinf(results[name]).any():
             fail(f"reward {name} must return one finite number, or None, for each of {len(texts)} responses")
     return results, logged
 
@@ -436,9 +380,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.temperature = model, temperature
 
-    def forward(
-        self, pack, with_lora: bool = True, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, pack, with_lora: bool = True, with_entropy: bool = False):
         if not with_lora:  # the reference of a model with adapters
             self.model.disable_adapters()
         found = packing.response_logprobs(self.model, pack, self.temperature, with_entropy)
@@ -491,16 +433,13 @@ def compute_rloo_loss(
     }
 
 
-def sample_token(logprobs: Tensor, drawn: Tensor, top_p: float) -> Tensor:
-    """logprobs (B, V), drawn (B,) uniform in [0, 1) -> ids (B,), among the likeliest that reach top_p."""
-    probs = logprobs.double().exp().nan_to_num(1.0)  # a broken model's; its update is skipped
-    if top_p < 1:
-        ordered, order = probs.sort(-1, descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
-        probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
-    cumulative = probs.cumsum(-1)
+def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
+    """The token in whose share of [0, 1) a number lies: logprobs (B, V), drawn (B,) uniform -> ids (B,)."""
+    cumulative = (
+        logprobs.double().exp().nan_to_num(1.0).cumsum(-1)
+    )  # NaN: a broken model, its update is skipped
     tokens = torch.searchsorted(cumulative, drawn[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    return tokens.clamp(max=probs.shape[-1] - 1)
+    return tokens.clamp(max=logprobs.shape[-1] - 1)
 
 
 # ---- rollout ----
@@ -527,7 +466,7 @@ def generate(args: Args, model, prompts: list[dict], G: int, temperature: float,
     length limit cut. Placeholders of pictures are never drawn: log-probs mask them too."""
     R, device = args.max_response_length, model.device
     if not packing.is_packed(model):
-        return packing.generate_plain(model, prompts, G, R, end_ids, temperature, args.top_p)
+        return packing.generate_plain(model, prompts, G, R, end_ids, temperature)
     decoder = packing.Decoder(model, prompts, G)  # has run every prompt and picture once
     end, rows = torch.tensor(end_ids, device=device), torch.arange(len(prompts) * G, device=device)
     tokens = torch.full((len(rows), R), -1, device=device)  # (S * G, R)
@@ -537,7 +476,7 @@ def generate(args: Args, model, prompts: list[dict], G: int, temperature: float,
     drawn = torch.tensor(np.concatenate(drawn), device=device)  # (S * G, R)
     for t in range(R):
         logp = packing.next_logprobs(model, decoder.hidden, temperature or 1.0)  # (rows, V)
-        token = sample_token(logp, drawn[rows, t], args.top_p) if temperature else logp.argmax(-1)  # (rows,)
+        token = sample_token(logp, drawn[rows, t]) if temperature else logp.argmax(-1)  # (rows,)
         tokens[rows, t], logprobs[rows, t] = token, logp.gather(1, token[:, None])[:, 0]
         alive = (~torch.isin(token, end)).nonzero()[:, 0]
         if len(alive) < len(rows):  # finished responses leave the batch
@@ -552,56 +491,51 @@ def generate(args: Args, model, prompts: list[dict], G: int, temperature: float,
 
 
 class ModelSampler:
-    """--rollout hf: the trained model itself, or its unsharded copy under ZeRO-3."""
+    """--rollout hf: the trained model itself, or its unsharded copy under ZeRO-3. sync takes over the model's
+    weights, sample answers as `generate` does."""
 
     def __init__(self, args: Args, model, end_ids: list[int], run_dir: Path):
-        self.args, self.model, self.end_ids, self.copy = args, model, end_ids, None
+        self.args, self.model, self.sampled, self.end_ids = args, model, model, end_ids
         if args.zero_stage == 3:
-            self.copy = load_model(args.model, model.dtype).to(model.device)
-            if packing.is_packed(model):
-                packing.switch_attention(self.copy, "packed")
+            self.sampled = load_model(args.model, model.dtype).to(model.device)
+            packing.switch_attention(self.sampled, model.config.get_text_config()._attn_implementation)
 
     def sync(self) -> None:
-        if self.copy is not None:
-            self.copy.load_state_dict(merged_state_dict(self.model))
+        if self.sampled is not self.model:
+            self.sampled.load_state_dict(merged_state_dict(self.model))
 
     def sample(self, prompts: list[dict], num_samples: int, temperature: float):
-        return generate(self.args, self.copy or self.model, prompts, num_samples, temperature, self.end_ids)
+        return generate(self.args, self.sampled, prompts, num_samples, temperature, self.end_ids)
 
 
 class VllmSampler:
     """--rollout vllm: an engine in this process, one per rank. On CUDA it sleeps while the trainer works."""
 
     def __init__(self, args: Args, model, end_ids: list[int], run_dir: Path):
-        self.model, self.cuda, set_num_threads = model, torch.cuda.is_available(), torch.set_num_threads
+        self.model, self.cuda = model, torch.cuda.is_available()
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
         from vllm import LLM, SamplingParams
 
-        limit = args.max_prompt_length + args.max_response_length
         self.llm = LLM(
             model=args.model, dtype=str(model.dtype).removeprefix("torch."), seed=args.seed,
-            max_model_len=limit, max_num_batched_tokens=max(limit, 8192),
+            max_model_len=args.max_prompt_length + args.max_response_length,
             max_num_seqs=args.generation_batch_size, gpu_memory_utilization=args.vllm_gpu_memory,
             enable_sleep_mode=self.cuda, enforce_eager=not self.cuda,
             enable_chunked_prefill=self.cuda,  # with seeds it fails on the CPU
             distributed_executor_backend="external_launcher" if WORLD_SIZE > 1 else "uni",
             logprobs_mode="processed_logprobs",  # at the temperature: of what was drawn from
         )  # fmt: skip
-        torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
         self.make_params = functools.partial(
-            SamplingParams, top_p=args.top_p, max_tokens=args.max_response_length, stop_token_ids=end_ids,
-            logit_bias=dict.fromkeys(packing.media_token_ids(model.config), -100.0),
-            logprobs=0, detokenize=False,
+            SamplingParams, max_tokens=args.max_response_length, stop_token_ids=end_ids, detokenize=False,
+            logit_bias=dict.fromkeys(packing.media_token_ids(model.config), -100.0), logprobs=0,
         )  # fmt: skip
 
     def sync(self) -> None:
         """Give the engine the newest weights, and forget what it remembers of the old ones."""
         weights = iter(merged_state_dict(self.model).items())
         if self.cuda:
-            self.llm.wake_up(tags=["weights"])
+            self.llm.wake_up()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if self.cuda:
-            self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
@@ -627,13 +561,12 @@ class VllmSampler:
             self.llm.sleep(level=2)  # the next sync brings the weights
 
 
-# A sampler of your own: sync() takes over the model's weights, and sample() answers as `generate` does.
-SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}
+SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}  # one of your own has sync, sample, and maybe sleep
 
 
 def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature: float, step: int) -> Rollout:
     """G scored responses to each of some rows, dealt out to the ranks and gathered on all of them."""
-    prompts, ids, logprobs, truncated, samples = [], [], [], [], []
+    prompts, ids, logprobs, cut, samples = [], [], [], [], []
     own, size = np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist(), args.generation_batch_size // G
     for start in range(0, len(own), max(1, size)):
         batch = data.encode(own[start : start + max(1, size)])
@@ -641,8 +574,7 @@ def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature:
         seeds = [np.random.default_rng([args.seed, step, p["index"]]).integers(2**31) for p in batch]
         batch = [prompt | {"seed": int(seed)} for prompt, seed in zip(batch, seeds)]
         drawn = sampler.sample(batch, G, temperature) if batch else ([], [], [])
-        prompts, ids, logprobs = prompts + batch, ids + drawn[0], logprobs + drawn[1]
-        truncated += drawn[2]
+        prompts, ids, logprobs, cut = prompts + batch, ids + drawn[0], logprobs + drawn[1], cut + drawn[2]
     texts = data.tokenizer.batch_decode(ids, skip_special_tokens=True)
     state = SimpleNamespace(global_step=step, max_steps=args.total_steps)
     values, logged = score_responses(functions, [p for p in prompts for _ in range(G)], texts, ids, state)
@@ -651,18 +583,18 @@ def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature:
         scores = {f"reward/{name}": column[i] for name, column in values.items()}
         samples.append({"row": prompt["index"], **row, "response": texts[i], **scores})
     prompts = [{name: prompt[name] for name in ("index", "length", "kinds")} for prompt in prompts]
-    mine = prompts, ids, logprobs, truncated, samples, logged, *values.values()
+    mine = prompts, ids, logprobs, cut, samples, logged, *values.values()
     gathered = [mine] * WORLD_SIZE
     if WORLD_SIZE > 1:  # alone it would start threads in gloo, see sum_over_ranks
         dist.all_gather_object(gathered, mine)
-    prompts, ids, logprobs, truncated, samples, logged, *values = (sum(x, []) for x in zip(*gathered))
+    prompts, ids, logprobs, cut, samples, logged, *values = (sum(x, []) for x in zip(*gathered))
     if len(prompts) * 2 < len(indices):
         fail(f"more than half of {len(indices)} rows of {data.source} can't be used: see the warnings")
     values = torch.tensor(values).view(-1, len(prompts), G)  # (rewards, n, G)
     weighted = values * torch.tensor(args.reward_weights)[:, None, None]
     R = torch.tensor([len(x) for x in ids])  # (B,)
     return Rollout(
-        prompts=prompts, response_ids=ids, truncated=torch.tensor(truncated).view(-1, G),
+        prompts=prompts, response_ids=ids, truncated=torch.tensor(cut).view(-1, G),
         rewards=dict(zip(functions, values)),
         scores=weighted.nansum(0).masked_fill(weighted.isnan().all(0), math.nan),
         mask=torch.arange(int(R.max()))[None] < R[:, None],
@@ -704,32 +636,30 @@ def init_distributed() -> torch.device:
     os.environ |= {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"), "DS_ACCELERATOR": device.type}
     import deepspeed
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # On a CPU it would compile this for a minute, for nothing.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("WARNING")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute on a CPU
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return device
 
 
 def sum_over_ranks(table: Tensor, device) -> Tensor:
-    if WORLD_SIZE == 1:  # gloo copies in its own thread: with a second OpenMP team no thread spins any more
-        return table.cpu()
-    table = table.to(device)
-    dist.all_reduce(table)
+    if (
+        WORLD_SIZE > 1
+    ):  # alone, gloo would copy in a thread of its own: with two OpenMP teams none spins any more
+        dist.all_reduce(table := table.to(device))
     return table.cpu()
 
 
 def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0):
     """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither.
 
-    One pack is one micro-batch. Batch sizes stay 1 here: the number of packs per optimizer step varies, so
-    `set_gradient_accumulation_boundary` ends a step, and the losses carry their own global denominators.
+    One pack is one micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step,
+    batch sizes stay 1 here, and the losses carry their own global denominators.
     """
     import deepspeed
 
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": {
@@ -739,12 +669,10 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
             "stage3_param_persistence_threshold": 10_000,
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs on the CPU too, and needs no compiler
-        "steps_per_print": 2**31,
     }
-    if args.zero_stage == 3:  # read outside its own module's forward
-        deepspeed.zero.register_external_parameter(module, module.model.get_output_embeddings().weight)
+    if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
+        deepspeed.zero.register_external_parameter(module, head.weight)  # read outside its own forward
     optimizer = schedule = None
     if total_updates:
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -806,12 +734,8 @@ def update_policy(args: Args, rollout: Rollout, logprobs, advantages, trained, d
                     sums[name] += values.sum()
                     counts[name] += len(values)
             norms += [optimizer_step(actor)] if packs else []
-    if not norms:  # nothing in this rollout could be trained
-        return {}, []
-    totals = torch.stack(
-        [torch.stack([*sums.values()]), torch.tensor([*counts.values()], device=actor.device)]
-    )
-    totals, numbers = sum_over_ranks(totals.double(), actor.device)
+    totals = torch.tensor([[*map(float, sums.values())], [*counts.values()]], dtype=torch.float64)
+    totals, numbers = sum_over_ranks(totals, actor.device)
     metrics = dict(zip(sums, (totals / numbers).tolist()))
     metrics["train/grad_norm"] = float(np.mean([norm for norm, taken in norms if taken] or [0.0]))
     return metrics, [taken for _, taken in norms]
@@ -822,7 +746,7 @@ def update_policy(args: Args, rollout: Rollout, logprobs, advantages, trained, d
 
 def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple[dict, list[dict]]:
     """A fixed subset of held-out prompts, each with a greedy response and eval_num_samples sampled ones.
-    eval/best_score: mean of the best ones; eval/pass_at_k: share of prompts with a sample of accuracy 1."""
+    eval/pass_at_k: share of prompts with a sample of accuracy 1."""
     indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples])
     metrics, samples = {}, []
     for mode, temperature, G in (("greedy", 0.0, 1), ("sampled", args.temperature, args.eval_num_samples)):
@@ -830,7 +754,6 @@ def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple
         tables = {**rollout.rewards, "score": rollout.scores, "length": rollout.mask.sum(1).float()}
         metrics |= {f"eval/{mode}_{name}": float(values.nanmean()) for name, values in tables.items()}
         samples += [{"phase": f"eval_{mode}", **sample} for sample in rollout.samples[:16]]
-    metrics["eval/best_score"] = float(rollout.scores.nanquantile(1.0, dim=1).nanmean())
     if "accuracy" in rollout.rewards:
         metrics["eval/pass_at_k"] = float((rollout.rewards["accuracy"] == 1).any(1).float().mean())
     return metrics, samples
@@ -840,9 +763,8 @@ def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple
 
 
 def tell(message: str) -> None:
-    """One line, from rank 0, also under a progress bar."""
     if RANK == 0:
-        tqdm.write(message, file=sys.stdout)
+        tqdm.write(message)  # also under a progress bar
         sys.stdout.flush()
 
 
@@ -855,6 +777,7 @@ def find_run(args: Args) -> tuple[Path, Path | None]:
     """-> the run's folder, and the checkpoint to go on from."""
     name = f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     found = [Path(args.output_dir) / (args.run_name or name), None]
+    dist.broadcast_object_list(found)  # the name holds a time: all ranks take rank 0's
     if args.resume == "auto":
         found[1] = next(reversed(checkpoints(found[0])), None)
     elif args.resume is not None:
@@ -863,23 +786,25 @@ def find_run(args: Args) -> tuple[Path, Path | None]:
             fail(f"--resume {args.resume} is no checkpoint: it has no folder named state")
     elif RANK == 0 and found[0].exists():
         fail(f"{found[0]} exists already: choose another --run-name, or go on with --resume auto")
-    dist.broadcast_object_list(found)  # the name holds a time: all ranks take rank 0's
     return found[0], found[1]
 
 
-def save_checkpoint(
-    args: Args, run_dir: Path, engines: dict, state: dict, export: Callable[[Path], None]
-) -> Path:
-    """checkpoint-N: a Hugging Face folder, by export, that loads by itself; and state/ for --resume. Collective."""
-    final = run_dir / f"checkpoint-{state['step']}"
+def save_checkpoint(args: Args, run_dir: Path, engines: dict, processor, state: dict) -> Path:
+    """checkpoint-N: a Hugging Face folder that loads by itself, and state/ for --resume. Collective."""
+    final, model = run_dir / f"checkpoint-{state['step']}", engines["actor"].module.model
     folder = final.with_suffix(".tmp")  # renamed when all of it is written
     if RANK == 0:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
     for name, engine in engines.items():
         engine.save_checkpoint(str(folder / "state" / name), tag="engine", client_state={"ours": state})
-    export(folder)
+    weights = {name: weight.cpu() for name, weight in merged_state_dict(model).items()}
     if RANK == 0:
+        with torch.device("meta"):  # the same architecture, without adapters
+            plain = type(model)(model.config)
+        plain.generation_config = model.generation_config
+        plain.save_pretrained(folder, state_dict=weights)
+        processor.save_pretrained(folder)
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed before it
         folder.rename(final)
         for old in checkpoints(run_dir)[: -args.save_total_limit]:
@@ -888,70 +813,43 @@ def save_checkpoint(
     return final
 
 
-def export_model(model, processor, folder: Path) -> None:
-    """The merged model and its processor, as transformers loads them. Collective."""
-    weights = {name: weight.cpu() for name, weight in merged_state_dict(model).items()}
-    if RANK == 0:
-        with torch.device("meta"):  # the same architecture, without adapters
-            plain = type(model)(model.config)
-        plain.generation_config = model.generation_config
-        plain.save_pretrained(folder, state_dict=weights)
-        processor.save_pretrained(folder)
-
-
 def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
     """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
-    if RANK > 0:
-        return
-    samples = [{"train/step": metrics["train/step"], **sample} for sample in samples]
-    for name, lines in (("metrics", [metrics]), ("samples", samples)):
+    step = metrics["train/step"]
+    files = ("metrics", [metrics]), ("samples", [{"train/step": step} | sample for sample in samples])
+    for name, lines in files if RANK == 0 else ():
         with (run_dir / f"{name}.jsonl").open("a") as file:
             file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-    if args.track == "wandb":
+    if args.track == "wandb" and RANK == 0:
         import wandb
 
         known = {"id": run_dir.name, "name": run_dir.name, "config": asdict(args), "dir": run_dir}
-        (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=metrics["train/step"])
-    if args.track == "tensorboard":
+        (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=step)
+    if args.track == "tensorboard" and RANK == 0:
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(
-            str(run_dir / "tensorboard"), filename_suffix=f".{metrics['train/step']}"
-        ) as writer:
+        with SummaryWriter(str(run_dir)) as writer:
             for name, value in metrics.items():
-                writer.add_scalar(name, value, metrics["train/step"])
-
-
-def open_run(args: Args, run_dir: Path, step: int) -> None:
-    """Rank 0 alone: the folder and its args.json; what an interrupted run logged after step is dropped."""
-    if RANK > 0:
-        return
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-    for path in run_dir.glob("*.jsonl"):
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        path.write_text("".join(line for line in lines if 0 < step >= json.loads(line)["train/step"]))
+                writer.add_scalar(name, value, step)
 
 
 # ---- main ----
 
 
 def main(args: Args) -> dict[str, float]:
-    """Train; -> the last metrics."""
     # --- 1. setup ---
     started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     check_args(args)
     device, G = init_distributed(), args.num_samples_per_prompt
     run_dir, checkpoint = find_run(args)
-    best = "bfloat16" if device.type == "cuda" else "float32"
-    dtype = getattr(torch, best if args.dtype == "auto" else args.dtype)
+    fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
+    dtype = torch.float32 if fp32 else torch.bfloat16
     torch.manual_seed(args.seed)  # of LoRA's first weights
 
     # --- 2. models and engines ---
     model, reference = load_model(args.model, dtype), None
-    kind = "AutoProcessor" if hasattr(model.config, "vision_config") else "AutoTokenizer"
-    processor = getattr(transformers, kind).from_pretrained(args.model)
+    processor = transformers.AutoProcessor.from_pretrained(args.model)  # of a text model: its tokenizer
     if args.kl_coef > 0 and args.lora_rank == 0:
         reference = Policy(load_model(args.model, dtype), args.temperature).requires_grad_(False)
         reference = make_engine(args, reference, dtype) if args.zero_stage == 3 else reference.to(device)
@@ -962,7 +860,7 @@ def main(args: Args) -> dict[str, float]:
     updates_per_step = args.rollout_batch_size // args.train_batch_size * args.num_iterations
     actor = make_engine(args, Policy(model, args.temperature), dtype, args.total_steps * updates_per_step)
     actor.eval()
-    state = {"step": 0}
+    state = {"step": 0, "before": {}}
     if checkpoint is not None:
         state = actor.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")[1]["ours"]
 
@@ -971,7 +869,13 @@ def main(args: Args) -> dict[str, float]:
     source = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None)
     eval_data = load_data(args, source, args.eval_dataset_split, model, processor) if source else None
     functions = {x.rpartition(":")[2]: plug_in("--rewards", x, REWARDS) for x in args.rewards}
-    open_run(args, run_dir, state["step"])
+    if RANK == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        for path in run_dir.glob("*.jsonl"):  # without what an interrupted run logged after its checkpoint
+            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
+            path.write_text("".join(lines))
     tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
     prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(f"{args.dataset}: no row can be used")
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
@@ -990,9 +894,9 @@ def main(args: Args) -> dict[str, float]:
     received, stopped, saved = [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
-    if eval_data and state["step"] == 0:
-        before, samples = evaluate(args, sampler, eval_data, functions)
-        log(args, run_dir, {"train/step": 0, "train/episode": 0, **before}, samples)
+    if eval_data and not state["before"]:  # a resumed run has it
+        state["before"], samples = evaluate(args, sampler, eval_data, functions)
+        log(args, run_dir, {"train/step": 0, "train/episode": 0, **state["before"]}, samples)
     steps = range(state["step"] + 1, args.total_steps + 1)
     hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step instead
     for step in (bar := tqdm(steps, "rloo", args.total_steps, initial=state["step"], disable=hidden)):
@@ -1012,14 +916,12 @@ def main(args: Args) -> dict[str, float]:
         gap = ((rollout.engine_logprobs - logprobs).abs() * rollout.mask).sum(1) / rollout.mask.sum(1)  # (B,)
         if gap.max() > packing.TOLERANCE[dtype]:
             row = rollout.prompts[int(gap.argmax()) // G]["index"]
-            fail(
-                f"row {row}: the sampler's log-probs are {gap.max():.3f} nats from the trainer's, on average"
-            )
+            fail(f"row {row}: the sampler's log-probs are {gap.max():.2g} nats from the trainer's on average")
         times.append(time.perf_counter())
 
         # --- 6. advantages: global without a collective, since every rank holds the whole rollout ---
-        kl = kl_estimate(logprobs, ref_logprobs, args.kl_estimator)  # (B, R)
-        kl = (kl * rollout.mask).sum(1).view(-1, G)  # (n, G)
+        kl = kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
+        kl = kl.sum(1).view(-1, G)  # (n, G), of a response
         scores = rollout.scores.clamp(*args.reward_clip) if args.reward_clip else rollout.scores
         trained = ~scores.isnan() & ~(rollout.truncated & args.mask_truncated)  # (n, G)
         rewards = scores - args.kl_coef * kl
@@ -1036,7 +938,6 @@ def main(args: Args) -> dict[str, float]:
         times.append(time.perf_counter())
 
         # --- 9. log ---
-        seconds = dict(zip(("rollout", "score", "update", "sync"), np.diff(times).tolist()))
         lengths = rollout.mask.sum(1).float()
         metrics |= {
             "train/step": step,
@@ -1044,7 +945,6 @@ def main(args: Args) -> dict[str, float]:
             "train/learning_rate": actor.get_lr()[0],
             "train/skipped_updates": taken.count(False),
             "objective/scores": scores.nanmean(),
-            "objective/scores_std": scores[~scores.isnan()].std(correction=0),
             "objective/kl": kl.mean(),
             "objective/rlhf_reward": rewards.nanmean(),
             "objective/entropy": -(logprobs * rollout.mask).sum(1).mean(),
@@ -1052,12 +952,11 @@ def main(args: Args) -> dict[str, float]:
             "rollout/truncated_frac": rollout.truncated.float().mean(),
             "rollout/zero_std_groups_frac": ((scores - scores[:, :1]).abs().amax(1) < 1e-9).float().mean(),
             "rollout/prompts_dropped": wanted - len(rollout.prompts),
-            "rollout/responses_trained": trained.sum(),
             "rollout/engine_logprob_diff_max": gap.max(),
             "time/total": times[-1] - times[0],
             "time/tokens_per_second": lengths.sum() / (times[-1] - times[0]),
         }
-        metrics |= {f"time/{name}": value for name, value in seconds.items()}
+        metrics |= zip(("time/rollout", "time/score", "time/update", "time/sync"), np.diff(times))
         metrics |= {f"reward/{name}": values.nanmean() for name, values in rollout.rewards.items()}
         for name in {name for name, _ in rollout.logged}:
             metrics[name] = np.mean([value for key, value in rollout.logged if key == name])
@@ -1077,8 +976,7 @@ def main(args: Args) -> dict[str, float]:
             tell(f"step {step} of {args.total_steps}, {metrics['time/total']:.2f} s: {shown}")
         stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike
         if last or stopped or hopeless or (args.save_steps and step % args.save_steps == 0):
-            export = functools.partial(export_model, model, processor)
-            saved = save_checkpoint(args, run_dir, {"actor": actor}, state, export)
+            saved = save_checkpoint(args, run_dir, {"actor": actor}, processor, state)
         if hopeless:
             fail(f"step {step}: no update had finite gradients; {saved} has the weights from before it")
         if stopped:
@@ -1087,12 +985,12 @@ def main(args: Args) -> dict[str, float]:
     # --- 11. finish ---
     if stopped:
         tell(f"stopped by a signal after step {step}; go on with --resume {saved}")
-    elif RANK == 0:
-        before = json.loads((run_dir / "metrics.jsonl").read_text().partition("\n")[0])
-        keys = [key for key in before if key.endswith("_score") and key in metrics]
-        told = [f"{key} {before[key]:.3f} -> {metrics[key]:.3f}" for key in keys]
+    else:
+        told = [
+            f"{k} {x:.3f} -> {metrics[k]:.3f}" for k, x in state["before"].items() if k.endswith("_score")
+        ]
         tell(" · ".join([*told, f"{time.perf_counter() - started:.0f} s", str(saved)]))
-        tell(f"for a report: python tools/report.py {run_dir}")
+        tell(f"to see it: python tools/report.py {run_dir}")
     if args.rollout != "vllm":  # the engine ends the process group by itself
         dist.destroy_process_group()
     return metrics

@@ -34,8 +34,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 MEDIA = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
-PER_TOKEN = {"input_ids", "attention_mask", "mm_token_type_ids"}
-TEXT_INPUTS = PER_TOKEN | {"second_per_grid_ts"}
+TEXT_INPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "second_per_grid_ts"}
 # In a text config's JSON, what shows beyond some length only: windows, kinds of layers, RoPE that changes.
 HIDES = r'"sliding_window": [1-9]|"layer_types": \[[^]]*"(?!full_attention)\w+"|"(dynamic|longrope)"'
 CHUNK = 256  # tokens whose logits live at a time
@@ -133,6 +132,19 @@ def packs_of_rank(
 # ---- prompts ----
 
 
+def encode_chat(processor, messages: list[dict], **template) -> dict:
+    """Messages of parts -> what the processor, or a text model's tokenizer, makes of them. A video's part has
+    its frames and when they were `taken`."""
+    taken = [part["taken"] for m in messages for part in m["content"] if part["type"] == "video"]
+    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt", **template}
+    how |= {"processor_kwargs": {"video_metadata": taken, "do_sample_frames": False}} if taken else {}
+    if not hasattr(processor, "tokenizer"):
+        messages = [m | {"content": "".join(part["text"] for part in m["content"])} for m in messages]
+        if processor.chat_template is None:
+            return processor("".join(m["content"] for m in messages), return_tensors="pt")
+    return processor.apply_chat_template(messages, **how)
+
+
 def make_prompt(model, inputs: dict) -> dict:
     """The processor's output for one prompt -> the prompt as the functions below take it."""
     inputs = {name: torch.as_tensor(value) for name, value in inputs.items()}
@@ -146,24 +158,6 @@ def make_prompt(model, inputs: dict) -> dict:
             content = b"".join(x.contiguous().numpy().tobytes() for x in item.values())
             prompt[kind].append(item | {"key": hashlib.blake2b(content).digest()})  # equal ones are run once
     return prompt | {"position_ids": prompt_positions(model, inputs)}
-
-
-def split_batch(batch: dict, counts: list[dict[str, int]]) -> list[dict[str, Tensor]]:
-    """The processor's unpadded output for several chats -> for each, by its numbers of images and videos.
-    Fails where it can't be told what belongs to which."""
-    chats = [{} for _ in counts]
-    for name, value in batch.items():
-        if name in PER_TOKEN:
-            parts = [torch.tensor(ids)[None] for ids in value]
-        else:
-            kind = next(kind for kind, names in MEDIA.items() if name in names)
-            sizes, grid_name = [count[kind] for count in counts], MEDIA[kind][1]
-            if name != grid_name and grid_name in batch:
-                sizes = [int(grids.prod(-1).sum()) for grids in batch[grid_name].split(sizes)]
-            parts = value.split(sizes)
-        for chat, part in zip(chats, parts):
-            chat |= {name: part} if len(part) else {}
-    return chats
 
 
 def prompt_positions(model, inputs: dict) -> Tensor:
@@ -267,7 +261,7 @@ def build_pack(pieces: Groups, prompts: dict[int, dict], responses: list[Tensor]
 
 def plain_pack(pieces: Groups, prompts: dict[int, dict], responses: list[Tensor]) -> Pack:
     """The same for the plain path: one prompt, at most one response, all of the processor's inputs. What has
-    an entry per token goes on for the response, token types with 0 and masks with their last entry."""
+    an entry per token goes on, token types with 0 and masks with their last entry."""
     ((g, members),) = pieces
     response = torch.cat([torch.empty(0, dtype=torch.long), *(responses[b] for b in members)])
     inputs, P, R = dict(prompts[g]["inputs"]), prompts[g]["length"], len(response)
@@ -498,13 +492,13 @@ class Decoder:
 
 @torch.no_grad()
 def generate_plain(
-    model, prompts: list[dict], G: int, max_length: int, end_ids: list[int], temperature: float, top_p: float
+    model, prompts: list[dict], G: int, max_length: int, end_ids: list[int], temperature: float
 ) -> tuple[list[Tensor], list[Tensor], list[bool]]:
     """The plain path: model.generate, by each prompt's `seed` -> S * G responses (R_b,), their log-probs, and
     which were cut."""
     ids, logprobs, cut, suppressed = [], [], [], media_token_ids(model.config)
-    how = {"temperature": temperature, "top_p": top_p, "num_return_sequences": G}
-    how = (how if temperature else {}) | ({"suppress_tokens": suppressed} if suppressed else {})
+    how = {"temperature": temperature, "top_p": 1.0, "num_return_sequences": G} if temperature else {}
+    how |= {"suppress_tokens": suppressed} if suppressed else {}
     for prompt in prompts:
         torch.manual_seed(prompt["seed"])
         out = model.generate(
@@ -527,18 +521,15 @@ def generate_plain(
 
 def forward_hidden(model, pack: Pack, last: bool = False) -> Tensor:
     """Hidden states (M, H) that predict the response tokens of a pack, or with last=True those of each
-    response's last token, (S, H), which a score head reads. The vision tower runs once per different picture.
-
-    model: a transformers *ForCausalLM, *ForConditionalGeneration, or the backbone of one.
-    """
+    response's last token, (S, H), which a score head reads. model: a *ForCausalLM, *ForConditionalGeneration,
+    or the backbone of one."""
     inputs = _cast(pack.inputs, model) | encode_media(model.base_model, pack.media)
     hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
     return hidden.flatten(0, 1)[pack.last if last else pack.predict_from]
 
 
 def encode_media(base, media: dict[str, list[dict]]) -> dict:
-    """Run the vision tower on each different picture and clip -> a keyword for the model, with the features
-    of every slot that shows them."""
+    """Run the vision tower on each different picture and clip -> a keyword for the model: features by slot."""
     outputs = {}
     for kind, encode in (("image", "get_image_features"), ("video", "get_video_features")):
         if slots := media.get(kind):
