@@ -1,13 +1,14 @@
-"""PPO for vision-language and text models: a critic, GAE and clipped updates; other estimators and losses are flags.
+"""PPO for vision-language and text models: critic, GAE, clipped updates; other estimators and losses by flag.
 
 A step samples responses, scores them, estimates advantages, and makes a few updates of policy and critic:
 
     r_t = -kl_coef * KL of token t to the reference, plus the score at the last token
     A_t = sum over s >= t of (gamma lambda)^(s - t) (r_s + gamma V_{s+1} - V_s), whitened over the rollout
-    loss = -mean of min(rho_t A_t, clip(rho_t, 1 - c, 1 + c) A_t), and for the critic (V_t - (A_t + V_t before))^2
+    rho_t = p_now(token t) / p_before(token t)
+    loss = -mean of min(rho_t A_t, clip(rho_t, 1 - c, 1 + c) A_t), critic: mean of (V_t - V_t before - A_t)^2
 
-Papers: https://arxiv.org/abs/1707.06347, https://arxiv.org/abs/1506.02438. Same options: PPOTrainerVL of
-opendilab/LightRFT@49e62cb; docs/ppo_vl.md lists what differs. Start reading at main.
+Papers: https://arxiv.org/abs/1707.06347, https://arxiv.org/abs/1506.02438. docs/ppo_vl.md lists
+what differs from PPOTrainerVL (opendilab/LightRFT@49e62cb). Start reading at main.
 
     python ppo_vl.py                    # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python ppo_vl.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6
@@ -16,10 +17,8 @@ opendilab/LightRFT@49e62cb; docs/ppo_vl.md lists what differs. Start reading at 
 
 import asyncio
 import functools
-import inspect
 import io
 import json
-import logging
 import math
 import os
 import re
@@ -41,6 +40,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 import tyro
+from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -62,7 +62,6 @@ class Args:
     output_dir: str = "runs"  # folder that holds one folder per run
     run_name: str | None = None  # this run's folder; None: script, model, seed and time
     resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
-
     # --- model and data ---
     model: str = TINY_VL  # folder or hub id of a vision-language or text model
     # where the critic starts, with its head: a model like --model, or a folder of reward_bt.py; None: --model
@@ -79,9 +78,7 @@ class Args:
     max_prompt_length: int = 1024  # tokens, those of pictures too; longer prompts are left out
     lora_rank: int = 0  # train adapters of this rank on the language model; 0 = all weights
     lora_alpha: float = 32.0  # the adapters' output is scaled by alpha / rank
-
     freeze: str | None = None  # regex: parameters with such names stay as they are, for example visual
-
     # --- rollout ---
     total_steps: int = 50  # rollouts, each followed by its updates
     rollout_batch_size: int = 256  # responses per rollout, over all ranks
@@ -89,14 +86,11 @@ class Args:
     generation_batch_size: int = 256  # responses sampled side by side on a rank; lower it if memory runs out
     max_response_length: int = 24  # tokens, EOS counted; longer responses are cut
     temperature: float = 1.0  # of the sampler; log-probs are those of the tempered policy
-    top_p: float = 1.0  # nucleus; below 1 the log-probs are not those of the sampler's distribution
     rollout: str = "hf"  # hf: the model itself; vllm: an engine in this process; path.py:Class, see SAMPLERS
     vllm_gpu_memory: float = 0.4  # share of the GPU for that engine
-
     tis_clip: float = 0.0  # tokens' gradients times p(trainer) / p(sampler), at most this; 0 = off
     dynamic_sampling: int = 0  # rounds that replace prompts whose responses all score alike (DAPO)
     replay_limit: int = 0  # train on so many of a step's responses, the newest; 0 = all
-
     # --- rewards ---
     # accuracy, format, overlong, or path.py:function in TRL's protocol: score_responses
     rewards: tuple[str, ...] = ("accuracy", "format")
@@ -143,7 +137,6 @@ class Args:
     ptx_batch_size: int = 16  # assistant turns per optimizer step, over all ranks
     router_aux_coef: float = 0.0  # weight of the load balance loss of a mixture of experts
     ema_beta: float = 0.0  # average = beta average + (1 - beta) weights, saved in checkpoint-N/ema; 0 = off
-
     # --- optimizer ---
     learning_rate: float = 1e-4  # peak; models of 2B and more want about 1e-6
     critic_learning_rate: float = 1e-3  # peak of critic and value head; pretrained ones want about 1e-5
@@ -152,14 +145,12 @@ class Args:
     weight_decay: float = 0.0  # of matrices (AdamW)
     adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
-
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 (float32 master weights) on CUDA only
     zero_stage: Literal[0, 1, 2, 3] = 0  # shards 1 the optimizer, 2 + gradients, 3 + parameters
     offload_optimizer: bool = False  # keep optimizer states and the optimizer step on the CPU
     gradient_checkpointing: bool = False  # less memory, a third more time
     micro_batch_tokens: int = 8192  # tokens of one forward and backward on one rank
-
     # --- logging and checkpoints ---
     eval_steps: int = 10  # evaluate every so many steps, and at both ends; 0 = only there
     eval_samples: int = 250  # held-out prompts, a fixed random subset
@@ -178,18 +169,19 @@ def check_args(args: Args) -> None:
     of_critic = args.critic_model or args.freezing_actor_steps
     for is_bad, message in (
         (min(train, rollout, args.total_steps, args.num_ppo_epochs) < 1, "counts must be at least 1"),
+        (train % G, "--train-batch-size must be a multiple of --num-samples-per-prompt"),
         (compares and G < 2, "--num-samples-per-prompt: a single sample has no siblings to be compared with"),
-        (train % G, f"--train-batch-size must be a multiple of --num-samples-per-prompt {G}"),
         (rollout % train, "--rollout-batch-size must be a multiple of --train-batch-size"),
         (args.micro_batch_tokens < longest, f"--micro-batch-tokens must hold prompt + response, {longest}"),
         (len(args.rewards) != len(args.reward_weights), "--reward-weights needs one weight per reward"),
-        (args.temperature <= 0 or not 0 < args.top_p <= 1, "--temperature must be > 0, --top-p in (0, 1]"),
+        (args.temperature <= 0, "--temperature must be more than 0"),
         (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
         (0 < args.replay_limit < G, f"--replay-limit must hold a prompt's {G} responses"),
         (args.advantage != "gae" and (alone or of_critic), f"--advantage {args.advantage} has no critic"),
         (alone and of_critic, "--critic-share-backbone leaves no critic to load or to train alone"),
         (args.freezing_actor_steps >= args.total_steps, "--freezing-actor-steps leaves no step to the actor"),
         (args.kl_target and not args.kl_coef, "--kl-target needs a --kl-coef to start from"),
+        (args.resume == "auto" and args.run_name is None, "--resume auto needs --run-name"),
     ):
         if is_bad:
             fail(message)
@@ -207,7 +199,7 @@ def plug_in(flag: str, source: str, known: dict[str, Callable]) -> Callable:
     if source not in known and not Path(path).is_file():
         fail(f"{flag} {source} is neither path.py:name nor one of {', '.join(known)}")
     found = known if source in known else runpy.run_path(path)
-    return found[name] if name in found else fail(f"{flag} {source}: {path} has no {name!r}")
+    return found.get(name) or fail(f"{flag} {source}: {path} has no {name!r}")
 
 
 # ---- data ----
@@ -227,106 +219,83 @@ def load_rows(source: str, split: str):
             paths = getattr(easy_vqa, f"get_{split}_image_paths")()
             columns = {"prompt": questions, "image": [str(paths[i]) for i in numbers], "answer": answers}
             return datasets.Dataset.from_dict(columns)
-        if Path(source).is_dir():
-            rows = datasets.load_from_disk(source)
-            return rows[split] if isinstance(rows, datasets.DatasetDict) else rows
         if kind in ("json", "csv", "parquet"):
             return datasets.load_dataset(kind, data_files=source, split="train")
-        return datasets.load_dataset(source, split=split)
+        if not Path(source).is_dir():
+            return datasets.load_dataset(source, split=split)
+        rows = datasets.load_from_disk(source)
+        return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
         fail(f"{source} (split {split}) can't be read as a dataset: {error}")
 
 
 def load_data(args: Args, source: str, split: str, model, processor) -> SimpleNamespace:
-    """-> source, rows, tokenizer, and encode(indices): rows as prompts of common/packing.py.
+    """-> source, rows, tokenizer, and encode(indices): prompts of common/packing.py, without unusable ones.
 
-    Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a list, as to_messages
-    takes them; `answer`, the reference that rewards get.
+    Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a list, see
+    to_messages; `answer`, the reference that rewards get.
     """
     rows, tokenizer = load_rows(source, split), getattr(processor, "tokenizer", processor)
     columns = set(rows.column_names)
     if not columns & {"prompt", "messages"} or ("accuracy" in args.rewards and "answer" not in columns):
         fail(f"{source} has columns {', '.join(columns)}: rename yours to prompt or messages, and answer")
 
-    def encode(indices: list[int]) -> list[dict]:
-        own = [rows[i] for i in indices]
-        given = [row.get("messages") or row["prompt"] for row in own]
-        chats = [to_messages(args, x, row, Path(source).parent, tokenizer) for x, row in zip(given, own)]
-        encoded = encode_chats(processor, chats, add_generation_prompt=True)
-        prompts = [packing.make_prompt(model, inputs) for inputs in encoded]
-        for i, row, chat, prompt in zip(indices, own, chats, prompts):
-            prompt |= {"index": i, "row": row, "messages": chat}
+    @functools.lru_cache(2 * args.rollout_batch_size // args.num_samples_per_prompt)  # a step asks repeatedly
+    def encode(index: int) -> dict | None:
+        try:
+            messages = to_messages(args, rows[index], Path(source).parent, tokenizer)
+            inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
+            prompt = packing.make_prompt(model, inputs)
             if prompt["length"] > args.max_prompt_length:
                 raise ValueError(f"{prompt['length']} tokens are more than --max-prompt-length")
-        return prompts
+            return prompt | {"index": index, "row": rows[index], "messages": messages}
+        except Exception as error:
+            tqdm.write(f"warning: {source} row {index} is left out: {error!r:.300}", file=sys.stderr)
 
-    kept = 2 * args.rollout_batch_size // args.num_samples_per_prompt  # a step asks for its rows repeatedly
-    encode = keep_usable(source, encode, kept)
-    return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, encode=encode)
+    usable = {"encode": lambda indices: [prompt for prompt in map(encode, indices) if prompt]}
+    return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, **usable)
 
 
 def load_turns(args: Args, model, processor, end_ids: list[int]) -> SimpleNamespace:
     """--ptx-dataset as load_data: for each assistant turn what comes before it, and its target_ids (R,)."""
     source, tokenizer, turns = args.ptx_dataset, getattr(processor, "tokenizer", processor), []
     rows = load_rows(source, "train")
-    for i, row in enumerate(rows.select_columns({"messages", "prompt", "response"} & {*rows.column_names})):
+    texts = {"messages", "prompt", "response"} & {*rows.column_names}  # without opening pictures
+    for i, row in enumerate(rows.select_columns([*texts])):
         chat = row.get("messages") or row["prompt"]
         chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
         chat = chat + [{"role": "assistant", "content": row["response"]}] * ("response" in row)
         turns += [(i, k, chat) for k in range(-len(chat), 0) if chat[k]["role"] == "assistant"]
 
-    def encode_turn(index: int) -> dict:
-        i, k, chat = turns[index]
-        chat = to_messages(
-            args, chat, rows[i], Path(source).parent, tokenizer
-        )  # may begin with a system message
-        prompt = packing.make_prompt(
-            model, encode_chats(processor, [chat[:k]], add_generation_prompt=True)[0]
-        )
-        whole = encode_chats(processor, [chat[: k + 1 or None]])[0]["input_ids"][
-            0
-        ]  # (P + R + what may follow,)
-        start, target = whole.split([prompt["length"], len(whole) - prompt["length"]])
-        if not start.equal(prompt["prompt_ids"]):
-            raise ValueError("the chat template does not go on from its own prompt")
-        ends = [t + 1 for t, token in enumerate(target.tolist()) if token in end_ids]
-        target = target[: ends[0]] if ends else F.pad(target, (0, 1), value=end_ids[0])
-        if len(start) + len(target) > args.max_prompt_length + args.max_response_length:
-            raise ValueError(
-                f"{len(start) + len(target)} tokens are more than a prompt and a response may have"
-            )
-        return prompt | {"index": index, "target_ids": target}
-
-    encode = keep_usable(source, lambda indices: [*map(encode_turn, indices)], args.ptx_batch_size)
-    return SimpleNamespace(rows=turns, encode=encode)
-
-
-def keep_usable(source: str, encode: Callable, limit: int) -> Callable[[list[int]], list[dict]]:
-    """encode(indices) without rows that fail, each named in a warning. The last results are kept."""
-    kept = {}
-
-    def encode_usable(indices: list[int]) -> list[dict]:
-        new = [i for i in dict.fromkeys(indices) if i not in kept]
+    @functools.lru_cache(2 * args.ptx_batch_size)
+    def encode(index: int) -> dict | None:
+        (i, k, chat), folder = turns[index], Path(source).parent
         try:
-            kept.update(zip(new, encode(new)))
-        except Exception:  # a bad row, or a processor whose output for many can't be taken apart: one by one
-            for i in new:
-                try:
-                    kept[i] = encode([i])[0]
-                except Exception as error:
-                    kept[i] = None
-                    tqdm.write(f"warning: {source} row {i} is left out: {error!r:.300}", file=sys.stderr)
-        found = [kept[i] for i in indices if kept[i] is not None]
-        for i in [*kept][:-limit]:
-            del kept[i]
-        return found
+            chat = to_messages(
+                args, rows[i] | {"messages": chat}, folder, tokenizer
+            )  # a system message in front
+            prompt = packing.encode_chat(processor, chat[:k], add_generation_prompt=True)
+            prompt = packing.make_prompt(model, prompt)
+            ids = packing.encode_chat(processor, chat[: k + 1 or None])["input_ids"][0]
+            P = prompt["length"]
+            if not ids[:P].equal(prompt["prompt_ids"]):
+                raise ValueError("the chat template does not go on from its own prompt")
+            ends = torch.isin(ids[P:], torch.tensor(end_ids)).nonzero()[:, 0].tolist()
+            ids = ids[: P + ends[0] + 1] if ends else F.pad(ids, (0, 1), value=end_ids[0])
+            if len(ids) > args.max_prompt_length + args.max_response_length:
+                raise ValueError(
+                    f"{len(ids)} tokens are more than --max-prompt-length + --max-response-length"
+                )
+            return prompt | {"index": index, "target_ids": ids[P:]}
+        except Exception as error:
+            tqdm.write(f"warning: {source} row {i} is left out: {error!r:.300}", file=sys.stderr)
 
-    return encode_usable
+    return SimpleNamespace(rows=turns, encode=lambda indices: [*filter(None, map(encode, indices))])
 
 
-def to_messages(args: Args, given: str | list, row: dict, folder: Path, tokenizer) -> list[dict]:
-    """A string or chat, and its row's pictures and videos -> messages whose contents are lists of parts, media
-    opened, in their places: where <image> and <video> stand, or parts of such types; else in front."""
+def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
+    """A row's string or chat, pictures and videos -> messages whose contents are lists of parts, media opened
+    and in their places: where <image> and <video> stand, or parts of such types; without any, in front."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
 
     def defuse(text: str) -> str:
@@ -335,19 +304,18 @@ def to_messages(args: Args, given: str | list, row: dict, folder: Path, tokenize
             text = text.replace(found[0], f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " ")
         return text
 
-    messages, media, places = [], {}, {"image": [], "video": []}
-    for kind in places:
-        items = row.get(kind) or row.get(f"{kind}s") or []
-        media[kind] = [*items] if isinstance(items, list) else [items]
+    given, messages, places = row.get("messages") or row["prompt"], [], {"image": [], "video": []}
+    columns = {kind: row.get(kind) or row.get(f"{kind}s") or [] for kind in places}
+    media = {kind: [*items] if isinstance(items, list) else [items] for kind, items in columns.items()}
     for message in [{"role": "user", "content": given}] if isinstance(given, str) else given:
-        text, marks = message["content"], "<image>|<video>" if message["role"] != "assistant" else "(?!)"
+        text, parts = message["content"], []
         if not isinstance(text, str):  # what parts hold themselves goes to the places that they mark
             for kind in media:
                 media[kind] += [part[kind] for part in text if part.get(kind) is not None]
             text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in text)
-        parts = []
-        for piece in filter(None, re.split(f"({marks})", text)):
-            kind = piece[1:-1] if re.fullmatch(marks, piece) else "text"
+        marks = ("<image>", "<video>") if message["role"] != "assistant" else ()
+        for piece in filter(None, re.split("(<image>|<video>)", text) if marks else [text]):
+            kind = piece[1:-1] if piece in marks else "text"
             parts.append({"type": kind} | ({"text": defuse(piece)} if kind == "text" else {}))
             places.get(kind, []).append(parts[-1])
         messages.append({"role": message["role"], "content": parts})
@@ -365,13 +333,10 @@ def to_messages(args: Args, given: str | list, row: dict, folder: Path, tokenize
 
 
 def open_media(kind: str, source, folder: Path, fps: float) -> dict:
-    """A picture: PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> in RGB. A video: a
+    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> a picture in RGB. A video's
     path -> fps frames a second, (F, height, width, 3), and when they were taken."""
-    from PIL import Image
-    from transformers.video_utils import load_video
-
     if kind == "video":
-        frames, taken = load_video(str(folder / source), fps=fps, backend="pyav")
+        frames, taken = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
         return {
             "video": frames,
             "taken": {k: taken[k] for k in ("total_num_frames", "fps", "frames_indices")},
@@ -380,24 +345,6 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
     source = io.BytesIO(source) if isinstance(source, bytes) else source
     source = folder / source if isinstance(source, str) else source
     return {"image": (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")}
-
-
-def encode_chats(processor, chats: list[list[dict]], **template) -> list[dict]:
-    """The chat template of a processor, or of a text model's tokenizer -> what it makes of each chat."""
-    parts = [[part for message in chat for part in message["content"]] for chat in chats]
-    counts = [{kind: sum(part["type"] == kind for part in own) for kind in packing.MEDIA} for own in parts]
-    taken = [part["taken"] for own in parts for part in own if part["type"] == "video"]
-    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt" if len(chats) == 1 else None}
-    how |= {"processor_kwargs": {"video_metadata": taken, "do_sample_frames": False}} if taken else {}
-    if not hasattr(processor, "tokenizer"):
-        chats = [[m | {"content": "".join(p["text"] for p in m["content"])} for m in chat] for chat in chats]
-    if processor.chat_template is None:
-        batch = processor(
-            ["".join(m["content"] for m in chat) for chat in chats], return_tensors=how["return_tensors"]
-        )
-    else:
-        batch = processor.apply_chat_template(chats, **how, **template)
-    return [dict(batch)] if len(chats) == 1 else packing.split_batch(batch, counts)
 
 
 def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
@@ -445,30 +392,28 @@ def score_responses(functions: dict[str, Callable], prompts: list[dict], texts: 
     rows, logged = [prompt["row"] for prompt in prompts], []
     given = [row.get("messages") or row["prompt"] for row in rows]
     is_chat = isinstance(given[0], list)
-    keywords = {name: [row[name] for row in rows] for name in rows[0]} | {
-        "prompts": given,
-        "completions": [[{"role": "assistant", "content": t}] for t in texts] if is_chat else texts,
-        "completion_ids": [x.tolist() for x in ids],
-        "texts": texts,
-        "chats": [prompt["messages"] for prompt in prompts],
-        "trainer_state": state,
-        "log_metric": lambda name, value: logged.append((name, float(value))),
-    }
+    keywords = {name: [row[name] for row in rows] for name in rows[0]}
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    keywords |= {"prompts": given, "completions": chats if is_chat else texts, "trainer_state": state}
+    keywords |= {"completion_ids": [x.tolist() for x in ids], "texts": texts}
+    keywords["chats"] = [prompt["messages"] for prompt in prompts]
+    keywords["log_metric"] = lambda name, value: logged.append((name, float(value)))
 
     async def wait() -> None:  # those that ask a server, say, side by side
-        waiting = [name for name, result in results.items() if inspect.isawaitable(result)]
+        waiting = [name for name, result in results.items() if hasattr(result, "__await__")]
         results.update(zip(waiting, await asyncio.gather(*map(results.get, waiting))))
 
     try:
         results = {name: function(**keywords) for name, function in functions.items()}
         asyncio.run(wait())
-        results = {name: [math.nan if x is None else float(x) for x in own] for name, own in results.items()}
     except Exception as error:
-        kind = "chats" if is_chat else "strings"
-        error.add_note(f"In a reward function. Its completions are {kind}, since the dataset's prompts are.")
+        error.add_note(
+            f"A reward got {'chats' if is_chat else 'strings'}, since the dataset's prompts are such."
+        )
         raise
-    for name, values in results.items():
-        if len(values) != len(texts) or np.isinf(values).any():
+    for name, own in results.items():
+        results[name] = [math.nan if value is None else float(value) for value in own]
+        if len(own) != len(texts) or np.isinf(results[name]).any():
             fail(f"reward {name} must return one finite number, or None, for each of {len(texts)} responses")
     return results, logged
 
@@ -582,12 +527,11 @@ def make_value_head(args: Args, model) -> nn.Linear:
     return head
 
 
-def update_average(average: dict[str, Tensor], model, beta: float) -> None:
-    """average = beta average + (1 - beta) weights; fp32, on rank 0; begins with the weights. Collective."""
-    for name, weight in merged_state_dict(model).items():
-        if RANK == 0:
-            weight = weight.to("cpu", torch.float32, copy=True)
-            average[name] = average.get(name, weight).lerp_(weight, 1 - beta)
+def update_average(average, model, beta: float) -> None:
+    """average = beta average + (1 - beta) weights, a model in fp32 on rank 0, else None. Collective."""
+    weights = merged_state_dict(model)
+    for name, mean in average.named_parameters() if average else ():
+        mean.data.lerp_(weights[name].to(mean), 1 - beta)
 
 
 # ---- pure math: tensors in, tensors and metrics out ----
@@ -726,16 +670,13 @@ def balance_loss(router_logits: tuple[Tensor, ...], top_k: int) -> Tensor:
     return probs.shape[1] * (sent.mean(0) * probs.mean(0)).sum()
 
 
-def sample_token(logprobs: Tensor, drawn: Tensor, top_p: float) -> Tensor:
-    """logprobs (B, V), drawn (B,) uniform in [0, 1) -> ids (B,), among the likeliest that reach top_p."""
-    probs = logprobs.double().exp().nan_to_num(1.0)  # a broken model's; its update is skipped
-    if top_p < 1:
-        ordered, order = probs.sort(-1, descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
-        probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
-    cumulative = probs.cumsum(-1)
+def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
+    """The token in whose share of [0, 1) a number lies: logprobs (B, V), drawn (B,) uniform -> ids (B,)."""
+    cumulative = (
+        logprobs.double().exp().nan_to_num(1.0).cumsum(-1)
+    )  # NaN: a broken model, its update is skipped
     tokens = torch.searchsorted(cumulative, drawn[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    return tokens.clamp(max=probs.shape[-1] - 1)
+    return tokens.clamp(max=logprobs.shape[-1] - 1)
 
 
 # ---- rollout ----
@@ -762,7 +703,7 @@ def generate(args: Args, model, prompts: list[dict], G: int, temperature: float,
     length limit cut. Placeholders of pictures are never drawn: log-probs mask them too."""
     R, device = args.max_response_length, model.device
     if not packing.is_packed(model):
-        return packing.generate_plain(model, prompts, G, R, end_ids, temperature, args.top_p)
+        return packing.generate_plain(model, prompts, G, R, end_ids, temperature)
     decoder = packing.Decoder(model, prompts, G)  # has run every prompt and picture once
     end, rows = torch.tensor(end_ids, device=device), torch.arange(len(prompts) * G, device=device)
     tokens = torch.full((len(rows), R), -1, device=device)  # (S * G, R)
@@ -772,7 +713,7 @@ def generate(args: Args, model, prompts: list[dict], G: int, temperature: float,
     drawn = torch.tensor(np.concatenate(drawn), device=device)  # (S * G, R)
     for t in range(R):
         logp = packing.next_logprobs(model, decoder.hidden, temperature or 1.0)  # (rows, V)
-        token = sample_token(logp, drawn[rows, t], args.top_p) if temperature else logp.argmax(-1)  # (rows,)
+        token = sample_token(logp, drawn[rows, t]) if temperature else logp.argmax(-1)  # (rows,)
         tokens[rows, t], logprobs[rows, t] = token, logp.gather(1, token[:, None])[:, 0]
         alive = (~torch.isin(token, end)).nonzero()[:, 0]
         if len(alive) < len(rows):  # finished responses leave the batch
@@ -787,56 +728,51 @@ def generate(args: Args, model, prompts: list[dict], G: int, temperature: float,
 
 
 class ModelSampler:
-    """--rollout hf: the trained model itself, or its unsharded copy under ZeRO-3."""
+    """--rollout hf: the trained model itself, or its unsharded copy under ZeRO-3. sync takes over the model's
+    weights, sample answers as `generate` does."""
 
     def __init__(self, args: Args, model, end_ids: list[int], run_dir: Path):
-        self.args, self.model, self.end_ids, self.copy = args, model, end_ids, None
+        self.args, self.model, self.sampled, self.end_ids = args, model, model, end_ids
         if args.zero_stage == 3:
-            self.copy = load_model(args.model, model.dtype).to(model.device)
-            if packing.is_packed(model):
-                packing.switch_attention(self.copy, "packed")
+            self.sampled = load_model(args.model, model.dtype).to(model.device)
+            packing.switch_attention(self.sampled, model.config.get_text_config()._attn_implementation)
 
     def sync(self) -> None:
-        if self.copy is not None:
-            self.copy.load_state_dict(merged_state_dict(self.model))
+        if self.sampled is not self.model:
+            self.sampled.load_state_dict(merged_state_dict(self.model))
 
     def sample(self, prompts: list[dict], num_samples: int, temperature: float):
-        return generate(self.args, self.copy or self.model, prompts, num_samples, temperature, self.end_ids)
+        return generate(self.args, self.sampled, prompts, num_samples, temperature, self.end_ids)
 
 
 class VllmSampler:
     """--rollout vllm: an engine in this process, one per rank. On CUDA it sleeps while the trainer works."""
 
     def __init__(self, args: Args, model, end_ids: list[int], run_dir: Path):
-        self.model, self.cuda, set_num_threads = model, torch.cuda.is_available(), torch.set_num_threads
+        self.model, self.cuda = model, torch.cuda.is_available()
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
         from vllm import LLM, SamplingParams
 
-        limit = args.max_prompt_length + args.max_response_length
         self.llm = LLM(
             model=args.model, dtype=str(model.dtype).removeprefix("torch."), seed=args.seed,
-            max_model_len=limit, max_num_batched_tokens=max(limit, 8192),
+            max_model_len=args.max_prompt_length + args.max_response_length,
             max_num_seqs=args.generation_batch_size, gpu_memory_utilization=args.vllm_gpu_memory,
             enable_sleep_mode=self.cuda, enforce_eager=not self.cuda,
             enable_chunked_prefill=self.cuda,  # with seeds it fails on the CPU
             distributed_executor_backend="external_launcher" if WORLD_SIZE > 1 else "uni",
             logprobs_mode="processed_logprobs",  # at the temperature: of what was drawn from
         )  # fmt: skip
-        torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
         self.make_params = functools.partial(
-            SamplingParams, top_p=args.top_p, max_tokens=args.max_response_length, stop_token_ids=end_ids,
-            logit_bias=dict.fromkeys(packing.media_token_ids(model.config), -100.0),
-            logprobs=0, detokenize=False,
+            SamplingParams, max_tokens=args.max_response_length, stop_token_ids=end_ids, detokenize=False,
+            logit_bias=dict.fromkeys(packing.media_token_ids(model.config), -100.0), logprobs=0,
         )  # fmt: skip
 
     def sync(self) -> None:
         """Give the engine the newest weights, and forget what it remembers of the old ones."""
         weights = iter(merged_state_dict(self.model).items())
         if self.cuda:
-            self.llm.wake_up(tags=["weights"])
+            self.llm.wake_up()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if self.cuda:
-            self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
@@ -862,13 +798,12 @@ class VllmSampler:
             self.llm.sleep(level=2)  # the next sync brings the weights
 
 
-# A sampler of your own: sync() takes over the model's weights, and sample() answers as `generate` does.
-SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}
+SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}  # one of your own has sync, sample, and maybe sleep
 
 
 def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature: float, step: int) -> Rollout:
     """G scored responses to each of some rows, dealt out to the ranks and gathered on all of them."""
-    prompts, ids, logprobs, truncated, samples = [], [], [], [], []
+    prompts, ids, logprobs, cut, samples = [], [], [], [], []
     own, size = np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist(), args.generation_batch_size // G
     for start in range(0, len(own), max(1, size)):
         batch = data.encode(own[start : start + max(1, size)])
@@ -876,8 +811,7 @@ def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature:
         seeds = [np.random.default_rng([args.seed, step, p["index"]]).integers(2**31) for p in batch]
         batch = [prompt | {"seed": int(seed)} for prompt, seed in zip(batch, seeds)]
         drawn = sampler.sample(batch, G, temperature) if batch else ([], [], [])
-        prompts, ids, logprobs = prompts + batch, ids + drawn[0], logprobs + drawn[1]
-        truncated += drawn[2]
+        prompts, ids, logprobs, cut = prompts + batch, ids + drawn[0], logprobs + drawn[1], cut + drawn[2]
     texts = data.tokenizer.batch_decode(ids, skip_special_tokens=True)
     state = SimpleNamespace(global_step=step, max_steps=args.total_steps)
     values, logged = score_responses(functions, [p for p in prompts for _ in range(G)], texts, ids, state)
@@ -886,18 +820,18 @@ def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature:
         scores = {f"reward/{name}": column[i] for name, column in values.items()}
         samples.append({"row": prompt["index"], **row, "response": texts[i], **scores})
     prompts = [{name: prompt[name] for name in ("index", "length", "kinds")} for prompt in prompts]
-    mine = prompts, ids, logprobs, truncated, samples, logged, *values.values()
+    mine = prompts, ids, logprobs, cut, samples, logged, *values.values()
     gathered = [mine] * WORLD_SIZE
     if WORLD_SIZE > 1:  # alone it would start threads in gloo, see sum_over_ranks
         dist.all_gather_object(gathered, mine)
-    prompts, ids, logprobs, truncated, samples, logged, *values = (sum(x, []) for x in zip(*gathered))
+    prompts, ids, logprobs, cut, samples, logged, *values = (sum(x, []) for x in zip(*gathered))
     if len(prompts) * 2 < len(indices):
         fail(f"more than half of {len(indices)} rows of {data.source} can't be used: see the warnings")
     values = torch.tensor(values).view(-1, len(prompts), G)  # (rewards, n, G)
     weighted = values * torch.tensor(args.reward_weights)[:, None, None]
     R = torch.tensor([len(x) for x in ids])  # (B,)
     return Rollout(
-        prompts=prompts, response_ids=ids, truncated=torch.tensor(truncated).view(-1, G),
+        prompts=prompts, response_ids=ids, truncated=torch.tensor(cut).view(-1, G),
         rewards=dict(zip(functions, values)),
         scores=weighted.nansum(0).masked_fill(weighted.isnan().all(0), math.nan),
         mask=torch.arange(int(R.max()))[None] < R[:, None],
@@ -905,7 +839,7 @@ def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature:
     )  # fmt: skip
 
 
-def join(one: Rollout | None, other: Rollout) -> Rollout:
+def join(one: Rollout, other: Rollout) -> Rollout:
     """The prompts of one, then those of the other: rounds of dynamic sampling."""
 
     def add(x, y):
@@ -913,7 +847,7 @@ def join(one: Rollout | None, other: Rollout) -> Rollout:
             return {name: add(x[name], y[name]) for name in x}
         return x + y if isinstance(x, list) else nn.utils.rnn.pad_sequence([*x, *y], batch_first=True)
 
-    return Rollout(*map(add, vars(one).values(), vars(other).values())) if one else other
+    return Rollout(*map(add, vars(one).values(), vars(other).values()))
 
 
 def packs_of(args: Args, rollout: Rollout, groups: packing.Groups, data, actor) -> Iterator:
@@ -937,8 +871,8 @@ def compute_logprobs(args: Args, rollout: Rollout, data, actor, forwards: dict[s
 
 
 def add_advantages(args: Args, rollout: Rollout, tables: dict[str, Tensor], trained: Tensor, state: dict):
-    """Into tables, (B, R) each: kl, advantages, returns, policy_mask, tis_weights. trained (n, G): False is left
-    out. Global without a collective, since every rank holds the whole rollout."""
+    """Into tables, (B, R) each: mask, kl, advantages, returns, policy_mask, tis_weights. trained (n, G): False is
+    left out. Global without a collective, since every rank holds the whole rollout."""
     mask, scores, logprobs = rollout.mask & trained.view(-1, 1), rollout.scores, tables["logprobs"]
     kl = (
         kl_estimate(logprobs, tables.get("ref_logprobs", logprobs), args.kl_estimator) * rollout.mask
@@ -947,7 +881,8 @@ def add_advantages(args: Args, rollout: Rollout, tables: dict[str, Tensor], trai
         own = scores[trained].double()
         sums = zip(state["moments"], (len(own), own.sum().item(), own.square().sum().item()))
         n, total, squares = state["moments"] = [old + new for old, new in sums]
-        mean, std = total / n, max(0.0, squares / n - (total / n) ** 2) ** 0.5
+        mean = total / max(n, 1)
+        std = max(0.0, squares / max(n, 1) - mean**2) ** 0.5
         scores = scores - mean if args.reward_running_norm == "standardize" else scores
         scores = scores / (std if std > 1e-6 * abs(mean) else 1.0)  # if constant, the spread is no unit
     scores = scores.clamp(*args.reward_clip) if args.reward_clip else scores
@@ -962,9 +897,10 @@ def add_advantages(args: Args, rollout: Rollout, tables: dict[str, Tensor], trai
     bound, policy_mask = args.advantage_clip or math.inf, mask
     if args.entropy_token_ratio < 1:
         policy_mask = high_entropy_mask(tables["entropy"], mask, args.entropy_token_ratio)
-    weights = (logprobs - rollout.engine_logprobs).clamp(-20, 20).exp().clamp(max=args.tis_clip or math.inf)
-    tables |= {"kl": kl, "advantages": advantages.clamp(-bound, bound), "returns": returns}
-    tables |= {"policy_mask": policy_mask, "tis_weights": weights}
+    gap = (logprobs - rollout.engine_logprobs).clamp(-20, 20)
+    tables |= {"mask": mask, "policy_mask": policy_mask, "kl": kl, "returns": returns}
+    tables["advantages"] = advantages.clamp(-bound, bound)
+    tables["tis_weights"] = gap.exp().clamp(max=args.tis_clip or math.inf)
 
 
 # ---- DeepSpeed ----
@@ -981,32 +917,30 @@ def init_distributed() -> torch.device:
     os.environ |= {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"), "DS_ACCELERATOR": device.type}
     import deepspeed
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # On a CPU it would compile this for a minute, for nothing.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("WARNING")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute on a CPU
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return device
 
 
 def sum_over_ranks(table: Tensor, device) -> Tensor:
-    if WORLD_SIZE == 1:  # gloo copies in its own thread: with a second OpenMP team no thread spins any more
-        return table.cpu()
-    table = table.to(device)
-    dist.all_reduce(table)
+    if (
+        WORLD_SIZE > 1
+    ):  # alone, gloo would copy in a thread of its own: with two OpenMP teams none spins any more
+        dist.all_reduce(table := table.to(device))
     return table.cpu()
 
 
 def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0):
     """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither.
 
-    One pack is one micro-batch. Batch sizes stay 1 here: the number of packs per optimizer step varies, so
-    `set_gradient_accumulation_boundary` ends a step, and the losses carry their own global denominators.
+    One pack is one micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step,
+    batch sizes stay 1 here, and the losses carry their own global denominators.
     """
     import deepspeed
 
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": {
@@ -1016,21 +950,18 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
             "stage3_param_persistence_threshold": 10_000,
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs on the CPU too, and needs no compiler
-        "steps_per_print": 2**31,
     }
-    head = module.model.get_output_embeddings()
-    if args.zero_stage == 3 and head is not None:  # read outside its own module's forward
-        deepspeed.zero.register_external_parameter(module, head.weight)
+    if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
+        deepspeed.zero.register_external_parameter(module, head.weight)  # read outside its own forward
     optimizer = schedule = None
     if total_updates:
-        groups = defaultdict(list)
-        for p in (p for p in module.parameters() if p.requires_grad):  # one may have a rate of its own
-            groups[getattr(p, "rate", args.learning_rate), args.weight_decay * (p.dim() > 1)].append(p)
-        groups = [{"params": own, "lr": rate, "weight_decay": decay} for (rate, decay), own in groups.items()]
+        trained = [p for p in module.parameters() if p.requires_grad]
+        vectors, matrices = ([p for p in trained if (p.dim() > 1) == kind] for kind in (False, True))
+        groups = [{"params": matrices, "weight_decay": args.weight_decay}]
+        groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []  # LoRA has none
         fused = torch.cuda.is_available() and not args.offload_optimizer
-        optimizer = torch.optim.AdamW(groups, betas=args.adam_betas, fused=fused)
+        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=args.adam_betas, fused=fused)
         name, shape = "cosine_warmup_with_min_lr", {"min_lr_rate": args.min_lr_ratio}
         schedule = transformers.get_scheduler(name, optimizer, args.warmup_steps, total_updates, shape)
     how = {"config": config, "optimizer": optimizer, "lr_scheduler": schedule}
@@ -1115,28 +1046,26 @@ def update(args: Args, rollout: Rollout, tables, trained, data, engines: dict, t
     engines = {name: engine for name, engine in engines.items() if name == "critic" or train_actor}
     groups = [(i, [i * G + j for j in range(G) if own[j]]) for i, own in enumerate(trained.tolist())]
     groups, sums, steps, tokens = [group for group in groups if group[1]], defaultdict(float), [], 0
-    weigh = functools.partial(token_weights, limit=args.max_response_length)
+    tables = {name: table.to(actor.device) for name, table in tables.items()}  # (B, R) each
     for epoch in range(args.num_ppo_epochs):
         order = np.random.default_rng([args.seed, step, epoch]).permutation(len(groups))
         for number, batch in enumerate(np.array_split(order, num_batches)):
-            batch, inside, learned = [groups[i] for i in batch], torch.zeros_like(rollout.mask), []
+            batch, inside, learned = [groups[i] for i in batch], torch.zeros_like(tables["mask"]), []
             if not batch:  # fewer groups than optimizer steps are left
                 continue
             inside[[b for _, members in batch for b in members]] = True
-            inside &= rollout.mask
+            inside, how = inside & tables["mask"], (args.loss_agg, args.max_response_length)
             tokens += int(inside.sum())
-            tables |= {  # denominators are those of the whole optimizer step, on all ranks
-                "policy_weights": weigh(inside & tables["policy_mask"], args.loss_agg),
-                "weights": weigh(inside, args.loss_agg),
-                "value_weights": weigh(inside, "token-mean"),
-            }
-            there = {name: table.to(actor.device) for name, table in tables.items()}
+            # Denominators are those of the whole optimizer step, on all ranks.
+            tables["policy_weights"] = token_weights(inside & tables["policy_mask"], *how)
+            tables["weights"] = token_weights(inside, *how)
+            tables["value_weights"] = token_weights(inside, "token-mean", 0)
             packs = list(packs_of(args, rollout, batch, data, actor))
             if turns is not None and train_actor:
                 so_far = ((step - 1) * args.num_ppo_epochs + epoch) * num_batches + number
                 learned, learned_tokens = ptx_packs(args, turns, so_far, actor)
             for k, pack in enumerate(packs):
-                flat, logs = {name: table[pack.index] for name, table in there.items()}, {}  # (M,) each
+                flat, logs = {name: table[pack.index] for name, table in tables.items()}, {}  # (M,) each
                 # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
                 if "critic" in engines:  # backward too, before the actor's graph takes its memory
                     engines["critic"].set_gradient_accumulation_boundary(k == len(packs) - 1)
@@ -1162,9 +1091,9 @@ def update(args: Args, rollout: Rollout, tables, trained, data, engines: dict, t
     totals = sum_over_ranks(torch.stack([*sums.values()]), actor.device).tolist()
     counts = [len(steps) if name.startswith("loss/") else tokens for name in sums]
     metrics = {name: total / count for name, total, count in zip(sums, totals, counts)}
-    for name in engines:
-        norms = [each[name][0] for each in steps if each[name][1]]
-        metrics["train/grad_norm" if name == "actor" else "train/critic_grad_norm"] = np.mean(norms or [0.0])
+    for name, key in (("actor", "train/grad_norm"), ("critic", "train/critic_grad_norm")):
+        norms = [each[name][0] for each in steps if name in each and each[name][1]]
+        metrics |= {key: np.mean(norms)} if norms else {}
     return metrics, [all(taken for _, taken in each.values()) for each in steps]
 
 
@@ -1173,7 +1102,7 @@ def update(args: Args, rollout: Rollout, tables, trained, data, engines: dict, t
 
 def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple[dict, list[dict]]:
     """A fixed subset of held-out prompts, each with a greedy response and eval_num_samples sampled ones.
-    eval/best_score: mean of the best ones; eval/pass_at_k: share of prompts with a sample of accuracy 1."""
+    eval/pass_at_k: share of prompts with a sample of accuracy 1."""
     indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples])
     metrics, samples = {}, []
     for mode, temperature, G in (("greedy", 0.0, 1), ("sampled", args.temperature, args.eval_num_samples)):
@@ -1181,7 +1110,6 @@ def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple
         tables = {**rollout.rewards, "score": rollout.scores, "length": rollout.mask.sum(1).float()}
         metrics |= {f"eval/{mode}_{name}": float(values.nanmean()) for name, values in tables.items()}
         samples += [{"phase": f"eval_{mode}", **sample} for sample in rollout.samples[:16]]
-    metrics["eval/best_score"] = float(rollout.scores.nanquantile(1.0, dim=1).nanmean())
     if "accuracy" in rollout.rewards:
         metrics["eval/pass_at_k"] = float((rollout.rewards["accuracy"] == 1).any(1).float().mean())
     return metrics, samples
@@ -1191,9 +1119,8 @@ def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple
 
 
 def tell(message: str) -> None:
-    """One line, from rank 0, also under a progress bar."""
     if RANK == 0:
-        tqdm.write(message, file=sys.stdout)
+        tqdm.write(message)  # also under a progress bar
         sys.stdout.flush()
 
 
@@ -1206,6 +1133,7 @@ def find_run(args: Args) -> tuple[Path, Path | None]:
     """-> the run's folder, and the checkpoint to go on from."""
     name = f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     found = [Path(args.output_dir) / (args.run_name or name), None]
+    dist.broadcast_object_list(found)  # the name holds a time: all ranks take rank 0's
     if args.resume == "auto":
         found[1] = next(reversed(checkpoints(found[0])), None)
     elif args.resume is not None:
@@ -1214,23 +1142,25 @@ def find_run(args: Args) -> tuple[Path, Path | None]:
             fail(f"--resume {args.resume} is no checkpoint: it has no folder named state")
     elif RANK == 0 and found[0].exists():
         fail(f"{found[0]} exists already: choose another --run-name, or go on with --resume auto")
-    dist.broadcast_object_list(found)  # the name holds a time: all ranks take rank 0's
     return found[0], found[1]
 
 
-def save_checkpoint(
-    args: Args, run_dir: Path, engines: dict, state: dict, export: Callable[[Path], None]
-) -> Path:
-    """checkpoint-N: a Hugging Face folder, by export, that loads by itself; and state/ for --resume. Collective."""
-    final = run_dir / f"checkpoint-{state['step']}"
+def save_checkpoint(args: Args, run_dir: Path, engines: dict, processor, state: dict) -> Path:
+    """checkpoint-N: a Hugging Face folder that loads by itself, and state/ for --resume. Collective."""
+    final, model = run_dir / f"checkpoint-{state['step']}", engines["actor"].module.model
     folder = final.with_suffix(".tmp")  # renamed when all of it is written
     if RANK == 0:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
     for name, engine in engines.items():
         engine.save_checkpoint(str(folder / "state" / name), tag="engine", client_state={"ours": state})
-    export(folder)
+    weights = {name: weight.cpu() for name, weight in merged_state_dict(model).items()}
     if RANK == 0:
+        with torch.device("meta"):  # the same architecture, without adapters
+            plain = type(model)(model.config)
+        plain.generation_config = model.generation_config
+        plain.save_pretrained(folder, state_dict=weights)
+        processor.save_pretrained(folder)
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed before it
         folder.rename(final)
         for old in checkpoints(run_dir)[: -args.save_total_limit]:
@@ -1239,81 +1169,43 @@ def save_checkpoint(
     return final
 
 
-def export_model(model, processor, folder: Path) -> None:
-    """The merged model and its processor, as transformers loads them. Collective."""
-    weights = {name: weight.cpu() for name, weight in merged_state_dict(model).items()}
-    if RANK == 0:
-        with torch.device("meta"):  # the same architecture, without adapters
-            plain = type(model)(model.config)
-        plain.generation_config = model.generation_config
-        plain.save_pretrained(folder, state_dict=weights)
-        processor.save_pretrained(folder)
-
-
-def export_all(model, processor, average: dict[str, Tensor], folder: Path) -> None:
-    """As export_model, and the average of --ema-beta as ema/, another such folder. Collective."""
-    export_model(model, processor, folder)
-    if average:
-        with torch.device("meta"):
-            plain = type(model)(model.config)
-        plain.save_pretrained(folder / "ema", state_dict={k: x.to(model.dtype) for k, x in average.items()})
-        processor.save_pretrained(folder / "ema")
-        torch.save(average, folder / "state" / "ema.pt")
-
-
 def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
     """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
-    if RANK > 0:
-        return
-    samples = [{"train/step": metrics["train/step"], **sample} for sample in samples]
-    for name, lines in (("metrics", [metrics]), ("samples", samples)):
+    step = metrics["train/step"]
+    files = ("metrics", [metrics]), ("samples", [{"train/step": step} | sample for sample in samples])
+    for name, lines in files if RANK == 0 else ():
         with (run_dir / f"{name}.jsonl").open("a") as file:
             file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-    if args.track == "wandb":
+    if args.track == "wandb" and RANK == 0:
         import wandb
 
         known = {"id": run_dir.name, "name": run_dir.name, "config": asdict(args), "dir": run_dir}
-        (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=metrics["train/step"])
-    if args.track == "tensorboard":
+        (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=step)
+    if args.track == "tensorboard" and RANK == 0:
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(
-            str(run_dir / "tensorboard"), filename_suffix=f".{metrics['train/step']}"
-        ) as writer:
+        with SummaryWriter(str(run_dir)) as writer:
             for name, value in metrics.items():
-                writer.add_scalar(name, value, metrics["train/step"])
-
-
-def open_run(args: Args, run_dir: Path, step: int) -> None:
-    """Rank 0 alone: the folder and its args.json; what an interrupted run logged after step is dropped."""
-    if RANK > 0:
-        return
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-    for path in run_dir.glob("*.jsonl"):
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        path.write_text("".join(line for line in lines if 0 < step >= json.loads(line)["train/step"]))
+                writer.add_scalar(name, value, step)
 
 
 # ---- main ----
 
 
 def main(args: Args) -> dict[str, float]:
-    """Train; -> the last metrics."""
     # --- 1. setup ---
     started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     check_args(args)
     device, G = init_distributed(), args.num_samples_per_prompt
     run_dir, checkpoint = find_run(args)
-    best = "bfloat16" if device.type == "cuda" else "float32"
-    dtype = getattr(torch, best if args.dtype == "auto" else args.dtype)
+    fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
+    dtype = torch.float32 if fp32 else torch.bfloat16
     torch.manual_seed(args.seed)  # of LoRA's first weights
 
     # --- 2. models and engines ---
     model, reference, value_head = load_model(args.model, dtype), None, None
-    kind = "AutoProcessor" if hasattr(model.config, "vision_config") else "AutoTokenizer"
-    processor = getattr(transformers, kind).from_pretrained(args.model)
+    processor = transformers.AutoProcessor.from_pretrained(args.model)  # of a text model: its tokenizer
     if args.kl_coef > 0 and args.lora_rank == 0:
         reference = Actor(args, load_model(args.model, dtype)).requires_grad_(False)
         reference = make_engine(args, reference, dtype) if args.zero_stage == 3 else reference.to(device)
@@ -1321,7 +1213,6 @@ def main(args: Args) -> dict[str, float]:
     engines, updates = {}, args.total_steps * updates_per_step
     if args.critic_share_backbone:
         value_head = make_value_head(args, model)
-        value_head.weight.rate = args.critic_learning_rate
     elif args.advantage == "gae":
         backbone = load_model(args.critic_model or args.model, dtype)
         if backbone.config.model_type != model.config.model_type:
@@ -1333,16 +1224,18 @@ def main(args: Args) -> dict[str, float]:
     prepare_training(args, model)
     updates -= args.freezing_actor_steps * updates_per_step
     actor = engines["actor"] = make_engine(args, Actor(args, model, value_head), dtype, updates)
-    state, average = {"step": 0, "episode": 0, "cursor": 0}, {}
-    state |= {"kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0]}  # of the scores: count, sum, sum of squares
+    state = {"step": 0, "before": {}, "episode": 0, "cursor": 0, "kl_coef": args.kl_coef}
+    state["moments"] = [0, 0.0, 0.0]  # of the scores: count, sum, sum of squares
     for name, engine in engines.items():
         engine.eval()
         if checkpoint is not None:
             state = engine.load_checkpoint(str(checkpoint / "state" / name), tag="engine")[1]["ours"]
-    if args.ema_beta and checkpoint is None:
-        update_average(average, model, args.ema_beta)
-    elif args.ema_beta and RANK == 0:
-        average = torch.load(checkpoint / "state" / "ema.pt")
+    average, saved_engines = str(checkpoint / "state" / "ema") if checkpoint else args.model, dict(engines)
+    if args.ema_beta and RANK == 0:
+        average = load_model(average, torch.float32)
+        saved_engines["ema"] = SimpleNamespace(
+            save_checkpoint=lambda path, **_: average.save_pretrained(path)
+        )
 
     # --- 3. data ---
     data = load_data(args, args.dataset, args.dataset_split, model, processor)
@@ -1350,7 +1243,13 @@ def main(args: Args) -> dict[str, float]:
     eval_data = load_data(args, source, args.eval_dataset_split, model, processor) if source else None
     known = REWARDS | {"overlong": functools.partial(overlong, limit=args.max_response_length)}
     functions = {x.rpartition(":")[2]: plug_in("--rewards", x, known) for x in args.rewards}
-    open_run(args, run_dir, state["step"])
+    if RANK == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        for path in run_dir.glob("*.jsonl"):  # without what an interrupted run logged after its checkpoint
+            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
+            path.write_text("".join(lines))
     tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
     prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(f"{args.dataset}: no row can be used")
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
@@ -1374,9 +1273,9 @@ def main(args: Args) -> dict[str, float]:
     received, stopped, saved = [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
-    if eval_data and state["step"] == 0:
-        before, samples = evaluate(args, sampler, eval_data, functions)
-        log(args, run_dir, {"train/step": 0, "train/episode": 0, **before}, samples)
+    if eval_data and not state["before"]:  # a resumed run has it
+        state["before"], samples = evaluate(args, sampler, eval_data, functions)
+        log(args, run_dir, {"train/step": 0, "train/episode": 0, **state["before"]}, samples)
     steps, wanted = range(state["step"] + 1, args.total_steps + 1), args.rollout_batch_size // G
     hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step instead
     for step in (bar := tqdm(steps, "ppo_vl", args.total_steps, initial=state["step"], disable=hidden)):
@@ -1386,9 +1285,8 @@ def main(args: Args) -> dict[str, float]:
             count = wanted - int(useful.sum())
             indices = batch_indices(state["cursor"], count, len(data.rows), args.seed)
             state["cursor"], asked = state["cursor"] + count, asked + count
-            rollout = join(
-                rollout, roll_out(args, sampler, data, functions, indices, G, args.temperature, step)
-            )
+            more = roll_out(args, sampler, data, functions, indices, G, args.temperature, step)
+            rollout = join(rollout, more) if rollout else more
             scores = rollout.scores  # (n, G)
             useful = scores.nan_to_num(-math.inf).amax(1) > scores.nan_to_num(math.inf).amin(1)  # (n,)
             if not args.dynamic_sampling or useful.sum() == wanted:
@@ -1403,16 +1301,12 @@ def main(args: Args) -> dict[str, float]:
         times.append(time.perf_counter())
 
         # --- 5. score: log-probs and values before the update ---
-        tables = {"logprobs": rollout.engine_logprobs} | compute_logprobs(
-            args, rollout, data, actor, forwards
-        )
-        logprobs = tables["logprobs"]  # (B, R)
+        tables = compute_logprobs(args, rollout, data, actor, forwards)
+        logprobs = tables.setdefault("logprobs", rollout.engine_logprobs)  # (B, R)
         gap = ((rollout.engine_logprobs - logprobs).abs() * rollout.mask).sum(1) / rollout.mask.sum(1)  # (B,)
         if gap.max() > packing.TOLERANCE[dtype]:
             row = rollout.prompts[int(gap.argmax()) // G]["index"]
-            fail(
-                f"row {row}: the sampler's log-probs are {gap.max():.3f} nats from the trainer's, on average"
-            )
+            fail(f"row {row}: the sampler's log-probs are {gap.max():.2g} nats from the trainer's on average")
         times.append(time.perf_counter())
 
         # --- 6. advantages ---
@@ -1433,7 +1327,6 @@ def main(args: Args) -> dict[str, float]:
         times.append(time.perf_counter())
 
         # --- 9. log ---
-        seconds = dict(zip(("rollout", "score", "update", "sync"), np.diff(times).tolist()))
         state["episode"] += scores.numel()
         lengths = rollout.mask.sum(1).float()
         metrics |= {
@@ -1443,7 +1336,6 @@ def main(args: Args) -> dict[str, float]:
             "train/kl_coef": kl_coef,
             "train/skipped_updates": taken.count(False),
             "objective/scores": scores.nanmean(),
-            "objective/scores_std": scores[~scores.isnan()].std(correction=0),
             "objective/kl": kl.mean(),
             "objective/rlhf_reward": (scores - kl_coef * kl).nanmean(),
             "objective/entropy": -(logprobs * rollout.mask).sum(1).mean(),
@@ -1451,23 +1343,19 @@ def main(args: Args) -> dict[str, float]:
             "rollout/truncated_frac": rollout.truncated.float().mean(),
             "rollout/zero_std_groups_frac": ((scores - scores[:, :1]).abs().amax(1) < 1e-9).float().mean(),
             "rollout/prompts_dropped": asked - len(rollout.prompts),
-            "rollout/responses_trained": trained.sum(),
             "rollout/engine_logprob_diff_max": gap.max(),
             "time/total": times[-1] - times[0],
             "time/tokens_per_second": lengths.sum() / (times[-1] - times[0]),
         }
         if "values" in tables:
-            values, returns = (
-                tables[name][rollout.mask & trained.view(-1, 1)] for name in ("values", "returns")
-            )
+            values, returns = (tables[name][tables["mask"]] for name in ("values", "returns"))
             unexplained = (returns - values).var(correction=0) / returns.var(correction=0)
-            metrics["val/explained_variance"] = 1 - unexplained
+            metrics["val/explained_variance"] = 1 - unexplained.nan_to_num(1.0, 1.0)
         if args.tis_clip:
             metrics["rollout/tis_weight_mean"] = tables["tis_weights"][rollout.mask].mean()
-        state["kl_coef"] = next_kl_coef(
-            kl_coef, float(kl[trained].mean()), args.kl_target, args.kl_horizon, int(trained.sum())
-        )
-        metrics |= {f"time/{name}": value for name, value in seconds.items()}
+        control = float(kl[trained].mean()), args.kl_target, args.kl_horizon, int(trained.sum())
+        state["kl_coef"] = next_kl_coef(kl_coef, *control)
+        metrics |= zip(("time/rollout", "time/score", "time/update", "time/sync"), np.diff(times))
         metrics |= {f"reward/{name}": values.nanmean() for name, values in rollout.rewards.items()}
         for name in {name for name, _ in rollout.logged}:
             metrics[name] = np.mean([value for key, value in rollout.logged if key == name])
@@ -1487,8 +1375,7 @@ def main(args: Args) -> dict[str, float]:
             tell(f"step {step} of {args.total_steps}, {metrics['time/total']:.2f} s: {shown}")
         stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike
         if last or stopped or hopeless or (args.save_steps and step % args.save_steps == 0):
-            export = functools.partial(export_all, model, processor, average)
-            saved = save_checkpoint(args, run_dir, engines, state, export)
+            saved = save_checkpoint(args, run_dir, saved_engines, processor, state)
         if hopeless:
             fail(f"step {step}: no update had finite gradients; {saved} has the weights from before it")
         if stopped:
@@ -1497,12 +1384,12 @@ def main(args: Args) -> dict[str, float]:
     # --- 11. finish ---
     if stopped:
         tell(f"stopped by a signal after step {step}; go on with --resume {saved}")
-    elif RANK == 0:
-        before = json.loads((run_dir / "metrics.jsonl").read_text().partition("\n")[0])
-        keys = [key for key in before if key.endswith("_score") and key in metrics]
-        told = [f"{key} {before[key]:.3f} -> {metrics[key]:.3f}" for key in keys]
+    else:
+        told = [
+            f"{k} {x:.3f} -> {metrics[k]:.3f}" for k, x in state["before"].items() if k.endswith("_score")
+        ]
         tell(" · ".join([*told, f"{time.perf_counter() - started:.0f} s", str(saved)]))
-        tell(f"for a report: python tools/report.py {run_dir}")
+        tell(f"to see it: python tools/report.py {run_dir}")
     if args.rollout != "vllm":  # the engine ends the process group by itself
         dist.destroy_process_group()
     return metrics
