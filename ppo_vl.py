@@ -98,7 +98,6 @@ class Args:
     # divide scores by the standard deviation of all so far; standardize: subtract their mean first
     reward_running_norm: Literal["off", "scale", "standardize"] = "off"
     reward_clip: tuple[float, float] | None = None  # range of scores, before the KL is subtracted
-
     # --- algorithm ---
     # estimator, see center_scores; all but gae work without a critic
     advantage: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "cpgd"] = "gae"
@@ -115,17 +114,13 @@ class Args:
     loss_agg: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
     ] = "token-mean"
-    entropy_token_ratio: float = (
-        1.0  # share of tokens, of the highest entropy, in the policy loss (paper: 0.2)
-    )
+    entropy_token_ratio: float = 1.0  # share of tokens, of highest entropy, in the policy loss (paper: 0.2)
     entropy_coef: float = 0.0  # weight of the entropy bonus, nats per token
     mask_truncated: bool = False  # cut responses leave the loss and their siblings' baseline
     kl_coef: float = 0.01  # weight of the KL to the reference (paper: 0.02); 0 = no reference
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # per token, see common/kl.py
     kl_loss: bool = False  # KL as a loss term, with gradient, instead of in the rewards; prefer k2 or k3
-    kl_target: float | None = (
-        None  # KL per response (nats) that an adaptive coefficient steers to; None: fixed
-    )
+    kl_target: float | None = None  # nats per response that an adaptive coefficient steers to; None: fixed
     kl_horizon: int = 10000  # responses over which it reacts (paper: 10000)
     value_clip: float = 0.2  # new values are clipped to old ones +- this, in units of reward; 0 = off
     vf_coef: float = 0.5  # weight of the value loss
@@ -136,7 +131,7 @@ class Args:
     ptx_coef: float = 0.05  # weight of their loss, nats per token
     ptx_batch_size: int = 16  # assistant turns per optimizer step, over all ranks
     router_aux_coef: float = 0.0  # weight of the load balance loss of a mixture of experts
-    ema_beta: float = 0.0  # average = beta average + (1 - beta) weights, saved in checkpoint-N/ema; 0 = off
+    ema_beta: float = 0.0  # moving average of the weights, saved as checkpoint-N/state/ema; 0 = off
     # --- optimizer ---
     learning_rate: float = 1e-4  # peak; models of 2B and more want about 1e-6
     critic_learning_rate: float = 1e-3  # peak of critic and value head; pretrained ones want about 1e-5
@@ -262,9 +257,9 @@ def load_turns(args: Args, model, processor, end_ids: list[int]) -> SimpleNamesp
     rows = load_rows(source, "train")
     texts = {"messages", "prompt", "response"} & {*rows.column_names}  # without opening pictures
     for i, row in enumerate(rows.select_columns([*texts])):
-        chat = row.get("messages") or row["prompt"]
+        chat, answer = row.get("messages") or row["prompt"], row.get("response")
         chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-        chat = chat + [{"role": "assistant", "content": row["response"]}] * ("response" in row)
+        chat = chat if answer is None else [*chat, {"role": "assistant", "content": answer}]
         turns += [(i, k, chat) for k in range(-len(chat), 0) if chat[k]["role"] == "assistant"]
 
     @functools.lru_cache(2 * args.ptx_batch_size)
@@ -479,8 +474,8 @@ def prepare_training(args: Args, model) -> None:
 
 
 class Actor(nn.Module):
-    """Policy or reference, as DeepSpeed runs it: pack -> log-probs, entropies or None, values of a head on the
-    policy's own backbone or None; (M,) each."""
+    """Policy or reference, as DeepSpeed runs it: pack -> log-probs (M,), entropies, and values of a head on
+    its backbone, (M,) or None."""
 
     def __init__(self, args: Args, model, value_head: nn.Linear | None = None):
         super().__init__()
@@ -515,7 +510,7 @@ class Critic(nn.Module):
 
 
 def make_value_head(args: Args, model) -> nn.Linear:
-    """That of --critic-model if it is a reward model's folder; else zeros: the first advantages are the returns."""
+    """That of a reward model's folder, or zeros: the first advantages are the returns."""
     from safetensors import safe_open
 
     head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=model.dtype)
@@ -663,8 +658,8 @@ def compute_value_loss(new: Tensor, old: Tensor, returns: Tensor, clip: float) -
 
 
 def balance_loss(router_logits: tuple[Tensor, ...], top_k: int) -> Tensor:
-    """E sum_e f_e P_e, E experts: f share of the tokens sent to e, P its mean probability, over all layers; equal
-    shares give the least, top_k. Layers x (tokens, E) -> (). https://arxiv.org/abs/2101.03961 eq. (4)"""
+    """E sum over experts of (share of tokens sent there) (mean probability): top_k where all are alike.
+    Layers x (tokens, E) -> (). https://arxiv.org/abs/2101.03961 eq. (4)"""
     probs = torch.cat(router_logits).float().softmax(-1)
     sent = torch.zeros_like(probs).scatter(1, probs.topk(top_k).indices, 1.0)
     return probs.shape[1] * (sent.mean(0) * probs.mean(0)).sum()
@@ -871,8 +866,8 @@ def compute_logprobs(args: Args, rollout: Rollout, data, actor, forwards: dict[s
 
 
 def add_advantages(args: Args, rollout: Rollout, tables: dict[str, Tensor], trained: Tensor, state: dict):
-    """Into tables, (B, R) each: mask, kl, advantages, returns, policy_mask, tis_weights. trained (n, G): False is
-    left out. Global without a collective, since every rank holds the whole rollout."""
+    """Into tables, (B, R) each: mask, policy_mask, kl, returns, advantages, tis_weights. trained (n, G): what
+    is not left out. Global without a collective, since every rank holds the whole rollout."""
     mask, scores, logprobs = rollout.mask & trained.view(-1, 1), rollout.scores, tables["logprobs"]
     kl = (
         kl_estimate(logprobs, tables.get("ref_logprobs", logprobs), args.kl_estimator) * rollout.mask
@@ -1036,8 +1031,8 @@ def actor_terms(args: Args, actor, pack, flat: dict[str, Tensor], kl_coef: float
 
 
 def update(args: Args, rollout: Rollout, tables, trained, data, engines: dict, turns, average, state: dict):
-    """num_ppo_epochs passes over the rollout in shuffled mini-batches -> metrics (losses: means over optimizer
-    steps, others over tokens), and which optimizer steps were taken. trained (n, G): False is left out."""
+    """num_ppo_epochs passes over the rollout in shuffled mini-batches -> metrics (losses over optimizer
+    steps, others over tokens), and which of these steps were taken. trained (n, G): False is left out."""
     actor, step, G = engines["actor"], state["step"], trained.shape[1]
     num_batches, train_actor = (
         args.rollout_batch_size // args.train_batch_size,
@@ -1230,12 +1225,10 @@ def main(args: Args) -> dict[str, float]:
         engine.eval()
         if checkpoint is not None:
             state = engine.load_checkpoint(str(checkpoint / "state" / name), tag="engine")[1]["ours"]
-    average, saved_engines = str(checkpoint / "state" / "ema") if checkpoint else args.model, dict(engines)
+    average, saved_parts = None, dict(engines)
     if args.ema_beta and RANK == 0:
-        average = load_model(average, torch.float32)
-        saved_engines["ema"] = SimpleNamespace(
-            save_checkpoint=lambda path, **_: average.save_pretrained(path)
-        )
+        average = load_model(str(checkpoint / "state" / "ema") if checkpoint else args.model, torch.float32)
+        saved_parts["ema"] = SimpleNamespace(save_checkpoint=lambda path, **_: average.save_pretrained(path))
 
     # --- 3. data ---
     data = load_data(args, args.dataset, args.dataset_split, model, processor)
@@ -1351,8 +1344,6 @@ def main(args: Args) -> dict[str, float]:
             values, returns = (tables[name][tables["mask"]] for name in ("values", "returns"))
             unexplained = (returns - values).var(correction=0) / returns.var(correction=0)
             metrics["val/explained_variance"] = 1 - unexplained.nan_to_num(1.0, 1.0)
-        if args.tis_clip:
-            metrics["rollout/tis_weight_mean"] = tables["tis_weights"][rollout.mask].mean()
         control = float(kl[trained].mean()), args.kl_target, args.kl_horizon, int(trained.sum())
         state["kl_coef"] = next_kl_coef(kl_coef, *control)
         metrics |= zip(("time/rollout", "time/score", "time/update", "time/sync"), np.diff(times))
@@ -1375,7 +1366,7 @@ def main(args: Args) -> dict[str, float]:
             tell(f"step {step} of {args.total_steps}, {metrics['time/total']:.2f} s: {shown}")
         stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike
         if last or stopped or hopeless or (args.save_steps and step % args.save_steps == 0):
-            saved = save_checkpoint(args, run_dir, saved_engines, processor, state)
+            saved = save_checkpoint(args, run_dir, saved_parts, processor, state)
         if hopeless:
             fail(f"step {step}: no update had finite gradients; {saved} has the weights from before it")
         if stopped:
