@@ -7,8 +7,8 @@ A step samples responses, scores them, estimates advantages, and makes a few upd
     rho_t = p_now(token t) / p_before(token t)
     loss = -mean of min(rho_t A_t, clip(rho_t, 1 - c, 1 + c) A_t), critic: mean of (V_t - V_t before - A_t)^2
 
-Papers: https://arxiv.org/abs/1707.06347, https://arxiv.org/abs/1506.02438. docs/ppo_vl.md lists
-what differs from PPOTrainerVL (opendilab/LightRFT@49e62cb). Start reading at main.
+Papers: https://arxiv.org/abs/1707.06347, https://arxiv.org/abs/1506.02438. docs/ppo_vl.md lists what differs
+from LightRFT's PPOTrainerVL (opendilab/LightRFT@49e62cb). Start reading at main.
 
     python ppo_vl.py                    # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python ppo_vl.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6
@@ -41,6 +41,7 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -64,8 +65,7 @@ class Args:
     resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
     # --- model and data ---
     model: str = TINY_VL  # folder or hub id of a vision-language or text model
-    # where the critic starts, with its head: a model like --model, or a folder of reward_bt.py; None: --model
-    critic_model: str | None = None
+    critic_model: str | None = None  # the critic starts there: also a folder of reward_bt.py; None: --model
     critic_share_backbone: bool = False  # a value head on the actor's backbone instead of a critic of its own
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of a hub id or a saved folder
@@ -95,16 +95,14 @@ class Args:
     # accuracy, format, overlong, or path.py:function in TRL's protocol: score_responses
     rewards: tuple[str, ...] = ("accuracy", "format")
     reward_weights: tuple[float, ...] = (0.9, 0.1)  # the score of a response is the weighted sum
-    # divide scores by the standard deviation of all so far; standardize: subtract their mean first
-    reward_running_norm: Literal["off", "scale", "standardize"] = "off"
+    reward_running_norm: Literal["off", "scale", "standardize"] = "off"  # by std, or mean too, of all so far
     reward_clip: tuple[float, float] | None = None  # range of scores, before the KL is subtracted
     # --- algorithm ---
     # estimator, see center_scores; all but gae work without a critic
     advantage: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "cpgd"] = "gae"
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # paper: 0.95
-    # to mean 0, std 1 over the rollout's tokens; auto: with gae, reinforce, reinforce_baseline
-    whiten_advantages: Literal["auto", "on", "off"] = "auto"
+    whiten_advantages: Literal["auto", "on", "off"] = "auto"  # to mean 0, std 1; auto: gae and reinforce(_*)
     advantage_clip: float = 0.0  # bound of whitened advantages; 0 = off
     policy_loss: Literal["clip", "dual_clip", "cpg", "gspo"] = "clip"  # of a token, see compute_policy_loss
     clip_coef: float = 0.2  # the ratio is clipped below 1 - c (paper: 0.2; GSPO: 3e-4)
@@ -127,7 +125,7 @@ class Args:
     freezing_actor_steps: int = 0  # steps at the start in which the critic trains alone
     num_ppo_epochs: int = 2  # passes over each rollout
     train_batch_size: int = 128  # responses per optimizer step, over all ranks
-    ptx_dataset: str | None = None  # chats whose assistant turns are learned beside; or prompt and response
+    ptx_dataset: str | None = None  # chats, column messages, whose assistant turns are learned beside
     ptx_coef: float = 0.05  # weight of their loss, nats per token
     ptx_batch_size: int = 16  # assistant turns per optimizer step, over all ranks
     router_aux_coef: float = 0.0  # weight of the load balance loss of a mixture of experts
@@ -171,11 +169,9 @@ def check_args(args: Args) -> None:
         (len(args.rewards) != len(args.reward_weights), "--reward-weights needs one weight per reward"),
         (args.temperature <= 0, "--temperature must be more than 0"),
         (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
-        (0 < args.replay_limit < G, f"--replay-limit must hold a prompt's {G} responses"),
         (args.advantage != "gae" and (alone or of_critic), f"--advantage {args.advantage} has no critic"),
         (alone and of_critic, "--critic-share-backbone leaves no critic to load or to train alone"),
         (args.freezing_actor_steps >= args.total_steps, "--freezing-actor-steps leaves no step to the actor"),
-        (args.kl_target and not args.kl_coef, "--kl-target needs a --kl-coef to start from"),
         (args.resume == "auto" and args.run_name is None, "--resume auto needs --run-name"),
     ):
         if is_bad:
@@ -255,32 +251,25 @@ def load_turns(args: Args, model, processor, end_ids: list[int]) -> SimpleNamesp
     """--ptx-dataset as load_data: for each assistant turn what comes before it, and its target_ids (R,)."""
     source, tokenizer, turns = args.ptx_dataset, getattr(processor, "tokenizer", processor), []
     rows = load_rows(source, "train")
-    texts = {"messages", "prompt", "response"} & {*rows.column_names}  # without opening pictures
-    for i, row in enumerate(rows.select_columns([*texts])):
-        chat, answer = row.get("messages") or row["prompt"], row.get("response")
-        chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-        chat = chat if answer is None else [*chat, {"role": "assistant", "content": answer}]
-        turns += [(i, k, chat) for k in range(-len(chat), 0) if chat[k]["role"] == "assistant"]
+    if "messages" not in rows.column_names:
+        fail(f"{source} has no column messages, of chats whose assistant turns are to be learned")
+    for i, chat in enumerate(rows["messages"]):  # counted from the end: a system message may come in front
+        turns += [(i, k) for k in range(-len(chat), 0) if chat[k]["role"] == "assistant"]
 
     @functools.lru_cache(2 * args.ptx_batch_size)
     def encode(index: int) -> dict | None:
-        (i, k, chat), folder = turns[index], Path(source).parent
+        i, k = turns[index]
         try:
-            chat = to_messages(
-                args, rows[i] | {"messages": chat}, folder, tokenizer
-            )  # a system message in front
+            chat = to_messages(args, rows[i], Path(source).parent, tokenizer)
             prompt = packing.encode_chat(processor, chat[:k], add_generation_prompt=True)
-            prompt = packing.make_prompt(model, prompt)
+            prompt, P = packing.make_prompt(model, prompt), prompt["input_ids"].shape[1]
             ids = packing.encode_chat(processor, chat[: k + 1 or None])["input_ids"][0]
-            P = prompt["length"]
             if not ids[:P].equal(prompt["prompt_ids"]):
                 raise ValueError("the chat template does not go on from its own prompt")
             ends = torch.isin(ids[P:], torch.tensor(end_ids)).nonzero()[:, 0].tolist()
             ids = ids[: P + ends[0] + 1] if ends else F.pad(ids, (0, 1), value=end_ids[0])
             if len(ids) > args.max_prompt_length + args.max_response_length:
-                raise ValueError(
-                    f"{len(ids)} tokens are more than --max-prompt-length + --max-response-length"
-                )
+                raise ValueError(f"{len(ids)} tokens are more than those of a prompt and a response")
             return prompt | {"index": index, "target_ids": ids[P:]}
         except Exception as error:
             tqdm.write(f"warning: {source} row {i} is left out: {error!r:.300}", file=sys.stderr)
@@ -510,15 +499,10 @@ class Critic(nn.Module):
 
 
 def make_value_head(args: Args, model) -> nn.Linear:
-    """That of a reward model's folder, or zeros: the first advantages are the returns."""
-    from safetensors import safe_open
-
+    """The one that reward_bt.py saved, or zeros: the first advantages are the plain returns."""
     head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=model.dtype)
-    nn.init.zeros_(head.weight)
-    for path in Path(args.critic_model or args.model).glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            if "score.weight" in file.keys():
-                head.weight.data.copy_(file.get_tensor("score.weight"))
+    file, weight = Path(args.critic_model or args.model) / "score.safetensors", torch.zeros_like(head.weight)
+    head.weight.data = load_file(file)["score.weight"].to(weight) if file.is_file() else weight
     return head
 
 
@@ -655,14 +639,6 @@ def compute_value_loss(new: Tensor, old: Tensor, returns: Tensor, clip: float) -
     clipped = (old + change.clamp(-bound, bound) - returns).square()
     worse = (change.abs() > bound) & (clipped > loss)  # within the bound they differ by rounding alone
     return torch.where(worse, clipped, loss), worse
-
-
-def balance_loss(router_logits: tuple[Tensor, ...], top_k: int) -> Tensor:
-    """E sum over experts of (share of tokens sent there) (mean probability): top_k where all are alike.
-    Layers x (tokens, E) -> (). https://arxiv.org/abs/2101.03961 eq. (4)"""
-    probs = torch.cat(router_logits).float().softmax(-1)
-    sent = torch.zeros_like(probs).scatter(1, probs.topk(top_k).indices, 1.0)
-    return probs.shape[1] * (sent.mean(0) * probs.mean(0)).sum()
 
 
 def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
@@ -866,18 +842,16 @@ def compute_logprobs(args: Args, rollout: Rollout, data, actor, forwards: dict[s
 
 
 def add_advantages(args: Args, rollout: Rollout, tables: dict[str, Tensor], trained: Tensor, state: dict):
-    """Into tables, (B, R) each: mask, policy_mask, kl, returns, advantages, tis_weights. trained (n, G): what
-    is not left out. Global without a collective, since every rank holds the whole rollout."""
+    """Into tables, (B, R) each: mask, policy_mask, kl, returns, advantages, engine_logprobs. trained (n, G):
+    False is left out. Global without a collective, since every rank holds the whole rollout."""
     mask, scores, logprobs = rollout.mask & trained.view(-1, 1), rollout.scores, tables["logprobs"]
-    kl = (
-        kl_estimate(logprobs, tables.get("ref_logprobs", logprobs), args.kl_estimator) * rollout.mask
-    )  # (B, R)
+    ref_logprobs = tables.get("ref_logprobs", logprobs)
+    kl = kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
     if args.reward_running_norm != "off":
         own = scores[trained].double()
-        sums = zip(state["moments"], (len(own), own.sum().item(), own.square().sum().item()))
-        n, total, squares = state["moments"] = [old + new for old, new in sums]
-        mean = total / max(n, 1)
-        std = max(0.0, squares / max(n, 1) - mean**2) ** 0.5
+        state["moments"] = state["moments"] + torch.stack([own**0, own, own**2]).sum(1)
+        _, mean, square = (state["moments"] / state["moments"][0].clamp(min=1)).tolist()
+        std = max(0.0, square - mean**2) ** 0.5
         scores = scores - mean if args.reward_running_norm == "standardize" else scores
         scores = scores / (std if std > 1e-6 * abs(mean) else 1.0)  # if constant, the spread is no unit
     scores = scores.clamp(*args.reward_clip) if args.reward_clip else scores
@@ -892,10 +866,8 @@ def add_advantages(args: Args, rollout: Rollout, tables: dict[str, Tensor], trai
     bound, policy_mask = args.advantage_clip or math.inf, mask
     if args.entropy_token_ratio < 1:
         policy_mask = high_entropy_mask(tables["entropy"], mask, args.entropy_token_ratio)
-    gap = (logprobs - rollout.engine_logprobs).clamp(-20, 20)
     tables |= {"mask": mask, "policy_mask": policy_mask, "kl": kl, "returns": returns}
-    tables["advantages"] = advantages.clamp(-bound, bound)
-    tables["tis_weights"] = gap.exp().clamp(max=args.tis_clip or math.inf)
+    tables |= {"advantages": advantages.clamp(-bound, bound), "engine_logprobs": rollout.engine_logprobs}
 
 
 # ---- DeepSpeed ----
@@ -1007,7 +979,8 @@ def actor_terms(args: Args, actor, pack, flat: dict[str, Tensor], kl_coef: float
     new_logprobs, entropy, new_values = actor(pack, with_entropy=True)  # (M,) each
     drawn = new_logprobs
     if args.tis_clip:  # the value itself, its gradient times the importance weight
-        drawn = new_logprobs.detach() + flat["tis_weights"] * (new_logprobs - new_logprobs.detach())
+        weights = (flat["logprobs"] - flat["engine_logprobs"]).exp().clamp(max=args.tis_clip)  # (M,)
+        drawn = new_logprobs.detach() + weights * (new_logprobs - new_logprobs.detach())
     high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
     given = drawn, flat["logprobs"], flat["advantages"], pack.owner, args.policy_loss
     losses, logs = compute_policy_loss(*given, args.clip_coef, high, args.dual_clip)  # (M,)
@@ -1020,8 +993,10 @@ def actor_terms(args: Args, actor, pack, flat: dict[str, Tensor], kl_coef: float
         logs["loss/kl"] = (flat["weights"] * kl).sum()
         loss = loss + kl_coef * logs["loss/kl"]
     if args.router_aux_coef:  # each pack by its share of the step's tokens
-        top_k = actor.module.model.config.get_text_config().num_experts_per_tok
-        balance = balance_loss(actor.module.output.router_logits, top_k)
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        logits, config = actor.module.output.router_logits, actor.module.model.config.get_text_config()
+        balance = load_balancing_loss_func(logits, logits[0].shape[-1], config.num_experts_per_tok)
         logs["loss/router"] = flat["value_weights"].sum() * balance
         loss = loss + args.router_aux_coef * logs["loss/router"]
     if new_values is not None:  # of a head on the actor's backbone
@@ -1034,20 +1009,16 @@ def update(args: Args, rollout: Rollout, tables, trained, data, engines: dict, t
     """num_ppo_epochs passes over the rollout in shuffled mini-batches -> metrics (losses over optimizer
     steps, others over tokens), and which of these steps were taken. trained (n, G): False is left out."""
     actor, step, G = engines["actor"], state["step"], trained.shape[1]
-    num_batches, train_actor = (
-        args.rollout_batch_size // args.train_batch_size,
-        step > args.freezing_actor_steps,
-    )
+    num_batches = args.rollout_batch_size // args.train_batch_size
+    train_actor = step > args.freezing_actor_steps
     engines = {name: engine for name, engine in engines.items() if name == "critic" or train_actor}
     groups = [(i, [i * G + j for j in range(G) if own[j]]) for i, own in enumerate(trained.tolist())]
     groups, sums, steps, tokens = [group for group in groups if group[1]], defaultdict(float), [], 0
     tables = {name: table.to(actor.device) for name, table in tables.items()}  # (B, R) each
     for epoch in range(args.num_ppo_epochs):
         order = np.random.default_rng([args.seed, step, epoch]).permutation(len(groups))
-        for number, batch in enumerate(np.array_split(order, num_batches)):
+        for number, batch in enumerate(filter(len, np.array_split(order, num_batches))):
             batch, inside, learned = [groups[i] for i in batch], torch.zeros_like(tables["mask"]), []
-            if not batch:  # fewer groups than optimizer steps are left
-                continue
             inside[[b for _, members in batch for b in members]] = True
             inside, how = inside & tables["mask"], (args.loss_agg, args.max_response_length)
             tokens += int(inside.sum())
@@ -1204,8 +1175,7 @@ def main(args: Args) -> dict[str, float]:
     if args.kl_coef > 0 and args.lora_rank == 0:
         reference = Actor(args, load_model(args.model, dtype)).requires_grad_(False)
         reference = make_engine(args, reference, dtype) if args.zero_stage == 3 else reference.to(device)
-    updates_per_step = args.rollout_batch_size // args.train_batch_size * args.num_ppo_epochs
-    engines, updates = {}, args.total_steps * updates_per_step
+    engines, updates = {}, args.rollout_batch_size // args.train_batch_size * args.num_ppo_epochs  # per step
     if args.critic_share_backbone:
         value_head = make_value_head(args, model)
     elif args.advantage == "gae":
@@ -1215,12 +1185,12 @@ def main(args: Args) -> dict[str, float]:
         prepare_training(args, backbone)
         critic = Critic(backbone, make_value_head(args, backbone))
         own = replace(args, learning_rate=args.critic_learning_rate)
-        engines["critic"] = make_engine(own, critic, dtype, updates)
+        engines["critic"] = make_engine(own, critic, dtype, args.total_steps * updates)
     prepare_training(args, model)
-    updates -= args.freezing_actor_steps * updates_per_step
+    updates *= args.total_steps - args.freezing_actor_steps
     actor = engines["actor"] = make_engine(args, Actor(args, model, value_head), dtype, updates)
-    state = {"step": 0, "before": {}, "episode": 0, "cursor": 0, "kl_coef": args.kl_coef}
-    state["moments"] = [0, 0.0, 0.0]  # of the scores: count, sum, sum of squares
+    state = {"step": 0, "before": {}, "cursor": 0, "kl_coef": args.kl_coef}
+    state["moments"] = torch.zeros(3, dtype=torch.float64)  # of the scores: count, sum, sum of squares
     for name, engine in engines.items():
         engine.eval()
         if checkpoint is not None:
@@ -1290,7 +1260,7 @@ def main(args: Args) -> dict[str, float]:
         trained &= useful[:, None] | (args.dynamic_sampling == 0)
         if args.replay_limit:
             places = trained.any(1).nonzero()[:, 0]
-            trained[places[: -(args.replay_limit // G)]] = False
+            trained[places[: -max(1, args.replay_limit // G)]] = False
         times.append(time.perf_counter())
 
         # --- 5. score: log-probs and values before the update ---
@@ -1320,11 +1290,10 @@ def main(args: Args) -> dict[str, float]:
         times.append(time.perf_counter())
 
         # --- 9. log ---
-        state["episode"] += scores.numel()
         lengths = rollout.mask.sum(1).float()
         metrics |= {
             "train/step": step,
-            "train/episode": state["episode"],
+            "train/episode": state["cursor"] * G,
             "train/learning_rate": actor.get_lr()[0],
             "train/kl_coef": kl_coef,
             "train/skipped_updates": taken.count(False),

@@ -406,7 +406,7 @@ def test_high_entropy_mask_is_the_right_share_of_the_mask(mask, seed, ratio, tie
         assert torch.equal(out, mask & (entropy >= lowest)) and (ties or out.sum() == wanted)
 
 
-# --- value loss, balance of experts, rewards ---
+# --- value loss, rewards ---
 
 
 @pytest.mark.parametrize(
@@ -432,16 +432,6 @@ def test_values_within_the_clip_range_never_count_as_clipped():
     assert not worse.any() and torch.equal(losses, (new - returns).square())
 
 
-def test_balance_of_experts_is_that_of_transformers():
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    for top_k in (1, 2):
-        logits = tuple(noise(9, 6, seed=layer).float() for layer in range(3))
-        assert_close(ppo_vl.balance_loss(logits, top_k), load_balancing_loss_func(logits, 6, top_k))
-        even = torch.eye(6).repeat(2, 1)  # each expert is the first choice of as many tokens
-        assert_close(ppo_vl.balance_loss((50 * even,), 1), tensor(1.0))
-
-
 def test_overlong_costs_in_the_last_fifth_of_the_limit():
     ids = [[], [1] * 8, [1] * 9, [1] * 10]
     assert ppo_vl.overlong(completion_ids=ids, limit=10) == pytest.approx([0, 0, -0.5, -1])
@@ -458,7 +448,7 @@ def advantages_of(
     rollout = SimpleNamespace(scores=scores, mask=mask, engine_logprobs=torch.zeros(mask.shape))
     tables = {"logprobs": torch.zeros(mask.shape), **dict(tables)}
     trained = torch.ones(scores.shape, dtype=torch.bool) if trained is None else trained
-    state = {"kl_coef": 0.1, "moments": [0, 0.0, 0.0]} if state is None else state
+    state = {"kl_coef": 0.1, "moments": torch.zeros(3).double()} if state is None else state
     ppo_vl.add_advantages(ppo_vl.Args(**flags), rollout, tables, trained, state)
     return tables
 
@@ -512,13 +502,13 @@ def test_responses_that_are_left_out_have_no_say():
 
 def test_scores_are_normalized_by_all_training_scores_so_far_then_clipped():
     how = {"lengths": [1], "advantage": "reinforce", "whiten_advantages": "off", "kl_coef": 0.0}
-    state = {"kl_coef": 0.0, "moments": [0, 0.0, 0.0]}
+    state = {"kl_coef": 0.0, "moments": torch.zeros(3).double()}
     assert advantages_of([[5.0]], **how, state=state, reward_running_norm="scale")["advantages"].item() == 5.0
     how["lengths"] = [1, 1]
     std = math.sqrt(8 / 3)  # of 5, 1, 3
     tables = advantages_of([[1.0, 3.0]], **how, state=state, reward_running_norm="scale")
     assert_close(tables["advantages"], tensor([[1 / std], [3 / std]]))
-    assert state["moments"] == [3, 9.0, 35.0]
+    assert state["moments"].tolist() == [3, 9.0, 35.0]
     tables = advantages_of(
         [[3.0, 3.0]], **how, state=state, reward_running_norm="standardize", reward_clip=(-0.1, 9.0)
     )  # 5, 1, 3, 3, 3: mean 3
@@ -527,13 +517,17 @@ def test_scores_are_normalized_by_all_training_scores_so_far_then_clipped():
     assert tables["advantages"].tolist() == [[2.0], [0.0]]
 
 
-def test_importance_weights_of_the_sampler_are_truncated():
-    tables = advantages_of(
-        [[1.0]], [3], tables={"logprobs": tensor([[0.5, -0.5, 40.0]]), "values": torch.zeros(1, 3)}
-    )
-    assert_close(tables["tis_weights"], tensor([[math.exp(0.5), math.exp(-0.5), math.exp(20.0)]]))
-    tables = advantages_of([[1.0]], [3], tables={"logprobs": tensor([[0.5, -0.5, 40.0]])}, tis_clip=1.5)
-    assert_close(tables["tis_weights"], tensor([[1.5, math.exp(-0.5), 1.5]]))
+def test_importance_weights_of_the_sampler_are_truncated_and_scale_gradients_alone():
+    table = {name: torch.zeros(3) for name in ("logprobs", "advantages", "policy_weights")}
+    flat = table | {"engine_logprobs": tensor([-0.5, 0.5, -40.0]), "policy_weights": torch.ones(3)}
+    flat["advantages"] = tensor([1.0, 2.0, 3.0])
+    new = torch.zeros(3, requires_grad=True)
+    pack = SimpleNamespace(owner=torch.arange(3))
+    args, actor = ppo_vl.Args(tis_clip=1.5), lambda pack, with_entropy: (new, torch.zeros(3), None)
+    loss, _ = ppo_vl.actor_terms(args, actor, pack, flat, 0.0)
+    loss.backward()
+    assert loss.item() == -6.0
+    assert_close(new.grad, -tensor([1.5, 2 * math.exp(-0.5), 4.5]))
 
 
 # --- average of the weights, rounds of dynamic sampling ---
