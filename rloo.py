@@ -49,8 +49,6 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZ
 
 # ---- args ----
 
-TINY_VL = str(Path(__file__).resolve().parent / "assets" / "tiny_vl")
-
 
 @dataclass
 class Args:
@@ -60,7 +58,7 @@ class Args:
     run_name: str | None = None  # this run's folder; None: script, model, seed and time
     resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
     # --- model and data ---
-    model: str = TINY_VL  # folder or hub id of a vision-language or text model
+    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder or hub id; vision-language or text
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of a hub id or a saved folder
     eval_dataset: str | None = (
@@ -176,7 +174,9 @@ def load_rows(source: str, split: str):
         rows = datasets.load_from_disk(source)
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
-        fail(f"{source} (split {split}) can't be read as a dataset: {error}")
+        fail(
+            f"{source} (split {split}, cache HF_HOME) can't be read as a dataset: {error.__cause__ or error}"
+        )
 
 
 def load_data(args: Args, source: str, split: str, model, processor) -> SimpleNamespace:
@@ -545,8 +545,7 @@ class VllmSampler:
             return {"type": "image_pil", "image_pil": part["image"]} if part["type"] == "image" else part
 
         chats = [[m | {"content": [*map(rename, m["content"])]} for m in p["messages"]] for p in prompts]
-        how = {"n": num_samples, "temperature": temperature}
-        params = [self.make_params(seed=prompt["seed"], **how) for prompt in prompts]
+        params = [self.make_params(n=num_samples, temperature=temperature, seed=p["seed"]) for p in prompts]
         outputs = self.llm.chat(chats, params, use_tqdm=False)
         for prompt, output in zip(prompts, outputs):
             if output.prompt_token_ids != prompt["prompt_ids"].tolist():
@@ -651,11 +650,9 @@ def sum_over_ranks(table: Tensor, device) -> Tensor:
 
 
 def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither.
-
-    One pack is one micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step,
-    batch sizes stay 1 here, and the losses carry their own global denominators.
-    """
+    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither. A pack is
+    a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step, batch sizes stay
+    1 here, and the losses carry their own global denominators."""
     import deepspeed
 
     config = {
@@ -745,8 +742,7 @@ def update_policy(args: Args, rollout: Rollout, logprobs, advantages, trained, d
 
 
 def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple[dict, list[dict]]:
-    """A fixed subset of held-out prompts, each with a greedy response and eval_num_samples sampled ones.
-    eval/pass_at_k: share of prompts with a sample of accuracy 1."""
+    """A fixed subset of held-out prompts, each with a greedy response and eval_num_samples sampled ones."""
     indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples])
     metrics, samples = {}, []
     for mode, temperature, G in (("greedy", 0.0, 1), ("sampled", args.temperature, args.eval_num_samples)):
@@ -870,7 +866,10 @@ def main(args: Args) -> dict[str, float]:
     eval_data = load_data(args, source, args.eval_dataset_split, model, processor) if source else None
     functions = {x.rpartition(":")[2]: plug_in("--rewards", x, REWARDS) for x in args.rewards}
     if RANK == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"--output-dir {args.output_dir} can't be written: {error}")
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         for path in run_dir.glob("*.jsonl"):  # without what an interrupted run logged after its checkpoint
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -920,8 +919,9 @@ def main(args: Args) -> dict[str, float]:
         times.append(time.perf_counter())
 
         # --- 6. advantages: global without a collective, since every rank holds the whole rollout ---
-        kl = kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
-        kl = kl.sum(1).view(-1, G)  # (n, G), of a response
+        kl = (
+            (kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask).sum(1).view(-1, G)
+        )  # (n, G)
         scores = rollout.scores.clamp(*args.reward_clip) if args.reward_clip else rollout.scores
         trained = ~scores.isnan() & ~(rollout.truncated & args.mask_truncated)  # (n, G)
         rewards = scores - args.kl_coef * kl
@@ -947,7 +947,6 @@ def main(args: Args) -> dict[str, float]:
             "objective/scores": scores.nanmean(),
             "objective/kl": kl.mean(),
             "objective/rlhf_reward": rewards.nanmean(),
-            "objective/entropy": -(logprobs * rollout.mask).sum(1).mean(),
             "rollout/response_length_mean": lengths.mean(),
             "rollout/truncated_frac": rollout.truncated.float().mean(),
             "rollout/zero_std_groups_frac": ((scores - scores[:, :1]).abs().amax(1) < 1e-9).float().mean(),

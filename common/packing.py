@@ -529,7 +529,7 @@ def forward_hidden(model, pack: Pack, last: bool = False) -> Tensor:
 
 
 def encode_media(base, media: dict[str, list[dict]]) -> dict:
-    """Run the vision tower on each different picture and clip -> a keyword for the model: features by slot."""
+    """The vision tower on each different picture and clip -> a keyword for the model: features by slot."""
     outputs = {}
     for kind, encode in (("image", "get_image_features"), ("video", "get_video_features")):
         if slots := media.get(kind):

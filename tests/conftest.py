@@ -1,17 +1,19 @@
-"""Shared by the tests: the tiny model, a small easy-VQA file, and runs of a script inside the test process."""
+"""Shared by the tests: the tiny model, small data, and runs of a script in this process or as ranks of their own."""
 
 import importlib
 import json
 import os
 import signal
-from collections import Counter
+import subprocess
+import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tiny model is faster on one thread, and two ranks share two cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two cores
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may need the network
 os.environ["WANDB_MODE"] = "offline"
 
 import pytest
+import tyro
 
 import common  # noqa: F401  before transformers
 
@@ -21,23 +23,19 @@ logging.get_logger()  # its handler keeps the stderr of this moment, not that of
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "assets/tiny_vl")
-SCRIPTS = [name for name in ("ppo_vl", "rloo", "reward_bt", "grm_sft") if (ROOT / f"{name}.py").is_file()]
-
-
-def pytest_collection_modifyitems(items):
-    """Two processes take whole files. Those with the most slow tests first, so that none is left alone with them at the end."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+SCRIPTS = ("rloo", "ppo_vl", "reward_bt", "grm_sft")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def lasting_process_group():
-    """DeepSpeed caches its groups, so runs in one process share the process group: it is destroyed once, at the end."""
+    """DeepSpeed caches its groups, so runs in one process share the process group: it ends with the session."""
     import torch.distributed as dist
 
-    destroy, dist.destroy_process_group = dist.destroy_process_group, lambda *args: None
+    init, destroy = dist.init_process_group, dist.destroy_process_group
+    dist.init_process_group = lambda *args, **kwargs: dist.is_initialized() or init(*args, **kwargs)
+    dist.destroy_process_group = lambda *args: None
     yield
-    dist.destroy_process_group = destroy
+    dist.init_process_group, dist.destroy_process_group = init, destroy
     if dist.is_initialized():
         destroy()
 
@@ -55,6 +53,10 @@ def own_signal_handlers():
 def tiny() -> str:
     """Folder of the tiny VLM."""
     return TINY
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> str:
@@ -82,7 +84,9 @@ def vqa(vqa_rows, tmp_path_factory) -> str:
 def any_reward(tmp_path_factory) -> dict:
     """Flags: the rules, and a reward that differs from response to response, whatever the model says."""
     path = tmp_path_factory.mktemp("reward") / "reward.py"
-    path.write_text("def score(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n")
+    path.write_text(
+        "def score(completion_ids, **columns):\n    return [sum(i) % 7 / 7 for i in completion_ids]\n"
+    )
     return {"rewards": ("accuracy", "format", f"{path}:score"), "reward_weights": (0.9, 0.1, 1)}
 
 
@@ -91,10 +95,11 @@ SHORT = {
     "rollout_batch_size": 16,
     "num_samples_per_prompt": 4,
     "train_batch_size": 8,
-    "num_ppo_epochs": 2,
+    "max_prompt_length": 512,
     "max_response_length": 8,
     "eval_steps": 0,
     "eval_samples": 8,
+    "eval_num_samples": 2,
     "micro_batch_tokens": 2048,
     "seed": 3,
     "run_name": "run",
@@ -106,11 +111,9 @@ def to_argv(flags: dict) -> list[str]:
     argv = []
     for name, value in flags.items():
         flag = "--" + name.replace("_", "-")
-        if value is True:
-            argv.append(flag)
-        elif value is False:
-            argv.append(flag.replace("--", "--no-", 1))
-        elif isinstance(value, (list, tuple)):
+        if isinstance(value, bool):
+            argv.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list | tuple):
             argv += [flag, *map(str, value)]
         elif value is not None:
             argv += [flag, str(value)]
@@ -119,12 +122,9 @@ def to_argv(flags: dict) -> list[str]:
 
 @pytest.fixture
 def argv(tmp_path, tiny, vqa):
-    """Flags of a short run in tmp_path/runs/run, changed by keywords -> list of command line words.
+    """Flags of a short run in tmp_path/runs/run, changed by keywords -> list of command line words."""
 
-    script: another one than ppo_vl; what it has no flags for is left out of the base.
-    """
-
-    def build(script: str = "ppo_vl", **flags) -> list[str]:
+    def build(script: str, **flags) -> list[str]:
         base = {"model": tiny, "dataset": vqa, "eval_dataset": vqa, "output_dir": tmp_path / "runs", **SHORT}
         known = importlib.import_module(script).Args.__dataclass_fields__
         return to_argv({**{name: value for name, value in base.items() if name in known}, **flags})
@@ -133,22 +133,56 @@ def argv(tmp_path, tiny, vqa):
 
 
 @pytest.fixture
-def run(argv, tmp_path, monkeypatch):
-    """A short run of ppo_vl (or script) in this process -> its folder. Nothing is drawn: that takes longer than two steps."""
+def run(argv, tmp_path):
+    """A short run of a script in this process -> its folder."""
 
-    def go(script: str = "ppo_vl", **flags) -> Path:
+    def go(script: str, **flags) -> Path:
         module = importlib.import_module(script)
-        for name in ("draw_curves", "draw_samples", "draw_gap"):
-            monkeypatch.setattr(module, name, lambda *args: None, raising=False)
-        args = module.parse_args(argv(script, **flags))
+        args = tyro.cli(module.Args, args=argv(script, **flags))
         module.main(args)
-        return tmp_path / "runs" / args.run_name if args.resume is None else Path(args.resume).parent
+        return (
+            Path(args.output_dir) / args.run_name
+            if args.resume in (None, "auto")
+            else Path(args.resume).parent
+        )
 
     return go
 
 
-def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+@pytest.fixture
+def start(argv, tmp_path):
+    """A short run as processes of its own, ranks under torchrun, its output in tmp_path/log -> the process."""
+
+    def go(script: str, ranks: int = 1, env: dict | None = None, **flags) -> subprocess.Popen:
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        )
+        command = [sys.executable, *launcher, str(ROOT / f"{script}.py"), *argv(script, **flags)]
+        log = (tmp_path / "log").open("a")
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | (env or {}))
+
+    return go
+
+
+def weights_of(checkpoint: Path) -> dict:
+    from safetensors.torch import load_file
+
+    return {k: v for path in sorted(checkpoint.glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+def largest_difference(a: dict, b: dict) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
+
+
+def metrics_differ(a: list[dict], b: list[dict]) -> dict[str, float]:
+    """Largest relative difference of each metric over the steps of two runs, without times."""
+    assert [x["train/step"] for x in a] == [x["train/step"] for x in b] and a[-1].keys() == b[-1].keys()
+    worst = {}
+    for x, y in zip(a, b):
+        for name in x.keys() - {name for name in x if name.startswith("time/")}:
+            worst[name] = max(worst.get(name, 0.0), abs(x[name] - y[name]) / max(1.0, abs(x[name])))
+    return worst
 
 
 @pytest.fixture(scope="session")
@@ -160,12 +194,19 @@ def tiny_text_model(tmp_path_factory) -> str:
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|end|>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    )
     torch.manual_seed(0)
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, **size)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, **size
+    )
     folder = tmp_path_factory.mktemp("text_model")
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,292 +1,215 @@
-"""The pure functions of rloo against slow references in float64, and the examples of their docstrings."""
+"""rloo.py: its math, rewards and data, function by function."""
 
+import asyncio
 import math
 
 import numpy as np
 import pytest
 import torch
-from torch import tensor
-from torch.testing import assert_close
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rloo
-
-
-def random_groups(sizes: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards (B,) and group ids (B,) of groups of these sizes, in random order."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.cat([torch.full((n,), i) for i, n in enumerate(sizes)])
-    ids = ids[torch.randperm(len(ids), generator=generator)]
-    return torch.randn(len(ids), generator=generator) * 3 + 1, ids
-
-
-def slow_leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor) -> list[float]:
-    """By the definition, O(G^2), in Python's floats."""
-    rewards, ids, out = rewards.tolist(), group_ids.tolist(), []
-    for i, (r, g) in enumerate(zip(rewards, ids)):
-        siblings = [rewards[j] for j in range(len(rewards)) if ids[j] == g and j != i]
-        out.append(r - sum(siblings) / len(siblings) if siblings else 0.0)
-    return out
-
-
-# --- advantages ------------------------------------------------------------------------------------------------------
-
-
-def test_advantages_docstring_example():
-    rewards, ids = tensor([1.0, 2.0, 6.0]), torch.zeros(3, dtype=torch.long)
-    assert rloo.compute_advantages(rewards, ids, "leave_one_out").tolist() == [-3, -1.5, 4.5]
-    assert rloo.compute_advantages(rewards, ids, "group_mean").tolist() == [-2, -1, 3]
-    assert rloo.compute_advantages(rewards, ids, "none").tolist() == [1, 2, 6]
-
-
-@pytest.mark.parametrize("G", range(2, 17))
-def test_leave_one_out_is_the_mean_of_the_siblings(G):
-    """Whole groups, and groups that lost responses without a reward."""
-    for sizes in ([G] * 5, [G, G - 1, max(1, G - 3), 1, G]):
-        rewards, ids = random_groups(sizes, seed=G)
-        advantages = rloo.compute_advantages(rewards, ids, "leave_one_out")
-        assert advantages.dtype == torch.float32
-        assert_close(advantages, tensor(slow_leave_one_out(rewards.double(), ids)), atol=1e-6, rtol=1e-6)
-        for i, n in enumerate(sizes):
-            own, r = advantages[ids == i].double(), rewards[ids == i].double()
-            assert own.sum().abs() < 1e-5
-            if n > 1:
-                assert_close(own, n / (n - 1) * (r - r.mean()), atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("left_out", [[], [0], [1, 2], [0, 1, 2], [0, 1, 2, 3], [3, 7, 8]])
-def test_left_out_rows_are_neither_siblings_nor_trained(left_out):
-    """From records with None (NaN) through make_rollout to advantages: as if those responses had never been drawn."""
-    generator = torch.Generator().manual_seed(1)
-    scores = torch.randn(3, 4, generator=generator, dtype=torch.float64).numpy()
-    scores.reshape(-1)[left_out] = math.nan
-    records = [record(scores=row) for row in scores]
-    rollout = rloo.make_rollout(records)
-    advantages = rloo.compute_advantages(rollout.scores, rollout.group_ids, "leave_one_out")
-    kept = [i for i in range(12) if i not in left_out]
-    ids = tensor([i // 4 for i in kept])
-    expected = slow_leave_one_out(tensor(scores.reshape(-1)[kept]), ids)
-    assert_close(advantages, tensor(expected), atol=1e-6, rtol=1e-6)
-    assert [len(members) for _, members in rollout.groups] == [n for n in (~np.isnan(scores)).sum(1) if n]
-
-
-def record(scores, truncated=None, lengths=None, row=0) -> dict:
-    """What generate_and_score says of one prompt."""
-    lengths = lengths or [2] * len(scores)
-    return {
-        "row": row,
-        "prompt_length": 5,
-        "response_ids": [torch.arange(n) for n in lengths],
-        "engine_logprobs": [-torch.ones(n) for n in lengths],
-        "truncated": truncated or [False] * len(scores),
-        "scores": np.array(scores, dtype=np.float64),
-        "components": {},
-        "metrics": {},
-    }
-
-
-@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -7.7, 1e6, 1e-30])
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 16])
-@pytest.mark.parametrize("baseline", ["leave_one_out", "group_mean"])
-def test_equal_rewards_have_advantages_of_exactly_zero(value, count, baseline):
-    ids = torch.arange(3).repeat_interleave(count)
-    rewards = torch.full((3 * count,), value) * tensor([1.0, 2.0, 3.0])[ids]
-    assert rloo.compute_advantages(rewards, ids, baseline).tolist() == [0.0] * len(ids)
-
-
-def test_group_mean_is_the_textbook_one():
-    rewards, ids = random_groups([4, 3, 1, 6])
-    expected = tensor([r - rewards[ids == g].double().mean().item() for r, g in zip(rewards.tolist(), ids)])
-    assert_close(rloo.compute_advantages(rewards, ids, "group_mean"), expected, atol=1e-6, rtol=1e-6)
-
-
-def test_a_shift_of_a_groups_rewards_changes_nothing_and_a_far_outlier_stays_in_its_group():
-    rewards, ids = random_groups([4, 4, 4])
-    shifted = rewards + 100 * ids
-    one, other = (rloo.compute_advantages(r, ids, "leave_one_out") for r in (rewards, shifted))
-    assert_close(one, other, atol=1e-4, rtol=0)
-    shifted[ids == 2] *= 1e20
-    assert_close(rloo.compute_advantages(shifted, ids, "leave_one_out")[ids != 2], one[ids != 2], atol=1e-4, rtol=0)
-
-
-def test_group_ids_need_not_be_dense():
-    """The update asks pack by pack, with the groups of that pack alone."""
-    rewards, ids = random_groups([4] * 6)
-    some = (ids == 1) | (ids == 4)
-    whole = rloo.compute_advantages(rewards, ids, "leave_one_out")
-    assert torch.equal(rloo.compute_advantages(rewards[some], ids[some], "leave_one_out"), whole[some])
-
-
-def test_no_responses_have_no_advantages():
-    for baseline in ("leave_one_out", "group_mean", "none"):
-        assert rloo.compute_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.long), baseline).shape == (0,)
-
-
-def test_normalize_is_over_the_whole_rollout():
-    advantages = tensor([-3.0, -1.5, 4.5, 1.0, -1.0])
-    expected = (advantages.numpy() - advantages.numpy().mean()) / advantages.numpy().std()
-    assert_close(rloo.normalize(advantages), tensor(expected))
-
-
-@pytest.mark.parametrize("value", [0.0, 0.1, -1 / 3, 1e6])
-def test_equal_advantages_normalize_to_exactly_zero(value):
-    assert rloo.normalize(torch.full((12,), value)).tolist() == [0.0] * 12
-
-
-# --- loss ------------------------------------------------------------------------------------------------------------
-
-
-def some_responses(S: int = 80, seed: int = 0, scale: float = 0.6):
-    """new and old log-probs (M,) in float64, advantages (S,), owner (M,), lengths; some ratios leave the clip's range."""
-    g = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 9, (S,), generator=g)
-    owner = torch.repeat_interleave(lengths)
-    old = -torch.rand(len(owner), generator=g, dtype=torch.float64) * 3
-    new = old + scale * torch.randn(len(owner), generator=g, dtype=torch.float64)
-    return new, old, torch.randn(S, generator=g, dtype=torch.float64), owner, lengths.tolist()
-
-
-def slow_loss(new, old, advantages, lengths, level, low, high) -> tuple[list[float], list[float]]:
-    """Loss of each response and gradient of their sum by each token's log-prob, one response after the other, in floats."""
-    losses, gradients = [], []
-    new, old = iter(new.tolist()), iter(old.tolist())
-    for A, n in zip(advantages.tolist(), lengths):
-        d = [next(new) - next(old) for _ in range(n)]
-        # (logratio, derivative of it by each token's log-prob) of every ratio that this response has
-        ratios = {
-            "sequence": [(sum(d), [1.0] * n)],
-            "sequence_mean": [(sum(d) / n, [1.0 / n] * n)],
-            "token": [(x, [float(s == t) for s in range(n)]) for t, x in enumerate(d)],
-        }[level]
-        loss, gradient = 0.0, [0.0] * n
-        for logratio, slope in ratios:
-            rho = math.exp(logratio)
-            clipped = min(max(rho, 1 - low), 1 + high)
-            loss -= min(rho * A, clipped * A)
-            if rho * A <= clipped * A:  # the unclipped one counts, or they are the same
-                gradient = [x - A * rho * s for x, s in zip(gradient, slope)]
-        losses.append(loss)
-        gradients += gradient
-    return losses, gradients
-
-
-@pytest.mark.parametrize("level", ["sequence", "sequence_mean", "token"])
-@pytest.mark.parametrize("low, high", [(0.2, 0.2), (0.1, 0.4), (0.5, 0.05)])
-def test_loss_and_gradient_are_those_of_one_response_after_the_other(level, low, high):
-    new, old, advantages, owner, lengths = some_responses()
-    new.requires_grad_()
-    loss, metrics = rloo.compute_rloo_loss(new, old, advantages, owner, level, low, high)
-    loss.sum().backward()
-    losses, gradients = slow_loss(new.detach(), old, advantages, lengths, level, low, high)
-    assert_close(loss.detach(), tensor(losses, dtype=torch.float64))
-    assert_close(new.grad, tensor(gradients, dtype=torch.float64))
-    clipped = metrics["policy/clipfrac_low"] + metrics["policy/clipfrac_high"]
-    assert 0 < clipped.mean() < 1 and metrics["policy/clipfrac_high"].mean() > 0
-
-
-def test_loss_docstring_example():
-    new, old, A, owner = tensor([0.1, 0.2]), torch.zeros(2), tensor([1.0]), torch.zeros(2, dtype=torch.long)
-    for level, expected in [
-        ("sequence", -1.2),
-        ("sequence_mean", -math.exp(0.15)),
-        ("token", -math.exp(0.1) - 1.2),
-    ]:
-        loss, _ = rloo.compute_rloo_loss(new, old, A, owner, level, 0.2, 0.2)
-        assert loss.tolist() == pytest.approx([expected])
-
-
-@pytest.mark.parametrize(
-    "ratio, advantage, loss, low, high",
-    [
-        (1.5, 1.0, -1.4, 0, 1),  # gained more than 1 + c_high: clipped
-        (1.3, 1.0, -1.3, 0, 0),  # within the higher upper bound
-        (1.5, -1.0, 1.5, 0, 0),  # went the wrong way: full gradient back
-        (0.5, 1.0, -0.5, 0, 0),
-        (0.5, -1.0, 0.8, 1, 0),  # lost more than 1 - c
-    ],
+from rloo import (
+    Args,
+    accuracy,
+    batch_indices,
+    compute_advantages,
+    compute_rloo_loss,
+    format_reward,
+    sample_token,
 )
-@pytest.mark.parametrize("level", ["sequence", "sequence_mean", "token"])
-def test_upper_clip_may_be_higher_than_the_lower(ratio, advantage, loss, low, high, level):
-    new = tensor([math.log(ratio)], dtype=torch.float64)
-    owner = torch.zeros(1, dtype=torch.long)
-    A = tensor([advantage], dtype=torch.float64)
-    losses, metrics = rloo.compute_rloo_loss(new, torch.zeros_like(new), A, owner, level, 0.2, 0.4)
-    assert losses.item() == pytest.approx(loss)
-    assert (metrics["policy/clipfrac_low"].item(), metrics["policy/clipfrac_high"].item()) == (low, high)
-    assert metrics["policy/ratio"].item() == pytest.approx(ratio)
+
+F = torch.float64
 
 
-@pytest.mark.parametrize("level", ["sequence", "token", "sequence_mean"])
-def test_ratio_of_one_is_reinforce(level):
-    """-A grad log p(response); the length-normalised form divides it by the length."""
-    _, old, advantages, owner, lengths = some_responses()
-    new = old.clone().requires_grad_()
-    loss, metrics = rloo.compute_rloo_loss(new, new.detach(), advantages, owner, level, 0.2, 0.2)
-    loss.sum().backward()
-    per_token = 1.0 / tensor(lengths)[owner] if level == "sequence_mean" else 1.0
-    assert_close(new.grad, -advantages[owner] * per_token)
-    assert (metrics["policy/ratio"] == 1).all() and not metrics["policy/clipfrac_high"].any()
+def advantages(rewards, mask=None, normalize=False):
+    rewards = torch.tensor(rewards)
+    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else torch.tensor(mask)
+    return compute_advantages(rewards, mask, normalize)
 
 
-@pytest.mark.parametrize("level", ["sequence", "sequence_mean", "token"])
-@pytest.mark.parametrize("difference", [-1e4, -300.0, 300.0, 1e4])
-def test_extreme_ratios_stay_finite(level, difference):
-    new, owner = torch.full((64,), difference, requires_grad=True), torch.arange(64) // 32
-    loss, metrics = rloo.compute_rloo_loss(new, torch.zeros(64), tensor([1.0, -1.0]), owner, level, 0.2, 0.2)
-    loss.sum().backward()
-    assert loss.isfinite().all() and new.grad.isfinite().all()
-    assert all(x.isfinite().all() for x in metrics.values())
+def test_advantages_by_hand():
+    assert advantages([[1.0, 2.0, 6.0]]).tolist() == [[-3.0, -1.5, 4.5]]
+    assert advantages([[1.0, 2.0, 6.0]], [[True, False, True]]).tolist() == [
+        [-5.0, 0.0, 5.0]
+    ]  # one is left out
+    assert advantages([[1.0, 2.0]], [[True, False]]).tolist() == [[0.0, 0.0]]  # no sibling is left
+    nan = advantages([[1.0, math.nan, 3.0]], [[True, False, True]])
+    assert nan.tolist() == [[-2.0, 0.0, 2.0]]
+    assert advantages([[0.1] * 7, [0.3] * 7]).abs().max() == 0  # exactly: nothing to learn, no rounding noise
 
 
-@pytest.mark.parametrize("level", ["sequence", "sequence_mean", "token"])
-def test_a_pack_without_responses_has_no_loss_but_a_graph(level):
-    hidden = torch.zeros(3, requires_grad=True)
-    new = hidden[:0] * 2
-    loss, metrics = rloo.compute_rloo_loss(
-        new, new.detach(), torch.zeros(0), torch.zeros(0, dtype=torch.long), level, 0.2, 0.2
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5), st.integers(2, 9), st.integers(0, 2**31))
+def test_advantages_are_the_reward_minus_the_mean_of_the_siblings(n, G, seed):
+    random = np.random.default_rng(seed)
+    rewards, mask = random.normal(size=(n, G)), random.random((n, G)) < 0.8
+    found = advantages(rewards.tolist(), mask.tolist()).numpy()
+    for i in range(n):
+        for j in range(G):
+            siblings = [rewards[i, k] for k in range(G) if k != j and mask[i, k]]
+            expected = rewards[i, j] - np.mean(siblings) if mask[i, j] and siblings else 0.0
+            assert found[i, j] == pytest.approx(expected, abs=1e-5)
+    if mask.sum() > 2 and found[mask].std() > 1e-3:
+        normal = advantages(rewards.tolist(), mask.tolist(), normalize=True)
+        assert normal[torch.tensor(mask)].std(correction=0) == pytest.approx(1, abs=1e-4)
+
+
+def test_loss_by_hand():
+    new, owner = torch.tensor([0.1, 0.2, -0.4, 0.0]), torch.tensor([0, 0, 1, 1])
+    loss, metrics = compute_rloo_loss(new, torch.zeros(4), torch.tensor([1.0, -1.0]), owner, (0.2, 0.2))
+    assert loss.tolist() == pytest.approx(
+        [-1.2, 0.8]
+    )  # e^.3 is clipped at 1.2; e^-.4 = 0.67 at 0.8, where A < 0
+    assert metrics["policy/clipfrac_high"].tolist() == [1, 0] and metrics["policy/clipfrac_low"].tolist() == [
+        0,
+        1,
+    ]
+    loss, _ = compute_rloo_loss(new, torch.zeros(4), torch.tensor([-1.0, 1.0]), owner, (0.2, 0.2))
+    assert loss.tolist() == pytest.approx([math.exp(0.3), -math.exp(-0.4)])  # the pessimistic side stays
+    loss, _ = compute_rloo_loss(torch.full((4,), 100.0), torch.zeros(4), torch.ones(2), owner, (0.2, 9e9))
+    assert loss.isfinite().all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 2**31))
+def test_loss_and_gradient_against_a_reference_in_float64(lengths, seed):
+    torch.manual_seed(seed % 2**31)
+    owner = torch.repeat_interleave(torch.tensor(lengths))
+    old, A = -torch.rand(len(owner), dtype=F), torch.randn(len(lengths), dtype=F)
+    new = (old + 0.1 * torch.randn(len(owner), dtype=F)).requires_grad_()
+    low, high = 0.1, 0.3
+    loss, _ = compute_rloo_loss(new, old, A, owner, (low, high))
+    expected = []
+    for s in range(len(lengths)):
+        rho = torch.exp((new - old)[owner == s].sum())
+        expected.append(-torch.minimum(rho * A[s], rho.clamp(1 - low, 1 + high) * A[s]))
+    expected = torch.stack(expected)
+    assert torch.allclose(loss, expected, atol=1e-12)
+    (ours,), (theirs,) = (torch.autograd.grad(x.sum(), new, retain_graph=True) for x in (loss, expected))
+    assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+def test_at_ratio_one_the_gradient_is_that_of_reinforce():
+    old = torch.tensor([-1.0, -2.0, -0.5], dtype=F)
+    new, A = old.clone().requires_grad_(), torch.tensor([0.5, -2.0], dtype=F)
+    compute_rloo_loss(new, old, A, torch.tensor([0, 0, 1]), (0.2, 0.2))[0].sum().backward()
+    assert new.grad.tolist() == [-0.5, -0.5, 2.0]
+
+
+def test_sampled_tokens_follow_the_distribution():
+    logprobs = torch.tensor([0.5, 0.0, 0.3, 0.2]).log().expand(4000, 4)
+    tokens = sample_token(logprobs, torch.linspace(0, 1, 4001, dtype=F)[:-1])
+    assert (torch.bincount(tokens, minlength=4) / 4000).tolist() == pytest.approx(
+        [0.5, 0, 0.3, 0.2], abs=1e-3
     )
-    loss.sum().backward()
-    assert loss.shape == (0,) and hidden.grad.tolist() == [0, 0, 0]
-    assert all(x.shape == (0,) for x in metrics.values())
+    edge = sample_token(logprobs[:1], torch.tensor([1.0], dtype=F))
+    assert 0 <= edge < 4
+    assert 0 <= sample_token(torch.full((1, 4), math.nan), torch.tensor([0.5], dtype=F)) < 4
 
 
-# --- what a rollout keeps, and what is said of it --------------------------------------------------------------------
+def test_the_stream_of_rows_is_shuffled_epochs():
+    rows = batch_indices(0, 25, 10, seed=1)
+    assert sorted(rows[:10]) == sorted(rows[10:20]) == [*range(10)] and rows[:10] != rows[10:20]
+    assert batch_indices(7, 9, 10, seed=1) == rows[7:16]
+    assert batch_indices(0, 25, 10, seed=2) != rows
 
 
-def test_masked_truncated_responses_leave_groups_but_not_metrics():
-    records = [record([1, 1, 0, -1], [False, False, False, True]), record([1, 0, 0, 0], [True] * 4, [3] * 4)]
-    rollout = rloo.make_rollout(records, mask_truncated=True)
-    assert rollout.groups == [(0, [0, 1, 2])] and rollout.scores.tolist() == [1, 1, 0]
-    advantages = rloo.compute_advantages(rollout.scores, rollout.group_ids, "leave_one_out")
-    assert advantages.tolist() == [0.5, 0.5, -1.0], "the truncated one's -1 is in no baseline"
-    metrics = rloo.rollout_metrics(records)
-    assert metrics["rollout/truncated_frac"] == 5 / 8
-    assert metrics["objective/scores"] == pytest.approx(1 / 4)
-    assert metrics["rollout/response_length_max"] == 3
-    assert len(rloo.make_rollout(records).response_ids) == 8
+def test_accuracy_and_format():
+    texts = [
+        "<answer>Blue </answer>",
+        "<answer>a</answer> <answer>blue</answer>",
+        "blue",
+        "<answer>red</answer>",
+    ]
+    assert accuracy(texts, ["blue"] * 4) == [1, 1, 0, 0] and accuracy(["<answer>3</answer>"], [3]) == [1]
+    good = ["<answer>x</answer>", " <think>a\nb</think>\n<answer>x</answer>\n"]
+    bad = [
+        "x",
+        "<answer>x",
+        "<answer>x</answer> y",
+        "<answer>x</answer><answer>x</answer>",
+        "<think>a</think>",
+    ]
+    assert format_reward(good + bad) == [1] * 2 + [0] * 5
+    for answer in (["blue"], "", None):
+        with pytest.raises(SystemExit) as stopped:
+            accuracy(["x"], [answer])
+        assert stopped.value.code == 2
 
 
-def test_groups_without_signal_are_counted_on_scores():
-    records = [record([1, 1, 1]), record([0.1, 0.1, math.nan]), record([0, 1, math.nan]), record([math.nan] * 3)]
-    metrics = rloo.rollout_metrics(records)
-    assert metrics["rollout/zero_std_groups_frac"] == pytest.approx(2 / 3)
-    assert metrics["rollout/group_std"] == pytest.approx(0.5 / 3)
-    assert metrics["objective/scores"] == pytest.approx(4.2 / 7)
+def scored(functions: dict, prompt="Q", n: int = 2):
+    prompts = [{"row": {"prompt": prompt, "answer": f"a{i}"}, "messages": []} for i in range(n)]
+    texts, ids = [f"t{i}" for i in range(n)], [torch.tensor([i, 7]) for i in range(n)]
+    return rloo.score_responses(functions, prompts, texts, ids, "state")
 
 
-def test_rollout_tables_hold_what_the_sampler_said():
-    records = [record([1, 0], lengths=[1, 3]), record([math.nan, 2], lengths=[4, 2])]
-    rollout = rloo.make_rollout(records)
-    assert rollout.response_mask.tolist() == [[1, 0, 0], [1, 1, 1], [1, 1, 0]]
-    assert rollout.engine_logprobs.tolist() == [[-1, 0, 0], [-1, -1, -1], [-1, -1, 0]]
-    assert rollout.groups == [(0, [0, 1]), (1, [2])] and rollout.group_ids.tolist() == [0, 0, 1]
-    assert rollout.scores.tolist() == [1, 0, 2]
+def test_rewards_get_what_trl_gives_them():
+    seen = {}
+
+    def plain(prompts, completions, completion_ids, trainer_state, log_metric, **columns):
+        seen.update(
+            columns, completions=completions, prompts=prompts, ids=completion_ids, state=trainer_state
+        )
+        log_metric("mine", 3)
+        return [0.5, None]
+
+    async def slow(texts, **columns):
+        await asyncio.sleep(0.01)
+        return [len(text) for text in texts]
+
+    results, logged = scored({"plain": plain, "slow": slow})
+    assert results["slow"] == [2, 2] and results["plain"][0] == 0.5 and math.isnan(results["plain"][1])
+    assert (
+        logged == [("mine", 3.0)] and seen["answer"] == ["a0", "a1"] and seen["completions"] == ["t0", "t1"]
+    )
+    assert seen["ids"] == [[0, 7], [1, 7]] and seen["prompts"] == ["Q", "Q"] and seen["state"] == "state"
+    chat = [{"role": "user", "content": "Q"}]
+    scored({"plain": plain}, prompt=chat)
+    assert seen["completions"][0] == [{"role": "assistant", "content": "t0"}] and seen["prompts"][0] == chat
+    with pytest.raises(TypeError) as error:  # a function that wants chats says what it got
+        scored({"trl": lambda completions, **columns: [float(c[0]["content"] == "x") for c in completions]})
+    assert "strings" in error.value.__notes__[0]
+    for bad in ([1.0], [1.0, math.inf]):
+        with pytest.raises(SystemExit):
+            scored({"bad": lambda values=bad, **columns: values})
 
 
-# --- schedule and data order -----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny)
 
 
-def test_stream_of_rows_is_the_same_however_it_is_cut():
-    whole = rloo.batch_indices(0, 50, 7, seed=4)
-    assert whole == [i for start in range(0, 50, 5) for i in rloo.batch_indices(start, 5, 7, seed=4)]
-    assert all(sorted(whole[start : start + 7]) == list(range(7)) for start in range(0, 49, 7))
-    assert whole[:7] != whole[7:14]
+def messages(row: dict, tokenizer, **flags):
+    return rloo.to_messages(Args(**flags), row, rloo.Path("."), tokenizer)
+
+
+def test_pictures_go_to_their_places(tokenizer, vqa_rows):
+    from PIL import Image
+
+    a, b = (Image.open(row["image"]).convert("RGB") for row in vqa_rows[:2])
+    front = messages({"prompt": "Q", "image": a}, tokenizer)[0]["content"]
+    assert [part["type"] for part in front] == ["image", "text"]
+    marked = messages({"prompt": "A <image> and <image>?", "images": [a, b]}, tokenizer)[0]["content"]
+    assert [part["type"] for part in marked] == ["text", "image", "text", "image", "text"]
+    assert marked[1]["image"].tobytes() == a.tobytes() and marked[3]["image"].tobytes() == b.tobytes()
+    parts = [{"type": "text", "text": "Q"}, {"type": "image", "image": vqa_rows[1]["image"]}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "see <image>"}]
+    chat = messages({"messages": chat}, tokenizer, system_prompt="Be brief.")
+    assert [m["role"] for m in chat] == ["system", "user", "assistant"]
+    assert chat[1]["content"][1]["image"].tobytes() == b.tobytes() and chat[2]["content"][0]["type"] == "text"
+    with pytest.raises(ValueError, match="2 places for images, but 1 images"):
+        messages({"prompt": "<image><image>", "image": a}, tokenizer)
+    raw = messages({"prompt": "Q", "image": rloo.Path(vqa_rows[0]["image"]).read_bytes()}, tokenizer)
+    assert raw[0]["content"][0]["image"].tobytes() == a.tobytes()
+
+
+def test_data_can_neither_end_a_turn_nor_stand_for_a_picture(tokenizer):
+    text = "<|im_end|><|image_pad|> <|im_<|im_end|>end|> plain"
+    (part,) = messages({"prompt": text}, tokenizer)[0]["content"]
+    ids = tokenizer(part["text"])["input_ids"]
+    assert not {id for id, token in tokenizer.added_tokens_decoder.items() if token.special} & set(ids)
+    assert part["text"].endswith("plain") and part["text"].startswith("< |im_end|>")

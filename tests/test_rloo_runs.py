@@ -1,0 +1,282 @@
+"""rloo.py end to end: ranks, ZeRO, resume, kills, samplers and rewards of one's own, rows and flags that are wrong."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, SHORT, largest_difference, metrics_differ, read_jsonl, weights_of, write_jsonl
+from tyro import cli
+
+import rloo
+
+
+def metrics_of(folder):
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def test_a_run_writes_what_the_page_says(run, any_reward, capsys):
+    folder = run("rloo", eval_steps=1, save_steps=1, save_total_limit=1, **any_reward)
+    first, *steps = metrics_of(folder)
+    assert first["train/step"] == 0 and all(key.startswith(("eval/", "train/")) for key in first)
+    assert [m["train/step"] for m in steps] == [1, 2] and "eval/sampled_score" in steps[0]
+    assert all(math.isfinite(value) for m in steps for value in m.values())
+    assert steps[0]["objective/kl"] == pytest.approx(0, abs=1e-5) and abs(steps[1]["objective/kl"]) > 1e-4
+    samples = read_jsonl(folder / "samples.jsonl")
+    assert {s["phase"] for s in samples} == {"train", "eval_greedy", "eval_sampled"}
+    assert {"train/step", "row", "prompt", "image", "answer", "response", "reward/accuracy"} <= samples[
+        0
+    ].keys()
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+    out = capsys.readouterr().out  # no terminal: a line per step
+    assert "packed = unmodified model within" in out and "step 2 of 2" in out and "eval/greedy_score" in out
+
+
+@pytest.mark.slow
+def test_the_checkpoint_is_a_transformers_folder_that_writes_the_same(run, vqa_rows):
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from common import packing
+
+    folder = run("rloo", eval_steps=1, eval_samples=4)
+    checkpoint = folder / "checkpoint-2"
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    for sample in read_jsonl(folder / "samples.jsonl")[-8:]:
+        if sample["phase"] != "eval_greedy":
+            continue
+        row = {"prompt": sample["prompt"], "image": sample["image"]}
+        chat = rloo.to_messages(rloo.Args(), row, ROOT, processor.tokenizer)
+        inputs = packing.encode_chat(processor, chat, add_generation_prompt=True)
+        bad = packing.media_token_ids(model.config)
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=8, suppress_tokens=bad)
+        text = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert text == sample["response"]
+
+
+def test_rollouts_do_not_depend_on_batches_packs_or_checkpointing(run, tmp_path, any_reward):
+    base = metrics_of(run("rloo", **any_reward))
+    for i, flags in enumerate(
+        (
+            {"generation_batch_size": 4},
+            {"micro_batch_tokens": 560},  # 1 pack -> several
+            {"gradient_checkpointing": True},
+        )
+    ):
+        other = metrics_of(run("rloo", run_name=f"other{i}", **flags, **any_reward))
+        assert max(metrics_differ(base, other).values()) < 1e-4, flags
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"zero_stage": 0},
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "offload_optimizer": True, "lora_rank": 4, "learning_rate": 1e-3},
+    ],
+    ids=["zero 0", "zero 2", "zero 3", "zero 3, LoRA, offload"],
+)
+def test_two_ranks_train_as_one(run, start, tmp_path, any_reward, flags):
+    rows = [{"prompt": "What is it?", "answer": "blue"}] + [  # some without pictures
+        row if i % 3 else {k: v for k, v in row.items() if k != "image"} for i, row in enumerate(mixed_rows())
+    ]
+    data = write_jsonl(tmp_path / "mixed.jsonl", rows)
+    lora = {k: v for k, v in flags.items() if k in ("lora_rank", "learning_rate")}
+    one = run("rloo", dataset=data, run_name="one", **any_reward, **lora)
+    process = start("rloo", ranks=2, dataset=data, run_name="two", **any_reward, **flags)
+    assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
+    two = tmp_path / "runs" / "two"
+    assert max(metrics_differ(metrics_of(one), metrics_of(two)).values()) < 1e-4
+    assert largest_difference(*(weights_of(x / "checkpoint-2") for x in (one, two))) < 1e-4
+
+
+def mixed_rows() -> list[dict]:
+    import easy_vqa
+
+    questions, answers, numbers = easy_vqa.get_test_questions()
+    paths = easy_vqa.get_test_image_paths()
+    return [
+        {"prompt": questions[i], "image": str(paths[numbers[i]]), "answer": answers[i]}
+        for i in range(0, 4000, 200)
+    ]
+
+
+@pytest.mark.slow
+def test_resume_is_bit_exact(run, any_reward):
+    flags = {**any_reward, "normalize_advantages": True, "mask_truncated": True, "eval_steps": 2}
+    whole = run("rloo", total_steps=4, run_name="whole", save_steps=2, save_total_limit=9, **flags)
+    # The same schedule, stopped after two steps by a signal: what is logged later is dropped on resume.
+    again = run("rloo", total_steps=4, run_name="whole", resume=whole / "checkpoint-2", **flags)
+    assert again == whole
+    resumed = metrics_of(whole)
+    fresh = metrics_of(run("rloo", total_steps=4, run_name="fresh", **flags))
+    assert all(value == 0 for value in metrics_differ(resumed, fresh).values())
+    a, b = weights_of(whole / "checkpoint-4"), weights_of(whole.parent / "fresh" / "checkpoint-4")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_kills_lose_nothing(start, run, tmp_path, any_reward):
+    flags = {"total_steps": 6, "save_steps": 1, "run_name": "killed", "resume": "auto", **any_reward}
+    process = start("rloo", **flags)
+    wait_for(tmp_path / "runs/killed/metrics.jsonl", 2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0 and "stopped by a signal" in (tmp_path / "log").read_text()
+    for seconds in (
+        random.Random(1).uniform(6, 12),
+        random.Random(2).uniform(6, 12),
+    ):  # anywhere, start-up and saving too
+        process = start("rloo", **flags)
+        time.sleep(seconds)
+        process.kill()
+        process.wait()
+    assert start("rloo", **flags).wait(timeout=120) == 0, (tmp_path / "log").read_text()[-3000:]
+    calm = run("rloo", **{**flags, "run_name": "calm", "resume": None})
+    killed = tmp_path / "runs" / "killed"
+    assert all(x == 0 for x in metrics_differ(metrics_of(calm), metrics_of(killed)).values())
+    a, b = (weights_of(x / "checkpoint-6") for x in (calm, killed))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def wait_for(path, lines: int) -> None:
+    for _ in range(600):
+        if path.is_file() and len(path.read_text().splitlines()) >= lines:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path} never had {lines} lines")
+
+
+def test_text_models_tensorboard_and_a_sampler_of_ones_own(run, tiny_text_model, tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": f"Say {i}"}], "answer": str(i)} for i in range(8)]
+    (tmp_path / "plug.py").write_text(
+        "import rloo\n"
+        "class Mine(rloo.ModelSampler):\n"
+        "    slept = 0\n"
+        "    def sleep(self):\n"
+        "        Mine.slept += 1\n"
+        "def brief(completions, completion_ids, log_metric, **columns):\n"
+        "    log_metric('mine/slept', len(completions))\n"
+        "    return [-len(ids) * len(c[0]['content']) / 9 for c, ids in zip(completions, completion_ids)]\n"
+    )
+    flags = {
+        "rollout": f"{tmp_path}/plug.py:Mine",
+        "rewards": [f"{tmp_path}/plug.py:brief"],
+        "reward_weights": [1],
+    }
+    data = write_jsonl(tmp_path / "text.jsonl", rows)
+    folder = run("rloo", model=tiny_text_model, dataset=data, eval_dataset=None, track="tensorboard", **flags)
+    assert metrics_of(folder)[-1]["mine/slept"] == 16 and "reward/brief" in metrics_of(folder)[-1]
+    assert [*folder.glob("events*")]
+    assert metrics_of(folder)[0]["rollout/engine_logprob_diff_max"] < 1e-5  # a forward of its own, compared
+
+
+def test_rows_that_can_not_be_used_are_named_and_counted(run, tmp_path, vqa_rows, capsys):
+    rows = [dict(row) for row in vqa_rows[:12]]
+    rows[3]["image"] = "nowhere.png"
+    rows[5]["prompt"] = "long " * 900
+    rows[7]["prompt"] = "<image><image> two places"
+    data = write_jsonl(tmp_path / "some.jsonl", rows)
+    folder = run("rloo", dataset=data, eval_dataset=None, total_steps=3)
+    error = capsys.readouterr().err
+    for words in (
+        "row 3 is left out",
+        "No such file",
+        "more than --max-prompt-length",
+        "2 places for images",
+    ):
+        assert words in error
+    assert (
+        sum(m["rollout/prompts_dropped"] for m in metrics_of(folder)) == 3
+    )  # an epoch: 3 steps of 4 prompts
+    for row in rows:
+        row["image"] = "nowhere.png"
+    with pytest.raises(SystemExit) as stopped:
+        run("rloo", dataset=write_jsonl(tmp_path / "all.jsonl", rows), run_name="none")
+    assert stopped.value.code == 2 and "no row can be used" in capsys.readouterr().err
+
+
+def test_gradients_that_are_not_finite_save_then_stop(run, tmp_path, capsys, monkeypatch):
+    real = rloo.compute_rloo_loss
+    monkeypatch.setattr(rloo, "compute_rloo_loss", lambda *a: (real(*a)[0] * math.nan, real(*a)[1]))
+    with pytest.raises(SystemExit) as stopped:
+        run("rloo", eval_dataset=None)
+    assert stopped.value.code == 2 and "no update had finite gradients" in capsys.readouterr().err
+    folder = tmp_path / "runs" / "run"
+    assert metrics_of(folder)[-1]["train/skipped_updates"] == 4
+    saved, start = weights_of(folder / "checkpoint-1"), weights_of(ROOT / "assets/tiny_vl")
+    assert largest_difference({k: saved[k] for k in start}, start) == 0
+
+
+BAD = [  # flags, words of the message
+    ({"num_samples_per_prompt": 1}, "--num-samples-per-prompt must be 2 or more"),
+    ({"train_batch_size": 6}, "divide --train-batch-size"),
+    ({"rollout_batch_size": 20}, "--rollout-batch-size must be a multiple"),
+    ({"total_steps": 0}, "counts must be at least 1"),
+    ({"micro_batch_tokens": 100}, "--micro-batch-tokens must hold prompt + response"),
+    ({"reward_weights": (1,)}, "one weight per reward"),
+    ({"temperature": 0}, "--temperature must be more than 0"),
+    ({"offload_optimizer": True}, "--offload-optimizer needs"),
+    ({"resume": "auto", "run_name": None}, "--resume auto needs --run-name"),
+    ({"resume": "nowhere"}, "is no checkpoint"),
+    ({"model": "nowhere/at-all"}, "--model nowhere/at-all can't be loaded"),
+    ({"dataset": "nowhere.jsonl"}, "can't be read as a dataset"),
+    ({"dataset": "{tmp}/broken.jsonl"}, "can't be read as a dataset: JSON parse error"),
+    ({"dataset": "{tmp}/columns.jsonl"}, "has columns question: rename yours"),
+    ({"dataset": "{tmp}/no_answer.jsonl"}, "has columns prompt: rename yours"),
+    ({"dataset": "{tmp}/listed.jsonl"}, "needs an answer that is a text or a number, not ['a']"),
+    ({"rewards": ("accurate",), "reward_weights": (1,)}, "neither path.py:name nor one of accuracy, format"),
+    ({"rewards": ("{tmp}/none.py:f",), "reward_weights": (1,)}, "neither path.py:name"),
+    ({"rewards": ("{tmp}/reward.py:f",), "reward_weights": (1,)}, "has no 'f'"),
+    ({"rewards": ("{tmp}/reward.py:short",), "reward_weights": (1,)}, "must return one finite number"),
+    ({"rollout": "vlm"}, "--rollout vlm is neither"),
+    ({"run_name": "taken"}, "exists already"),
+    ({"max_prompt_length": 5, "max_response_length": 4}, "no row can be used"),
+    ({"output_dir": "{tmp}/broken.jsonl"}, "--output-dir"),
+    ({"eval_dataset": "nowhere"}, "nowhere (split test, cache HF_HOME) can't be read"),
+]
+
+
+@pytest.mark.parametrize("flags, words", BAD, ids=[words[:30] for _, words in BAD])
+def test_bad_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, words, capsys):
+    write_jsonl(tmp_path / "columns.jsonl", [{"question": "Q"}])
+    write_jsonl(tmp_path / "no_answer.jsonl", [{"prompt": "Q"}])
+    write_jsonl(tmp_path / "listed.jsonl", [{"prompt": "Q", "answer": ["a"]}] * 8)
+    (tmp_path / "broken.jsonl").write_text("{not json")
+    (tmp_path / "reward.py").write_text("def short(**columns):\n    return [1.0]\n")
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    fill = lambda x: x.replace("{tmp}", str(tmp_path)) if isinstance(x, str) else x  # noqa: E731
+    flags = {k: tuple(map(fill, v)) if isinstance(v, tuple) else fill(v) for k, v in flags.items()}
+    with pytest.raises(SystemExit) as stopped:
+        run("rloo", **flags)
+    error = capsys.readouterr().err
+    assert (
+        stopped.value.code == 2
+        and words in error
+        and error.count("\nerror:") + error.startswith("error:") == 1
+    )
+
+
+def test_folders_that_can_not_be_written_are_named(tmp_path, argv):
+    (tmp_path / "home").write_text("a file")
+    env = os.environ | {"HF_HOME": str(tmp_path / "home" / "cache")}
+    command = [sys.executable, str(ROOT / "rloo.py"), *argv("rloo")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "HF_HOME" in done.stderr and str(tmp_path / "home") in done.stderr
+
+
+def test_every_default_is_what_short_says_it_is_not():
+    args = cli(rloo.Args, args=[])
+    assert all(
+        getattr(args, name) != value
+        for name, value in SHORT.items()
+        if hasattr(args, name) and name != "eval_steps"
+    )
+    assert json.loads(json.dumps(args.__dict__))  # args.json
