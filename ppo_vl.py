@@ -53,8 +53,6 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZ
 
 # ---- args ----
 
-TINY_VL = str(Path(__file__).resolve().parent / "assets" / "tiny_vl")
-
 
 @dataclass
 class Args:
@@ -64,8 +62,8 @@ class Args:
     run_name: str | None = None  # this run's folder; None: script, model, seed and time
     resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
     # --- model and data ---
-    model: str = TINY_VL  # folder or hub id of a vision-language or text model
-    critic_model: str | None = None  # the critic starts there: also a folder of reward_bt.py; None: --model
+    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder or hub id; vision-language or text
+    critic_model: str | None = None  # same family, or a folder of reward_bt.py; None: --model
     critic_share_backbone: bool = False  # a value head on the actor's backbone instead of a critic of its own
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of a hub id or a saved folder
@@ -91,13 +89,11 @@ class Args:
     tis_clip: float = 0.0  # tokens' gradients times p(trainer) / p(sampler), at most this; 0 = off
     dynamic_sampling: int = 0  # rounds that replace prompts whose responses all score alike (DAPO)
     replay_limit: int = 0  # train on so many of a step's responses, the newest; 0 = all
-    # --- rewards ---
-    # accuracy, format, overlong, or path.py:function in TRL's protocol: score_responses
-    rewards: tuple[str, ...] = ("accuracy", "format")
+    # --- algorithm ---
+    rewards: tuple[str, ...] = ("accuracy", "format")  # also overlong, or path.py:function: score_responses
     reward_weights: tuple[float, ...] = (0.9, 0.1)  # the score of a response is the weighted sum
     reward_running_norm: Literal["off", "scale", "standardize"] = "off"  # by std, or mean too, of all so far
     reward_clip: tuple[float, float] | None = None  # range of scores, before the KL is subtracted
-    # --- algorithm ---
     # estimator, see center_scores; all but gae work without a critic
     advantage: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "cpgd"] = "gae"
     gamma: float = 1.0  # discount per token
@@ -217,7 +213,9 @@ def load_rows(source: str, split: str):
         rows = datasets.load_from_disk(source)
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
-        fail(f"{source} (split {split}) can't be read as a dataset: {error}")
+        fail(
+            f"{source} (split {split}, cache HF_HOME) can't be read as a dataset: {error.__cause__ or error}"
+        )
 
 
 def load_data(args: Args, source: str, split: str, model, processor) -> SimpleNamespace:
@@ -456,8 +454,8 @@ def prepare_training(args: Args, model) -> None:
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     frozen = [p for name, p in model.named_parameters() if args.freeze and re.search(args.freeze, name)]
-    if args.freeze and len(frozen) in (0, len([*model.parameters()])):
-        fail(f"--freeze {args.freeze} fits none or all of the parameters' names")
+    if args.freeze and not frozen:
+        fail(f"--freeze {args.freeze} fits no parameter's name")
     for parameter in frozen:
         parameter.requires_grad_(False)
 
@@ -490,9 +488,9 @@ class Actor(nn.Module):
 class Critic(nn.Module):
     """A backbone with a scalar head: pack -> values of the states before its tokens, ((M,),)."""
 
-    def __init__(self, model, value_head: nn.Linear):
+    def __init__(self, args: Args, model):
         super().__init__()
-        self.model, self.value_head = model.base_model, value_head  # the LM head is left behind
+        self.model, self.value_head = model.base_model, make_value_head(args, model)  # without the LM head
 
     def forward(self, pack) -> tuple[Tensor]:
         return (self.value_head(packing.forward_hidden(self.model, pack))[:, 0].float(),)
@@ -753,8 +751,7 @@ class VllmSampler:
             return {"type": "image_pil", "image_pil": part["image"]} if part["type"] == "image" else part
 
         chats = [[m | {"content": [*map(rename, m["content"])]} for m in p["messages"]] for p in prompts]
-        how = {"n": num_samples, "temperature": temperature}
-        params = [self.make_params(seed=prompt["seed"], **how) for prompt in prompts]
+        params = [self.make_params(n=num_samples, temperature=temperature, seed=p["seed"]) for p in prompts]
         outputs = self.llm.chat(chats, params, use_tqdm=False)
         for prompt, output in zip(prompts, outputs):
             if output.prompt_token_ids != prompt["prompt_ids"].tolist():
@@ -848,7 +845,7 @@ def add_advantages(args: Args, rollout: Rollout, tables: dict[str, Tensor], trai
     ref_logprobs = tables.get("ref_logprobs", logprobs)
     kl = kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
     if args.reward_running_norm != "off":
-        own = scores[trained].double()
+        own = scores[trained].double()  # of all steps so far: count, sum, sum of squares
         state["moments"] = state["moments"] + torch.stack([own**0, own, own**2]).sum(1)
         _, mean, square = (state["moments"] / state["moments"][0].clamp(min=1)).tolist()
         std = max(0.0, square - mean**2) ** 0.5
@@ -863,9 +860,8 @@ def add_advantages(args: Args, rollout: Rollout, tables: dict[str, Tensor], trai
     whitened = args.advantage in ("gae", "reinforce", "reinforce_baseline")
     if args.whiten_advantages == "on" or (args.whiten_advantages == "auto" and whitened):
         advantages = whiten(advantages, mask)
-    bound, policy_mask = args.advantage_clip or math.inf, mask
-    if args.entropy_token_ratio < 1:
-        policy_mask = high_entropy_mask(tables["entropy"], mask, args.entropy_token_ratio)
+    ratio, bound = args.entropy_token_ratio, args.advantage_clip or math.inf
+    policy_mask = high_entropy_mask(tables["entropy"], mask, ratio) if ratio < 1 else mask
     tables |= {"mask": mask, "policy_mask": policy_mask, "kl": kl, "returns": returns}
     tables |= {"advantages": advantages.clamp(-bound, bound), "engine_logprobs": rollout.engine_logprobs}
 
@@ -899,11 +895,9 @@ def sum_over_ranks(table: Tensor, device) -> Tensor:
 
 
 def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither.
-
-    One pack is one micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step,
-    batch sizes stay 1 here, and the losses carry their own global denominators.
-    """
+    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither. A pack is
+    a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step, batch sizes stay
+    1 here, and the losses carry their own global denominators."""
     import deepspeed
 
     config = {
@@ -1067,8 +1061,7 @@ def update(args: Args, rollout: Rollout, tables, trained, data, engines: dict, t
 
 
 def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple[dict, list[dict]]:
-    """A fixed subset of held-out prompts, each with a greedy response and eval_num_samples sampled ones.
-    eval/pass_at_k: share of prompts with a sample of accuracy 1."""
+    """A fixed subset of held-out prompts, each with a greedy response and eval_num_samples sampled ones."""
     indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples])
     metrics, samples = {}, []
     for mode, temperature, G in (("greedy", 0.0, 1), ("sampled", args.temperature, args.eval_num_samples)):
@@ -1170,27 +1163,22 @@ def main(args: Args) -> dict[str, float]:
     torch.manual_seed(args.seed)  # of LoRA's first weights
 
     # --- 2. models and engines ---
-    model, reference, value_head = load_model(args.model, dtype), None, None
+    model, reference = load_model(args.model, dtype), None
     processor = transformers.AutoProcessor.from_pretrained(args.model)  # of a text model: its tokenizer
     if args.kl_coef > 0 and args.lora_rank == 0:
         reference = Actor(args, load_model(args.model, dtype)).requires_grad_(False)
         reference = make_engine(args, reference, dtype) if args.zero_stage == 3 else reference.to(device)
     engines, updates = {}, args.rollout_batch_size // args.train_batch_size * args.num_ppo_epochs  # per step
-    if args.critic_share_backbone:
-        value_head = make_value_head(args, model)
-    elif args.advantage == "gae":
+    value_head = make_value_head(args, model) if args.critic_share_backbone else None
+    if args.advantage == "gae" and value_head is None:
         backbone = load_model(args.critic_model or args.model, dtype)
-        if backbone.config.model_type != model.config.model_type:
-            fail(f"--critic-model {args.critic_model} is of another family than --model {args.model}")
         prepare_training(args, backbone)
-        critic = Critic(backbone, make_value_head(args, backbone))
         own = replace(args, learning_rate=args.critic_learning_rate)
-        engines["critic"] = make_engine(own, critic, dtype, args.total_steps * updates)
+        engines["critic"] = make_engine(own, Critic(args, backbone), dtype, args.total_steps * updates)
     prepare_training(args, model)
     updates *= args.total_steps - args.freezing_actor_steps
     actor = engines["actor"] = make_engine(args, Actor(args, model, value_head), dtype, updates)
-    state = {"step": 0, "before": {}, "cursor": 0, "kl_coef": args.kl_coef}
-    state["moments"] = torch.zeros(3, dtype=torch.float64)  # of the scores: count, sum, sum of squares
+    state = {"step": 0, "before": {}, "cursor": 0, "kl_coef": args.kl_coef, "moments": torch.zeros(3)}
     for name, engine in engines.items():
         engine.eval()
         if checkpoint is not None:
@@ -1207,7 +1195,10 @@ def main(args: Args) -> dict[str, float]:
     known = REWARDS | {"overlong": functools.partial(overlong, limit=args.max_response_length)}
     functions = {x.rpartition(":")[2]: plug_in("--rewards", x, known) for x in args.rewards}
     if RANK == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"--output-dir {args.output_dir} can't be written: {error}")
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         for path in run_dir.glob("*.jsonl"):  # without what an interrupted run logged after its checkpoint
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -1273,9 +1264,8 @@ def main(args: Args) -> dict[str, float]:
         times.append(time.perf_counter())
 
         # --- 6. advantages ---
-        kl_coef = state["kl_coef"]
         add_advantages(args, rollout, tables, trained, state)
-        kl = tables["kl"].sum(1).view(-1, G)  # (n, G)
+        kl, kl_coef = tables["kl"].sum(1).view(-1, G), state["kl_coef"]  # (n, G)
 
         # --- 7. update ---
         for engine in engines.values():
@@ -1300,7 +1290,6 @@ def main(args: Args) -> dict[str, float]:
             "objective/scores": scores.nanmean(),
             "objective/kl": kl.mean(),
             "objective/rlhf_reward": (scores - kl_coef * kl).nanmean(),
-            "objective/entropy": -(logprobs * rollout.mask).sum(1).mean(),
             "rollout/response_length_mean": lengths.mean(),
             "rollout/truncated_frac": rollout.truncated.float().mean(),
             "rollout/zero_std_groups_frac": ((scores - scores[:, :1]).abs().amax(1) < 1e-9).float().mean(),
