@@ -1024,6 +1024,13 @@ def update(args: Args, rollout: Rollout, tables, trained, data, engines: dict, t
             if turns is not None and train_actor:
                 so_far = ((step - 1) * args.num_ppo_epochs + epoch) * num_batches + number
                 learned, learned_tokens = ptx_packs(args, turns, so_far, actor)
+            for (
+                pack
+            ) in learned:  # first: of what the last pack lacks, an offloaded optimizer sees no gradient
+                actor.set_gradient_accumulation_boundary(False)
+                loss = -actor(pack, temperature=1.0)[0].sum() / learned_tokens
+                actor.backward(args.ptx_coef * loss * WORLD_SIZE, scale_wrt_gas=False)
+                sums["loss/ptx"] += loss.detach()
             for k, pack in enumerate(packs):
                 flat, logs = {name: table[pack.index] for name, table in tables.items()}, {}  # (M,) each
                 # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
@@ -1032,17 +1039,12 @@ def update(args: Args, rollout: Rollout, tables, trained, data, engines: dict, t
                     loss, logs = value_terms(args, *engines["critic"](pack), flat)
                     engines["critic"].backward(loss * WORLD_SIZE, scale_wrt_gas=False)
                 if train_actor:
-                    actor.set_gradient_accumulation_boundary(k == len(packs) + len(learned) - 1)
+                    actor.set_gradient_accumulation_boundary(k == len(packs) - 1)
                     loss, more = actor_terms(args, actor, pack, flat, state["kl_coef"])
                     actor.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
                     logs |= more
                 for name, x in logs.items():
                     sums[name] += x.detach()
-            for k, pack in enumerate(learned):
-                actor.set_gradient_accumulation_boundary(k == len(learned) - 1)
-                loss = -actor(pack, temperature=1.0)[0].sum() / learned_tokens
-                actor.backward(args.ptx_coef * loss * WORLD_SIZE, scale_wrt_gas=False)
-                sums["loss/ptx"] += loss.detach()
             steps.append({name: optimizer_step(engine) for name, engine in engines.items()})
             if args.ema_beta and train_actor and steps[-1]["actor"][1]:
                 update_average(average, actor.module.model, args.ema_beta)
