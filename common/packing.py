@@ -35,10 +35,10 @@ from torch.utils._pytree import tree_map_only
 
 MEDIA = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 TEXT_INPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "second_per_grid_ts"}
-# In a text config's JSON, what shows beyond some length only: windows, kinds of layers, RoPE that changes.
+# In a text config's JSON, what shows beyond some length only: windows, layer types, RoPE that changes.
 HIDES = r'"sliding_window": [1-9]|"layer_types": \[[^]]*"(?!full_attention)\w+"|"(dynamic|longrope)"'
 CHUNK = 256  # tokens whose logits live at a time
-KEPT_LOGPROBS = 2**26  # next-token log-probs kept from forward to backward: 256 MB, saves their recomputation
+KEPT_LOGPROBS = 2**26  # log-probs kept from forward to backward: 256 MB that save their recomputation
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # nats: log-probs that count as equal
 NEVER = -1e30  # logit of tokens that are never drawn; finite, so that p * log p is 0
 
@@ -174,7 +174,7 @@ def prompt_positions(model, inputs: dict) -> Tensor:
 
 
 def media_of(prompts: list[dict]) -> dict[str, list[dict]]:
-    """The pictures and clips of some prompts, one after the other."""
+    """The pictures and clips of some prompts."""
     return {kind: [item for prompt in prompts for item in prompt[kind]] for kind in MEDIA}
 
 
@@ -226,13 +226,8 @@ class Pack(NamedTuple):
 
 def build_pack(pieces: Groups, prompts: dict[int, dict], responses: list[Tensor]) -> Pack:
     """Lay out the groups of one planned pack: prompts by prompt index, responses (each (R,)) by theirs."""
-    ids, positions, groups, places, offset = (
-        [],
-        [],
-        [],
-        [],
-        0,
-    )  # groups: row positions [prompt, response, ...]
+    ids, positions, places, offset = [], [], [], 0
+    groups = []  # row positions [prompt, response, ...] of each
     for g, members in pieces:
         prompt, P = prompts[g], prompts[g]["length"]
         if unknown := set(prompt["kinds"]) - {name for names in MEDIA.values() for name in names}:
@@ -280,15 +275,12 @@ def _make_pack(inputs: dict, pieces: Groups, responses, places: list[Tensor], me
     rows, lengths = torch.tensor(members, dtype=torch.long), [len(x) for x in ids]
     owner = torch.repeat_interleave(torch.tensor(lengths, dtype=torch.long))
     columns, targets = torch.cat([empty, *map(torch.arange, lengths)]), torch.cat([empty, *ids])
-    before, last = (
-        torch.cat([empty, *(x[:-1] for x in places)]),
-        torch.cat([empty, *(x[-1:] for x in places)]),
-    )
+    before, last = (torch.cat([empty, *(x[part] for x in places)]) for part in (slice(-1), slice(-1, None)))
     return Pack(inputs, rows, owner, (rows[owner], columns), targets, before, last, media)
 
 
 def _make_buckets(groups: list[list[Tensor]]) -> tuple[list[Bucket], Tensor]:
-    """Groups of about the same lengths, up to powers of two: little padding, few calls."""
+    """Groups of similar lengths, up to powers of two: little padding, few calls."""
     buckets, made, order = defaultdict(list), [], []
     for group in groups:
         buckets[len(group[0]).bit_length(), max(map(len, group[1:]), default=0).bit_length()].append(group)

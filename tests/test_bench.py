@@ -1,9 +1,7 @@
-"""tools/bench.py: its parts parse, its cases are jobs of the scripts, its tables and its picture; the bare work, run."""
+"""tools/bench.py: its parts parse, its cases are jobs of the scripts, its tables and picture; the bare work, run."""
 
-import importlib.util
-import json
+import importlib
 import sys
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -12,106 +10,98 @@ from conftest import ROOT, TINY
 
 import rloo
 
-spec = importlib.util.spec_from_file_location("bench", ROOT / "tools/bench.py")
-bench = sys.modules["bench"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench)
+sys.path.append(str(ROOT / "tools"))
+import bench  # noqa: E402
 
-PARTS = get_args(get_args(get_args(get_type_hints(bench.Args, include_extras=True)["parts"])[0])[0])
-MACHINE = {"torch": "2.13.0", "cores": 2, "threads": 1}
-BARE = {"tokens": 4000, "packs": 4, "bare_update": 0.9, "bare_score": 0.6, "update": 1.0, "score": 0.5, "phase": 1.6}
-BARE |= {f"update_{name}": 0.2 for name in ("packing", "forward", "backward", "optimizer")}
-BARE |= {"flops": 40e9, "peak_flops": 80e9}
+BARE = dict(tokens=4000, packs=4, bare_update=0.9, bare_score=0.6, update=1.0, score=0.5, phase=1.6)
+BARE |= {f"update_{name}": 0.2 for name in bench.PARTS} | {"flops": 40e9, "peak_flops": 80e9}
 
 
-def rows_of(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+def test_what_can_not_be_measured_is_refused():
+    for words in (["rloo", "--clock", "cpu"], ["reward", "--cases", "nonsense"]):
+        with pytest.raises(SystemExit, match=r"^--c\w+ "):
+            bench.main(tyro.cli(bench.Args, args=words))
 
 
-def test_every_part_parses():
-    assert {"vlm", "memory", "bare", "rloo", "reward", "sft", "curves", "sync"} <= {*PARTS}
-    for part in PARTS:
-        words = [part, "--output", "runs/bench", "--clock", "cpu", "--threads", "1", "--cases", "a", "b"]
-        args = tyro.cli(bench.Args, args=words)
-        assert args.parts == (part,) and args.cases == ("a", "b") and args.output == "runs/bench"
+def test_cases_are_flags_of_the_scripts_and_the_same_work_for_trl(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "text_model_size", lambda args, name, hidden, layers: hidden)
+    args, points = bench.Args(parts=()), {}
+    cases = bench.rloo_cases(args) | bench.reward_cases(args) | bench.sft_cases(args) | bench.bare_cases(args)
+    for curve, x, case, _ in bench.curve_cases(args, tmp_path):
+        points.setdefault(curve, []).append((x, case))
+        cases[f"{curve} {x}"] = case
+    for case in cases.values():
+        script = importlib.import_module(case["script"])
+        script.check_args(script.Args(**case["flags"], total_steps=2))
+    assert points.keys() == bench.CURVES.keys()
+    assert all([x for x, _ in own] == sorted({x for x, _ in own}) for own in points.values())
+    assert all(case["G"] == x for name in ("group_text", "group_vlm") for x, case in points[name])
+    assert all(len(case["rows"]) == x for x, case in points["prompts"])
+    assert all(case["R"] == x and case["full_length"] for x, case in points["response"])
+    assert all(len(row["images"]) == x for x, case in points["images"] for row in case["rows"])
+    ranked, pairs = cases["ranked_4"], cases["pairs_100"]
+    assert len(ranked["rows"]) == 4 and len(ranked["trl_rows"]) == 4 * 6 and len(pairs["trl_rows"]) == 16
+    first = {"prompt": pairs["rows"][0]["prompt"]} | dict(
+        zip(("chosen", "rejected"), pairs["rows"][0]["responses"])
+    )
+    assert pairs["trl_rows"][0] == first
+    shown = [len({row["image"] for row in cases[name]["rows"]}) for name in ("different", "by_picture")]
+    assert shown[0] == 64 and shown[1] < 16
 
 
-@pytest.mark.parametrize("words", [["--clock", "cpu"], ["reward", "--cases", "nonsense"]])
-def test_what_can_not_be_measured_is_refused(words, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["bench.py", *words])
-    with pytest.raises(SystemExit, match=r"^--c\w+ "):
-        bench.main(tyro.cli(bench.Args, args=words))
-
-
-def test_speed_against_the_bare_work():
-    steps = [
-        {**BARE, "update": seconds, "peak_flops": peak} for seconds, peak in ((1.0, 80e9), (1.2, 100e9), (0.9, 90e9))
-    ]
+def test_ratios_are_those_of_single_steps():
+    steps = [{**BARE, "update": x, "peak_flops": y} for x, y in ((1.0, 80e9), (1.2, 100e9), (0.9, 90e9))]
     result = bench.summarize_bare(steps)
     assert result["update_speed"] == pytest.approx(0.9)  # the median of 0.9, 0.75 and 1
     assert result["phase_speed"] == pytest.approx(0.9 / 1.6)
     assert result["work_speed"] == pytest.approx(1.5 / 1.6)
     assert result["update_mfu"] == pytest.approx(40 / 1.0 / 100)  # of the fastest product in the run
-    assert result["packs"] == 4
+    ours, theirs = ([{"seconds": x} for x in own] for own in ((1.0, 2.0, 4.0), (8.0, 10.0, 12.0)))
+    result = bench.ratios(ours, theirs, "seconds", "step")
+    assert (result["step_ours"], result["step_trl"], result["step_ratio"]) == (2.0, 10.0, 5.0)
+    assert result["step_steps"]["ratio"] == [8.0, 5.0, 3.0]
 
 
-def test_tables_of_made_up_figures():
+def test_tables_and_picture_of_made_up_figures(tmp_path):
     sides = {"step_ours": 2.0, "step_trl": 8.0, "step_ratio": 4.0, "memory_ours": 1e9, "memory_trl": 3e9}
-    curve = {"curve": "prompts", "x": 8, "seconds_ours": 1.0, "update_ours": 0.5, "memory_ours": 5e8}
     results = [
-        {"part": "bare rloo_vlm", **bench.summarize_bare([BARE])},
+        {"part": "bare rloo_vlm", **bench.summarize_bare([dict(BARE)])},
         {"part": "rloo vlm_64", **sides},
-        {"part": "curves", **curve},
+        {"part": "memory", "memory_dense": 14e9, "memory_chunked": 7e8, "ratio": 20.0},
     ]
-    rows = rows_of(bench.report(MACHINE, results))
+    for curve in bench.CURVES:
+        for x in (2, 8):
+            own = dict(seconds_ours=x, update_ours=0.5, memory_ours=x * 1e8, seconds_trl=2, memory_trl=2e8)
+            results.append({"part": "curves", "curve": curve, "x": x, **own})
+    table = bench.report({"torch": "2.13.0", "cores": 2}, results)
+    lines = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line] for line in lines]
     assert ["bare rloo_vlm", "4000", "0.90", "1.00", "90%", "1.50", "1.60", "94%"] in rows
     assert ["bare rloo_vlm", "0.50", "0.20", "0.20", "0.20", "0.20", "0.20"] in rows
     assert ["bare rloo_vlm", "40", "80", "50%", "56%"] in rows
     assert ["rloo vlm_64", "2.00", "8.00", "4.00", "", "", "", "1.00", "3.00"] in rows
-    assert ["prompts", "8", "1.00", "", "0.50", "", "0.50", ""] in rows
-    assert [rows[i] for i in range(len(rows)) if rows[i][0] == "---"] == [["---"] * n for n in (8, 7, 5, 8, 9)]
-
-
-def test_picture_of_made_up_figures(tmp_path):
-    results = [
-        {"curve": curve, "x": x, "seconds_ours": x, "memory_ours": x * 1e8, "seconds_trl": 2 * x, "memory_trl": x * 2e8}
-        for curve in bench.CURVES
-        for x in (2, 4, 8)
-    ]
+    assert ["curves", "prompts", "8", "8.00", "2.00", "0.50", "", "0.80", "0.20"] in rows
+    assert ["memory", "14.00", "0.70", "20.00"] in rows
+    for head, *rest in bench.TABLES.values():
+        assert head.count("|") == len(rest[0])
     bench.draw_curves(results, tmp_path / "curves.png")
-    bench.draw_curves(results[:6], tmp_path / "two.png")
-    assert (tmp_path / "curves.png").read_bytes()[:4] == (tmp_path / "two.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_points_of_the_curves_change_what_their_axis_says(tmp_path, tiny_text_model, monkeypatch):
-    monkeypatch.setattr(bench, "text_model_size", lambda args, name, hidden, layers: hidden)
-    points = {}
-    for curve, x, job, _ in bench.curve_points(bench.Args(vlm=TINY, text_model=tiny_text_model), tmp_path):
-        points.setdefault(curve, []).append((x, job))
-    assert points.keys() == bench.CURVES.keys()
-    assert all([x for x, _ in own] == sorted({x for x, _ in own}) for own in points.values())
-    assert all(job["G"] == x for name in ("group_text", "group_vlm") for x, job in points[name])
-    assert all(len(job["prompts"]) == x for x, job in points["prompts"])
-    assert all(job["max_new_tokens"] == job["min_new_tokens"] == x for x, job in points["response"])
-    assert all(len(p["images"]) == x for x, job in points["images"] for p in job["prompts"])
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.slow
-def test_bare_work_of_a_run(tmp_path, vqa, monkeypatch):
-    """The script's own hooks are still where the bench looks for them, and the parts add up."""
-    for name in ("packs_of_rank", "fill_logprobs", "optimizer_step", "update_policy", "draw_curves", "draw_samples"):
-        monkeypatch.setattr(rloo, name, getattr(rloo, name))  # put back after the test, as everything below
-    monkeypatch.setattr(rloo.Policy, "forward", rloo.Policy.forward)
-    for name in ("draw_curves", "draw_samples", "draw_gap"):
-        monkeypatch.setattr(rloo, name, lambda *args: None, raising=False)
-    flags = {"model": TINY, "dataset": vqa, "rollout_batch_size": 8, "num_samples_per_prompt": 4, "train_batch_size": 4}
+def test_sides_take_steps_and_the_bare_work_is_that_of_the_script():
+    """The scripts' hooks are still where the bench looks for them, and the parts of a step add up."""
+    flags = {"model": TINY, "rollout_batch_size": 8, "num_samples_per_prompt": 4, "train_batch_size": 4}
     flags |= {"max_response_length": 8, "eval_samples": 2, "num_iterations": 2}
-    job = {"job": "bare", "script": "rloo", "steps": 1, "clock": "wall", "flags": flags}
-    common = {"output_dir": str(tmp_path), "run_name": "run", "seed": 1, "eval_steps": 0}
-    [step] = bench.run_bare(job, tmp_path, common)["steps"]
-    assert step["packs"] == 4  # two optimizer steps, twice
-    inside = sum(step[f"update_{name}"] for name in ("packing", "forward", "backward", "optimizer"))
-    assert 0.5 * step["update"] < inside < step["update"] < step["phase"]
-    assert step["score"] < step["phase"] and 0 < step["bare_score"] < step["bare_update"]
-    parameters = sum(p.numel() for p in rloo.load_model(TINY, torch.float32).parameters())
-    assert 3 * parameters * step["tokens"] < step["flops"] < 60 * parameters * step["tokens"]
-    assert json.dumps(step)
+    args = bench.Args(parts=("bare",), threads=1, vlm=TINY)
+    case = {"script": "rloo", "flags": flags, "steps": 2, "G": 4}
+    steps = bench.run_sides(args, case, ("ours", "bare"))
+    assert [len(own) for own in steps.values()] == [2, 2]
+    for ours, step in zip(*steps.values()):
+        assert (ours["loss"], ours["grad_norm"]) == (step["loss"], step["grad_norm"])
+        assert step["packs"] == 4  # two optimizer steps, twice
+        inside = sum(step[f"update_{part}"] for part in bench.PARTS)
+        assert 0.5 * step["update"] < inside < step["update"] < step["phase"] < step["seconds"]
+        assert 0 < step["bare_score"] < step["bare_update"]
+        parameters = sum(p.numel() for p in rloo.load_model(TINY, torch.float32).parameters())
+        assert 3 * parameters * step["tokens"] < step["flops"] < 60 * parameters * step["tokens"]
