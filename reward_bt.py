@@ -132,9 +132,7 @@ def load_rows(source: str, split: str):
         rows = datasets.load_from_disk(source)
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
-        fail(
-            f"{source} (split {split}, cache HF_HOME) can't be read as a dataset: {error.__cause__ or error}"
-        )
+        fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
 
 
 def add_pairs(rows, seed: int):
@@ -241,10 +239,8 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
     path -> fps frames a second, (F, height, width, 3), and when they were taken."""
     if kind == "video":
         frames, taken = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
-        return {
-            "video": frames,
-            "taken": {k: taken[k] for k in ("total_num_frames", "fps", "frames_indices")},
-        }
+        names = "total_num_frames", "fps", "frames_indices"
+        return {"video": frames, "taken": {name: taken[name] for name in names}}
     source = (source["bytes"] or source["path"]) if isinstance(source, dict) else source
     source = io.BytesIO(source) if isinstance(source, bytes) else source
     source = folder / source if isinstance(source, str) else source
