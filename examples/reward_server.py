@@ -1,12 +1,11 @@
-"""A reward server for rloo.py and ppo_vl.py, standard library only: exact match of the answer. Start it, then train:
+"""A reward server, standard library only: exact match of the answer. Start it, then train:
 
     python examples/reward_server.py 8009
-    python rloo.py --rewards http://localhost:8009 --reward-weights 1
+    python rloo.py --rewards examples/remote_reward.py:remote --reward-weights 1
 
-The request is a JSON object of lists with one entry per response, at most 64: prompts, queries (prompt + response), responses,
-references (answers of the dataset), labels (or null) and images (a list of base64 picture files for each). The reply is an
-object: "rewards", one number or null (does not apply) per response, and if you like "components", {name: such a list}, which
-appear in the metrics as reward/<server>_<name> and do not count. Requests that fail with status 429 or 5xx come again.
+The request is a JSON object of lists with one entry per response: prompts, responses, references (answers
+of the dataset) and images (a list of base64 picture files for each). The reply is {"rewards": [...]}, a
+number or null (does not apply) per response.
 """
 
 import json
@@ -15,15 +14,12 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
-def score(responses: list[str], references: list, **other) -> dict:
-    """1 where the text in the last <answer> tags, or without tags the whole response, equals the reference, else 0."""
+def score(responses: list[str], references: list, **other) -> list[float | None]:
+    """1 where the last <answer>...</answer>, or without one the whole response, is the reference, else 0."""
     tagged = [re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL) for text in responses]
-    said = [found[-1] if found else text for found, text in zip(tagged, responses)]
-    rewards = [
-        None if reference is None else float(text.strip().lower() == str(reference).strip().lower())
-        for text, reference in zip(said, references)
-    ]
-    return {"rewards": rewards, "components": {"tagged": [float(bool(found)) for found in tagged]}}
+    said = [(found or [text])[-1].strip().lower() for found, text in zip(tagged, responses)]
+    pairs = zip(said, references)
+    return [None if right is None else float(text == str(right).strip().lower()) for text, right in pairs]
 
 
 class Rewards(BaseHTTPRequestHandler):
@@ -32,12 +28,11 @@ class Rewards(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         try:
-            status, reply = 200, score(**json.loads(body))
+            status, reply = 200, {"rewards": score(**json.loads(body))}
         except Exception as error:  # a bad request stays bad: 400, so that it is not sent again
             status, reply = 400, {"error": repr(error)}
         reply = json.dumps(reply).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(reply)))
         self.end_headers()
         self.wfile.write(reply)

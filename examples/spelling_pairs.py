@@ -1,8 +1,8 @@
-"""Preference pairs for reward_bt.py, made from nothing: a sentence is preferred to itself with two letters of a word swapped.
+"""Preference pairs for reward_bt.py: a sentence is preferred to itself with two letters of a word swapped.
 
     python examples/spelling_pairs.py spelling        # writes spelling/train.jsonl and spelling/test.jsonl
 
-No word of three letters or more stands in both files: whoever judges the test sentences has to know how words are spelled.
+No word of three letters or more stands in both files: who judges the test sentences has to know spelling.
 """
 
 import json
@@ -14,10 +14,12 @@ ADJECTIVES = """famous gentle hungry modern narrow orange polite public silent s
     ancient broken clever distant eager fragile golden honest little patient quick simple""".split()
 NOUNS = """teacher doctor farmer student captain sailor painter singer lawyer monkey rabbit tiger
     soldier driver engineer artist builder neighbor dentist baker hunter writer pilot manager""".split()
-VERBS = """opened painted carried dropped visited studied cleaned invited watched followed ordered noticed
-    bought repaired finished entered borrowed counted gathered ignored washed imagined measured promised""".split()
-OBJECTS = """window picture basket letter village language kitchen garden machine bridge dinner problem
-    bicycle computer building station blanket medicine flowers question cottage mountain ticket furniture""".split()
+VERBS = """opened painted carried dropped visited studied cleaned invited watched followed ordered
+    noticed bought repaired finished entered borrowed counted gathered ignored washed imagined measured
+    promised""".split()
+OBJECTS = """window picture basket letter village language kitchen garden machine bridge dinner
+    problem bicycle computer building station blanket medicine flowers question cottage mountain ticket
+    furniture""".split()
 folder = Path(sys.argv[1])
 folder.mkdir(parents=True, exist_ok=True)
 generator = random.Random(0)

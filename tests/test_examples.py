@@ -1,41 +1,114 @@
-"""examples/custom_data.py: what it writes passes the data check of the script that it is for, and trains."""
+"""examples/: each does what its docstring says, against the real thing; TRL's rewards run unchanged."""
 
-import importlib
+import asyncio
+import base64
+import io
 import json
+import runpy
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import common  # noqa: F401  before transformers # isort: skip
 import pytest
-from conftest import ROOT, TINY, read_jsonl
+from conftest import ROOT, read_jsonl
+from PIL import Image
 
-KINDS = {"ppo_vl": "prompts", "rloo": "prompts", "reward_bt": "pairs", "grm_sft": "judged"}
+import rloo
+
+EXAMPLES = ROOT / "examples"
+
+
+def load(name: str) -> dict:
+    return runpy.run_path(str(EXAMPLES / name))
+
+
+def make(script: str, folder, *words: str) -> str:
+    """Run an example in a folder -> what it says."""
+    command = [sys.executable, str(EXAMPLES / script), *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def score(functions: dict, texts: list[str], ids=None, pictures=(), **columns) -> tuple[dict, list]:
+    """One response to each row of some columns, as rloo.py would have it scored."""
+    rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
+    parts = [{"type": "image", "image": picture} for picture in pictures]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
+    prompts = [{"row": {"prompt": "?"} | row, "messages": messages} for row in rows]
+    return rloo.score_responses(functions, prompts, texts, ids or [rloo.torch.tensor([1])] * len(texts), None)
+
+
+# ---- functions ----
+
+
+def test_custom_reward():
+    ids = [rloo.torch.arange(n) for n in (3, 5)]
+    function = load("custom_reward.py")["short_and_right"]
+    results, logged = score({"mine": function}, ["It is RED.", "blue"], ids, answer=["red", "red"])
+    assert results["mine"] == pytest.approx([0.97, -0.05]) and logged == [("reward/mentions_answer", 0.5)]
+
+
+def test_recipe():
+    texts, labels = ["it makes 1,204.", "(b)", "b) yes", "whatever"], ["math", "choice", "choice", "other"]
+    results, logged = score(
+        {"r": load("recipe.py")["by_label"]}, texts, answer=["1204", "b", "B", "?"], label=labels
+    )
+    assert results["r"][:3] == pytest.approx([1 - 0.0015, 0, 1]) and results["r"][3] != results["r"][3]
+    assert [name for name, _ in logged] == ["reward/math", "reward/choice", "reward/choice"]
+
+
+def test_addition(tmp_path):
+    make("addition.py", tmp_path, "data")
+    train, test = (read_jsonl(tmp_path / f"data/{name}.jsonl") for name in ("train", "test"))
+    assert len(train) == 320 and len(test) == 80 and len({row["prompt"] for row in train + test}) == 400
+    assert {"prompt": "What is 7 + 13? Answer with the number only.", "answer": "20"} in train + test
+    results, _ = score(
+        {"sum": load("addition.py")["right_sum"]}, ["7 + 13 is 20", "20, not 21", ""], answer=["20"] * 3
+    )
+    assert results["sum"] == [1, 0, 0]
+
+
+def test_spelling_pairs(tmp_path):
+    make("spelling_pairs.py", tmp_path, "data")
+    train, test = (read_jsonl(tmp_path / f"data/{name}.jsonl") for name in ("train", "test"))
+    assert len(train) == 2000 and len(test) == 500
+    words = [
+        {w.strip(".") for row in rows for w in row["chosen"].split() if len(w) > 3} for rows in (train, test)
+    ]
+    assert not words[0] & words[1] and all(len(known) > 40 for known in words)
+    for row in train:
+        [(good, bad)] = [
+            pair for pair in zip(row["chosen"].split(), row["rejected"].split()) if pair[0] != pair[1]
+        ]
+        assert sorted(good) == sorted(bad) and good[0] == bad[0]
+
+
+# ---- data ----
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Ten pictures in folders of their colour -> the folder with the six files."""
-    import easy_vqa
-
+def data(tmp_path_factory, vqa_rows):
+    """Forty pictures in folders by their answer -> the folder with the six files."""
     folder = tmp_path_factory.mktemp("custom")
-    questions, answers, ids = easy_vqa.get_test_questions()
-    paths, colours = easy_vqa.get_test_image_paths(), {"red", "blue", "green", "yellow"}
-    known = {i: answer for question, answer, i in zip(questions, answers, ids) if answer in colours}
-    for i, colour in list(known.items())[:10]:
-        (folder / "pictures" / colour).mkdir(parents=True, exist_ok=True)
-        shutil.copy(paths[i], folder / "pictures" / colour)
-    (folder / "pictures" / "red" / "notes.txt").write_text("not a picture")
-    command = [sys.executable, str(ROOT / "examples/custom_data.py"), "pictures", "--output-dir", "made"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("10 pictures of ") and "2 held out" in result.stdout
+    for i, row in enumerate(vqa_rows):
+        (folder / "pictures" / row["answer"]).mkdir(parents=True, exist_ok=True)
+        shutil.copy(row["image"], folder / "pictures" / row["answer"] / f"{i}.png")
+    (folder / "pictures/yes/notes.txt").write_text("not a picture")
+    said = make("custom_data.py", folder, "pictures", "made")
+    assert said.startswith("40 pictures of ") and "8 held out" in said
     return folder / "made"
 
 
-def test_rows_are_right_and_held_out_pictures_apart(data):
+def test_custom_data(data, tmp_path):
     for kind in ("prompts", "pairs", "judged"):
         train, test = read_jsonl(data / f"{kind}.jsonl"), read_jsonl(data / f"{kind}_test.jsonl")
-        assert len(train) == 8 and len(test) == 2
+        assert len(train) == 32 and len(test) == 8
         assert not {row["image"] for row in train} & {row["image"] for row in test}
         for row in train + test:
             right = row["image"].split("/")[-2]
@@ -44,45 +117,148 @@ def test_rows_are_right_and_held_out_pictures_apart(data):
             if kind == "pairs":
                 assert row["chosen"] == f"<answer>{right}</answer>" != row["rejected"]
             if kind == "judged":
-                side = 0 if "Answer 1" in row["response"] else 1
+                side = int(row["verdict"]) - 1
                 assert row[f"answer_{side}"] == right != row[f"answer_{1 - side}"]
-
-
-@pytest.mark.parametrize("script", KINDS)
-def test_every_script_takes_its_file(script, data):
-    import torch
-
-    import ppo_vl
-
-    module = importlib.import_module(script)
-    model, processor = ppo_vl.load_model(TINY, torch.float32), ppo_vl.load_processor(TINY)
-    source = str(data / f"{KINDS[script]}.jsonl")
-    if script == "grm_sft":
-        args, ends = module.Args(train_samples=0), ppo_vl.end_token_ids(model, processor.tokenizer)
-        kept = module.prepare_judged(args, model, processor, ends, source, "train", True, False)
-        assert len(kept["entries"]) == 16 and kept["sources"][0]["bad"] == []  # both orders
-    else:
-        prepare = module.prepare_rankings if script == "reward_bt" else module.prepare_data
-        rest = (0, 0, False) if script == "reward_bt" else (0, False)
-        kept = prepare(module.Args(), model, processor, source, "train", *rest)
-        assert len(kept["keep"]) == 8 and kept["dropped"] == 0 and kept["bad"] == []
-
-
-def test_a_step_on_it(data, run):
-    source = str(data / "prompts.jsonl")
-    folder = run("rloo", dataset=source, eval_dataset=str(data / "prompts_test.jsonl"), total_steps=1)
-    (step,) = [row for row in read_jsonl(folder / "metrics.jsonl") if "objective/scores" in row]
-    assert step["rollout/prompts_sampled"] == 4
-
-
-def test_one_class_is_not_enough(tmp_path):
     (tmp_path / "only").mkdir()
-    (tmp_path / "only" / "a.png").write_bytes(b"")
-    command = [sys.executable, str(ROOT / "examples/custom_data.py"), str(tmp_path)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 1 and "at least two subfolders" in result.stderr and "Traceback" not in result.stderr
+    (tmp_path / "only/a.png").write_bytes(b"")
+    command = [sys.executable, str(EXAMPLES / "custom_data.py"), str(tmp_path), "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (
+        done.returncode == 1 and "at least two subfolders" in done.stderr and "Traceback" not in done.stderr
+    )
 
 
-def test_its_lines_are_json(data):
-    for file in data.iterdir():
-        assert all(isinstance(json.loads(line), dict) for line in file.read_text().splitlines())
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, kind",
+    [("rloo", "prompts"), ("ppo_vl", "prompts"), ("reward_bt", "pairs"), ("grm_sft", "judged")],
+)
+def test_every_script_takes_its_file(script, kind, data, run):
+    test = str(data / f"{kind}_test.jsonl")
+    held_out = {"eval_datasets": [f"held_out={test}"]} if script == "reward_bt" else {"eval_dataset": test}
+    held_out |= {"eval_dataset": None} if script == "reward_bt" else {}
+    folder = run(script, dataset=str(data / f"{kind}.jsonl"), **held_out, total_steps=1)
+    assert [step["train/step"] for step in read_jsonl(folder / "metrics.jsonl")][-1] == 1
+
+
+# ---- a server ----
+
+
+def wait_for(port: int) -> None:
+    for _ in range(200):
+        try:
+            return socket.create_connection(("127.0.0.1", port)).close()
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(f"nothing listens on {port}")
+
+
+@pytest.fixture(scope="module")
+def reward_server():
+    """examples/reward_server.py -> its URL."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "reward_server.py"), str(port)], stderr=subprocess.DEVNULL
+    )
+    wait_for(port)
+    yield f"http://127.0.0.1:{port}"
+    process.kill()
+    process.wait()
+
+
+def test_remote_reward(reward_server, monkeypatch):
+    monkeypatch.setenv("REWARD_URL", reward_server)
+    texts = [f"<answer>a{b}</answer>" if b % 3 else f"a{b}" for b in range(150)]
+    answers = [f"A{b}" if b % 2 else (None if b % 4 else "no") for b in range(150)]
+    results, logged = score({"remote": load("remote_reward.py")["remote"]}, texts, answer=answers)
+    expected = [1.0 if b % 2 else (None if b % 4 else 0.0) for b in range(150)]
+    assert [x if x == x else None for x in results["remote"]] == expected  # in order, of three requests
+    assert logged == [("reward/remote_requests", 3)]
+
+
+@pytest.mark.slow
+def test_a_run_with_a_remote_reward(reward_server, run, monkeypatch):
+    monkeypatch.setenv("REWARD_URL", reward_server)
+    remote = f"{EXAMPLES}/remote_reward.py:remote"
+    folder = run("rloo", rewards=(remote, "accuracy"), reward_weights=(1, 1), total_steps=1)
+    step = read_jsonl(folder / "metrics.jsonl")[-1]
+    assert step["reward/remote"] >= step["reward/accuracy"] and step["reward/remote_requests"] == 1
+
+
+@pytest.fixture
+def odd_server(monkeypatch):
+    """A server that answers (status, reply), one after the other -> what to answer, and what it was asked."""
+    answers, asked = [], []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            status, reply = answers.pop(0)
+            body = json.dumps(reply).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    monkeypatch.setenv("REWARD_URL", f"http://127.0.0.1:{server.server_port}")
+    yield answers, asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_that_stumbles_is_asked_again(odd_server, monkeypatch):
+    answers, asked = odd_server
+    waits, sleep = [], asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: waits.append(seconds) or sleep(0))
+    remote = {"remote": load("remote_reward.py")["remote"]}
+    picture = Image.new("RGB", (5, 7), "red")
+    answers += [(503, {}), (429, {}), (200, {"rewards": [0.5, 1]})]
+    assert score(remote, ["a", "b"], pictures=[picture], answer=["x", "y"])[0] == {"remote": [0.5, 1.0]}
+    assert waits == [0, 1, 2] and len(asked) == 3
+    assert {k: asked[2][k] for k in ("prompts", "responses", "references")} == {
+        "prompts": ["?", "?"], "responses": ["a", "b"], "references": ["x", "y"]
+    }  # fmt: skip
+    [[sent], _] = asked[2]["images"]
+    assert list(Image.open(io.BytesIO(base64.b64decode(sent))).get_flattened_data()) == [(255, 0, 0)] * 35
+    answers += [(400, {"error": "no such thing"})]  # stays bad: asked once
+    with pytest.raises(RuntimeError, match="status 400.*no such thing"):
+        score(remote, ["a"], answer=["x"])
+    assert len(asked) == 4
+    answers += [(500, {"error": "broken"})] * 9
+    with pytest.raises(RuntimeError, match="no answer in 6 tries: status 500.*broken"):
+        score(remote, ["a"], answer=["x"])
+    assert len(asked) == 10 and waits[-6:] == [0, 1, 2, 4, 8, 16]
+
+
+def test_async_rewards_run_side_by_side():
+    async def slow(texts, **columns):
+        await asyncio.sleep(0.5)
+        return [1.0] * len(texts)
+
+    started = time.perf_counter()
+    assert score({"a": slow, "b": slow}, ["x"], answer=["x"])[0] == {"a": [1.0], "b": [1.0]}
+    assert time.perf_counter() - started < 0.9
+
+
+# ---- TRL's own functions, where TRL is installed ----
+
+
+def test_rewards_of_trl_run_unchanged():
+    rewards = pytest.importorskip("trl.rewards")
+    texts = ["<think>half</think>\n$\\boxed{\\frac{1}{2}}$", "$\\boxed{\\frac{1}{3}}$"]
+    chat = [[{"role": "user", "content": "what?"}]] * 2
+    functions = {"think": rewards.think_format_reward, "short": rewards.get_soft_overlong_punishment(20, 10)}
+    results, _ = score(functions, texts, [rloo.torch.arange(n) for n in (15, 5)], prompt=chat)
+    assert results == {"think": [1.0, 0.0], "short": [-0.5, 0.0]}
+    pytest.importorskip("math_verify")
+    results, _ = score(
+        {"right": rewards.accuracy_reward}, texts, prompt=chat, solution=["$\\frac{1}{2}$"] * 2
+    )
+    assert results == {"right": [1.0, 0.0]}

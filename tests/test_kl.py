@@ -24,15 +24,12 @@ def test_estimators_by_hand(estimator, expected):
     d = torch.tensor([[0.5, -1.0, 0.0], [2.0, 0.25, -0.5]])
     kl = kl_estimate(ref_logprobs + d, ref_logprobs, estimator)
     torch.testing.assert_close(kl, torch.tensor(expected), rtol=1e-5, atol=1e-6)
-
-
-def test_half_precision_inputs_give_float32():
-    kl = kl_estimate(torch.tensor([-1.0]).bfloat16(), torch.tensor([-1.5]).bfloat16(), "k3")
-    assert kl.dtype == torch.float32
+    half = kl_estimate(torch.tensor([-1.0]).bfloat16(), torch.tensor([-1.5]).bfloat16(), estimator)
+    assert half.dtype == torch.float32
 
 
 def test_k3_near_zero_keeps_its_digits():
-    """exp(-d) - 1 + d written out loses everything to cancellation where d is small; d^2 / 2 is what is left of it."""
+    """exp(-d) - 1 + d loses everything to cancellation where d is small; d^2 / 2 is what is left of it."""
     d = torch.tensor([1e-2, 1e-3])
     torch.testing.assert_close(kl_estimate(d, torch.zeros(2), "k3"), d.square() / 2, rtol=4e-3, atol=5e-11)
     assert (kl_estimate(torch.linspace(-3, 3, 601), torch.zeros(601), "k3") >= -1e-9).all()
@@ -43,67 +40,34 @@ def test_unknown_estimator():
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
 
 
-@pytest.fixture
-def categorical():
-    """Policy logits and reference log-probs over 6 tokens, and KL(policy || reference) in full."""
+def test_expectations_and_gradients_on_policy():
+    """k1 and k3 have the right mean. As a loss, with what was drawn a constant, k1 has no gradient at all, k2
+    that of the KL, k3 that of the reverse KL."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(6, dtype=torch.float64, generator=generator).float().requires_grad_()
-    ref_logprobs = torch.randn(6, generator=generator).log_softmax(-1)
-    logprobs = logits.log_softmax(-1)
-    return logits, logprobs, ref_logprobs, (logprobs.exp() * (logprobs - ref_logprobs)).sum()
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_unbiased(categorical, estimator):
-    """The expectation over every token the policy could have drawn, weighted by its probability."""
-    _, logprobs, ref_logprobs, kl = categorical
-    torch.testing.assert_close((logprobs.exp() * kl_estimate(logprobs, ref_logprobs, estimator)).sum(), kl)
-
-
-def test_gradients_on_policy(categorical):
-    """As a loss the sampling distribution is a constant. k1: no gradient at all; k2: that of the KL; k3: another's."""
-    logits, logprobs, ref_logprobs, kl = categorical
-    [true] = torch.autograd.grad(kl, logits, retain_graph=True)
-    drawn = logprobs.detach().exp()
-    grads = {}
+    logits = torch.randn(6, generator=generator).requires_grad_()  # of all tokens that could be drawn
+    ref_logprobs, logprobs = torch.randn(6, generator=generator).log_softmax(-1), logits.log_softmax(-1)
+    p, means = logprobs.detach().exp(), {}
     for estimator in KL_ESTIMATORS:
-        loss = (drawn * kl_estimate(logprobs, ref_logprobs, estimator)).sum()
-        [grads[estimator]] = torch.autograd.grad(loss, logits, retain_graph=True)
-    assert true.norm() > 0.1
-    torch.testing.assert_close(grads["k1"], torch.zeros_like(true), rtol=0, atol=1e-6)
-    torch.testing.assert_close(grads["k2"], true, rtol=1e-4, atol=1e-6)
-    reverse = (ref_logprobs.exp() * (ref_logprobs - logprobs)).sum()  # k3 follows KL(reference || policy)
-    torch.testing.assert_close(grads["k3"], torch.autograd.grad(reverse, logits)[0], rtol=1e-4, atol=1e-6)
+        loss = (p * kl_estimate(logprobs, ref_logprobs, estimator)).sum()
+        means[estimator] = loss.item(), torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    kl = (logprobs.exp() * (logprobs - ref_logprobs)).sum()
+    reverse = (ref_logprobs.exp() * (ref_logprobs - logprobs)).sum()
+    of_kl, of_reverse = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (kl, reverse))
+    assert means["k1"][0] == pytest.approx(kl.item()) and means["k3"][0] == pytest.approx(kl.item())
+    for estimator, expected in (("k1", 0 * of_kl), ("k2", of_kl), ("k3", of_reverse)):
+        torch.testing.assert_close(means[estimator][1], expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("kl", "expected"),
-    [
-        (6.0, 0.1),  # on target
-        (6.6, 0.1 * (1 + 0.1 * 0.05)),  # 10 % above
-        (5.4, 0.1 * (1 - 0.1 * 0.05)),
-        (7.2, 0.1 * (1 + 0.2 * 0.05)),  # the clip's edge
-        (60.0, 0.1 * (1 + 0.2 * 0.05)),  # clipped
-        (0.0, 0.1 * (1 - 0.2 * 0.05)),
-        (-3.0, 0.1 * (1 - 0.2 * 0.05)),  # the k1 mean may be negative
-    ],
-)
-def test_adaptive_coefficient(kl, expected):
-    assert next_kl_coef(0.1, kl, kl_target=6.0, kl_horizon=10_000, num_sequences=500) == pytest.approx(
-        expected, rel=1e-9
-    )
-
-
-def test_fixed_coefficient():
-    assert next_kl_coef(0.1, 1e9, kl_target=None, kl_horizon=10_000, num_sequences=500) == 0.1
-
-
-def test_controller_finds_the_target():
-    """A policy whose KL falls as the coefficient grows settles where KL is the target."""
+def test_coefficient():
+    """On target, 10 % off, at the clip's edge, beyond it; the mean of k1 may be negative."""
+    how = {"kl_target": 6.0, "kl_horizon": 10_000, "num_sequences": 500}
+    for kl, factor in ((6, 0), (6.6, 0.1), (5.4, -0.1), (7.2, 0.2), (60, 0.2), (0, -0.2), (-3, -0.2)):
+        assert next_kl_coef(0.1, kl, **how) == pytest.approx(0.1 * (1 + factor * 0.05), rel=1e-9)
+    assert next_kl_coef(0.1, 1e9, **how | {"kl_target": None}) == next_kl_coef(0.1, math.nan, **how) == 0.1
     kl_coef = 0.01
-    for _ in range(2000):
-        kl_coef = next_kl_coef(kl_coef, 0.6 / kl_coef, kl_target=6.0, kl_horizon=10_000, num_sequences=500)
-    assert math.isclose(kl_coef, 0.1, rel_tol=1e-3)
+    for _ in range(2000):  # a policy whose KL falls as the coefficient grows settles where it is the target
+        kl_coef = next_kl_coef(kl_coef, 0.6 / kl_coef, **how)
+    assert kl_coef == pytest.approx(0.1, rel=1e-3)
 
 
 def test_doctests():

@@ -1,435 +1,577 @@
-"""The pure functions of ppo_vl against values worked out by hand, the examples of their docstrings among them."""
+"""The pure functions of ppo_vl: by hand, and against the papers' formulas, written with loops in float64."""
 
-import asyncio
-import inspect
+import itertools
 import math
-import threading
-import time
-from pathlib import Path
+import statistics
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import TINY
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
 import ppo_vl
-from common.kl import kl_estimate, next_kl_coef
 
-ONES = torch.ones
+GROUP_METHODS = ("reinforce_baseline", "rloo", "group_norm", "cpgd")
+LOSSES = ("clip", "dual_clip", "cpg", "gspo")
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+quick = settings(max_examples=60, deadline=None, derandomize=True)
+
+eighths = st.integers(-80, 80).map(lambda k: k / 8)  # exact in fp32, and so are their sums and differences
+finite = st.floats(-10, 10, allow_subnormal=False)
+masks = st.integers(1, 5).flatmap(lambda R: st.lists(st.tuples(*[st.booleans()] * R), min_size=1, max_size=5))
+# prompts x responses of (score, whether it counts)
+scored = st.integers(1, 6).flatmap(
+    lambda G: st.lists(st.tuples(*[st.tuples(eighths, st.booleans())] * G), min_size=1, max_size=5)
+)
+row_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+seeds = st.integers(0, 10**6)
 
 
-# --- token rewards ---------------------------------------------------------------------------------------------------
+def noise(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
 
 
-def test_token_rewards_docstring_example():
+def ragged(lengths: list[int]) -> torch.Tensor:
+    """Response mask (B, R)."""
+    return torch.arange(max(lengths))[None] < tensor(lengths)[:, None]
+
+
+def unzip(groups) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> scores (n, G), NaN where they don't count, and which count (n, G)."""
+    mask = tensor([[counts for _, counts in group] for group in groups])
+    return tensor([[score for score, _ in group] for group in groups]).float().masked_fill(
+        ~mask, math.nan
+    ), mask
+
+
+# --- scores of a group ---
+
+
+def slow_center(scores: torch.Tensor, mask: torch.Tensor, method: str) -> list[list[float]]:
+    """Each response on its own, from the formulas of the papers; 0 where it does not count."""
+    groups = [[s for s, m in zip(*pair) if m] for pair in zip(scores.double().tolist(), mask.tolist())]
+    spread = sum(len(set(group)) > 1 for group in groups)
+    out = torch.zeros(scores.shape, dtype=torch.float64)
+    for g, i in mask.nonzero().tolist():
+        own, score = groups[g], scores[g, i].item()
+        centered, alone = score - math.fsum(own) / len(own), len(own) == 1
+        if method == "rloo":
+            centered = 0.0 if alone else score - (math.fsum(own) - score) / (len(own) - 1)
+        if method == "group_norm":
+            centered = 0.0 if alone else centered / (statistics.stdev(own) + 1e-6)
+        if method == "cpgd":
+            centered *= min(3, sum(map(bool, groups)) / max(1, spread))
+        out[g, i] = score if method in ("gae", "reinforce") else centered
+    return out
+
+
+def test_center_scores_docstring_example():
+    scores, mask = tensor([[1.0, 2.0, 6.0]]), torch.ones(1, 3, dtype=torch.bool)
+    root = math.sqrt(7)  # unbiased variance (4 + 1 + 9) / 2
+    expected = {"rloo": [-3, -1.5, 4.5], "group_norm": [-2 / root, -1 / root, 3 / root]}
+    expected |= {
+        "gae": [1, 2, 6],
+        "reinforce": [1, 2, 6],
+        "reinforce_baseline": [-2, -1, 3],
+        "cpgd": [-2, -1, 3],
+    }
+    for method, values in expected.items():
+        assert_close(ppo_vl.center_scores(scores, mask, method), tensor([values]).float(), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["gae", "reinforce", *GROUP_METHODS])
+@given(groups=scored, shift=eighths, scale=st.floats(0.125, 8, width=32), seed=seeds)
+@quick
+def test_center_scores_is_the_formula_and_groups_ignore_shifts(method, groups, shift, scale, seed):
+    scores, mask = unzip(groups)
+    kept = scores.clone()
+    out = ppo_vl.center_scores(scores, mask, method)
+    assert out.dtype == scores.dtype and torch.equal(scores.nan_to_num(9), kept.nan_to_num(9))
+    assert_close(out.double(), slow_center(scores, mask, method), atol=1e-6, rtol=1e-6)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(scores)))
+    assert_close(ppo_vl.center_scores(scores[order], mask[order], method), out[order], atol=1e-6, rtol=1e-6)
+    if method in GROUP_METHODS:
+        moved = scores + shift * torch.arange(len(scores))[:, None]  # by another constant in each group
+        assert_close(ppo_vl.center_scores(moved, mask, method), out, atol=1e-5, rtol=1e-5)
+        # a spread of at least 1/8 / sqrt(24) * 1/8 beside the 1e-6 in group_norm's denominator
+        expected = out * (1 if method == "group_norm" else scale)
+        assert_close(ppo_vl.center_scores(scores * scale, mask, method), expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", GROUP_METHODS)
+def test_equal_scores_give_exactly_zero(method):
+    for G, value in itertools.product(range(2, 33), (0.1, 1 / 3, 0.9 + 0.1, -7.7, 1e6, 1e-30)):
+        scores = torch.full((3, G), value)
+        scores[1, 0] += 0.5 + abs(value)  # a group with a spread, which the others must not hear of
+        mask = torch.ones(3, G, dtype=torch.bool)
+        mask[2, 1:] = False  # alone
+        out = ppo_vl.center_scores(scores, mask, method)
+        assert not out[[0, 2]].any() and out[1].all()
+
+
+@pytest.mark.parametrize("flat, weight", [(0, 1), (1, 2), (2, 3), (3, 3), (7, 3)])
+def test_cpgd_weighs_the_groups_that_say_something(flat, weight):
+    """groups / groups with a spread, at most 3; here one group with a spread beside `flat` without."""
+    scores = torch.ones(flat + 1, 2)
+    scores[0, 0] = 3.0
+    out = ppo_vl.center_scores(scores, torch.ones(flat + 1, 2, dtype=torch.bool), "cpgd")
+    assert out.flatten().tolist() == [weight, -weight] + [0] * (2 * flat)
+
+
+# --- token rewards, GAE, whitening ---
+
+
+def test_score_lands_on_the_last_token_of_the_response():
     mask = tensor([[1, 1, 0], [1, 1, 1]]).bool()
     rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask, 1.0)
     assert_close(rewards, tensor([[-0.1, 0.9, 0.0], [-0.1, -0.1, 1.9]]))
 
 
-def test_score_lands_on_the_last_token_only_and_padding_stays_zero():
-    mask = tensor([[1, 0, 0, 0]]).bool()
-    rewards = ppo_vl.compute_token_rewards(tensor([3.0]), torch.full((1, 4), 9.0), mask, 0.0)
-    assert rewards.tolist() == [[3.0, 0.0, 0.0, 0.0]]
+def slow_gae(rewards, values, gamma: float, gae_lambda: float) -> list[float]:
+    """One response: the sum of eq. (16) for each token."""
+    T = len(rewards)
+    values = [*values, 0.0]
+    delta = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(T)]
+    return [sum((gamma * gae_lambda) ** (s - t) * delta[s] for s in range(t, T)) for t in range(T)]
 
 
-# --- GAE -------------------------------------------------------------------------------------------------------------
-
-
-def test_gae_docstring_example():
-    rewards, values, mask = tensor([[0.0, 0.0, 1.0]]), torch.full((1, 3), 0.5), ONES(1, 3)
-    advantages, returns = ppo_vl.compute_gae(rewards, values, mask, gamma=1.0, gae_lambda=0.5)
-    assert advantages.tolist() == [[0.125, 0.25, 0.5]]
-    assert returns.tolist() == [[0.625, 0.75, 1.0]]
-
-
-def test_gae_with_discount():
+def test_gae_by_hand():
+    ones = torch.ones(1, 3)
+    found = ppo_vl.compute_gae(tensor([[0.0, 0.0, 1.0]]), ones / 2, ones, gamma=1.0, gae_lambda=0.5)
+    assert [x.tolist() for x in found] == [[[0.125, 0.25, 0.5]], [[0.625, 0.75, 1.0]]]
     # delta = [1 + .9*3 - 2, 2 + .9*4 - 3, 3 - 4] = [1.7, 2.6, -1];   A_t = delta_t + .9*.5*A_{t+1}
-    rewards, values = tensor([[1.0, 2.0, 3.0]]), tensor([[2.0, 3.0, 4.0]])
-    advantages, returns = ppo_vl.compute_gae(rewards, values, ONES(1, 3), gamma=0.9, gae_lambda=0.5)
+    advantages, _ = ppo_vl.compute_gae(tensor([[1.0, 2.0, 3.0]]), tensor([[2.0, 3.0, 4.0]]), ones, 0.9, 0.5)
     assert_close(advantages, tensor([[1.7 + 0.45 * 2.15, 2.6 - 0.45, -1.0]]))
-    assert_close(returns, advantages + values)
 
 
-def test_gae_lambda_1_gamma_1_is_reward_to_go_minus_value():
-    rewards, values = torch.randn(4, 7), torch.randn(4, 7)
-    advantages, returns = ppo_vl.compute_gae(rewards, values, ONES(4, 7), 1.0, 1.0)
-    reward_to_go = rewards.flip(1).cumsum(1).flip(1)
-    assert_close(returns, reward_to_go)
-    assert_close(advantages, reward_to_go - values)
+@given(lengths=row_lengths, seed=seeds, gamma=st.floats(0, 1), gae_lambda=st.floats(0, 1))
+@quick
+def test_gae_is_its_sum_on_every_row(lengths, seed, gamma, gae_lambda):
+    mask = ragged(lengths)  # beyond it: numbers that no row may see
+    rewards, values = noise(*mask.shape, seed=seed), noise(*mask.shape, seed=seed + 1)
+    advantages, returns = ppo_vl.compute_gae(rewards, values, mask, gamma, gae_lambda)
+    for b, n in enumerate(lengths):
+        expected = slow_gae(rewards[b, :n].tolist(), values[b, :n].tolist(), gamma, gae_lambda)
+        assert advantages[b, :n].tolist() == pytest.approx(expected, abs=1e-9)
+        assert_close(returns[b, :n], advantages[b, :n] + values[b, :n])
+        assert not advantages[b, n:].any() and not returns[b, n:].any()
 
 
-def test_gae_lambda_0_is_the_one_step_error():
-    rewards, values = torch.randn(4, 7), torch.randn(4, 7)
-    advantages, _ = ppo_vl.compute_gae(rewards, values, ONES(4, 7), 0.9, 0.0)
-    next_values = torch.cat([values[:, 1:], torch.zeros(4, 1)], dim=1)
-    assert_close(advantages, rewards + 0.9 * next_values - values)
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
+def test_without_a_critic_the_advantages_are_discounted_rewards_to_go(gamma):
+    lengths = [5, 1, 3, 7]
+    mask, kl, scores = ragged(lengths), noise(4, 7).float(), noise(4, seed=1).float()
+    rewards = ppo_vl.compute_token_rewards(scores, kl, mask, 0.05)
+    advantages, returns = ppo_vl.compute_gae(rewards, torch.zeros(4, 7), mask, gamma, 1.0)
+    assert torch.equal(advantages, returns)
+    for b, n in enumerate(lengths):
+        for t in range(7):
+            to_go = sum(gamma ** (s - t) * -0.05 * kl[b, s].item() for s in range(t, n))
+            to_go += gamma ** (n - 1 - t) * scores[b].item() if t < n else 0
+            assert advantages[b, t].item() == pytest.approx(to_go, abs=1e-5)
 
 
-def test_gae_of_a_short_row_does_not_see_its_padding():
-    rewards, values, mask = torch.randn(2, 5), torch.randn(2, 5), tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-    advantages, returns = ppo_vl.compute_gae(rewards, values, mask, 0.9, 0.8)
-    alone, _ = ppo_vl.compute_gae(rewards[:1, :3], values[:1, :3], ONES(1, 3), 0.9, 0.8)
-    assert_close(advantages[:1, :3], alone)
-    assert not advantages[0, 3:].any() and not returns[0, 3:].any()
-
-
-# --- whitening -------------------------------------------------------------------------------------------------------
-
-
-def test_whiten_is_over_all_masked_entries_at_once():
-    x, mask = tensor([[1.0, 2.0, 99.0], [3.0, 6.0, -99.0]]), tensor([[1, 1, 0], [1, 1, 0]])
-    # mean 3, variance (4 + 1 + 0 + 9) / 4 = 3.5
-    expected = tensor([[-2.0, -1.0, 0.0], [0.0, 3.0, 0.0]]) / math.sqrt(3.5)
-    assert_close(ppo_vl.whiten(x, mask), expected)
+@given(mask=masks, seed=seeds, shift=finite)
+@quick
+def test_whiten_is_the_formula_and_masked_entries_have_no_influence(mask, seed, shift):
+    mask = tensor(mask)
+    x = noise(*mask.shape, seed=seed) + shift
+    out = ppo_vl.whiten(x, mask)
+    for garbage in (1e30, math.nan, math.inf):
+        assert torch.equal(ppo_vl.whiten(torch.where(mask, x, garbage), mask), out)
+    assert not out[~mask].any()
+    values = x[mask].tolist()
+    if len(values) > 1:
+        mean, std = statistics.fmean(values), statistics.pstdev(values)
+        assert out[mask].tolist() == pytest.approx([(v - mean) / std for v in values], abs=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -7.7, 1e6])
-@pytest.mark.parametrize("count", [1, 8, 12, 1000])
-def test_equal_advantages_whiten_to_exactly_zero(value, count):
-    assert not ppo_vl.whiten(torch.full((count, 3), value), ONES(count, 3)).any()
+def test_equal_advantages_whiten_to_exactly_zero(value):
+    for count in (1, 8, 12, 1000):
+        assert not ppo_vl.whiten(torch.full((count, 3), value), torch.ones(count, 3, dtype=torch.bool)).any()
 
 
-def test_equal_rewards_end_in_advantages_of_exactly_zero():
-    mask = ONES(8, 1)
-    rewards = ppo_vl.compute_token_rewards(torch.full((8,), 0.1), torch.zeros(8, 1), mask, 0.01)
-    advantages, _ = ppo_vl.compute_gae(rewards, torch.zeros(8, 1), mask, 1.0, 0.95)
-    assert not ppo_vl.whiten(advantages, mask).any()
+# --- policy losses ---
 
 
-def test_whiten_of_nothing_is_nothing():
-    assert ppo_vl.whiten(tensor([[5.0]]), tensor([[0]])).tolist() == [[0.0]]
+def slow_loss(kind: str, logratio: float, A: float, c: float, c_high: float, d: float) -> float:
+    """One token (gspo: the ratio is the response's), as in the papers; cpg less old * A: no gradient."""
+    r = math.exp(logratio)
+    clipped = min(max(r, 1 - c), 1 + c_high)
+    if kind == "cpg":  # sec. 3: min(log r A, clip(log r) A)
+        return -min(logratio * A, min(max(logratio, math.log(1 - c)), math.log(1 + c_high)) * A)
+    surrogate = min(r * A, clipped * A)
+    return -max(surrogate, d * A) if kind == "dual_clip" and A < 0 else -surrogate
 
 
-# --- losses ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "ratio, advantage, loss, clipped",
-    [
-        (1.5, 1.0, -1.2, 1.0),  # gained too much already: no gradient
-        (1.5, -1.0, 1.5, 0.0),  # went the wrong way: full gradient back
-        (0.5, 1.0, -0.5, 0.0),
-        (0.5, -1.0, 0.8, 1.0),
-        (1.1, 2.0, -2.2, 0.0),
-        (1.0, -3.0, 3.0, 0.0),
-    ],
-)
-def test_policy_loss_clips_on_both_sides(ratio, advantage, loss, clipped):
-    new = tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    losses, metrics = ppo_vl.compute_policy_loss(
-        new, torch.zeros(1), tensor([advantage]), torch.zeros(1, dtype=torch.long), "clip", 0.2, 0.2, 3.0
+def loss_and_grad(kind, new, old, advantages, owner=None, c=0.2, c_high=0.28, d=3.0, weights=1.0):
+    """-> losses, metrics, gradient of their weighted sum by new."""
+    new = new.clone().requires_grad_()
+    owner = torch.arange(len(new)) if owner is None else owner
+    losses, metrics = ppo_vl.compute_policy_loss(new, old, advantages, owner, kind, c, c_high, d)
+    (losses * weights).sum().backward()
+    assert (
+        all(x.shape == new.shape and not x.requires_grad for x in metrics.values())
+        and losses.shape == new.shape
     )
-    losses.sum().backward()
-    assert losses.item() == pytest.approx(loss)
-    assert metrics["policy/clipfrac_low"].item() + metrics["policy/clipfrac_high"].item() == clipped
-    assert metrics["policy/ratio"].item() == pytest.approx(ratio)
-    assert metrics["policy/approx_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio))
-    assert new.grad.item() == pytest.approx(0.0 if clipped else -advantage * ratio)
+    return losses.detach(), metrics, new.grad
+
+
+@pytest.mark.parametrize("c, c_high", [(0.2, 0.2), (0.2, 0.28), (0.4, 0.1), (3e-4, 4e-4)])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_policy_losses_and_gradients_are_the_formulas(kind, c, c_high):
+    """One token per response, hence also for gspo. Gradients of the reference are finite differences."""
+    new, old, A = noise(300, seed=1, scale=0.8), noise(300, seed=2, scale=0.8), noise(300, seed=3)
+    losses, metrics, grad = loss_and_grad(kind, new, old, A, None, c, c_high, 1.7)
+    low = high = 0
+    for x, o, a, loss, g in zip(*(v.tolist() for v in (new, old, A, losses, grad))):
+        expected = slow_loss(kind, x - o, a, c, c_high, 1.7)
+        assert loss + (a * o if kind == "cpg" else 0) == pytest.approx(
+            expected, abs=1e-7
+        )  # cpg's bounds are fp32
+        h = 1e-6
+        above, below = (slow_loss(kind, x - o + sign * h, a, c, c_high, 1.7) for sign in (1, -1))
+        assert g == pytest.approx((above - below) / 2 / h, abs=1e-7)
+        low, high = low + (a < 0 and g == 0), high + (a > 0 and g == 0)
+    assert (
+        metrics["policy/clipfrac_low"].sum() == low > 10
+        and metrics["policy/clipfrac_high"].sum() == high > 10
+    )
+    assert_close(metrics["policy/ratio"], (new - old).exp())
+    assert_close(metrics["policy/approx_kl"], (new - old).exp() - 1 - (new - old))
+
+
+@pytest.mark.parametrize("kind", ["clip", "dual_clip", "cpg"])
+@given(tokens=st.lists(st.tuples(finite, finite, finite), min_size=1, max_size=8), c=st.floats(0.01, 0.9))
+@quick
+def test_policy_losses_are_the_formulas_anywhere(kind, tokens, c):
+    new, old, A = tensor(tokens, dtype=torch.float64).T
+    losses, _, grad = loss_and_grad(kind, new, old, A, None, c, 2 * c)
+    expected = [slow_loss(kind, x - o, a, c, 2 * c, 3.0) for x, o, a in tokens]
+    assert (losses + (A * old if kind == "cpg" else 0)).tolist() == pytest.approx(
+        expected, rel=1e-7, abs=1e-7
+    )
+    assert (grad * A <= 0).all()  # no loss ever pushes a log-prob against the sign of its advantage
+
+
+# ratio, A -> loss and gradient; c .2, c_high .28, d 3
+BY_HAND = {
+    "clip": [
+        (1.25, 1, -1.25, -1.25),
+        (1.4, 1, -1.28, 0),
+        (0.75, -1, 0.8, 0),
+        (0.75, 1, -0.75, -0.75),
+        (5, -2, 10, 10),
+    ],
+    "dual_clip": [
+        (1.4, 1, -1.28, 0),
+        (5, -2, 6, 0),
+        (2.9, -2, 5.8, 5.8),
+        (5, 2, -2.56, 0),
+        (0.75, -1, 0.8, 0),
+    ],
+    # beyond a bound on the right side the gradient ends, on the wrong one it stays
+    "cpg": [(1.25, 2, -0.446287, -2), (1.4, 2, -0.493720, 0), (0.5, 2, 1.386294, -2), (5, 0, 0, 0)]
+    + [(0.5, -2, -0.446287, 0), (1.4, -2, 0.672944, 2)],  # 2 log of 1.25, 1.28, 1 / 0.5, 0.8, 1.4
+    "gspo": [(1.25, 1, -1.25, -1.25), (1.4, 1, -1.28, 0), (0.75, -1, 0.8, 0), (5, -2, 10, 10)],
+}
+
+
+@pytest.mark.parametrize("kind, case", [(kind, case) for kind, cases in BY_HAND.items() for case in cases])
+def test_policy_losses_by_hand(kind, case):
+    ratio, A, loss, gradient = case
+    zero = torch.zeros(1, dtype=torch.float64)
+    losses, _, grad = loss_and_grad(kind, zero + math.log(ratio), zero, zero + A)
+    assert losses.item() == pytest.approx(loss, abs=1e-6) and grad.item() == pytest.approx(gradient)
+
+
+@given(lengths=row_lengths, seed=seeds, c=st.floats(0.05, 0.4))
+@quick
+def test_gspo_with_sequence_means_is_the_formula_of_whole_responses(lengths, seed, c):
+    """J = mean_i min(s_i A_i, clip(s_i) A_i), s_i = exp(mean_t logratio): eq. (5) and (7)."""
+    owner = torch.repeat_interleave(tensor(lengths))
+    old, delta = noise(len(owner), seed=seed), noise(len(owner), seed=seed + 1, scale=0.5)
+    A = noise(len(lengths), seed=seed + 2)[owner]  # one advantage per response
+
+    def objective(logratio: list[float]) -> float:
+        total, start = 0.0, 0
+        for n in lengths:
+            s, a = math.exp(sum(logratio[start : start + n]) / n), A[start].item()
+            total, start = total - min(s * a, min(max(s, 1 - c), 1 + 2 * c) * a), start + n
+        return total / len(lengths)
+
+    weights = ppo_vl.token_weights(ragged(lengths), "seq-mean-token-mean", 16).double()[ragged(lengths)]
+    losses, metrics, grad = loss_and_grad("gspo", old + delta, old, A, owner, c, 2 * c, weights=weights)
+    assert (losses * weights).sum().item() == pytest.approx(objective(delta.tolist()), abs=1e-7)
+    for t in range(len(owner)):
+        moved = [[x + sign * 1e-6 * (t == j) for j, x in enumerate(delta.tolist())] for sign in (1, -1)]
+        assert grad[t].item() == pytest.approx((objective(moved[0]) - objective(moved[1])) / 2e-6, abs=1e-6)
+    for i in range(len(lengths)):  # all tokens of a response share its ratio
+        own = owner == i
+        assert_close(metrics["policy/ratio"][own], delta[own].mean().exp().expand(int(own.sum())))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_new_equal_to_old_and_no_tokens(kind):
+    old, A = noise(50, scale=5).float(), noise(50, seed=1).float()
+    losses, metrics, grad = loss_and_grad(kind, old, old, A, torch.arange(50) % 7)
+    assert metrics.pop("policy/ratio").tolist() == [1.0] * 50
+    assert len(metrics) == 3 and not any(x.any() for x in metrics.values())
+    assert torch.equal(losses, -A * old if kind == "cpg" else -A) and torch.equal(grad, -A)
+    losses, metrics, grad = loss_and_grad(kind, old[:0], old[:0], A[:0])  # a rank's empty pack
+    assert losses.shape == grad.shape == (0,) and len(metrics) == 4
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_huge_ratios_stay_finite(kind):
+    """fp32 ends at e^88."""
+    delta, A = tensor([100.0, -100.0] * 2), tensor([1.0, 1.0, -1.0, -1.0])
+    losses, metrics, grad = loss_and_grad(kind, delta - 50, torch.full((4,), -50.0), A)
+    assert all(x.isfinite().all() for x in (losses, grad, *metrics.values()))
+    assert metrics["policy/ratio"][0] > 1e8 and metrics["policy/approx_kl"][0] > 1e8
+    assert grad[0] == 0 and grad[3] == 0  # clipped
+
+
+# --- aggregation, entropy mask ---
+
+
+def slow_aggregate(x: list, mask: list, loss_agg: str, limit: int) -> float:
+    rows = [[v for v, m in zip(*pair) if m] for pair in zip(x, mask)]
+    rows = [row for row in rows if row]
+    if not rows:
+        return 0.0
+    if loss_agg == "token-mean":
+        return sum(map(sum, rows)) / sum(map(len, rows))
+    per_row = {"seq-mean-token-mean": len, "seq-mean-token-sum": lambda row: 1}.get(
+        loss_agg, lambda row: limit
+    )
+    return sum(sum(row) / per_row(row) for row in rows) / len(rows)
+
+
+@pytest.mark.parametrize("loss_agg", AGGREGATIONS)
+@given(mask=masks, seed=seeds, limit=st.integers(5, 9), empty=st.integers(0, 3))
+@quick
+def test_token_weights_are_the_aggregate(loss_agg, mask, seed, limit, empty):
+    mask = tensor(mask)
+    x = noise(*mask.shape, seed=seed).float()
+    weights = ppo_vl.token_weights(mask, loss_agg, limit)
+    total = (weights * x).sum()
+    assert total.item() == pytest.approx(slow_aggregate(x.tolist(), mask.tolist(), loss_agg, limit), abs=1e-5)
+    assert not weights[~mask].any()
+    more = torch.cat(
+        [mask, torch.zeros(empty, mask.shape[1], dtype=torch.bool)]
+    )  # empty responses do not count
+    assert torch.equal(ppo_vl.token_weights(more, loss_agg, limit)[: len(mask)], weights)
+
+
+def test_token_weights_docstring_example():
+    mask = tensor([[1, 1, 0], [1, 0, 0]])
+    expected = [[[1 / 3, 1 / 3, 0], [1 / 3, 0, 0]], [[1 / 4, 1 / 4, 0], [1 / 2, 0, 0]]]
+    expected += [[[1 / 2, 1 / 2, 0], [1 / 2, 0, 0]], [[1 / 8, 1 / 8, 0], [1 / 8, 0, 0]]]
+    for loss_agg, weights in zip(AGGREGATIONS, expected):
+        assert_close(ppo_vl.token_weights(mask, loss_agg, 4), tensor(weights))
+
+
+def test_high_entropy_mask_by_hand():
+    entropy, mask = tensor([[1.0, 5, 2], [4, 0, 9]]), tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    assert ppo_vl.high_entropy_mask(entropy, mask, 0.4).tolist() == [
+        [False, True, False],
+        [True, False, False],
+    ]
+    # one threshold for the whole batch: a row of low entropy has no token
+    rows, ones = tensor([[9.0, 8, 7, 6], [1, 2, 3, 4]]), torch.ones(2, 4, dtype=torch.bool)
+    assert ppo_vl.high_entropy_mask(rows, ones, 0.5).tolist() == [[True] * 4, [False] * 4]
+    assert ppo_vl.high_entropy_mask(torch.full((2, 4), 0.7), ones, 0.2).all()  # ties are all in
+    assert not ppo_vl.high_entropy_mask(rows, ~ones, 0.5).any()
+
+
+@given(mask=masks, seed=seeds, ratio=st.floats(0.01, 1), ties=st.booleans())
+@quick
+def test_high_entropy_mask_is_the_right_share_of_the_mask(mask, seed, ratio, ties):
+    mask = tensor(mask)
+    entropy = noise(*mask.shape, seed=seed).abs()
+    entropy = entropy.round() if ties else entropy
+    out = ppo_vl.high_entropy_mask(entropy, mask, ratio)
+    assert out.dtype == torch.bool and not (out & ~mask).any()
+    assert torch.equal(ppo_vl.high_entropy_mask(torch.where(mask, entropy, 99.0), mask, ratio), out)
+    if mask.any():
+        wanted, lowest = max(1, round(ratio * int(mask.sum()))), entropy[out].min()
+        assert (mask & (entropy > lowest)).sum() < wanted <= out.sum()
+        assert torch.equal(out, mask & (entropy >= lowest)) and (ties or out.sum() == wanted)
+
+
+# --- value loss, rewards ---
 
 
 @pytest.mark.parametrize(
     "new, old, target, clip, loss, clipped",
     [
-        (1.0, 0.0, 2.0, 0.2, 3.24, 1.0),  # the docstring's example
-        (1.0, 0.0, 2.0, 0.0, 1.0, 0.0),  # off
-        (-1.0, 0.0, 2.0, 0.2, 9.0, 0.0),  # moved away: the larger, unclipped error stays
-        (0.1, 0.0, 2.0, 0.2, 3.61, 0.0),  # within reach
-        (-1.0, 0.0, -2.0, 0.2, 3.24, 1.0),
+        (1.0, 0.0, 2.0, 0.2, 3.24, True),  # the docstring's example
+        (1.0, 0.0, 2.0, 0.0, 1.0, False),  # off
+        (-1.0, 0.0, 2.0, 0.2, 9.0, False),  # moved away: the larger, unclipped error stays
+        (0.1, 0.0, 2.0, 0.2, 3.61, False),  # within reach
+        (-1.0, 0.0, -2.0, 0.2, 3.24, True),
     ],
 )
 def test_value_loss(new, old, target, clip, loss, clipped):
-    losses, metrics = ppo_vl.compute_value_loss(tensor([new]), tensor([old]), tensor([target]), clip)
-    assert losses.item() == pytest.approx(loss)
-    assert metrics["val/clipfrac"].item() == clipped
-
-
-def test_explained_variance():
-    returns, mask = tensor([[1.0, 2.0, 3.0, 50.0]]), tensor([[1, 1, 1, 0]])
-    assert ppo_vl.explained_variance(returns, returns, mask) == 1.0
-    assert ppo_vl.explained_variance(torch.zeros(1, 4), returns, mask) == 0.0
-    assert ppo_vl.explained_variance(returns + 5, returns, mask) == pytest.approx(1.0)  # an offset is no variance
-    assert ppo_vl.explained_variance(-returns, returns, mask) == pytest.approx(-3.0)
-    assert ppo_vl.explained_variance(returns, ONES(1, 4), mask) == 0.0  # returns that do not vary
-
-
-# --- KL --------------------------------------------------------------------------------------------------------------
-
-
-def test_kl_estimators_by_hand():
-    logprobs, ref = tensor([-1.0, -2.0]), tensor([-1.5, -1.0])  # d = 0.5, -1
-    assert kl_estimate(logprobs, ref, "k1").tolist() == [0.5, -1.0]
-    assert kl_estimate(logprobs, ref, "k2").tolist() == [0.125, 0.5]
-    assert_close(kl_estimate(logprobs, ref, "k3"), tensor([math.exp(-0.5) - 0.5, math.e - 2]))
-    with pytest.raises(ValueError, match="k4"):
-        kl_estimate(logprobs, ref, "k4")
-
-
-def test_kl_controller_by_hand():
-    assert next_kl_coef(0.1, 9.0, None, 1000, 100) == 0.1
-    assert next_kl_coef(0.1, 9.0, 6.0, 1000, 100) == pytest.approx(0.102)  # error clipped to +0.2
-    assert next_kl_coef(0.1, 5.4, 6.0, 1000, 100) == pytest.approx(0.1 * (1 - 0.1 * 0.1))
-    assert next_kl_coef(0.1, -3.0, 6.0, 1000, 100) == pytest.approx(0.098)  # clipped to -0.2
-
-
-# --- schedule and order ----------------------------------------------------------------------------------------------
-
-
-def test_learning_rate_warms_up_then_falls_to_its_floor():
-    def factor(step, schedule="cosine"):
-        return ppo_vl.learning_rate_factor(step, warmup_steps=4, total_steps=24, schedule=schedule, min_ratio=0.1)
-
-    assert [factor(s) for s in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert factor(4) == 1.0
-    assert factor(14) == pytest.approx(0.55)  # half way down
-    assert factor(24) == factor(99) == pytest.approx(0.1)
-    assert [factor(s, "constant") for s in (0, 4, 24)] == [0.2, 1.0, 1.0]
-    assert ppo_vl.learning_rate_factor(0, 0, 10, "cosine", 0.0) == 1.0
-
-
-@pytest.mark.parametrize("num_rows, batch", [(12, 4), (10, 4), (3, 8)])
-def test_batches_walk_through_shuffled_epochs_without_repeats(num_rows, batch):
-    stream = [i for step in range(30) for i in ppo_vl.batch_indices(step * batch, batch, num_rows, seed=1)]
-    epochs = [stream[i : i + num_rows] for i in range(0, len(stream) - num_rows + 1, num_rows)]
-    assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
-    assert len(stream) == 30 * batch
-    assert len({tuple(epoch) for epoch in epochs}) > 1, "each epoch has an order of its own"
-
-
-def test_batches_depend_on_the_seed_alone():
-    assert ppo_vl.batch_indices(24, 8, 100, seed=1) == ppo_vl.batch_indices(24, 8, 100, seed=1)
-    assert ppo_vl.batch_indices(24, 8, 100, seed=1) != ppo_vl.batch_indices(24, 8, 100, seed=2)
-
-
-# --- sampler ---------------------------------------------------------------------------------------------------------
-
-PROBS = tensor([[0.5, 0.3, 0.15, 0.05]])
-
-
-def draw(temperature=1.0, top_p=1.0, n=4000) -> torch.Tensor:
-    """Frequencies of n draws from PROBS."""
-    generator = torch.Generator().manual_seed(0)
-    logprobs = (PROBS.log() / temperature).log_softmax(-1).expand(n, -1)
-    tokens = ppo_vl.sample_token(logprobs, temperature, top_p, generator)
-    return tokens.bincount(minlength=4) / n
-
-
-def test_temperature_0_is_greedy():
-    assert ppo_vl.sample_token(PROBS.flip(1).log(), 0, 1.0, None).tolist() == [3]
-
-
-def test_samples_follow_the_tempered_distribution():
-    assert_close(draw(), PROBS[0], atol=0.03, rtol=0)
-    assert_close(draw(temperature=0.5), PROBS[0] ** 2 / (PROBS**2).sum(), atol=0.03, rtol=0)
-
-
-@pytest.mark.parametrize("top_p, kept", [(0.4, 1), (0.6, 2), (0.9, 3), (0.99, 4)])
-def test_top_p_keeps_up_to_the_token_that_reaches_it(top_p, kept):
-    expected = torch.where(torch.arange(4) < kept, PROBS[0], 0.0)
-    assert_close(draw(top_p=top_p), expected / expected.sum(), atol=0.03, rtol=0)
-
-
-# --- rules -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "text, answer, accuracy, well_formed",
-    [
-        ("<answer>circle</answer>", "circle", 1, 1),
-        ("<answer> Circle\n</answer>", "circle", 1, 1),
-        ("<answer>circle</answer>", " CIRCLE ", 1, 1),
-        ("<answer>3</answer>", 3, 1, 1),
-        ("<think>round</think><answer>circle</answer>", "circle", 1, 1),
-        (" <think>a\nb</think>\n<answer>circle</answer>\n", "circle", 1, 1),
-        ("<answer></answer>", "circle", 0, 1),
-        ("<answer>square</answer>", "circle", 0, 1),
-        ("<answer>a circle</answer>", "circle", 0, 1),
-        ("circle", "circle", 0, 0),
-        ("", "circle", 0, 0),
-        ("<answer>circle", "circle", 0, 0),
-        ("circle</answer>", "circle", 0, 0),
-        ("<answer>circle</answer", "circle", 0, 0),
-        ("it is <answer>circle</answer>", "circle", 1, 0),
-        ("<answer>circle</answer>.", "circle", 1, 0),
-        ("<answer>square</answer><answer>circle</answer>", "circle", 1, 0),
-        ("<answer>circle</answer><answer>square</answer>", "circle", 0, 0),
-        ("<answer>circle</answer><think>a</think>", "circle", 1, 0),
-        ("<think>a<answer>circle</answer>", "circle", 1, 0),
-        ("<think>a</think><think>b</think><answer>circle</answer>", "circle", 1, 0),
-        ("<answer><answer>circle</answer></answer>", "circle", 0, 0),
-        ("<ANSWER>circle</ANSWER>", "circle", 0, 0),
-    ],
-)
-def test_accuracy_and_format_rules(text, answer, accuracy, well_formed):
-    assert ppo_vl.accuracy_reward([text], answer=[answer]) == [accuracy]
-    assert ppo_vl.format_reward([text]) == [well_formed]
-
-
-RULES = (("accuracy", 0.9, ppo_vl.accuracy_reward), ("format", 0.1, ppo_vl.format_reward))
-LOOP = asyncio.new_event_loop()  # as load_rewards makes one
-threading.Thread(target=LOOP.run_forever, daemon=True).start()
-
-
-def score(functions, texts, prompt: str | list = "<answer>a</answer>", timeout=5.0):
-    """-> scores, components, what functions logged. functions: (name, weight, function)."""
-    row = {"prompt": prompt, "answer": "a", "label": None, "columns": {"level": 3}}
-    state = SimpleNamespace(global_step=4, max_steps=9)
-    loops = [LOOP if inspect.iscoroutinefunction(function) else None for _, _, function in functions]
-    sources = [ppo_vl.Reward(n, {"default": w}, f, loop=loop) for (n, w, f), loop in zip(functions, loops)]
-    B = len(texts)
-    return ppo_vl.score_responses(sources, [row] * B, texts, [[1]] * B, state, timeout, torch.device("cpu"))
-
-
-def test_rules_never_see_the_prompt():
-    assert score(RULES, ["no tags"])[0].tolist() == [0.0]
-
-
-def test_scores_are_weighted_sums_and_components_are_not_weighted():
-    texts = ["<answer>a</answer>", "<answer>b</answer>", "x <answer>a</answer>", "x"]
-    for prompt in ("what?", [{"role": "user", "content": "what?"}]):  # completions are strings, then chats
-        scores, components, _ = score(RULES, texts, prompt)
-        assert scores.tolist() == pytest.approx([1.0, 0.1, 0.9, 0.0])
-        assert components["accuracy"].tolist() == [1, 0, 1, 0] and components["format"].tolist() == [1, 1, 0, 0]
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_reward_functions_get_what_trl_gives_them(chat):
-    seen = {}
-
-    def own(completions, log_metric, log_extra, **columns):
-        seen.update(columns, completions=completions)
-        log_metric("length", 2.0)
-        log_metric("length", 4)
-        log_extra("first", [text[0] for text in ("x", "y")])
-        return [0.0, 0.0]
-
-    prompt = [{"role": "user", "content": "what?"}] if chat else "what?"
-    _, _, logged = score([("own", 1.0, own)], ["x", "y"], prompt)
-    assert seen["completions"] == ([[{"role": "assistant", "content": t}] for t in "xy"] if chat else ["x", "y"])
-    assert seen["prompts"] == [prompt] * 2 and seen["completion_ids"] == [[1], [1]]
-    assert seen["level"] == [3, 3] and seen["answer"] == ["a", "a"]
-    assert (seen["trainer_state"].global_step, seen["trainer_state"].max_steps) == (4, 9)
-    assert logged == {"metrics": {"length": [2.0, 4.0]}, "extra": {"first": ["x", "y"]}}
-
-
-def test_none_is_left_out_and_all_none_is_nan():
-    functions = [("a", 1.0, lambda **_: [1.0, None, None]), ("b", 2.0, lambda **_: [None, 3.0, None])]
-    scores, components, _ = score(functions, ["x", "y", "z"])
-    assert scores[:2].tolist() == [1.0, 6.0] and math.isnan(scores[2])
-    assert np.isnan(components["a"]).tolist() == [False, True, True]
-
-
-def test_empty_dicts_are_as_none():
-    assert np.isnan(score([("own", 1.0, lambda **_: [{}, {}])], ["x", "y"])[0]).all()
-
-
-def test_dicts_become_named_components():
-    values = [{"x": 1, "y": 0.5}, {"x": True, "z": None}, None]
-    scores, components, _ = score([("own", 1.0, lambda **_: values)], ["p", "q", "r"])
-    assert scores[:2].tolist() == [1.5, 1.0] and math.isnan(scores[2])
-    assert components["x"].tolist()[:2] == [1.0, 1.0] and np.isnan(components["y"]).tolist() == [False, True, True]
-
-
-def test_tensors_and_arrays_are_values_too():
-    assert score([("own", 1.0, lambda **_: torch.tensor([1.0, 2.0]))], ["x", "y"])[0].tolist() == [1.0, 2.0]
-    assert score([("own", 1.0, lambda **_: np.array([1.0, 2.0]))], ["x", "y"])[0].tolist() == [1.0, 2.0]
-
-
-def test_asynchronous_functions_run_side_by_side_and_beside_others():
-    async def slow(completions, **_):
-        await asyncio.sleep(0.4)
-        return [1.0] * len(completions)
-
-    def busy(completions, **_):
-        time.sleep(0.4)
-        return [2.0] * len(completions)
-
-    started = time.time()
-    scores, _, _ = score([("a", 1.0, slow), ("b", 10.0, slow), ("c", 100.0, busy)], ["x"])
-    assert scores.tolist() == [211.0] and time.time() - started < 0.75
-
-
-async def hang(**_):
-    await asyncio.sleep(60)
-
-
-@pytest.mark.parametrize("function", [hang, lambda **_: time.sleep(60)])
-def test_a_function_that_hangs_is_named_after_the_time_out(function, capfd):
-    started = time.time()
-    with pytest.raises(SystemExit) as stopped:
-        score([("fine", 1.0, lambda **_: [1.0]), ("sleeper", 1.0, function)], ["x"], timeout=0.3)
-    assert stopped.value.code == 2 and time.time() - started < 3
-    assert "sleeper gave no answer within --reward-timeout 0.3" in capfd.readouterr().err
-
-
-def test_rules_about_the_form_of_a_response():
-    ids = [[], [1] * 5, [1, 2, 3, 4, 5, 6, 7, 8, 9], list(range(10))]
-    assert ppo_vl.length_reward(ids, max_length=10) == [0, -0.5, -0.9, -1]
-    assert ppo_vl.overlong_reward(ids, max_length=10) == [0, 0, -0.5, -1]  # the last two of ten tokens cost
-    repeated = [[1, 2], [1, 2, 3, 4], [1, 2, 1, 2, 1, 2], [7] * 6]
-    assert ppo_vl.repetition_reward(repeated) == [0, 0, pytest.approx(-0.5), pytest.approx(-0.75)]
-
-
-# --- rollout ---------------------------------------------------------------------------------------------------------
-
-
-def record(responses: list[list[int]], scores: list[float], truncated: list[bool] | None = None) -> dict:
-    ids, scores = [torch.tensor(r) for r in responses], np.array(scores)
-    engine = {"engine_logprobs": [-r / 10 for r in ids], "truncated": truncated or [False] * len(ids)}
-    scored = {"scores": scores, "components": {"own": scores}, "metrics": {}}
-    return {"row": 7, "prompt_length": 3, "response_ids": ids, **engine, **scored}
-
-
-def test_rollout_keeps_every_token():
-    """An EOS (= pad) that was drawn stays a trained token, none is invented: masks come from lengths."""
-    rollout = ppo_vl.make_rollout([record([[5, 6, 0], [5, 6, 7], [0]], [1, 2, 3])])
-    assert [r.tolist() for r in rollout.response_ids] == [[5, 6, 0], [5, 6, 7], [0]]
-    assert rollout.response_mask.tolist() == [[True] * 3, [True] * 3, [True, False, False]]
-    assert rollout.scores.tolist() == [1, 2, 3]
-    assert_close(rollout.engine_logprobs, tensor([[-0.5, -0.6, 0], [-0.5, -0.6, -0.7], [0, 0, 0]]))
-
-
-def test_masked_truncated_responses_leave_the_rollout_but_not_its_statistics():
-    records = [record([[5, 0], [5, 6, 7], [0]], [1, 5, 3], [False, True, False])]
-    assert len(ppo_vl.make_rollout(records).response_ids) == 3
-    rollout = ppo_vl.make_rollout(records, mask_truncated=True)
-    assert rollout.groups == [(0, [0, 1])] and rollout.scores.tolist() == [1, 3]
-    metrics = ppo_vl.rollout_metrics(records)
-    assert metrics["rollout/truncated_frac"] == pytest.approx(1 / 3) and metrics["objective/scores"] == 3
-    assert metrics["rollout/response_length_max"] == 3 and metrics["rollout/zero_std_groups_frac"] == 0
-
-
-def test_responses_without_reward_are_left_out():
-    nan = float("nan")
-    records = [record([[1], [2, 0]], [nan, 1.0]), record([[3]], [nan]), record([[4], [5]], [2.0, 3.0])]
-    rollout = ppo_vl.make_rollout(records)
-    assert rollout.groups == [(0, [0]), (2, [1, 2])]
-    assert [r.tolist() for r in rollout.response_ids] == [[2, 0], [4], [5]]
-    assert rollout.scores.tolist() == [1.0, 2.0, 3.0]
-    assert ppo_vl.rollout_metrics(records)["reward/own"] == 2
-
-
-def test_a_rollout_without_any_reward_stops_the_run():
-    with pytest.raises(SystemExit):
-        ppo_vl.make_rollout([record([[1]], [float("nan")])])
-
-
-def test_a_reward_file_may_define_dataclasses(tmp_path):
-    """With annotations as strings, dataclasses look for their module in sys.modules."""
-    head = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-    body = "@dataclass\nclass Verdict:\n    x: float\n"
-    body += "def f(completions, **_):\n    return [Verdict(1.5).x] * len(completions)\n"
-    (tmp_path / "r.py").write_text(head + body)
-    assert ppo_vl.load_reward_fn(f"{tmp_path}/r.py:f")(completions=["a", "b"]) == [1.5, 1.5]
-
-
-def test_example_reward_is_scored_as_its_docstring_says():
-    function = ppo_vl.load_reward_fn(
-        str(Path(ppo_vl.__file__).parent / "examples" / "custom_reward.py") + ":short_and_right"
+    losses, worse = ppo_vl.compute_value_loss(tensor([new]), tensor([old]), tensor([target]), clip)
+    assert losses.item() == pytest.approx(loss) and worse.item() == clipped
+
+
+def test_values_within_the_clip_range_never_count_as_clipped():
+    """old + (new - old) is not new in fp32: which of both errors is larger is then a matter of rounding."""
+    old, new, returns = (noise(10_000, seed=seed).float() for seed in range(3))
+    assert ((old + (new - old) - returns).square() > (new - returns).square()).any()
+    losses, worse = ppo_vl.compute_value_loss(new, old, returns, 10.0)
+    assert not worse.any() and torch.equal(losses, (new - returns).square())
+
+
+def test_overlong_costs_in_the_last_fifth_of_the_limit():
+    ids = [[], [1] * 8, [1] * 9, [1] * 10]
+    assert ppo_vl.overlong(completion_ids=ids, limit=10) == pytest.approx([0, 0, -0.5, -1])
+
+
+# --- from scores to advantages ---
+
+
+def advantages_of(
+    scores: list, lengths: list[int], state: dict | None = None, tables=(), trained=None, **flags
+):
+    """add_advantages on scores (n, G), responses of these lengths -> its tables."""
+    scores, mask = tensor(scores), ragged(lengths)
+    rollout = SimpleNamespace(scores=scores, mask=mask, engine_logprobs=torch.zeros(mask.shape))
+    tables = {"logprobs": torch.zeros(mask.shape), **dict(tables)}
+    trained = torch.ones(scores.shape, dtype=torch.bool) if trained is None else trained
+    state = {"kl_coef": 0.1, "moments": torch.zeros(3).double()} if state is None else state
+    ppo_vl.add_advantages(ppo_vl.Args(**flags), rollout, tables, trained, state)
+    return tables
+
+
+LENGTHS = [2, 1, 3, 2]
+
+
+def test_gae_is_whitened_once_and_returns_are_not():
+    values = noise(4, 3).float()
+    tables = advantages_of([[1.0, 0.0], [0.5, 2.0]], LENGTHS, tables={"values": values})
+    advantages, mask = tables["advantages"], ragged(LENGTHS)
+    rewards = ppo_vl.compute_token_rewards(tensor([1.0, 0.0, 0.5, 2.0]), torch.zeros(4, 3), mask, 0.1)
+    raw, returns = ppo_vl.compute_gae(rewards, values, mask, 1.0, 0.95)
+    assert_close(tables["returns"], returns)
+    assert_close(advantages, (raw - raw[mask].mean()) / raw[mask].std(correction=0) * mask)
+    clipped = advantages_of([[1.0, 0.0], [0.5, 2.0]], LENGTHS, tables={"values": values}, advantage_clip=0.5)
+    assert torch.equal(clipped["advantages"], advantages.clamp(-0.5, 0.5))
+
+
+@pytest.mark.parametrize("method", ["rloo", "group_norm", "cpgd"])
+def test_estimators_of_groups_are_not_whitened_unless_asked(method):
+    scores = [[1.0, 0.0], [0.5, 2.0]]
+    plain = advantages_of(scores, LENGTHS, advantage=method)["advantages"]
+    centered = ppo_vl.center_scores(tensor(scores), torch.ones(2, 2, dtype=torch.bool), method)
+    assert_close(plain, centered.view(-1, 1) * ragged(LENGTHS))
+    on = advantages_of(scores, LENGTHS, advantage=method, whiten_advantages="on")["advantages"]
+    assert_close(on, ppo_vl.whiten(plain, ragged(LENGTHS)))
+
+
+def test_kl_is_in_the_rewards_or_in_the_loss():
+    logprobs = {"logprobs": torch.full((4, 3), -1.0), "ref_logprobs": torch.full((4, 3), -1.5)}
+    how = {"tables": logprobs, "advantage": "reinforce", "whiten_advantages": "off"}
+    tables = advantages_of([[1.0, 0.0], [0.5, 2.0]], LENGTHS, **how)
+    assert_close(tables["kl"], 0.5 * ragged(LENGTHS))
+    assert_close(tables["advantages"][0], tensor([1 - 0.1, 1 - 0.05, 0.0]))
+    tables = advantages_of([[1.0, 0.0], [0.5, 2.0]], LENGTHS, **how, kl_loss=True)
+    assert_close(tables["advantages"], tensor([[1.0], [0.0], [0.5], [2.0]]) * ragged(LENGTHS))
+    assert_close(tables["kl"], 0.5 * ragged(LENGTHS))
+
+
+def test_responses_that_are_left_out_have_no_say():
+    scores, trained = (
+        [[1.0, 0.0, math.nan], [0.5, 9.0, 0.25]],
+        tensor([[True, True, False], [True, False, True]]),
     )
-    values = function(completions=["It is red.", "blue"], completion_ids=[[1, 2], [3]], answer=["red", "red"])
-    scores, components, _ = score([("own", 1.0, lambda **_: values)], ["It is red.", "blue"])
-    assert scores.tolist() == pytest.approx([1 - 0.02, -0.01])
-    assert set(components) == {"mentions_answer", "brevity"}
+    kept = advantages_of(scores, [2, 1, 3, 2, 3, 1], trained=trained, advantage="reinforce_baseline")
+    alone = advantages_of([[1.0, 0.0], [0.5, 0.25]], [2, 1, 2, 1], advantage="reinforce_baseline")
+    assert_close(kept["advantages"][[0, 1, 3, 5], :2], alone["advantages"])
+    assert not kept["advantages"][[2, 4]].any() and not kept["mask"][[2, 4]].any()
+
+
+def test_scores_are_normalized_by_all_training_scores_so_far_then_clipped():
+    how = {"lengths": [1], "advantage": "reinforce", "whiten_advantages": "off", "kl_coef": 0.0}
+    state = {"kl_coef": 0.0, "moments": torch.zeros(3).double()}
+    assert advantages_of([[5.0]], **how, state=state, reward_running_norm="scale")["advantages"].item() == 5.0
+    how["lengths"] = [1, 1]
+    std = math.sqrt(8 / 3)  # of 5, 1, 3
+    tables = advantages_of([[1.0, 3.0]], **how, state=state, reward_running_norm="scale")
+    assert_close(tables["advantages"], tensor([[1 / std], [3 / std]]))
+    assert state["moments"].tolist() == [3, 9.0, 35.0]
+    tables = advantages_of(
+        [[3.0, 3.0]], **how, state=state, reward_running_norm="standardize", reward_clip=(-0.1, 9.0)
+    )  # 5, 1, 3, 3, 3: mean 3
+    assert_close(tables["advantages"], torch.zeros(2, 1))
+    tables = advantages_of([[5.0, -1.0]], **how, reward_clip=(0.0, 2.0))
+    assert tables["advantages"].tolist() == [[2.0], [0.0]]
+
+
+def test_importance_weights_of_the_sampler_are_truncated_and_scale_gradients_alone():
+    table = {name: torch.zeros(3) for name in ("logprobs", "advantages", "policy_weights")}
+    flat = table | {"engine_logprobs": tensor([-0.5, 0.5, -40.0]), "policy_weights": torch.ones(3)}
+    flat["advantages"] = tensor([1.0, 2.0, 3.0])
+    new = torch.zeros(3, requires_grad=True)
+    pack = SimpleNamespace(owner=torch.arange(3))
+    args, actor = ppo_vl.Args(tis_clip=1.5), lambda pack, with_entropy: (new, torch.zeros(3), None)
+    loss, _ = ppo_vl.actor_terms(args, actor, pack, flat, 0.0)
+    loss.backward()
+    assert loss.item() == -6.0
+    assert_close(new.grad, -tensor([1.5, 2 * math.exp(-0.5), 4.5]))
+
+
+# --- average of the weights, rounds of dynamic sampling ---
+
+
+def test_average_of_the_weights_is_its_closed_form(monkeypatch):
+    """beta^k w_0 + (1 - beta) sum_i beta^(k - i) w_i; a tied weight is one."""
+    average, model = (ppo_vl.load_model(TINY, dtype) for dtype in (torch.float32, torch.bfloat16))
+    names = ("lm_head.weight", "model.language_model.norm.weight")
+    expected = {name: average.state_dict()[name].double() * 0.9**6 for name in names}
+    for i in range(1, 7):
+        for parameter in model.parameters():
+            parameter.data.add_(0.1)
+        weights = ppo_vl.merged_state_dict(model)
+        expected = {name: x + 0.1 * 0.9 ** (6 - i) * weights[name].double() for name, x in expected.items()}
+        ppo_vl.update_average(average, model, 0.9)
+    for name, x in expected.items():
+        assert_close(average.state_dict()[name].double(), x, atol=1e-6, rtol=1e-6)
+
+
+def test_rollouts_are_joined_prompt_by_prompt():
+    def rollout(n: int, R: int):
+        ids = [torch.arange(R)] * (2 * n)
+        table, few = torch.full((2 * n, R), float(R)), torch.full((n, 2), float(R))
+        given = (
+            [{"index": R}] * n,
+            ids,
+            few > 5,
+            {"own": few},
+            few,
+            table > 0,
+            table,
+            [{"row": R}] * n,
+            [("x", 1.0)],
+        )
+        return ppo_vl.Rollout(*given)
+
+    joined = ppo_vl.join(rollout(1, 3), rollout(2, 2))
+    assert [len(joined.prompts), len(joined.response_ids), len(joined.samples), len(joined.logged)] == [
+        3,
+        6,
+        3,
+        2,
+    ]
+    assert joined.scores.tolist() == joined.rewards["own"].tolist() == [[3, 3], [2, 2], [2, 2]]
+    assert joined.mask.tolist() == [[True] * 3] * 2 + [[True, True, False]] * 4
+    assert joined.engine_logprobs[2].tolist() == [2.0, 2.0, 0.0]

@@ -222,6 +222,7 @@ BAD = [  # flags, words of the message
     ({"total_steps": 0}, "counts must be at least 1"),
     ({"micro_batch_tokens": 100}, "--micro-batch-tokens must hold prompt + response"),
     ({"reward_weights": (1,)}, "one weight per reward"),
+    ({"rewards": ("format", "a.py:format"), "reward_weights": (1, 1)}, "--rewards: equal names"),
     ({"temperature": 0}, "--temperature must be more than 0"),
     ({"offload_optimizer": True}, "--offload-optimizer needs"),
     ({"resume": "auto", "run_name": None}, "--resume auto needs --run-name"),
@@ -240,7 +241,7 @@ BAD = [  # flags, words of the message
     ({"run_name": "taken"}, "exists already"),
     ({"max_prompt_length": 5, "max_response_length": 4}, "no row can be used"),
     ({"output_dir": "{tmp}/broken.jsonl"}, "--output-dir"),
-    ({"eval_dataset": "nowhere"}, "nowhere (split test, cache HF_HOME) can't be read"),
+    ({"eval_dataset": "nowhere"}, "nowhere (split test; HF_HOME) can't be read"),
 ]
 
 

@@ -1,0 +1,601 @@
+"""Short runs of ppo_vl: options, resume, ranks and ZeRO stages, signals, videos."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from conftest import ROOT, TINY, read_jsonl, to_argv, write_jsonl
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+import ppo_vl
+from common import packing
+from common.kl import next_kl_coef
+
+BASE = {
+    "model": TINY,
+    "total_steps": 2,
+    "rollout_batch_size": 16,
+    "num_samples_per_prompt": 4,
+    "train_batch_size": 8,
+    "max_prompt_length": 512,
+    "max_response_length": 8,
+    "eval_steps": 0,
+    "eval_samples": 4,
+    "eval_num_samples": 2,
+    "micro_batch_tokens": 2048,
+    "seed": 3,
+}
+ONE_UPDATE = {"total_steps": 1, "train_batch_size": 16, "num_ppo_epochs": 1, "warmup_steps": 0}
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def flags_of(tmp_path, vqa):
+    """Flags of a short run in tmp_path/run; its reward differs from response to response."""
+    (tmp_path / "reward.py").write_text(
+        "def by_ids(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
+    )
+    rewards = {"rewards": (f"{tmp_path}/reward.py:by_ids",), "reward_weights": (1.0,)}
+    return lambda **flags: (
+        BASE | rewards | {"dataset": vqa, "output_dir": str(tmp_path), "run_name": "run"} | flags
+    )
+
+
+@pytest.fixture
+def run(flags_of, tmp_path, monkeypatch):
+    """A run in this process -> its folder."""
+    start = ppo_vl.init_distributed  # runs in one process share the process group
+    monkeypatch.setattr(
+        ppo_vl, "init_distributed", lambda: torch.device("cpu") if dist.is_initialized() else start()
+    )
+
+    def go(**flags) -> Path:
+        args = ppo_vl.Args(**flags_of(**flags))
+        ppo_vl.main(args)
+        return Path(args.resume).parent if args.resume else tmp_path / args.run_name
+
+    return go
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """Of the training steps; it must be JSON that any reader takes."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} in metrics.jsonl is no JSON")
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line, parse_constant=refuse) for line in lines]
+    return [metrics for metrics in found if metrics["train/step"]]
+
+
+def weights_of(folder: Path, step: int, part: str = "") -> dict[str, torch.Tensor]:
+    return load_file(folder / f"checkpoint-{step}" / part / "model.safetensors")
+
+
+def spy(monkeypatch, name: str) -> list[tuple]:
+    """-> the arguments of each call of a function of ppo_vl, which is called as ever."""
+    calls, original = [], getattr(ppo_vl, name)
+
+    def call(*args, **kwargs):
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(ppo_vl, name, call)
+    return calls
+
+
+def assert_same_run(one: list[dict], other: list[dict], tolerance: float) -> None:
+    assert len(one) == len(other)
+    for a, b in zip(one, other):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {name for name in a if name.startswith("time/")}:
+            assert a[name] == pytest.approx(b[name], abs=tolerance, rel=tolerance), name
+
+
+# --- a run ---
+
+
+def test_a_run_leaves_metrics_samples_and_a_model(run, vqa, flags_of):
+    functions = flags_of()["rewards"]
+    folder = run(
+        eval_dataset=vqa, save_steps=1, save_total_limit=1,
+        rewards=("accuracy", "format", "overlong", *functions),
+        reward_weights=(0.1, 0.1, 0.1, 1.0), total_steps=3,
+    )  # fmt: skip
+    metrics = metrics_of(folder)
+    assert [m["train/step"] for m in metrics] == [1, 2, 3] and [m["train/episode"] for m in metrics] == [
+        16,
+        32,
+        48,
+    ]
+    kinds = (
+        "objective/scores reward/overlong reward/by_ids policy/approx_kl loss/policy loss/value val/clipfrac"
+    )
+    kinds += " val/explained_variance train/grad_norm train/critic_grad_norm train/kl_coef time/total"
+    assert all({*kinds.split()} <= m.keys() and all(map(math.isfinite, m.values())) for m in metrics)
+    assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
+    assert "eval/sampled_score" in metrics[-1] and "eval/sampled_score" not in metrics[0]
+    assert {s["phase"] for s in read_jsonl(folder / "samples.jsonl")} == {
+        "train",
+        "eval_greedy",
+        "eval_sampled",
+    }
+    assert [p.name for p in sorted(folder.glob("checkpoint*"))] == ["checkpoint-3"] and [
+        *folder.glob("events*")
+    ]
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder / "checkpoint-3")
+    start = transformers.AutoModelForImageTextToText.from_pretrained(TINY).state_dict()
+    assert any(not torch.equal(x, start[name]) for name, x in model.state_dict().items())
+    transformers.AutoProcessor.from_pretrained(folder / "checkpoint-3")
+
+
+@slow
+def test_the_default_run_learns(tmp_path):
+    folder = launch(
+        1, {"total_steps": 10, "eval_samples": 60, "output_dir": str(tmp_path), "run_name": "run"}
+    )
+    before, after = (read_jsonl(folder / "metrics.jsonl")[i] for i in (0, -1))
+    assert after["eval/sampled_score"] > before["eval/sampled_score"] + 0.2
+    assert after["eval/greedy_score"] > before["eval/greedy_score"] - 0.05
+    assert after["val/explained_variance"] > 0.2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"train_batch_size": 32},  # more than a rollout
+        {"train_batch_size": 6},
+        {"num_samples_per_prompt": 1, "advantage": "rloo"},
+        {"replay_limit": 2},
+        {"advantage": "rloo", "critic_share_backbone": True},
+        {"critic_share_backbone": True, "freezing_actor_steps": 1},
+        {"freezing_actor_steps": 2},
+        {"kl_target": 1.0, "kl_coef": 0.0},
+        {"offload_optimizer": True},
+        {"micro_batch_tokens": 100},
+        {"reward_weights": (1.0, 2.0)},
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags_of, flags, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        ppo_vl.main(ppo_vl.Args(**flags_of(**flags)))
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.startswith("error: --") and error.count("\n") == 1
+
+
+def test_a_run_takes_samplers_of_its_own(run, tmp_path):
+    (tmp_path / "sampler.py").write_text(
+        "from ppo_vl import ModelSampler\n\n\nclass Mine(ModelSampler):\n    pass\n"
+    )
+    assert_same_run(
+        metrics_of(run(rollout=f"{tmp_path}/sampler.py:Mine")), metrics_of(run(run_name="hf")), 1e-4
+    )
+
+
+# --- resume, signals, numbers that are not finite ---
+
+
+@slow
+def test_resume_goes_on_bit_for_bit_with_everything_on(run, tmp_path):
+    flags = {
+        "ema_beta": 0.9, "kl_loss": True, "kl_estimator": "k3", "kl_target": 0.01, "kl_horizon": 100,
+        "reward_running_norm": "standardize", "dynamic_sampling": 1, "replay_limit": 12,
+        "freezing_actor_steps": 1, "ptx_dataset": ptx_file(tmp_path), "ptx_batch_size": 3, "tis_clip": 2.0,
+        "entropy_token_ratio": 0.5,
+    }  # fmt: skip
+    whole = run(total_steps=4, save_steps=2, **flags)
+    shutil.copytree(whole, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoint-4")
+    again = run(total_steps=4, save_steps=2, **flags, resume=str(tmp_path / "again" / "checkpoint-2"))
+    assert_same_run(metrics_of(whole), metrics_of(again), 0.0)
+    for part in ("", "state/ema"):
+        expected, found = weights_of(whole, 4, part), weights_of(again, 4, part)
+        assert expected.keys() == found.keys() and all(
+            torch.equal(x, found[name]) for name, x in expected.items()
+        )
+
+
+def test_a_signal_saves_and_ends_the_run(run, tmp_path, capsys):
+    (tmp_path / "kill.py").write_text(
+        "import os, signal\n\n\ndef score(texts, **columns):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    return [0.0] * len(texts)\n"
+    )
+    folder = run(rewards=(f"{tmp_path}/kill.py:score",), total_steps=3)
+    assert len(metrics_of(folder)) == 1 and (folder / "checkpoint-1" / "state").is_dir()
+    assert "go on with --resume" in capsys.readouterr().out
+
+
+def test_gradients_that_are_not_finite_end_the_run_after_a_checkpoint(run, tmp_path, capsys):
+    (tmp_path / "huge.py").write_text(
+        "def score(completion_ids, **columns):\n    return [1e38 * (sum(x) % 7) for x in completion_ids]\n"
+    )
+    with pytest.raises(SystemExit) as stopped:
+        run(
+            rewards=(f"{tmp_path}/huge.py:score",),
+            advantage="reinforce",
+            whiten_advantages="off",
+            total_steps=3,
+        )
+    assert stopped.value.code == 2 and "finite gradients" in capsys.readouterr().err
+    saved, start = weights_of(tmp_path / "run", 1), load_file(f"{TINY}/model.safetensors")
+    assert all(torch.equal(x, start[name]) for name, x in saved.items())
+
+
+# --- options ---
+
+
+def test_the_actor_stands_still_while_the_critic_learns_alone(run):
+    folder = run(freezing_actor_steps=1, save_steps=1)
+    first, second = metrics_of(folder)
+    assert (
+        "train/grad_norm" not in first and "policy/ratio" not in first and first["train/critic_grad_norm"] > 0
+    )
+    assert second["train/grad_norm"] > 0
+    start, one, two = load_file(f"{TINY}/model.safetensors"), weights_of(folder, 1), weights_of(folder, 2)
+    assert all(torch.equal(x, start[name]) for name, x in one.items())
+    assert not all(torch.equal(x, one[name]) for name, x in two.items())
+
+
+@pytest.mark.parametrize(
+    "flags, moving", [({"freeze": "visual"}, False), ({"lora_rank": 2}, False), ({}, True)]
+)
+def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
+    folder = run(**ONE_UPDATE, **flags)
+    start, end = load_file(f"{TINY}/model.safetensors"), weights_of(folder, 1)
+    moved = {name for name, x in end.items() if not torch.equal(x, start[name])}
+    assert end.keys() == start.keys()  # adapters are merged
+    assert any("q_proj" in name for name in moved) and any("visual" in name for name in moved) == moving
+    assert ("lora_rank" in flags) == (not any("norm" in name for name in moved))
+
+
+def test_freeze_must_fit_some_parameters(run, capsys):
+    with pytest.raises(SystemExit):
+        run(freeze="no such name")
+    assert "--freeze no such name" in capsys.readouterr().err
+
+
+def test_a_reference_is_loaded_only_for_a_kl(run, monkeypatch):
+    loads = spy(monkeypatch, "load_model")
+    assert "loss/kl" not in metrics_of(run(**ONE_UPDATE, kl_coef=0.0))[0] and len(loads) == 2
+    run(**ONE_UPDATE, run_name="rloo", advantage="rloo")
+    assert len(loads) == 4
+    run(
+        **ONE_UPDATE, run_name="lora", lora_rank=2, advantage="rloo"
+    )  # the reference is the model without adapters
+    assert len(loads) == 5
+
+
+def test_the_coefficient_of_the_kl_adapts(run):
+    metrics = metrics_of(run(total_steps=3, kl_target=0.001, kl_horizon=100, kl_coef=0.1))
+    assert metrics[0]["train/kl_coef"] == 0.1
+    for before, after in zip(metrics, metrics[1:]):
+        expected = next_kl_coef(before["train/kl_coef"], before["objective/kl"], 0.001, 100, 16)
+        assert after["train/kl_coef"] == pytest.approx(expected) != before["train/kl_coef"]
+
+
+def test_critic_from_a_reward_model_takes_its_head(run, tmp_path, monkeypatch):
+    folder = tmp_path / "reward_model"
+    shutil.copytree(TINY, folder)
+    head = torch.randn(1, transformers.AutoConfig.from_pretrained(TINY).get_text_config().hidden_size)
+    save_file({"score.weight": head}, folder / "score.safetensors")
+    updates = spy(monkeypatch, "update")
+    run(**ONE_UPDATE, critic_model=str(folder), vf_coef=0.0)
+    _, rollout, tables, _, data, engines, *_ = updates[0]
+    assert torch.equal(engines["critic"].module.value_head.weight, head)
+    base = ppo_vl.load_model(TINY, torch.float32).base_model.eval()
+    for b in (0, 5, 15):  # values are the head on the last hidden states, of the unmodified model too
+        prompt = data.encode([rollout.prompts[b // 4]["index"]])[0]
+        pack = packing.plain_pack([(0, [b])], {0: prompt}, rollout.response_ids)
+        with torch.no_grad():
+            values = packing.forward_hidden(base, pack) @ head[0]
+        assert_close(tables["values"][b, : len(values)], values, atol=1e-4, rtol=1e-4)
+
+
+def test_a_value_head_on_the_backbone_of_the_actor(run, monkeypatch):
+    updates = spy(monkeypatch, "update")
+    metrics = metrics_of(run(critic_share_backbone=True, learning_rate=1e-3, warmup_steps=0))
+    assert "train/critic_grad_norm" not in metrics[0] and metrics[1]["loss/value"] > 0
+    first, second = (call[2]["values"] for call in updates)
+    assert not first.any() and second.any()  # it starts at 0, and learns
+    assert {*updates[0][5]} == {"actor"} and updates[0][5]["actor"].module.value_head.weight.any()
+
+
+def test_prompts_whose_responses_score_alike_are_replaced(run, tmp_path, monkeypatch):
+    (tmp_path / "some.py").write_text(
+        "def score(completion_ids, answer, **columns):\n"
+        "    return [sum(ids) % 7 / 7 * (len(a) > 3) for ids, a in zip(completion_ids, answer)]\n"
+    )
+    updates = spy(monkeypatch, "update")
+    folder = run(rewards=(f"{tmp_path}/some.py:score",), dynamic_sampling=10)
+    for call, metrics in zip(updates, metrics_of(folder)):
+        rollout, trained = call[1], call[3]
+        assert trained.all(1).sum() == 4 and len(trained) > 4  # groups
+        spread = rollout.scores.amax(1) > rollout.scores.amin(1)
+        assert torch.equal(trained.any(1), spread) and metrics["rollout/zero_std_groups_frac"] > 0
+    assert metrics["train/episode"] == sum(call[3].numel() for call in updates)
+
+
+def test_the_newest_responses_and_whole_ones_are_trained_on(run, monkeypatch):
+    updates = spy(monkeypatch, "update")
+    run(**ONE_UPDATE, replay_limit=9)
+    assert updates[0][3].any(1).tolist() == [False, False, True, True]
+    run(**ONE_UPDATE, run_name="masked", mask_truncated=True, max_response_length=3)
+    rollout, trained = updates[1][1], updates[1][3]
+    assert torch.equal(trained, ~rollout.truncated) and 0 < trained.sum() < 16
+
+
+def test_tokens_of_high_entropy_and_other_losses(run, monkeypatch):
+    updates = spy(monkeypatch, "update")
+    run(
+        entropy_token_ratio=0.25, entropy_coef=0.01, advantage="group_norm", policy_loss="gspo", tis_clip=1.5,
+        loss_agg="seq-mean-token-mean", kl_loss=True, kl_estimator="k3", advantage_clip=1.0,
+        reward_clip=(0.1, 0.9),
+    )  # fmt: skip
+    tables, mask = updates[0][2], updates[0][1].mask
+    assert 0.25 * mask.sum() - 0.5 <= tables["policy_mask"].sum() < 0.4 * mask.sum()  # ties are in
+    left_out = tables["entropy"][mask & ~tables["policy_mask"]]
+    assert tables["entropy"][tables["policy_mask"]].min() >= left_out.max()
+
+
+@pytest.mark.parametrize("flags", [{"micro_batch_tokens": 540}, {"gradient_checkpointing": True}])
+def test_neither_packs_nor_memory_flags_change_the_result(run, flags):
+    """Denominators are those of the whole optimizer step, however it is split."""
+    one, other = run(total_steps=1), run(total_steps=1, run_name="other", **flags)
+    assert_same_run(metrics_of(one), metrics_of(other), 2e-4)
+    expected, found = weights_of(one, 1), weights_of(other, 1)
+    assert all(torch.allclose(x, found[name], atol=2e-5) for name, x in expected.items())
+
+
+# --- chats beside, average, experts, text ---
+
+
+def ptx_file(folder: Path) -> str:
+    chat = [
+        ("user", "what is 1 + 1?"),
+        ("assistant", "two"),
+        ("user", "and 2 + 2?"),
+        ("assistant", "four <|im_end|>"),
+    ]
+    chat = [{"role": role, "content": text} for role, text in chat]
+    rows = [
+        {"messages": chat},
+        {"messages": chat[:2]},
+        {"messages": [{"role": "system", "content": "be"}] + chat[:2]},
+    ]
+    return write_jsonl(folder / "ptx.jsonl", rows)
+
+
+def test_every_assistant_turn_is_learned(run, tmp_path, vqa_rows, flags_of):
+    args = ppo_vl.Args(**flags_of(ptx_dataset=ptx_file(tmp_path), system_prompt="Speak."))
+    model, processor = (
+        ppo_vl.load_model(TINY, torch.float32),
+        transformers.AutoProcessor.from_pretrained(TINY),
+    )
+    end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    turns = ppo_vl.load_turns(args, model, processor, [end])
+    prompts = turns.encode(range(4))
+    texts = [processor.decode(prompt["target_ids"]) for prompt in prompts]
+    assert texts == ["two<|im_end|>", "four < |im_end|><|im_end|>", "two<|im_end|>", "two<|im_end|>"]
+    assert [processor.decode(prompt["prompt_ids"]).count("two") for prompt in prompts] == [0, 1, 0, 0]
+    assert "Speak." in processor.decode(prompts[0]["prompt_ids"]) and "be" in processor.decode(
+        prompts[3]["prompt_ids"]
+    )
+    rows = [
+        {"prompt": row["prompt"], "image": row["image"], "response": row["answer"]} for row in vqa_rows[:4]
+    ]
+    args.ptx_dataset = write_jsonl(tmp_path / "pictures.jsonl", rows)
+    turns = ppo_vl.load_turns(args, model, processor, [end])
+    prompts = turns.encode(range(4))
+    assert all(len(prompt["image"]) == 1 for prompt in prompts)
+    metrics = metrics_of(
+        run(**ONE_UPDATE, ptx_dataset=args.ptx_dataset, ptx_batch_size=4, system_prompt="Speak.")
+    )
+    packs = [packing.plain_pack([(0, [0])], {0: p}, [p["target_ids"]]) for p in prompts]
+    with torch.no_grad():  # the mean over tokens of the unmodified model
+        logprobs = torch.cat([packing.response_logprobs(model.eval(), pack)[0] for pack in packs])
+    assert metrics[0]["loss/ptx"] == pytest.approx(-logprobs.mean().item(), abs=1e-5)
+
+
+def test_gradient_with_ptx_is_the_sum_of_both_parts(run, tmp_path, monkeypatch):
+    """Without updates; the policy's part alone, both, and chats alone."""
+    found = []
+
+    def keep(engine):
+        grads = [
+            p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in engine.module.parameters()
+        ]
+        found.append(grads)
+        engine.zero_grad()
+        return 1.0, True
+
+    monkeypatch.setattr(ppo_vl, "optimizer_step", keep)
+    flags = ONE_UPDATE | {"advantage": "reinforce", "ptx_dataset": ptx_file(tmp_path), "ptx_batch_size": 4}
+    run(**flags, ptx_coef=0.0)
+    run(**flags, ptx_coef=0.5, run_name="both")
+    run(**flags, ptx_coef=0.5, advantage_clip=1e-9, run_name="ptx")
+    for policy, both, ptx in zip(*found):
+        assert_close(both, policy + ptx, atol=1e-5, rtol=1e-4)
+    assert any(x.any() for x in found[0]) and any(x.any() for x in found[2])
+
+
+def test_average_is_halfway_after_an_update_with_beta_one_half(run):
+    folder = run(**ONE_UPDATE, ema_beta=0.5)
+    start, end = load_file(f"{TINY}/model.safetensors"), weights_of(folder, 1)
+    average = weights_of(folder, 1, "state/ema")
+    for name, x in average.items():
+        assert_close(x.float(), (start[name].float() + end[name].float()) / 2)
+    transformers.AutoModelForImageTextToText.from_pretrained(folder / "checkpoint-1" / "state" / "ema")
+
+
+def test_load_of_the_experts_is_balanced(run, tmp_path, tiny_text_model):
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    start = transformers.AutoConfig.from_pretrained(tiny_text_model)
+    ids = {"vocab_size": start.vocab_size, "eos_token_id": start.eos_token_id, "pad_token_id": None}
+    config = transformers.MixtralConfig(**size, **ids, num_key_value_heads=2, num_local_experts=4)
+    torch.manual_seed(0)
+    shutil.copytree(tiny_text_model, tmp_path / "moe")
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "moe")
+    data = write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i} + {i}?"} for i in range(12)])
+    flags = ONE_UPDATE | {"model": str(tmp_path / "moe"), "dataset": data, "advantage": "reinforce"}
+    metrics = metrics_of(run(**flags, router_aux_coef=0.1, learning_rate=1e-2))
+    plain = metrics_of(run(**flags, run_name="plain", learning_rate=1e-2))
+    assert 2 <= metrics[0]["loss/router"] < 4 and "loss/router" not in plain[0]
+    assert metrics[0]["train/grad_norm"] != plain[0]["train/grad_norm"]
+
+
+def test_a_text_model(run, tmp_path, tiny_text_model):
+    data = write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i} + {i}?"} for i in range(12)])
+    metrics = metrics_of(run(model=tiny_text_model, dataset=data))
+    assert metrics[1]["loss/value"] > 0 and metrics[1]["train/grad_norm"] > 0
+
+
+# --- videos, pictures and text ---
+
+
+def write_video(path: Path, size: int = 64) -> str:
+    import av
+    import numpy as np
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = size, size, "yuv420p"
+        for k in range(24):
+            frame = np.full((size, size, 3), 40, np.uint8)
+            frame[24:40, 2 * k : 2 * k + 16] = 255
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return str(path)
+
+
+@pytest.fixture
+def mixed(tmp_path, vqa_rows) -> str:
+    """Text, a picture, two pictures in their places, a video, a video with a picture."""
+    pictures = [row["image"] for row in vqa_rows[:4]]
+    video = write_video(tmp_path / "ball.mp4")
+    rows = [
+        {"prompt": "say circle", "images": [], "videos": [], "answer": "circle"},
+        {"prompt": "what is it?", "images": pictures[:1], "videos": [], "answer": "red"},
+        {"prompt": "is <image> as <image>?", "images": pictures[1:3], "videos": [], "answer": "no"},
+        {"prompt": "where is the ball?", "images": [], "videos": [video], "answer": "left"},
+        {"prompt": "<video> and <image>?", "images": pictures[3:], "videos": [video], "answer": "yes"},
+    ]
+    return write_jsonl(tmp_path / "mixed.jsonl", rows * 2)
+
+
+def random_family(family: str, folder: Path) -> str:
+    """A tiny random model of another Qwen-VL family with tiny_vl's tokenizer -> its folder."""
+    start = transformers.AutoProcessor.from_pretrained(TINY)
+    config = transformers.AutoConfig.from_pretrained(TINY)
+    text = {
+        "vocab_size": len(start.tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+    }
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": start.tokenizer.eos_token_id}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = {name: getattr(config, name) for name in ids}
+    vision = {"depth": 2, "num_heads": 2, "patch_size": config.vision_config.patch_size}
+    vision |= {"temporal_patch_size": 2, "spatial_merge_size": 2}
+    parts = {"tokenizer": start.tokenizer, "chat_template": start.chat_template}
+    parts |= {"image_processor": start.image_processor, "video_processor": start.video_processor}
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+        config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **ids)
+        processor = transformers.Qwen2VLProcessor(**parts)
+    else:
+        vision |= {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+        }
+        vision |= {"deepstack_visual_indexes": [0, 1]}
+        config = transformers.Qwen3VLConfig(text_config=text | {"head_dim": 16}, vision_config=vision, **ids)
+        parts["video_processor"] = transformers.Qwen3VLVideoProcessor(**start.video_processor.to_dict())
+        processor = transformers.Qwen3VLProcessor(**parts)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    for parameter in model.parameters():  # attention that matters
+        noise = torch.randn_like(parameter) * 0.15
+        parameter.data = noise if parameter.dim() > 1 else parameter.data + noise
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", pytest.param("qwen2_vl", marks=slow), pytest.param("qwen3_vl", marks=slow)]
+)
+def test_videos_pictures_and_text_in_one_batch_are_as_one_by_one(run, mixed, tmp_path, monkeypatch, family):
+    """Log-probs and values of the packed run against the unmodified model, row by row."""
+    folder = TINY if family == "qwen2_5_vl" else random_family(family, tmp_path / "family")
+    updates, proofs = spy(monkeypatch, "update"), []
+    prove = packing.prove_packing
+    monkeypatch.setattr(packing, "prove_packing", lambda *args: proofs.append(prove(*args)) or proofs[-1])
+    flags = ONE_UPDATE | {"rollout_batch_size": 40, "train_batch_size": 40, "kl_coef": 0.0}
+    metrics = metrics_of(run(model=folder, dataset=mixed, **flags))
+    assert proofs[0].startswith("packed") and metrics[0]["train/grad_norm"] > 0
+    _, rollout, tables, _, data, *_ = updates[0]
+    assert {p["index"] for p in rollout.prompts} == {*range(10)} and rollout.prompts[0]["kinds"] is not None
+    model = ppo_vl.load_model(folder, torch.float32).eval()
+    for b in range(0, 40, 4):
+        prompt, response = data.encode([rollout.prompts[b // 4]["index"]])[0], rollout.response_ids[b]
+        P, ids = prompt["length"], torch.cat([prompt["prompt_ids"], response])[None]
+        types = prompt["inputs"]["mm_token_type_ids"]
+        more = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        more["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(response)[None]], dim=1)
+        with torch.no_grad():
+            logits = model(**prompt["inputs"] | more).logits[0, P - 1 : -1].float()
+        logits[:, packing.media_token_ids(model.config)] = -math.inf
+        expected = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+        assert_close(tables["logprobs"][b, : len(response)], expected, atol=1e-4, rtol=0)
+
+
+# --- ranks and stages ---
+
+
+def launch(ranks: int, flags: dict) -> Path:
+    """A run of its own processes -> its folder."""
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    )
+    env = {name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, *launcher, str(ROOT / "ppo_vl.py"), *to_argv(flags)]
+    done = subprocess.run(
+        command, env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return Path(flags["output_dir"]) / flags["run_name"]
+
+
+@slow
+@pytest.mark.parametrize("lora", [0, 2])
+def test_ranks_and_stages_have_the_same_metrics_and_weights(flags_of, mixed, tmp_path, lora):
+    flags = flags_of(
+        dataset=mixed, ptx_dataset=ptx_file(tmp_path), ptx_batch_size=3, ema_beta=0.9, lora_rank=lora,
+        rollout_batch_size=20, train_batch_size=20, learning_rate=1e-5, critic_learning_rate=1e-5,
+    )  # fmt: skip
+    one = launch(1, flags)
+    plans = (
+        [(2, 3, True), (1, 2, False)] if lora else [(2, 0, False), (2, 2, False), (2, 3, False), (1, 3, True)]
+    )
+    for ranks, stage, offload in plans:
+        name = f"ranks{ranks}stage{stage}"
+        other = launch(
+            ranks, flags | {"run_name": name, "zero_stage": stage, "offload_optimizer": offload or None}
+        )
+        assert_same_run(metrics_of(one), metrics_of(other), 2e-4)
+        for part in ("", "state/ema"):
+            expected, found = weights_of(one, 2, part), weights_of(other, 2, part)
+            assert all(torch.allclose(x, found[key], atol=2e-5) for key, x in expected.items())
