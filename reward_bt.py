@@ -4,12 +4,12 @@ A head on a language model's last hidden state learns which of two responses is 
 
     d = score(chosen) - score(rejected) - margin      loss = -log sigmoid(d)
 
-Paper: https://arxiv.org/abs/2203.02155. Same interface: RewardTrainer of TRL (huggingface/trl@f2cd577) and of
-EasyDeL; docs/reward_bt.md lists what differs.
+Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md lists what differs from the RewardTrainers of TRL
+(huggingface/trl@f2cd577) and EasyDeL.
 
-    python reward_bt.py              # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
+    python reward_bt.py              # tiny VLM on easy-VQA, minutes on two CPU cores
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --learning-rate 5e-6
-    torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...  # or: deepspeed reward_bt.py
+    torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...
 """
 
 import functools
@@ -71,7 +71,7 @@ class Args:
     total_steps: int = 300  # optimizer steps; an epoch is rows / train_batch_size
     train_batch_size: int = 32  # prompts per optimizer step, over all ranks
     # --- optimizer ---
-    learning_rate: float = 5e-4  # peak; pretrained models: 5e-6, with LoRA 1e-4
+    learning_rate: float = 5e-4  # peak; pretrained: 5e-6, LoRA: 1e-4
     min_lr_ratio: float = 0.1  # after the warm-up it follows a cosine down to this fraction; 1 = constant
     warmup_steps: int = 10  # optimizer steps of linear warm-up
     weight_decay: float = 0.0  # of matrices (AdamW)
@@ -85,7 +85,7 @@ class Args:
     micro_batch_tokens: int = 8192  # tokens of one forward and backward on one rank
     # --- logging and checkpoints ---
     eval_steps: int = 150  # evaluate every so many steps, and at both ends; 0 = only there
-    eval_samples: int = 1000  # of each held-out set, at random
+    eval_samples: int = 1000  # of each held-out set
     save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only there
     save_total_limit: int = 2  # checkpoints kept, newest first
     track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too
@@ -147,10 +147,9 @@ def add_pairs(rows, seed: int):
 
 
 def load_data(args: Args, source: str, split: str, seed: int, model, processor) -> SimpleNamespace:
-    """-> source, rows, tokenizer, encode(indices): prompts of common/packing.py, without unusable ones, with
+    """-> source, rows, tokenizer, encode(indices): usable rows as prompts of common/packing.py, and their
     `ranking`s, for all ranks. Columns: `chosen` and `rejected`, or `responses`, best first: strings or
-    messages after `prompt` or `messages`, a string or a chat; or whole chats that begin alike; `image(s)`,
-    `video(s)`, see to_messages; `margin`, else 0; `weight`, else 1."""
+    messages after `prompt` or `messages`; or whole chats; `image(s)`, `video(s)`; `margin`, `weight`."""
     rows, tokenizer = load_rows(source, split), getattr(processor, "tokenizer", processor)
     rows = add_pairs(rows, seed) if source == "easy-vqa" else rows
     read = functools.partial(to_messages, args, folder=Path(source).parent, tokenizer=tokenizer)
@@ -166,7 +165,7 @@ def load_data(args: Args, source: str, split: str, seed: int, model, processor) 
                 row, answers = row | {"messages": answers[0][:shared]}, [chat[shared:] for chat in answers]
             answers = [read({"messages": x})[-len(x) :] for x in answers]
             if len(answers) < 2 or any(x["type"] != "text" for a in answers for m in a for x in m["content"]):
-                raise ValueError("a ranking needs two responses, and pictures belong into the prompt")
+                raise ValueError("a ranking needs two responses of text")
             prompt, responses = encode_ranking(model, processor, read(row), *answers)
             P, R = prompt["length"], [len(response) for response in responses]
             if P + max(R) > args.max_length:
@@ -302,7 +301,7 @@ def merged_state_dict(model) -> dict[str, Tensor]:
 
 
 class RewardModel(nn.Module):
-    """A backbone with a scalar head, as DeepSpeed runs it: pack -> scores (S,), fp32, of its responses."""
+    """A backbone with a scalar head: pack -> scores (S,), fp32, of its responses."""
 
     all_tied_weights_keys = {}  # for merged_state_dict
 
@@ -314,7 +313,7 @@ class RewardModel(nn.Module):
 
     def forward(self, pack) -> Tensor:
         hidden = packing.forward_hidden(self.model, pack, last=True)  # (S, H)
-        return hidden.float() @ self.score.weight[0].float()  # in bf16 close scores would tie
+        return hidden.float() @ self.score.weight[0].float()  # bf16 would make ties
 
 
 # ---- pure math: tensors in, tensors and metrics out ----
@@ -357,23 +356,21 @@ def bradley_terry(rewards: Tensor, pairs: list[Tensor], label_smoothing: float, 
     return {name: (weights * x).sum() for name, x in tables.items()}
 
 
-def ranking_metrics(
-    rewards: Tensor, rankings: list[dict], label_smoothing: float, center_coef: float
-) -> dict:
-    """All metrics of scores (S,). ece, the expected calibration error: over ten bins of the confidence
+def ranking_metrics(rewards: Tensor, rankings: list[dict], smoothing: float, center_coef: float) -> dict:
+    """All metrics of scores (S,). ece, expected calibration error: over ten bins of the confidence
     sigmoid(|chosen - rejected|), |accuracy - confidence| by weight, https://arxiv.org/abs/1706.04599
 
     rewards [2, 0, 0, 2, 1, 1] of three pairs -> confidence [.881, .881, .5], right [1, 0, .5],
     ece 2 / 3 * |.5 - .881| + 1 / 3 * 0 = .2539
     """
     rewards, pairs = rewards.double(), ranking_pairs(rankings)
-    metrics = bradley_terry(rewards, pairs, label_smoothing, center_coef)
+    metrics = bradley_terry(rewards, pairs, smoothing, center_coef)
     gap = rewards[pairs[0]] - rewards[pairs[1]]
     confidence, right = gap.abs().sigmoid(), (gap.sign() + 1) / 2
     bins, error = (confidence * 20 - 10).long().clamp(0, 9), pairs[3] * (right - confidence)
     metrics["rm/ece"] = torch.zeros(10).to(error).index_add(0, bins, error).abs().sum()
     lengths = [torch.tensor([len(x) for x in ranking["responses"]]).double() for ranking in rankings]
-    # Minus the prompt's mean, so that their own are 0: the cosine is Pearson's correlation.
+    # Their means are 0 then: the cosine is Pearson's correlation.
     within = [[x - x.mean() for x in table] for table in (rewards.split([*map(len, lengths)]), lengths)]
     metrics["rm/length_correlation"] = F.cosine_similarity(*map(torch.cat, within), dim=0, eps=1e-12)
     return {name: float(value) for name, value in metrics.items()}
@@ -465,11 +462,8 @@ def optimizer_step(engine) -> tuple[float, bool]:
 # ---- update ----
 
 
-def score_rows(
-    args: Args, indices: list[int], data, engine, train: bool = False
-) -> tuple[list[dict], Tensor]:
-    """Some rows, dealt out to the ranks -> for all ranks their rankings, and scores of all responses, (S,);
-    train: and the gradient of an optimizer step."""
+def score_rows(args: Args, indices: list[int], data, engine, train: bool = False) -> tuple[list, Tensor]:
+    """Some rows -> on all ranks their rankings, and scores of all responses, (S,); train: and gradients."""
     prompts, device = data.encode(np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist()), engine.device
     gathered = [[prompt["ranking"] for prompt in prompts]] * WORLD_SIZE
     if WORLD_SIZE > 1:  # alone it would start threads in gloo, see sum_over_ranks
@@ -487,7 +481,7 @@ def score_rows(
     pairs = [x.to(device) for x in ranking_pairs(rankings)]
     others, rewards = torch.zeros(2, len(responses), device=device)
     if train and (not packed or max(ranking["tokens"] for ranking in rankings) > args.micro_batch_tokens):
-        # A pack may lack some responses to its prompts: their scores are constants to it.
+        # A pack may lack some of a prompt's responses: their scores are constants to it.
         others = score_rows(args, indices, data, engine)[1].to(device)
     engine.train(train)
     for k, pack in enumerate(packs):
@@ -507,7 +501,7 @@ def score_rows(
 
 
 def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], list[dict]]:
-    """A fixed subset of each held-out set -> metrics, and all pairs with their scores."""
+    """A fixed subset of each held-out set -> metrics, all pairs with their scores."""
     metrics, samples, n = {}, [], args.train_batch_size
     for name, data in eval_sets.items():
         indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples]).tolist()
@@ -519,7 +513,7 @@ def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], lis
         metrics |= {key.replace("rm/", f"eval/{name}/"): value for key, value in found.items()}
         scores = iter(rewards.tolist())
         for ranking in rankings:
-            texts = data.tokenizer.batch_decode(ranking["responses"])  # from where they differ
+            texts = data.tokenizer.batch_decode(ranking["responses"])
             for (chosen, x), (rejected, y) in combinations([*zip(texts, scores)], 2):
                 sample = {"chosen": chosen, "rejected": rejected} | ranking | {"responses": texts}
                 sample |= {"chosen_reward": x, "rejected_reward": y, "margin": x - y}
@@ -558,8 +552,8 @@ def find_run(args: Args) -> tuple[Path, Path | None]:
 
 
 def save_checkpoint(args: Args, run_dir: Path, engine, processor, state: dict) -> Path:
-    """checkpoint-N: a text model as transformers' classifier, else the backbone; its head, score.safetensors;
-    state/ for --resume. Collective."""
+    """checkpoint-N: transformers' classifier, or a vision-language backbone; score.safetensors; state/ for
+    --resume. Collective."""
     final, config = run_dir / f"checkpoint-{state['step']}", engine.module.model.config
     folder = final.with_suffix(".tmp")  # renamed when all of it is written
     if RANK == 0:
@@ -621,8 +615,8 @@ def main(args: Args) -> dict[str, float]:
 
     # --- 2. models and engines ---
     model = load_model(args.model, dtype).base_model
-    processor = transformers.AutoProcessor.from_pretrained(args.model)  # of a text model: its tokenizer
-    torch.manual_seed(args.seed)  # of the head's and LoRA's first weights
+    processor = transformers.AutoProcessor.from_pretrained(args.model)
+    torch.manual_seed(args.seed)  # of the head and LoRA
     module = RewardModel(model)
     if (head := Path(args.model) / "score.safetensors").is_file():
         module.load_state_dict(safetensors.torch.load_file(head), strict=False)
@@ -631,7 +625,7 @@ def main(args: Args) -> dict[str, float]:
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     engine = make_engine(args, module, dtype, args.total_steps)
-    state = {"step": 0, "before": {}, "skipped": 0}  # skipped: updates in a row
+    state = {"step": 0, "before": {}, "skipped": 0}
     if checkpoint is not None:
         state = engine.load_checkpoint(str(checkpoint / "state" / "reward"), tag="engine")[1]["ours"]
 
@@ -650,9 +644,9 @@ def main(args: Args) -> dict[str, float]:
             path.write_text("".join(lines))
     tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
     prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(f"{args.dataset}: no row can be used")
-    probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
+    probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]
     tell(packing.prove_packing(model, engine, probes))
-    if not hasattr(processor, "tokenizer"):  # a classifier reads the score at the last token that is not pad
+    if not hasattr(processor, "tokenizer"):  # a classifier scores the last token that is not pad
         last = int(prompts[0]["ranking"]["responses"][0][-1])
         free = [i for i, t in processor.added_tokens_decoder.items() if t.special and i != last]
         model.config.pad_token_id = processor.pad_token_id = free[0]
@@ -661,9 +655,9 @@ def main(args: Args) -> dict[str, float]:
         signal.signal(number, lambda number, frame: received.append(number))
     if eval_sets and not state["before"]:  # a resumed run has it
         state["before"], samples = evaluate(args, engine, eval_sets)
-        log(args, run_dir, {"train/step": 0, "train/episode": 0, **state["before"]}, samples)
-    steps, done = range(state["step"] + 1, args.total_steps + 1), state["step"]
-    for step in tqdm(steps, "reward", args.total_steps, initial=done, disable=RANK > 0 or None):
+        log(args, run_dir, {"train/step": 0, **state["before"]}, samples)
+    steps = range(state["step"] + 1, args.total_steps + 1)
+    for step in tqdm(steps, "reward", args.total_steps, initial=steps.start - 1, disable=RANK > 0 or None):
         # --- 7. update ---
         start = time.perf_counter()
         indices = batch_indices((step - 1) * n, n, len(data.rows), args.seed)
@@ -674,10 +668,9 @@ def main(args: Args) -> dict[str, float]:
 
         # --- 9. log ---
         metrics = ranking_metrics(rewards, rankings, args.label_smoothing, args.center_coef)
-        metrics |= {"train/step": step, "train/episode": step * n, "train/learning_rate": engine.get_lr()[0]}
+        metrics |= {"train/step": step, "train/learning_rate": engine.get_lr()[0]}
         metrics |= {"train/grad_norm": norm if taken else 0.0, "train/skipped_updates": int(not taken)}
         metrics |= {"rollout/prompts_dropped": n - len(rankings), "time/total": seconds}
-        metrics["time/tokens_per_second"] = sum(ranking["tokens"] for ranking in rankings) / seconds
         samples, told = [], [f"{key} {metrics[f'rm/{key}']:.3f}" for key in ("loss", "accuracy")]
 
         # --- 10. eval and save ---
@@ -692,7 +685,7 @@ def main(args: Args) -> dict[str, float]:
         if last or stopped or hopeless or (args.save_steps and step % args.save_steps == 0):
             saved = save_checkpoint(args, run_dir, engine, processor, state)
         if hopeless:
-            fail(f"step {step}: no finite gradients, 5 times in a row; {saved} has the weights from before")
+            fail(f"step {step}: 5 times in a row no finite gradients; the weights before: {saved}")
         if stopped:
             break
 
@@ -700,8 +693,8 @@ def main(args: Args) -> dict[str, float]:
     if stopped:
         tell(f"stopped by a signal after step {step}; go on with --resume {saved}")
     else:
-        before = [(key, x) for key, x in state["before"].items() if key.endswith("/accuracy")]
-        told = [f"{key} {x:.3f} -> {metrics[key]:.3f}" for key, x in before]
+        before = state["before"].items()
+        told = [f"{key} {x:.3f} -> {metrics[key]:.3f}" for key, x in before if key.endswith("/accuracy")]
         tell(" · ".join([*told, f"{time.perf_counter() - started:.0f} s", str(saved)]))
         tell(f"to see it: python tools/report.py {run_dir}")
     dist.destroy_process_group()
