@@ -68,7 +68,7 @@ class Args:
     # --- algorithm ---
     center_coef: float = 0.0  # of (chosen + rejected)^2 in the loss
     label_smoothing: float = 0.02  # probability of a wrong label, < 0.5
-    total_steps: int = 300  # optimizer steps; an epoch is rows / train_batch_size
+    total_steps: int = 300  # optimizer steps; an epoch: rows / train_batch_size
     train_batch_size: int = 32  # prompts per optimizer step, over all ranks
     # --- optimizer ---
     learning_rate: float = 5e-4  # peak; pretrained: 5e-6, LoRA: 1e-4
