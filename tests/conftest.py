@@ -211,14 +211,3 @@ def tiny_text_model(tmp_path_factory) -> str:
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_process_group(lasting_process_group):
-    """A second run in this process finds the group of the first."""
-    import torch.distributed as dist
-
-    init = dist.init_process_group
-    dist.init_process_group = lambda *args, **kwargs: dist.is_initialized() or init(*args, **kwargs)
-    yield
-    dist.init_process_group = init

@@ -27,12 +27,12 @@ def load(name: str) -> dict:
     return runpy.run_path(str(EXAMPLES / name))
 
 
-def make(script: str, folder, *words: str) -> str:
+def make(script: str, folder, *words: str, code: int = 0) -> str:
     """Run an example in a folder -> what it says."""
     command = [sys.executable, str(EXAMPLES / script), *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    return done.stdout + done.stderr
 
 
 def score(functions: dict, texts: list[str], ids=None, pictures=(), **columns) -> tuple[dict, list]:
@@ -56,9 +56,8 @@ def test_custom_reward():
 
 def test_recipe():
     texts, labels = ["it makes 1,204.", "(b)", "b) yes", "whatever"], ["math", "choice", "choice", "other"]
-    results, logged = score(
-        {"r": load("recipe.py")["by_label"]}, texts, answer=["1204", "b", "B", "?"], label=labels
-    )
+    function = load("recipe.py")["by_label"]
+    results, logged = score({"r": function}, texts, answer=["1204", "b", "B", "?"], label=labels)
     assert results["r"][:3] == pytest.approx([1 - 0.0015, 0, 1]) and results["r"][3] != results["r"][3]
     assert [name for name, _ in logged] == ["reward/math", "reward/choice", "reward/choice"]
 
@@ -68,24 +67,20 @@ def test_addition(tmp_path):
     train, test = (read_jsonl(tmp_path / f"data/{name}.jsonl") for name in ("train", "test"))
     assert len(train) == 320 and len(test) == 80 and len({row["prompt"] for row in train + test}) == 400
     assert {"prompt": "What is 7 + 13? Answer with the number only.", "answer": "20"} in train + test
-    results, _ = score(
-        {"sum": load("addition.py")["right_sum"]}, ["7 + 13 is 20", "20, not 21", ""], answer=["20"] * 3
-    )
-    assert results["sum"] == [1, 0, 0]
+    function, texts = load("addition.py")["right_sum"], ["7 + 13 is 20", "20, not 21", ""]
+    assert score({"sum": function}, texts, answer=["20"] * 3)[0] == {"sum": [1, 0, 0]}
 
 
 def test_spelling_pairs(tmp_path):
     make("spelling_pairs.py", tmp_path, "data")
     train, test = (read_jsonl(tmp_path / f"data/{name}.jsonl") for name in ("train", "test"))
     assert len(train) == 2000 and len(test) == 500
-    words = [
-        {w.strip(".") for row in rows for w in row["chosen"].split() if len(w) > 3} for rows in (train, test)
-    ]
+    texts = (" ".join(row["chosen"] for row in rows) for rows in (train, test))
+    words = [{word for word in text.replace(".", "").split() if len(word) > 3} for text in texts]
     assert not words[0] & words[1] and all(len(known) > 40 for known in words)
     for row in train:
-        [(good, bad)] = [
-            pair for pair in zip(row["chosen"].split(), row["rejected"].split()) if pair[0] != pair[1]
-        ]
+        pairs = zip(row["chosen"].split(), row["rejected"].split())
+        [(good, bad)] = [(good, bad) for good, bad in pairs if good != bad]
         assert sorted(good) == sorted(bad) and good[0] == bad[0]
 
 
@@ -112,20 +107,13 @@ def test_custom_data(data, tmp_path):
         assert not {row["image"] for row in train} & {row["image"] for row in test}
         for row in train + test:
             right = row["image"].split("/")[-2]
-            if kind == "prompts":
-                assert row["answer"] == right
-            if kind == "pairs":
-                assert row["chosen"] == f"<answer>{right}</answer>" != row["rejected"]
-            if kind == "judged":
-                side = int(row["verdict"]) - 1
-                assert row[f"answer_{side}"] == right != row[f"answer_{1 - side}"]
+            side = int(row.get("verdict", 1)) - 1
+            good = row[{"prompts": "answer", "pairs": "chosen", "judged": f"answer_{side}"}[kind]]
+            assert good in (right, f"<answer>{right}</answer>")
+            assert good not in (row.get("rejected"), row.get(f"answer_{1 - side}"))
     (tmp_path / "only").mkdir()
     (tmp_path / "only/a.png").write_bytes(b"")
-    command = [sys.executable, str(EXAMPLES / "custom_data.py"), str(tmp_path), "out"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (
-        done.returncode == 1 and "at least two subfolders" in done.stderr and "Traceback" not in done.stderr
-    )
+    assert "at least two subfolders" in make("custom_data.py", tmp_path, ".", "out", code=1)
 
 
 @pytest.mark.slow

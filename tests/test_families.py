@@ -5,6 +5,9 @@ only a scale of the logits; the rest may do as they like, as long as they are ri
 """
 
 import functools
+import json
+import pickle
+import shutil
 
 import common  # noqa: F401  before transformers # isort: skip
 import av
@@ -167,16 +170,16 @@ def folder_of(tmp_path_factory):
             part.save_pretrained(folder)
         rows = [{"prompt": "What is 2 + 2?"}, {"prompt": "Say something about rivers, please."}] * 2
         if family in VISION:
-            for i, size in enumerate([(64, 64), (64, 32), (32, 48)]):
-                Image.effect_noise(size, 90).convert("RGB").save(folder / f"{i}.png")
+            for i, size in enumerate([(64, 64, 3), (32, 64, 3), (48, 32, 3)]):
+                pixels = np.random.default_rng(i).integers(0, 256, size, dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.png")
             rows[2] = {"prompt": "<image>What is it?", "images": ["0.png"]}
             rows[3] = {"prompt": "Is <image> like <image>?", "images": ["1.png", "2.png"]}
             rows += [{"prompt": "Is <image> wider?", "images": ["1.png"]}]
         if family in QWEN_VL:
             write_video(folder / "clip.mp4")
             rows += [{"prompt": "<image>, then <video>?", "images": ["2.png"], "videos": ["clip.mp4"]}]
-        rows = [{"images": [], "videos": [], **row, "answer": "4"} for row in rows]
-        write_jsonl(folder / "rows.jsonl", rows)
+        write_jsonl(folder / "rows.jsonl", [{"images": [], "videos": [], **row} for row in rows])
         return folder
 
     return save
@@ -235,15 +238,12 @@ def test_log_probs_and_greedy_answers_are_those_of_the_unmodified_model(family, 
 
 def two_steps(folder, tmp_path) -> list[dict]:
     """A run of rloo.py in tmp_path/run -> its lines in metrics.jsonl."""
-    (tmp_path / "reward.py").write_text(
-        "def score(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
-    )
+    score = "def score(completion_ids, **columns):\n    return [sum(x) % 7 / 7 for x in completion_ids]\n"
+    (tmp_path / "reward.py").write_text(score)
     flags = {"model": str(folder), "dataset": str(folder / "rows.jsonl"), "output_dir": str(tmp_path)}
     flags |= {"rewards": (f"{tmp_path}/reward.py:score",), "reward_weights": (1.0,), "run_name": "run"}
-    flags |= {"total_steps": 2, "rollout_batch_size": 16, "train_batch_size": 16, "num_samples_per_prompt": 4}
-    rloo.main(
-        rloo.Args(**flags, max_response_length=8, num_iterations=1, eval_steps=0, max_prompt_length=256)
-    )
+    flags |= {"total_steps": 2, "rollout_batch_size": 16, "train_batch_size": 16, "num_iterations": 1}
+    rloo.main(rloo.Args(**flags, num_samples_per_prompt=4, max_response_length=8, max_prompt_length=256))
     return read_jsonl(tmp_path / "run/metrics.jsonl")
 
 
@@ -268,3 +268,31 @@ def test_what_generates_by_another_function_than_it_trains_ends_the_run(folder_o
     with pytest.raises(SystemExit):
         two_steps(folder_of("llama beyond"), tmp_path)
     assert "the sampler's log-probs are" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["a pickle", "a class of its own"])
+def test_models_bring_no_code(kind, folder_of, tmp_path, capsys, monkeypatch):
+    folder, marker = tmp_path / "model", tmp_path / "executed"
+    shutil.copytree(folder_of("llama"), folder)
+    if kind == "a pickle":
+        (folder / "model.safetensors").unlink()
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Marker(marker)))
+    else:
+        config = json.loads((folder / "config.json").read_text()) | {"model_type": "none_such"}
+        config["auto_map"] = {"AutoConfig": "modeling.A", "AutoModelForCausalLM": "modeling.A"}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "modeling.py").write_text(f"open({str(marker)!r}, 'w')\nclass A: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *args: "")  # transformers asks at a terminal
+    with pytest.raises(SystemExit):
+        rloo.load_model(str(folder), torch.float32)
+    assert f"error: --model {folder} can't be loaded" in capsys.readouterr().err and not marker.exists()
+    pickle.loads(pickle.dumps(Marker(marker)))
+    assert marker.exists()  # the pickle of this test is dangerous
+
+
+class Marker:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
