@@ -146,9 +146,7 @@ class Args:
     eval_num_samples: int = 8  # sampled responses per held-out prompt, besides the greedy one
     save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only there
     save_total_limit: int = 2  # checkpoints kept, newest first
-    track: Literal["off", "wandb", "tensorboard"] = (
-        "off"  # log there too (wandb: see WANDB_PROJECT, WANDB_MODE)
-    )
+    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too (wandb: see WANDB_PROJECT)
 
 
 def check_args(args: Args) -> None:
@@ -163,6 +161,7 @@ def check_args(args: Args) -> None:
         (rollout % train, "--rollout-batch-size must be a multiple of --train-batch-size"),
         (args.micro_batch_tokens < longest, f"--micro-batch-tokens must hold prompt + response, {longest}"),
         (len(args.rewards) != len(args.reward_weights), "--reward-weights needs one weight per reward"),
+        (len({x.rpartition(":")[2] for x in args.rewards}) < len(args.rewards), "--rewards: equal names"),
         (args.temperature <= 0, "--temperature must be more than 0"),
         (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
         (args.advantage != "gae" and (alone or of_critic), f"--advantage {args.advantage} has no critic"),
@@ -213,9 +212,7 @@ def load_rows(source: str, split: str):
         rows = datasets.load_from_disk(source)
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
-        fail(
-            f"{source} (split {split}, cache HF_HOME) can't be read as a dataset: {error.__cause__ or error}"
-        )
+        fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
 
 
 def load_data(args: Args, source: str, split: str, model, processor) -> SimpleNamespace:
@@ -319,10 +316,8 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
     path -> fps frames a second, (F, height, width, 3), and when they were taken."""
     if kind == "video":
         frames, taken = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
-        return {
-            "video": frames,
-            "taken": {k: taken[k] for k in ("total_num_frames", "fps", "frames_indices")},
-        }
+        names = "total_num_frames", "fps", "frames_indices"
+        return {"video": frames, "taken": {name: taken[name] for name in names}}
     source = (source["bytes"] or source["path"]) if isinstance(source, dict) else source
     source = io.BytesIO(source) if isinstance(source, bytes) else source
     source = folder / source if isinstance(source, str) else source
@@ -389,9 +384,7 @@ def score_responses(functions: dict[str, Callable], prompts: list[dict], texts: 
         results = {name: function(**keywords) for name, function in functions.items()}
         asyncio.run(wait())
     except Exception as error:
-        error.add_note(
-            f"A reward got {'chats' if is_chat else 'strings'}, since the dataset's prompts are such."
-        )
+        error.add_note(f"Rewards get {'chats' if is_chat else 'strings'} here, as the dataset's prompts are.")
         raise
     for name, own in results.items():
         results[name] = [math.nan if value is None else float(value) for value in own]
