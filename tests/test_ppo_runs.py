@@ -124,11 +124,9 @@ def test_the_default_run_learns(start, tmp_path):
         {"train_batch_size": 32},  # more than a rollout
         {"train_batch_size": 6},
         {"num_samples_per_prompt": 1, "advantage": "rloo"},
-        {"replay_limit": 2},
         {"advantage": "rloo", "critic_share_backbone": True},
         {"critic_share_backbone": True, "freezing_actor_steps": 1},
         {"freezing_actor_steps": 2},
-        {"kl_target": 1.0, "kl_coef": 0.0},
         {"offload_optimizer": True},
         {"micro_batch_tokens": 100},
         {"reward_weights": (1.0, 2.0)},
