@@ -1,7 +1,7 @@
-"""The judge of judge_reward.py behind an HTTP endpoint: JUDGE=runs/NAME/checkpoint-best python examples/judge_server.py 8008
+"""The judge of judge_reward.py behind HTTP: JUDGE=runs/NAME/checkpoint-best python examples/judge_server.py PORT
 
-POST a JSON list of {"prompt", "images": [base64 of the file], "answer_0", "answer_1"}; the reply is a JSON list with the
-probability that answer_0 is better, one per pair. Status 400 with {"error": ...} where that fails.
+POST a JSON list of {"prompt", "images": [base64 of the file], "answer_0", "answer_1"}; the reply is a JSON list
+with the probability that answer_0 is better, one per pair. Status 400 with {"error": ...} where that fails.
 """
 
 import base64
@@ -19,7 +19,7 @@ class Judge(BaseHTTPRequestHandler):
             for pair in pairs:
                 pair["images"] = [base64.b64decode(image) for image in pair["images"]]
             status, reply = 200, judge_pairs(pairs)
-        except (Exception, SystemExit) as error:  # SystemExit: bad rows; the sentence stands on this server's stderr
+        except Exception as error:
             status, reply = 400, {"error": repr(error)}
         body = json.dumps(reply).encode()
         self.send_response(status)

@@ -1,384 +1,661 @@
-"""grm_sft.py, training and evaluation: packed losses and gradients, runs, records, checkpoints, the judge as a reward."""
+"""grm_sft.py: rows, label masks token by token, packed = one by one, judgements, runs; and what is built on it."""
 
-import json
+import importlib
 import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, read_jsonl, to_argv, write_jsonl
+import transformers
+from conftest import ROOT, TINY, largest_difference, metrics_differ, read_jsonl, weights_of, write_jsonl
+from tyro import cli
 
 import grm_sft
+from common import packing
 
 FILES = ROOT / "tests/data/grm"
-SHORT = {
-    "model": TINY,
-    "dataset": f"{FILES}/pairs.jsonl",
-    "max_steps": 2,
-    "batch_size": 4,
-    "eval_steps": 0,
-    "logging_steps": 1,
-    "max_response_length": 8,
-    "generation_batch_size": 4,
-    "learning_rate": 1e-4,
-    "warmup_steps": 0,
-    "seed": 3,
-    "run_name": "run",
-}
+SEE = f"{FILES}/images"
+ARGS = grm_sft.Args(max_response_length=12, video_fps=8.0)
+END = "<|im_end|>"
+
+
+def say(role: str, content) -> dict:
+    return {"role": role, "content": content}
+
+
+def make_rows(video: str) -> list[dict]:
+    """Pairs of pictures, texts and videos, and chats: with pictures between answers, and of text alone."""
+    turns = [
+        say("system", "You judge."), say("user", "<image>Good?"), say("assistant", "<answer>8</answer>"),
+        say("user", "<image>And this?"), say("assistant", "<think>less</think>"), say("user", "sure?"),
+        say("assistant", "yes"),
+    ]  # fmt: skip
+    thought = "Image 1 shows a ball, Image 2 a box. The first image fits."
+    red, cat_a, cat_b = {"image": f"{SEE}/small.png"}, f"{SEE}/cat_a.png", f"{SEE}/cat_b.png"
+    return [
+        {"prompt": "a red ball", "image_0": cat_a, "image_1": cat_b, "verdict": "1", "reasoning": thought},
+        {"prompt": "a box", "image_0": cat_a, "image_1": f"{SEE}/wide.png", "verdict": "tie"},
+        {"prompt": "it rolls", "video_0": video, "video_1": video, "verdict": "2"},
+        {"prompt": "What is 2 + 2?", "answer_0": "4", "answer_1": "5", "verdict": "1"},
+        {"prompt": "Which colour?", **red, "answer_0": "red", "answer_1": "blue", "verdict": "2"},
+        {"prompt": "What shape?", **red, "answer_0": "circle", "answer_1": "box", "verdict": "1"},
+        {"messages": turns, "images": [cat_a, f"{SEE}/small.png"]},
+        {"messages": [say("user", "Say hello."), say("assistant", "Hello.")]},
+    ]
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory) -> list[dict]:
+    import av
+
+    path = tmp_path_factory.mktemp("video") / "clip.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width = stream.height = 64
+        for i in range(8):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 30 * i, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return make_rows(str(path))
+
+
+@pytest.fixture(scope="session")
+def judgements(rows, tmp_path_factory) -> str:
+    return write_jsonl(tmp_path_factory.mktemp("rows") / "judgements.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def tiny_vl() -> tuple:
+    processor = transformers.AutoProcessor.from_pretrained(TINY)
+    return grm_sft.load_model(TINY, torch.float32).eval(), processor, processor.tokenizer
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A short run in this process -> its folder. Nothing is drawn: that takes longer than two steps."""
-    monkeypatch.setattr(grm_sft, "draw_curves", lambda *args: None)
-    monkeypatch.setattr(grm_sft, "draw_judged", lambda *args: None)
+def grm(run, judgements):
+    """A short run on the rows above -> its folder."""
 
     def go(**flags) -> Path:
-        args = grm_sft.parse_args(to_argv({**SHORT, "output_dir": tmp_path / "runs", **flags}))
-        grm_sft.main(args)
-        return tmp_path / "runs" / args.run_name if args.resume is None else Path(args.resume).parent
+        data = {"dataset": judgements, "eval_dataset": judgements, "eval_dataset_split": "train"}
+        return run("grm_sft", **FLAGS | data | flags)
 
     return go
 
 
-def load(**flags):
-    """Args, model with packing, processor, data."""
-    args = grm_sft.Args(**{**SHORT, "train_samples": 0, **flags})
-    model, processor = grm_sft.load_model(args.model, torch.float32), grm_sft.load_processor(args.model)
-    end_ids = grm_sft.end_token_ids(model, getattr(processor, "tokenizer", processor))
-    data = grm_sft.prepare_judged(args, model, processor, end_ids, args.dataset, "train", True, show=False)
-    grm_sft.disable_dropout(model)
-    assert grm_sft.enable_packing(model)
-    return args, model, processor, data
+FLAGS = {
+    "train_batch_size": 6, "video_fps": 8.0, "best_metric": "loss", "warmup_steps": 0, "learning_rate": 1e-4,
+    "micro_batch_tokens": 4096,
+}  # fmt: skip
 
 
-# --- losses and gradients --------------------------------------------------------------------------------------------
+def encode(tiny_vl, row: dict, entry: int = 0, whole: bool = True, begun: dict | None = None) -> dict:
+    begun = {"whole": whole} if begun is None else begun
+    return grm_sft.encode_row(ARGS, *tiny_vl[:2], row, entry, Path(), begun)
 
 
-def loss_one_by_one(model, processor, data: dict, members: list[int]) -> tuple[torch.Tensor, list[float]]:
-    """The unmodified model's own forward on each whole row, with -100 where nothing is trained."""
-    sums = []
-    for member in members:
-        row = grm_sft.get_judged(data, member)
-        text = grm_sft.render_chat(processor, row, grm_sft.chat_of(row))
-        inputs = grm_sft.run_processor(processor, row, text)
-        sample, trained, (rest,), (mask,) = grm_sft.encode_entries(model, processor, data, [member])
-        labels = torch.cat([sample["prompt_ids"], rest]).masked_fill(~torch.cat([trained, mask]), -100)
-        labels = torch.nn.functional.pad(labels, (0, inputs["input_ids"].shape[1] - len(labels)), value=-100)
-        logits = model(**inputs).logits[0, :-1].float()
-        logits[:, grm_sft.media_token_ids(model.config)] = float("-inf")
-        sums.append(torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum"))
-    count = sum(int(data["entries"][m]["mask"].sum()) for m in members)
-    return torch.stack(sums).sum() / count, [s.item() for s in sums]
+def plain_inputs(tiny_vl, row: dict, entry: int = 0) -> tuple[dict, list[dict]]:
+    """The processor's output for a whole chat, and the chat."""
+    chat = grm_sft.to_messages(ARGS, grm_sft.make_chat(row, entry % 2 == 1), Path(), tiny_vl[2])
+    return packing.encode_chat(tiny_vl[1], chat), chat
+
+
+# --- math ---
+
+
+def test_worked_examples():
+    assert grm_sft.next_token_loss(torch.tensor([-1.0, -3.0]), 8) == 0.5
+    assert [round(x, 3) for x in grm_sft.wilson_interval(9, 10)] == [0.596, 0.982]
+    assert grm_sft.wilson_interval(0, 5)[0] == 0 and grm_sft.wilson_interval(5, 5)[1] == 1
+
+
+def test_an_epoch_sees_every_row_once_and_groups_stay_whole():
+    groups = [[0, 1, 2], [3], [4, 5], [6]]
+    epochs = [grm_sft.batch_entries(7 * e, 7, groups, seed=1) for e in range(4)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs) and len(set(map(tuple, epochs))) > 1
+    assert grm_sft.batch_entries(5, 12, groups, seed=1) == epochs[0][5:] + epochs[1] + epochs[2][:3]
+    assert all([e[e.index(0) + i] for i in range(3)] == [0, 1, 2] for e in epochs)
+    assert any(grm_sft.batch_entries(0, 7, groups, seed=s) != epochs[0] for s in (2, 3, 4))
+
+
+# --- rows ---
+
+READ = {
+    "<think>x</think><answer>Image 1 is better</answer>": "1",
+    "<answer>Video 2 is better</answer> and so on": "2",
+    "<answer>Both are equally good</answer>": "tie",
+    "": None,
+    "Image 1 is better": None,
+    "<answer>Image 3 is better</answer>": None,
+    "<answer>Image 1 is not better</answer>": None,
+    "<answer>7</answer>": None,
+    "<answer>Image 1 is better": None,
+    "<answer>Image 1 is better</answer><answer>Image 2 is better</answer>": None,
+    "<answer>what</answer><answer>Image 2 is better</answer>": None,
+}
+
+
+def test_verdicts_are_read_strictly_and_as_they_are_written():
+    assert {text: grm_sft.read_verdict(text) for text in READ} == READ
+    for verdict in grm_sft.VERDICTS:
+        assert grm_sft.read_verdict(grm_sft.write_verdict(verdict, "Answer")) == verdict
+
+
+def test_sides_are_exchanged_everywhere(rows):
+    one, other = grm_sft.make_chat(rows[0], False), grm_sft.make_chat(rows[0], True)
+    assert other["images"] == one["images"][::-1] == [f"{SEE}/cat_b.png", f"{SEE}/cat_a.png"]
+    asked, said = (one["messages"][i]["content"] for i in (0, 1))
+    assert asked == other["messages"][0]["content"] == "a red ball\nImage 1: <image>\nImage 2: <image>"
+    thought = "<think>Image {} shows a ball, Image {} a box. The {} image fits.</think>"
+    end = "<answer>Image {} is better</answer>"
+    assert said == (thought + end).format(1, 2, "first", 1)
+    assert other["messages"][1]["content"] == (thought + end).format(2, 1, "second", 2)
+    tie = [grm_sft.make_chat(rows[1], swap)["messages"][1]["content"] for swap in (False, True)]
+    assert tie == ["<answer>Both are equally good</answer>"] * 2
+    texts = [grm_sft.make_chat(rows[4], swap)["messages"][0]["content"] for swap in (False, True)]
+    assert texts[0] == "<image>Which colour?\nAnswer 1: red\nAnswer 2: blue"
+    assert texts[1] == "<image>Which colour?\nAnswer 1: blue\nAnswer 2: red"
+
+
+def test_the_pictures_of_a_prompt_come_before_those_of_its_sides(rows):
+    row = rows[0] | {"images": [f"{SEE}/wide.png"], "prompt": "change <image> to a ball"}
+    assert grm_sft.make_chat(row, True)["images"] == [f"{SEE}/{x}.png" for x in ("wide", "cat_b", "cat_a")]
+    text = rows[3] | {"answer_0": "<image><video>"}  # a candidate can't show pictures
+    assert "Answer 1: < image>< video>\n" in grm_sft.make_chat(text, False)["messages"][0]["content"]
+
+
+def test_easy_vqa_becomes_fair_pairs_of_one_kind():
+    row, verdicts = {"prompt": "what color?", "image": "x.png", "answer": "red"}, Counter()
+    for i in range(300):
+        pair = grm_sft.make_pair(row, np.random.default_rng([1, i]))
+        sides = pair["answer_0"], pair["answer_1"]
+        assert sides[int(pair["verdict"]) - 1] == "red" == pair["reasoning"]
+        assert all(x in grm_sft.EASY_VQA_KINDS[2].split() for x in sides) and len({*sides}) == 2
+        verdicts[pair["verdict"]] += 1
+    assert 120 < verdicts["1"] < 180
+    same = [grm_sft.make_pair(row, np.random.default_rng([1, 7])) for _ in range(2)]
+    assert same[0] == same[1]
+
+
+def test_rows_of_one_picture_form_a_group_in_both_orders(tiny_vl):
+    args = grm_sft.Args(train_samples=200)
+    load = lambda args, training: grm_sft.load_data(args, "easy-vqa", "train", *tiny_vl[:2], training)  # noqa: E731
+    data = load(args, True)
+    assert len(sum(data.groups, [])) == len({*sum(data.groups, [])}) == 400 and len(data.groups) < 200
+    for group in data.groups:
+        assert all(entry ^ 1 in group for entry in group)
+    one_order = load(grm_sft.Args(train_samples=200, both_orders=False, group_by_media=False), True)
+    assert [len(group) for group in one_order.groups] == [1] * 200
+    held_out = load(grm_sft.Args(eval_samples=10, both_orders=False, seed=1), False)
+    assert len(sum(held_out.groups, [])) == 20, "an evaluation always asks in both orders"
+    other = load(grm_sft.Args(eval_samples=10, seed=2), False)
+    entries = sum(held_out.groups, [])
+    truths = [[row["truth"] for row in data.encode(entries)] for data in (held_out, other)]
+    assert truths[0] == truths[1], "the held-out sides do not depend on the seed"
+
+
+# --- label masks, token by token ---
+
+
+def trained(tiny_vl, row: dict, **how) -> list[list[str]]:
+    """The trained tokens of each sample."""
+    samples = encode(tiny_vl, row, **how)["samples"]
+    assert all(s["mask"].dtype == torch.bool and len(s["mask"]) == len(s["ids"]) for s in samples)
+    return [tiny_vl[2].convert_ids_to_tokens(s["ids"][s["mask"]].tolist()) for s in samples]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_masks(whole, tiny_vl, rows):
+    want = "<think> red </think> <answer> Answer Ġ1 Ġis Ġbetter </answer>".split() + [END]
+    row = rows[4] | {"verdict": "1", "reasoning": "red"}
+    (tokens,) = trained(tiny_vl, row, whole=whole)
+    assert "".join(tokens) == "".join(want) and tokens[0] == "<think>" and tokens[-2:] == ["</answer>", END]
+    chat = trained(tiny_vl, rows[6], whole=whole)
+    joined = ["".join(part) for part in chat]
+    assert joined == [f"<answer>8</answer>{END}", f"<think>less</think>{END}yes{END}"], "a sample per picture"
+    samples = encode(tiny_vl, rows[6], whole=whole)["samples"]
+    assert [s["kinds"] for s in samples] == [("image_grid_thw", "pixel_values")] * 2
+    assert [len(s["image"]) for s in samples] == [1, 2]
+    between = samples[1]["ids"][~samples[1]["mask"]].tolist()
+    assert "sure?" in tiny_vl[2].decode(between), "a user's turn is read and not trained"
+
+
+def test_data_can_not_end_a_turn(tiny_vl):
+    turns = [say("user", f"a{END}\n<|im_start|>assistant\nno"), say("assistant", f"yes{END}no")]
+    (tokens,) = trained(tiny_vl, {"messages": turns})
+    assert tokens.count(END) == 1 and tokens[-1] == END
+
+
+class Text:
+    """A text model's tokenizer with a template, as grm_sft takes a processor."""
+
+    def __init__(self, folder: str, template: str):
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.tokenizer.chat_template = template
+
+    def split(self, *turns: tuple[str, str]) -> list[str]:
+        chat = [say(role, [{"type": "text", "text": text}]) for role, text in turns]
+        found = grm_sft.split_chat(self.tokenizer, chat, [self.tokenizer.eos_token_id])
+        return [self.tokenizer.decode([t for t, m in zip(ids, mask) if m]) for _, ids, mask in found]
+
+
+ASK = "{% if add_generation_prompt %}assistant: {% endif %}"
+TURNS = ("user", "a"), ("assistant", "ok"), ("user", "b"), ("assistant", "no")
+
+
+def test_masks_of_templates_with_and_without_eos(tiny_text_model):
+    line = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    assert Text(tiny_text_model, line + "<|end|>\n\n{% endfor %}" + ASK).split(*TURNS) == [
+        "ok<|end|>no<|end|>"
+    ]
+    assert Text(tiny_text_model, line + "\n{% endfor %}" + ASK).split(*TURNS) == ["ok\nno\n<|end|>"]
+    rewriting = Text(
+        tiny_text_model, "{% for m in messages %}{{ m['content'] if loop.last else 'x' }}|{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="message 1 differently"):
+        rewriting.split(*TURNS)
+    with pytest.raises(ValueError, match="must end with an assistant"):
+        Text(tiny_text_model, line + "\n{% endfor %}" + ASK).split(*TURNS[:3])
+
+
+# --- prompts and packs ---
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_samples_are_the_processors_tokens_and_positions(whole, tiny_vl, rows):
+    for entry in (0, 1):
+        for row in rows:
+            sample = encode(tiny_vl, row, entry, whole)["samples"][-1]
+            inputs = plain_inputs(tiny_vl, row, entry)[0]
+            ids = torch.cat([sample["prompt_ids"], sample["ids"]])
+            assert ids.tolist() == inputs["input_ids"][0][: len(ids)].tolist()
+            assert len(inputs["input_ids"][0]) - len(ids) <= 1, "but for the newline after the last EOS"
+            pack = packing.build_pack([(0, [0])], {0: sample}, [sample["ids"]])
+            want = packing.make_prompt(tiny_vl[0], inputs)["position_ids"][..., : len(ids)]
+            assert torch.equal(pack.inputs["position_ids"].reshape(want.shape), want)
+
+
+def test_what_begins_alike_goes_through_the_processor_once(tiny_vl, rows, monkeypatch):
+    calls, encode_chat = [], packing.encode_chat
+    monkeypatch.setattr(packing, "encode_chat", lambda *a, **k: calls.append(1) or encode_chat(*a, **k))
+    begun = {"whole": False}
+    found = [encode(tiny_vl, row, entry, begun=begun) for row in rows[4:6] for entry in (0, 1)]
+    assert len(calls) == 1 and len({row["samples"][0]["key"] for row in found}) == 1
+    other = encode(tiny_vl, rows[4] | {"image": f"{SEE}/cat_a.png"}, begun=begun)
+    assert len(calls) == 2 and other["samples"][0]["key"] != found[0]["samples"][0]["key"]
+    swapped = [encode(tiny_vl, rows[0], entry, begun=begun)["samples"][0]["key"] for entry in (0, 1)]
+    assert swapped[0] != swapped[1], "the order of pictures counts"
+
+
+def losses_one_by_one(tiny_vl, rows: list[dict], entries: list[int]) -> tuple[torch.Tensor, int]:
+    """The unmodified model's own forward on every whole chat -> sum of -log p of trained tokens, their number."""
+    model, total, count = grm_sft.load_model(TINY, torch.float32).eval(), 0.0, 0
+    for entry in entries:
+        for sample in encode(tiny_vl, rows[entry // 2], entry)["samples"]:
+            pack = packing.plain_pack([(0, [0])], [sample], [sample["ids"]])
+            logits = model(**pack.inputs).logits[0, sample["length"] - 1 : -1].float()  # (R, V)
+            logits[:, packing.media_token_ids(model.config)] = -math.inf
+            nll = torch.nn.functional.cross_entropy(logits, sample["ids"], reduction="none")
+            total, count = total + nll[sample["mask"]].sum(), count + int(sample["mask"].sum())
+    return model, total / count, count
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
 
 
-def packed_loss(args, model, processor, data: dict, members: list[int], shared: bool = True) -> torch.Tensor:
-    policy, count = grm_sft.Policy(model, 1.0), sum(int(data["entries"][m]["mask"].sum()) for m in members)
-    packs = list(grm_sft.packs_of_batch(args, model, processor, data, members, shared, (0, 1)))
-    losses = [grm_sft.next_token_loss(policy(pack)[0], count)[0] for pack, _, _ in packs]
-    packed_loss.packs, packed_loss.tokens = len(packs), sum(pack.num_tokens for pack, _, _ in packs)
-    return torch.stack(losses).sum()
+def packed_loss(tiny_vl, judgements: str, entries: list[int], attention: str, **flags):
+    args = grm_sft.Args(video_fps=8.0, **flags)
+    data = grm_sft.load_data(args, judgements, "train", *tiny_vl[:2], True)
+    model = grm_sft.load_model(TINY, torch.float32).eval()
+    packing.switch_attention(model, attention)
+    judge = grm_sft.Judge({"model": model})
+    actor = SimpleNamespace(module=judge, device=model.device)
+    packs, num_tokens, usable = grm_sft.packs_of_batch(args, data, entries, actor)
+    assert usable == len(entries)
+    loss = sum(grm_sft.next_token_loss(judge(pack), num_tokens) for pack in packs)
+    loss.backward()
+    return model, loss, num_tokens, packs
 
 
-def assert_close(a: dict, b: dict, tolerance: float) -> None:
-    assert a.keys() == b.keys() and a
-    difference = torch.stack([(a[n] - b[n]).norm() for n in a]).norm() / torch.stack([b[n].norm() for n in b]).norm()
-    assert difference < tolerance, difference
-
-
-ALL_FILES = ",".join(str(FILES / name) for name in ("pairs.jsonl", "chat.jsonl", "scores.jsonl", "text_pairs.jsonl", "video_pairs.jsonl"))  # fmt: skip # noqa: E501
-
-
-@pytest.mark.parametrize("dataset, shared", [(ALL_FILES, True), ("easy-vqa", True), (ALL_FILES, False)])
 @pytest.mark.slow
-def test_packed_loss_and_gradient_are_those_of_one_row_at_a_time(dataset, shared):
-    args, model, processor, data = load(dataset=dataset, train_samples=40)
-    members = list(range(len(data["entries"])))[:24]
-    if dataset == "easy-vqa":
-        members = sorted(max(data["groups"], key=len) + max(data["groups"][1:], key=len))
-    plain = grm_sft.load_model(args.model, torch.float32).eval()
-    want, _ = loss_one_by_one(plain, processor, data, members)
+def test_packed_loss_and_gradient_are_those_of_one_row_at_a_time(tiny_vl, rows, judgements):
+    entries = [*range(2 * len(rows) - 3), 2 * len(rows) - 2]
+    plain, want, count = losses_one_by_one(tiny_vl, rows, entries)
     want.backward()
-    got = packed_loss(args, model, processor, data, members, shared)
-    got.backward()
-    assert abs(got.item() - want.item()) < 1e-5
-    assert_close(gradients(model), gradients(plain), 1e-4)
+    want_gradients = gradients(plain)
+    sizes = []
+    for flags in ({}, {"micro_batch_tokens": 320}, {"attention": "sdpa"}):
+        flags = {"attention": "packed", **flags}
+        model, got, num_tokens, packs = packed_loss(tiny_vl, judgements, entries, **flags)
+        assert num_tokens == count and abs(got.item() - want.item()) < 1e-5, flags
+        found = gradients(model)
+        assert found.keys() == want_gradients.keys()
+        gap = sum((found[n] - g).norm() ** 2 for n, g in want_gradients.items())
+        assert gap < 1e-8 * sum(g.norm() ** 2 for g in want_gradients.values()), flags
+        sizes.append(len(packs))
+    assert sizes[0] == 1 and sizes[1] >= 3 and sizes[2] == len(entries) + 1
 
 
-def test_sharing_a_picture_changes_work_and_not_the_gradient():
-    together = load(dataset="easy-vqa", train_samples=100)
-    members = max(together[3]["groups"], key=len)
-    apart = load(dataset="easy-vqa", train_samples=100, group_by_image=False)
-    losses, found, tokens = [], [], []
-    for args, model, processor, data in (together, apart):
-        loss = packed_loss(args, model, processor, data, members)
-        loss.backward()
-        losses.append(loss.item())
-        found.append(gradients(model))
-        tokens.append(packed_loss.tokens)
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    assert_close(*found, 1e-4)
-    assert tokens[0] < 0.8 * tokens[1]
+def test_rows_of_one_picture_share_it_in_a_pack(tiny_vl, rows, judgements):
+    _, _, _, (pack,) = packed_loss(tiny_vl, judgements, [8, 9, 10, 11], "packed")
+    assert len(pack.media["image"]) == 1 and len(pack.rows) == 4
+    alone = [encode(tiny_vl, rows[e // 2], e, whole=False)["samples"][0] for e in (8, 9, 10, 11)]
+    assert pack.inputs["input_ids"].numel() == alone[0]["length"] + sum(len(s["ids"]) for s in alone)
 
 
-def caught_gradients(monkeypatch, budget: int, **flags) -> tuple[dict, dict, int]:
-    """Gradients, metrics and number of packs of one real train_step under main's engine."""
-    args, model, processor, data = load(micro_batch_tokens=budget, **flags)
-    grm_sft.init_distributed()
-    engine = grm_sft.make_engine(args, grm_sft.Policy(model, 1.0), torch.float32, {"": 1e-4}, 2)
-    found, calls = {}, []
-    monkeypatch.setattr(
-        grm_sft, "optimizer_step", lambda engine: (found.update(gradients(engine.module)), (1.0, True))[1]
-    )
-    loss = grm_sft.next_token_loss
-    monkeypatch.setattr(grm_sft, "next_token_loss", lambda *a: (calls.append(1), loss(*a))[1])
-    metrics, _ = grm_sft.train_step(
-        args, model, processor, data, list(range(len(data["entries"]))), engine, True, (0, 1)
-    )
-    monkeypatch.setattr(grm_sft, "next_token_loss", loss)
-    return found, metrics, len(calls)
+# --- judgements ---
 
 
-def test_gradient_does_not_depend_on_the_micro_batches(monkeypatch):
-    flags = {"dataset": ALL_FILES, "max_length": 300, "system_prompt": "x"}
-    one, one_metrics, one_packs = caught_gradients(monkeypatch, 8192, **flags)
-    many, many_metrics, many_packs = caught_gradients(monkeypatch, 300, **flags)
-    assert one_packs == 1 and many_packs >= 4
-    assert one_metrics["loss/sft"] == pytest.approx(many_metrics["loss/sft"], abs=1e-5)
-    assert one_metrics["train/trained_tokens"] == many_metrics["train/trained_tokens"]
-    assert_close(one, many, 1e-5)
+@pytest.fixture
+def packed_model():
+    model = grm_sft.load_model(TINY, torch.float32).eval()
+    packing.switch_attention(model, "packed")
+    return model
 
 
-def test_worked_examples():
-    loss, metrics = grm_sft.next_token_loss(torch.tensor([-1.0, -3.0]), 8)
-    assert loss.item() == metrics["loss/sft"].item() == 0.5
-    low, high = grm_sft.wilson_interval(9, 10)
-    assert (round(low, 3), round(high, 3)) == (0.596, 0.982)
-    assert grm_sft.wilson_interval(0, 0) == (0.0, 1.0)
-    assert grm_sft.wilson_interval(0, 5)[0] == 0 and grm_sft.wilson_interval(5, 5)[1] == 1
+def test_judgements_and_soft_verdicts_are_those_of_the_plain_model(tiny_vl, rows, packed_model):
+    plain, processor, tokenizer = tiny_vl
+    encoded = [encode(tiny_vl, rows[i], entry) for i in (0, 1, 2, 3, 4) for entry in (0, 1)]
+    judged = grm_sft.write_judgements(ARGS, packed_model, tokenizer, encoded)
+    bad = packing.media_token_ids(plain.config)
+    for row, record in zip(encoded, judged):
+        (sample,), sums = row["samples"], []
+        out = plain.generate(**sample["inputs"], do_sample=False, max_new_tokens=12, suppress_tokens=bad)
+        ids = out[0, sample["length"] :]
+        assert record["response"] == tokenizer.decode(ids, skip_special_tokens=True)
+        assert record["length"] == len(ids) and record["truncated_frac"] == (
+            ids[-1] != tokenizer.eos_token_id
+        )
+        reasoning = record["response"].split("<answer>")[0]
+        texts = [reasoning + grm_sft.write_verdict(verdict, row["noun"]) for verdict in grm_sft.VERDICTS]
+        for ids in [sample["ids"], *(torch.tensor(tokenizer(text)["input_ids"]) for text in texts)]:
+            pack = packing.plain_pack([(0, [0])], [sample], [ids])
+            with torch.no_grad():
+                sums.append(packing.response_logprobs(plain, pack)[0].double().sum().item())
+        assert record["loss"] == pytest.approx(-sums[0], abs=1e-3)
+        want = np.exp(np.array(sums[1:]) - np.logaddexp.reduce(sums[1:]))
+        assert [*record["probabilities"].values()] == pytest.approx(want, abs=1e-4)
 
 
-# --- records and metrics ---------------------------------------------------------------------------------------------
-
-
-def record(truth, text, swapped=None, source="a", **changes) -> dict:
-    row = {"source": source, "info": {}, "messages": [], "images": [], "videos": [], "answer": "x", "truth": truth}
-    said = {"text": text, "verdict": grm_sft.parse_verdict(text), "truncated": False, "length": 5}
-    other = None if swapped is None else {**said, "text": swapped, "verdict": grm_sft.parse_verdict(swapped)}
-    soft = {"1": 0.7, "2": 0.3} if isinstance(truth, str) else {}
-    return grm_sft.eval_record(0, row, {**said, "probabilities": soft}, other, 6.0, 4) | changes
-
-
-ONE, TWO, TIE = (grm_sft.write_verdict(v, "Image") for v in ("1", "2", "tie"))
+def record(truth, said, follows=None, soft=None, loss=6.0) -> dict:
+    known = truth is not None
+    return {
+        "accuracy": said == truth if known else None, "soft_accuracy": soft, "swap_consistency": follows,
+        "parse_rate": said is not None, "tie_rate": said == "tie", "length": 5, "truncated_frac": False,
+        "loss": loss, "tokens": 4,
+    }  # fmt: skip
 
 
 def test_metrics_of_hand_made_records():
-    records = [
-        record("1", ONE, TWO),  # right, consistent
-        record("2", ONE, ONE, source="b"),  # wrong, follows the side instead of the image
-        record("1", "no idea", "no idea"),  # unparsable twice: neither right nor consistent
-        record("tie", TIE, TIE, source="b"),  # right, consistent
-        record(None, "Hello."),  # no verdict to learn: only the loss
-        record(7.0, "<answer>5</answer>"),
-    ]
+    right, wrong, unread = (
+        record("1", "1", True, True),
+        record("2", "1", False, True),
+        record("1", None, False),
+    )
+    records = [right, wrong, unread, record("tie", "tie", True, False), record(None, None, loss=2.0)]
     metrics = grm_sft.judge_metrics(records)
-    assert metrics["eval/accuracy"] == pytest.approx(2 / 5)
-    assert metrics["eval/parse_rate"] == pytest.approx(4 / 6)
-    assert metrics["eval/tie_rate"] == pytest.approx(1 / 6)
-    assert metrics["eval/swap_consistency"] == pytest.approx(2 / 4)
-    assert metrics["eval/soft_accuracy"] == pytest.approx(2 / 4)
-    assert metrics["eval/score_error"] == 2
-    assert metrics["eval/loss"] == pytest.approx(1.5)
-    assert metrics["eval/perplexity"] == pytest.approx(math.exp(1.5))
-    assert metrics["eval/accuracy_of/a"] == pytest.approx(1 / 3) and metrics["eval/accuracy_of/b"] == pytest.approx(
-        1 / 2
-    )
-    assert metrics["eval/accuracy_low"] < 2 / 5 < metrics["eval/accuracy_high"]
-    assert metrics["eval/num_samples"] == 6
+    assert metrics["eval/accuracy"] == 2 / 4 and metrics["eval/num_samples"] == 5
+    assert metrics["eval/swap_consistency"] == 2 / 4 and metrics["eval/soft_accuracy"] == 2 / 3
+    assert metrics["eval/parse_rate"] == 3 / 5 and metrics["eval/tie_rate"] == 1 / 5
+    assert metrics["eval/loss"] == 26 / 20
+    assert (metrics["eval/accuracy_low"], metrics["eval/accuracy_high"]) == grm_sft.wilson_interval(2, 4)
+    assert "eval/accuracy" not in grm_sft.judge_metrics(records[-1:])
 
 
-def test_none_is_never_right():
-    unparsable = record("1", "?", "?")
-    assert unparsable["predicted"] is None and unparsable["right"] is False and unparsable["consistent"] is False
-    unknown = record(None, "?")
-    assert unknown["predicted"] is None and unknown["truth"] is None and unknown["right"] is None
-    assert "eval/accuracy" not in grm_sft.judge_metrics([unknown])
+JUDGES = {  # what is said in both orders of the first row, its consistency
+    "looks": (["1", "2"], True), "first": (["1", "1"], False), "tie": (["tie", "tie"], True),
+    "silent": ([None, None], False),
+}  # fmt: skip
 
 
-FIELDS = {"info", "prompt", "generated_text", "response_text", "predicted", "truth", "images"}
+@pytest.mark.parametrize("judge", JUDGES)
+def test_both_orders_are_judged(judge, tiny_vl, rows, tmp_path, monkeypatch):
+    args = grm_sft.Args()
+    source = write_jsonl(tmp_path / "pairs.jsonl", rows[:1])
+    data = grm_sft.load_data(args, source, "train", *tiny_vl[:2], False)
+    texts = [grm_sft.write_verdict(x, "Image") if x else "?" for x in JUDGES[judge][0]]
+
+    def write(args, model, tokenizer, given):
+        assert [row["truth"] for row in given] == ["1", "2"]
+        judged = [record(row["truth"], grm_sft.read_verdict(text)) for row, text in zip(given, texts)]
+        return [x | {"verdict": grm_sft.read_verdict(t), "response": t} for x, t in zip(judged, texts)]
+
+    monkeypatch.setattr(grm_sft, "write_judgements", write)
+    metrics, records = grm_sft.evaluate(args, None, None, data)
+    assert metrics["eval/swap_consistency"] == JUDGES[judge][1] and metrics["eval/num_samples"] == 1
+    assert metrics["eval/accuracy"] == (JUDGES[judge][0][0] == "1")
+    assert records[0]["swapped"] == texts[1] and records[0]["row"] == 0
 
 
-@pytest.mark.slow
-def test_two_evaluations_are_identical_and_complete(run):
-    flags = {"eval_dataset": ALL_FILES, "max_steps": 1, "generation_batch_size": 3}
-    folders = [run(run_name=name, **flags) for name in ("a", "b")]
-    for step in (0, 1):
-        texts = [(folder / f"eval/eval_step_{step}.json").read_text() for folder in folders]
-        assert texts[0] == texts[1]
-        records = json.loads(texts[0])
-        assert [r["number"] for r in records] == list(range(11)), "data order, nothing dropped"
-        assert all(FIELDS <= r.keys() for r in records)
-    assert json.loads((folders[0] / "eval/eval_step_0.json").read_text()) != records, (
-        "training changed the judgements' loss"
-    )
+# --- runs ---
 
 
-def by_name(row: dict) -> str:
-    return "1" if row["images"][0] < row["images"][1] else "2"
-
-
-@pytest.mark.parametrize("verdict, consistency", [(by_name, 1.0), (lambda row: "1", 0.0), (lambda row: "tie", 1.0)])
-def test_both_orders_are_judged(verdict, consistency, monkeypatch):
-    """Judges of known behaviour: one that looks at the pictures, one that takes the first, one that sees no difference."""
-    args, model, processor, data = load(dataset=f"{FILES}/hpdv3.json", swap_sides=False)
-
-    def judge(model, processor, rows, *rest):
-        said = [grm_sft.write_verdict(verdict(row), "Image") for row in rows]
-        result = {"truncated": False, "length": 1, "probabilities": {"1": 0.5, "2": 0.5}}
-        return [{**result, "text": text, "verdict": grm_sft.parse_verdict(text)} for text in said]
-
-    monkeypatch.setattr(grm_sft, "judge", judge)
-    metrics, records = grm_sft.evaluate_judge(model, processor, data, args, [0], True, (0, 1))
-    assert metrics["eval/swap_consistency"] == consistency
-    assert [r["predicted"] for r in records] == [verdict(grm_sft.get_judged(data, i)) for i in range(4)]
-
-
-@pytest.mark.slow
-def test_evaluated_loss_is_that_of_the_plain_model(run):
-    folder = run(eval_dataset=ALL_FILES, max_steps=1)
-    records = json.loads((folder / "eval/eval_step_0.json").read_text())
-    args, _, processor, data = load(dataset=ALL_FILES, swap_sides=False)
-    plain = grm_sft.load_model(args.model, torch.float32).eval()
-    with torch.no_grad():
-        _, sums = loss_one_by_one(plain, processor, data, list(range(len(records))))
-    assert [r["loss_sum"] for r in records] == pytest.approx(sums, abs=1e-4)
-    metrics = read_jsonl(folder / "metrics.jsonl")[0]
-    assert metrics["eval/loss"] == pytest.approx(sum(sums) / sum(r["trained_tokens"] for r in records), abs=1e-5)
-
-
-def test_soft_verdicts_are_those_of_the_plain_model():
-    args, model, processor, data = load(dataset=f"{FILES}/pairs.jsonl")
-    rows = [grm_sft.get_judged(data, i) for i in range(4)]
-    end_ids = grm_sft.end_token_ids(model, processor.tokenizer)
-    judged = grm_sft.judge(model, processor, rows, args, end_ids, True)
-    plain = grm_sft.load_model(args.model, torch.float32).eval()
-    for row, result in zip(rows, judged):
-        sums = []
-        for option in row["options"]:
-            inputs = grm_sft.run_processor(processor, row, grm_sft.render_chat(processor, row))
-            said = result["text"].split("<answer>")[0] + grm_sft.write_verdict(option, row["noun"])
-            ids = processor.tokenizer(said, return_tensors="pt")["input_ids"]
-            P = inputs["input_ids"].shape[1]
-            inputs["input_ids"] = torch.cat([inputs["input_ids"], ids], 1)
-            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-            types = torch.as_tensor(inputs["mm_token_type_ids"])
-            inputs["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(ids)], 1)
-            with torch.no_grad():
-                logits = plain(**inputs).logits[0, P - 1 : -1].float()
-            logits[:, grm_sft.media_token_ids(plain.config)] = float("-inf")
-            sums.append(logits.log_softmax(-1).gather(1, ids[0, :, None]).sum().item())
-        want = np.exp(sums - np.logaddexp.reduce(sums))
-        assert list(result["probabilities"].values()) == pytest.approx(want, abs=1e-4)
-
-
-# --- runs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_run_leaves_its_files_and_learns(run):
-    folder = run(eval_dataset=f"{FILES}/pairs.jsonl", max_steps=8, eval_steps=4, learning_rate=2e-3, best_metric="loss")
-    metrics = read_jsonl(folder / "metrics.jsonl")
-    assert [m["train/step"] for m in metrics] == list(range(9))
-    losses = [m["loss/sft"] for m in metrics[1:]]
-    assert losses[-1] < 0.7 * losses[0]
-    assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"]
-    for checkpoint in ("checkpoint-8", "checkpoint-best"):
-        grm_sft.load_model(str(folder / checkpoint), torch.float32)
-        assert "eval/loss" in (folder / checkpoint / "README.md").read_text()
-    best = grm_sft.load_model(str(folder / "checkpoint-best"), torch.float32).state_dict()
-    last = grm_sft.load_model(str(folder / "checkpoint-8"), torch.float32).state_dict()
-    assert all(torch.equal(best[name], last[name]) for name in best), "the last evaluation was the best"
-    assert (folder / "eval/eval_step_4.json").is_file()
-
-
-@pytest.mark.slow
-def test_the_best_checkpoint_is_the_best_and_not_the_last(run, monkeypatch):
+def test_a_run_learns_and_keeps_its_best(grm, monkeypatch, capsys):
     metrics_of, values = grm_sft.judge_metrics, iter([0.1, 0.9, 0.3])
-    monkeypatch.setattr(grm_sft, "judge_metrics", lambda records: metrics_of(records) | {"eval/accuracy": next(values)})
-    folder = run(eval_dataset=f"{FILES}/pairs.jsonl", max_steps=4, eval_steps=2)
-    text = (folder / "checkpoint-best/README.md").read_text()
-    assert "step 2" in text and "| eval/accuracy | 0.9 |" in text
+    monkeypatch.setattr(
+        grm_sft, "judge_metrics", lambda records: metrics_of(records) | {"eval/accuracy": next(values)}
+    )
+    flags = {"total_steps": 4, "eval_steps": 2, "learning_rate": 2e-3, "best_metric": "accuracy"}
+    folder = grm(**flags, train_batch_size=14)
+    first, *steps = read_jsonl(folder / "metrics.jsonl")
+    assert [m["train/step"] for m in steps] == [1, 2, 3, 4]
+    assert steps[-1]["loss/sft"] < 0.8 * steps[0]["loss/sft"] and steps[-1]["eval/loss"] < first["eval/loss"]
+    assert all(math.isfinite(x) for m in steps for x in m.values())
+    kept = {n: weights_of(folder / f"checkpoint-{n}") for n in ("2", "4", "best")}
+    assert largest_difference(kept["best"], kept["2"]) == 0 < largest_difference(kept["best"], kept["4"])
+    assert not (folder / "checkpoint-best/state").exists()
+    moved = {n for n, w in kept["2"].items() if not torch.equal(w, weights_of(Path(TINY))[n])}
+    assert moved and not any("visual" in name for name in moved), "the vision tower is frozen"
+    sample = read_jsonl(folder / "samples.jsonl")[0]
+    assert (
+        sample["phase"] == "eval" and {"prompt", "response", "swapped", "truth", "verdict"} <= sample.keys()
+    )
+    assert "packed = unmodified model within" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_resume_continues_as_if_never_stopped(run):
-    flags = {"dataset": ALL_FILES, "max_steps": 4, "save_steps": 2, "save_total_limit": 5}
-    whole = run(run_name="whole", **flags)
-    part = run(run_name="part", **flags)
-    want = read_jsonl(whole / "metrics.jsonl")
-    again = run(**flags, resume=part / "checkpoint-2")
-    got = read_jsonl(again / "metrics.jsonl")
-    assert [m["train/step"] for m in got] == [1, 2, 3, 4]
-    assert [m["loss/sft"] for m in got] == [m["loss/sft"] for m in want]
-    one, other = (grm_sft.load_model(str(f / "checkpoint-4"), torch.float32).state_dict() for f in (whole, part))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def test_training_does_not_depend_on_ranks_or_zero(grm, start, tmp_path, judgements):
+    flags = FLAGS | {"dataset": judgements, "eval_dataset": judgements, "eval_dataset_split": "train"}
+    one = grm(run_name="one", train_batch_size=14)
+    for zero in (0, 2, 3):
+        name = f"zero{zero}"
+        process = start("grm_sft", 2, zero_stage=zero, run_name=name, **flags | {"train_batch_size": 14})
+        assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-2000:]
+        runs = [read_jsonl(folder / "metrics.jsonl") for folder in (one, tmp_path / "runs" / name)]
+        assert max(metrics_differ(*runs).values()) < 1e-4, metrics_differ(*runs)
+        weights = [weights_of(tmp_path / "runs" / run / "checkpoint-2") for run in ("one", name)]
+        assert largest_difference(*weights) < 1e-4
 
 
-def changed(folder: Path) -> set[str]:
-    """Parts of the model that training moved."""
-    before = grm_sft.load_model(TINY, torch.float32).state_dict()
-    after = grm_sft.load_model(str(folder / "checkpoint-2"), torch.float32).state_dict()
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    part = {True: "projector", False: "vision"}
-    return {part["merger" in name] if "visual" in name else "text" for name in moved}
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{}, {"lora_rank": 4, "gradient_checkpointing": True}])
+def test_resume_goes_on_bit_for_bit(flags, grm, tmp_path):
+    flags |= {"total_steps": 4, "save_steps": 2, "eval_steps": 2}
+    whole = grm(run_name="whole", **flags)
+    part = grm(run_name="part", **flags)
+    for checkpoint in (part / "checkpoint-4", part / "checkpoint-best"):
+        subprocess.run(["rm", "-r", checkpoint], check=True)
+    grm(run_name="part", resume="auto", **flags)
+    runs = [read_jsonl(folder / "metrics.jsonl") for folder in (whole, part)]
+    assert max(metrics_differ(*runs).values()) == 0
+    assert largest_difference(*(weights_of(folder / "checkpoint-4") for folder in (whole, part))) == 0
 
 
-PARTS = {"vision", "projector", "text"}
+@pytest.mark.slow
+def test_kills_do_no_harm(grm, start, tmp_path, judgements):
+    flags = {"total_steps": 6, "save_steps": 1, "eval_steps": 3}
+    whole = grm(run_name="whole", **flags)
+    flags |= FLAGS | {"dataset": judgements, "eval_dataset": judgements, "eval_dataset_split": "train"}
+    folder, rng = tmp_path / "runs/killed", random.Random(0)
+    for _ in range(5):
+        process = start("grm_sft", run_name="killed", resume="auto", **flags)
+        while process.poll() is None and not (folder / "metrics.jsonl").exists():
+            time.sleep(0.1)
+        time.sleep(rng.uniform(0, 4))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert start("grm_sft", run_name="killed", resume="auto", **flags).wait(timeout=300) == 0
+    runs = [read_jsonl(path / "metrics.jsonl") for path in (whole, folder)]
+    assert max(metrics_differ(*runs).values()) == 0
 
 
-@pytest.mark.parametrize("frozen", [(), ("text",), ("vision", "projector")])
-def test_frozen_parts_stay(frozen, run):
-    off = {"freeze_vision": False, "freeze_projector": False}
-    assert changed(run(**off | {f"freeze_{part}": True for part in frozen})) == PARTS - set(frozen)
+def test_a_text_model_on_the_plain_path_learns_texts(run, tiny_text_model, rows, tmp_path, monkeypatch):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_text_model)
+    tokenizer.chat_template = Text(
+        tiny_text_model, "{% for m in messages %}{{ m['content'] }}\n{% endfor %}" + ASK
+    )
+    tokenizer.chat_template = tokenizer.chat_template.tokenizer.chat_template
+    model = grm_sft.load_model(tiny_text_model, torch.float32)
+    folders = []
+    for name in ("packed", "plain"):
+        model.config.sliding_window = 64 if name == "plain" else None  # one that short texts never reach
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        source = write_jsonl(tmp_path / "texts.jsonl", [rows[3], rows[7]])
+        flags = {
+            "model": tmp_path / name,
+            "dataset": source,
+            "eval_dataset": source,
+            "eval_dataset_split": "train",
+        }
+        folders.append(run("grm_sft", **FLAGS | flags, run_name=name))
+    runs = [read_jsonl(folder / "metrics.jsonl") for folder in folders]
+    differ = metrics_differ(*runs)
+    differ.pop("train/packed_tokens")
+    assert max(differ.values()) < 1e-4, differ
 
 
-def test_lora_trains_adapters_and_saves_merged_weights(run):
-    flags = {"freeze_vision": False, "freeze_projector": False, "lora_rank": 4, "learning_rate": 1e-2}
-    assert changed(run(**flags)) == {"text"}
+# --- what is wrong ---
 
 
-def test_gradient_checkpointing_gives_the_same_losses(run):
-    plain, checkpointed = (run(run_name=str(flag), gradient_checkpointing=flag) for flag in (False, True))
-    losses = [[m["loss/sft"] for m in read_jsonl(f / "metrics.jsonl")] for f in (plain, checkpointed)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+def test_rows_that_can_not_be_used_are_left_out_and_named(grm, rows, tmp_path, capsys):
+    bad = [
+        rows[3] | {"verdict": "3"}, rows[0] | {"image_1": "nope.png"}, rows[3] | {"prompt": "long " * 900},
+        {"messages": [say("user", "hello")]}, {"messages": [say("user", "<image>?"), say("assistant", "a")]},
+        {"prompt": "no sides", "verdict": "1"},
+    ]  # fmt: skip
+    folder = grm(dataset=write_jsonl(tmp_path / "bad.jsonl", rows + bad), total_steps=1, train_batch_size=26)
+    assert read_jsonl(folder / "metrics.jsonl")[-1]["train/rows_dropped"] == 10
+    found = capsys.readouterr().err
+    for number, word in zip(range(8, 14), ("'3'", "nope.png", "max-length", "assistant", "places", "Stop")):
+        assert f"row {number} is left out" in found and word in found, (number, word, found)
 
 
-def test_a_text_model_learns_to_judge_texts(run, tiny_text_model):
-    off = {"freeze_vision": False, "freeze_projector": False, "eval_dataset": f"{FILES}/text_pairs.jsonl"}
-    folder = run(model=tiny_text_model, dataset=f"{FILES}/text_pairs.jsonl", **off)
-    assert len(json.loads((folder / "eval/eval_step_2.json").read_text())) == 2
+CASES = {
+    "micro batch": (["--micro-batch-tokens"], {"micro_batch_tokens": 100}),
+    "best metric": (["--best-metric nope", "accuracy"], {"best_metric": "nope"}),
+    "columns": (["has columns a", "verdict"], {"dataset": [{"a": 1}]}),
+    "all rows bad": (["no row can be used"], {"dataset": [{"prompt": "a", "verdict": "1"}]}),
+    "resume": (["--run-name"], {"resume": "auto", "run_name": None}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_ends_with_one_sentence(case, argv, judgements, tmp_path, capsys):
+    words, flags = CASES[case]
+    if isinstance(flags.get("dataset"), list):
+        flags = flags | {"dataset": write_jsonl(tmp_path / "rows.jsonl", flags["dataset"])}
+    data = {"dataset": judgements, "eval_dataset": judgements, "eval_dataset_split": "train"}
+    with pytest.raises(SystemExit) as stopped:
+        grm_sft.main(cli(grm_sft.Args, args=argv("grm_sft", **FLAGS | data | flags)))
+    assert stopped.value.code == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert all(word in line for word in words), line
+
+
+# --- examples ---
+
+
+def convert(tmp_path, *names: str, seed: int = 0) -> list[dict]:
+    sys.path.insert(0, str(ROOT / "examples"))
+    module = importlib.import_module("convert_judgements")
+    files = tuple(FILES / name for name in names) + (tmp_path / "out.jsonl",)
+    module.main(module.Args(files=files, seed=seed))
+    return read_jsonl(files[-1])
+
+
+def test_data_sets_are_converted(tmp_path, tiny_vl):
+    hpd = convert(tmp_path, "hpdv3.json")
+    preferred = [row[f"image_{int(row['verdict']) - 1}"] for row in hpd]
+    assert preferred == [f"{SEE}/{name}.png" for name in ("cat_a", "small", "cat_b", "wide")]
+    assert len({tuple(r["verdict"] for r in convert(tmp_path, "hpdv3.json", seed=s)) for s in range(5)}) > 1
+    assert hpd[0]["prompt"].endswith("Prompt: a red ball")
+    cot = convert(tmp_path, "imagegen_cot.json")
+    assert [row["verdict"] for row in cot] == ["1", "2"] and "<image>" not in cot[0]["prompt"]
+    assert cot[1]["reasoning"] == "\nThe first image is dark, the second image is plain.\n"
+    omni = convert(tmp_path, "omnireward.parquet", "imagegen_cot.json")
+    assert [row["verdict"] for row in omni] == ["1", "tie", "2", "tie", "1", "2"]
+    assert omni[0]["prompt"].endswith("Prompt: a ball\nIt should be red.")
+    for row in hpd + omni:
+        assert encode(tiny_vl, row)["truth"] == row["verdict"]
+
+
+@pytest.fixture
+def judge_reward(monkeypatch):
+    """A judge that knows nothing, but loads and writes like any other."""
+    monkeypatch.setenv("JUDGE", TINY)
+    monkeypatch.setenv("JUDGE_TOKENS", "8")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("judge_reward")
+
+
+def asked(vqa_rows, answers: list[str]) -> dict:
+    """Keywords of a reward function: two questions with these answers each."""
+    rows = [row for row in vqa_rows[:2] for _ in answers]
+    completions = [f"<answer>{a}</answer>" for a in answers] * 2
+    return {
+        "prompts": [r["prompt"] for r in rows],
+        "image": [r["image"] for r in rows],
+        "completions": completions,
+    }
+
+
+def test_a_judge_is_a_reward(judge_reward, vqa_rows):
+    one = judge_reward.score(**asked(vqa_rows, ["red", "blue"]))
+    other = judge_reward.score(**asked(vqa_rows, ["blue", "red"]))
+    assert all(0 <= x <= 1 for x in one) and len({*one}) > 1
+    assert one[0] + one[1] == pytest.approx(1, abs=1e-5), "a pair shares one verdict"
+    assert one == pytest.approx([other[1], other[0], other[3], other[2]], abs=1e-5)
+    assert judge_reward.score(**asked(vqa_rows, ["red", "red"])) == [0.5] * 4
+    spelled = judge_reward.score(**asked(vqa_rows, ["<image>", "<|im_end|><|image_pad|>", "<think>", ""]))
+    assert len(spelled) == 8 and all(0 <= x <= 1 for x in spelled)
+
+
+@pytest.mark.slow
+def test_the_judge_scores_rollouts(judge_reward, run):
+    reward = f"{ROOT}/examples/judge_reward.py:score"
+    step = read_jsonl(run("rloo", rewards=(reward,), reward_weights=(1,)) / "metrics.jsonl")[-1]
+    assert 0 < step["objective/scores"] < 1 and step["objective/scores"] == pytest.approx(
+        step["reward/score"]
+    )
+
+
+@pytest.mark.slow
+def test_the_endpoint_gives_the_same_scores(judge_reward, vqa_rows, monkeypatch):
+    command = [sys.executable, str(ROOT / "examples/judge_server.py"), "0"]
+    server = subprocess.Popen(command, env={**os.environ}, stdout=subprocess.PIPE, text=True)
+    try:
+        line = next(line for line in server.stdout if line.startswith("judge on port"))
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{line.split()[-1]}")
+        given = asked(vqa_rows, ["red", "blue"])
+        assert judge_reward.score_remote(**given) == pytest.approx(judge_reward.score(**given), abs=1e-6)
+    finally:
+        server.kill()
+        server.wait()
 
 
 @pytest.mark.slow
 def test_the_default_run_learns_to_judge(tmp_path):
-    """As `python grm_sft.py`, with the figures that the docs promise."""
-    metrics = grm_sft.main(grm_sft.Args(output_dir=str(tmp_path), run_name="run"))
-    assert metrics["eval/accuracy"] >= 0.90
-    assert metrics["eval/parse_rate"] >= 0.99
-    assert metrics["eval/swap_consistency"] >= 0.85
-    assert (tmp_path / "run/curves.png").is_file()
-    assert list((tmp_path / "run").glob("samples-*.png"))
-
-
-def test_write_jsonl_is_read_beside_its_pictures(tmp_path, run):
-    """Relative paths are tried beside the dataset."""
-    (tmp_path / "images").symlink_to(FILES / "images")
-    rows = [json.loads(line) for line in (FILES / "pairs.jsonl").read_text().splitlines()]
-    run(dataset=write_jsonl(tmp_path / "rows.jsonl", rows), max_steps=1)
+    metrics = grm_sft.main(grm_sft.Args(output_dir=str(tmp_path), run_name="run", eval_steps=0))
+    assert metrics["eval/accuracy"] >= 0.97 and metrics["eval/swap_consistency"] >= 0.97
+    assert metrics["eval/parse_rate"] == 1

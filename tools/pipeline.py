@@ -34,7 +34,7 @@ def true_reward(line: dict, mode: str) -> float:
 
 
 def markdown(head: str, rows: list[list[str]]) -> str:
-    lines = [head, "|".join(["---"] * (head.count("|") + 1)), *(" | ".join(row) for row in rows)]
+    lines = [head, " | ".join(["---"] * (head.count("|") + 1)), *(" | ".join(row) for row in rows)]
     return "".join(f"| {line} |\n" for line in lines)
 
 
@@ -45,7 +45,7 @@ def policy_table(runs: dict[str, list[dict]]) -> str:
     rows = [["base", "", f"{true_reward(first, 'sampled'):.3f}", *start, "0", ""]]
     for name, (script, against, has_proxy) in POLICIES.items():
         first, last = evaluations(runs[name])[0], evaluations(runs[name])[-1]
-        kl = np.mean([line["objective/kl"] for line in runs[name][-5:]])
+        kl = np.mean([line["objective/kl"] for line in runs[name] if "objective/kl" in line][-5:])
         truth = true_reward(last, "sampled"), last["eval/sampled_accuracy"], last["eval/greedy_accuracy"]
         proxy = f"{first['eval/greedy_score']:.2f} -> {last['eval/greedy_score']:.2f}" if has_proxy else ""
         rows.append([f"{name} (`{script}`)", against, *(f"{x:.3f}" for x in truth), f"{kl:.2f}", proxy])
@@ -90,23 +90,26 @@ def draw(folder: Path, runs: dict[str, list[dict]]) -> None:
     panels[0, 0].legend()
     for panel, name in zip(panels[1], ("rm", "early_rm", "judge_and_rule")):
         curve, color = evaluations(runs[name]), colors[name]
+        mode = (
+            "greedy" if POLICIES[name][2] else "sampled"
+        )  # a judge compares a greedy response with no sibling
         steps = [line["train/step"] for line in curve]
         for key, line, label in (
             ("accuracy", "s--", "truth: right answers"),
             ("format", ":", "truth: format"),
         ):
-            panel.plot(steps, [x[f"eval/greedy_{key}"] for x in curve], line, color=color, label=label)
+            panel.plot(steps, [x[f"eval/{mode}_{key}"] for x in curve], line, color=color, label=label)
         panel.set_ylabel("truth: share", color=color)
         score = panel.twinx()
         score.plot(
-            steps, [x["eval/greedy_score"] for x in curve], "o-", color="black", label="score trained on"
+            steps, [x[f"eval/{mode}_score"] for x in curve], "o-", color="black", label="score trained on"
         )
         score.set_ylabel("mean score")
         lines = panel.get_lines() + score.get_lines()
         panel.legend(
             lines, [x.get_label() for x in lines], loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2
         )
-        panel.set_title(f"{name}: proxy and truth (held out, greedy)")
+        panel.set_title(f"{name}: proxy and truth (held out, {mode})")
     for panel in panels.flat:
         panel.set_xlabel("step")
     figure.savefig(folder / "pipeline.png", dpi=80)
