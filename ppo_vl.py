@@ -146,9 +146,7 @@ class Args:
     eval_num_samples: int = 8  # sampled responses per held-out prompt, besides the greedy one
     save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only there
     save_total_limit: int = 2  # checkpoints kept, newest first
-    track: Literal["off", "wandb", "tensorboard"] = (
-        "off"  # log there too (wandb: see WANDB_PROJECT, WANDB_MODE)
-    )
+    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too (wandb: see WANDB_PROJECT)
 
 
 def check_args(args: Args) -> None:
@@ -163,6 +161,7 @@ def check_args(args: Args) -> None:
         (rollout % train, "--rollout-batch-size must be a multiple of --train-batch-size"),
         (args.micro_batch_tokens < longest, f"--micro-batch-tokens must hold prompt + response, {longest}"),
         (len(args.rewards) != len(args.reward_weights), "--reward-weights needs one weight per reward"),
+        (len({x.rpartition(":")[2] for x in args.rewards}) < len(args.rewards), "--rewards: equal names"),
         (args.temperature <= 0, "--temperature must be more than 0"),
         (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
         (args.advantage != "gae" and (alone or of_critic), f"--advantage {args.advantage} has no critic"),
