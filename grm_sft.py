@@ -43,8 +43,6 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZ
 
 # ---- args ----
 
-TINY_VL = str(Path(__file__).resolve().parent / "assets" / "tiny_vl")
-
 
 @dataclass
 class Args:
@@ -54,7 +52,7 @@ class Args:
     run_name: str | None = None  # this run's folder; None: script, model, seed and time
     resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
     # --- model and data ---
-    model: str = TINY_VL  # folder or hub id of a vision-language or text model
+    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder or hub id; vision-language or text
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of a hub id or a saved folder
     eval_dataset: str | None = None  # held-out rows; None: easy-vqa's test split beside easy-vqa, else none
@@ -94,8 +92,7 @@ class Args:
     best_metric: str = "accuracy"  # the best eval/... so far leaves its model in checkpoint-best
     save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only there
     save_total_limit: int = 2  # checkpoints kept, newest first
-    # log there too (wandb: see WANDB_PROJECT, WANDB_MODE)
-    track: Literal["off", "wandb", "tensorboard"] = "off"
+    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too (wandb: see WANDB_PROJECT)
 
 
 def check_args(args: Args) -> None:

@@ -67,9 +67,7 @@ class Args:
     critic_share_backbone: bool = False  # a value head on the actor's backbone instead of a critic of its own
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of a hub id or a saved folder
-    eval_dataset: str | None = (
-        None  # held-out prompts; None: easy-vqa's test split beside easy-vqa, else none
-    )
+    eval_dataset: str | None = None  # held-out prompts; None: easy-vqa's test split with easy-vqa, else none
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
     video_fps: float = 2.0  # frames per second that are taken from videos
@@ -634,9 +632,7 @@ def compute_value_loss(new: Tensor, old: Tensor, returns: Tensor, clip: float) -
 
 def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
     """The token in whose share of [0, 1) a number lies: logprobs (B, V), drawn (B,) uniform -> ids (B,)."""
-    cumulative = (
-        logprobs.double().exp().nan_to_num(1.0).cumsum(-1)
-    )  # NaN: a broken model, its update is skipped
+    cumulative = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # NaN: a broken model's, of no effect
     tokens = torch.searchsorted(cumulative, drawn[:, None] * cumulative[:, -1:], right=True)[:, 0]
     return tokens.clamp(max=logprobs.shape[-1] - 1)
 

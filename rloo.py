@@ -61,9 +61,7 @@ class Args:
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder or hub id; vision-language or text
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of a hub id or a saved folder
-    eval_dataset: str | None = (
-        None  # held-out prompts; None: easy-vqa's test split beside easy-vqa, else none
-    )
+    eval_dataset: str | None = None  # held-out prompts; None: easy-vqa's test split with easy-vqa, else none
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
     video_fps: float = 2.0  # frames per second that are taken from videos
@@ -80,10 +78,7 @@ class Args:
     rollout: str = "hf"  # hf: the model itself; vllm: an engine in this process; path.py:Class, see SAMPLERS
     vllm_gpu_memory: float = 0.4  # share of the GPU for that engine
     # --- algorithm ---
-    rewards: tuple[str, ...] = (
-        "accuracy",
-        "format",
-    )  # or path.py:function in TRL's protocol: score_responses
+    rewards: tuple[str, ...] = ("accuracy", "format")  # or path.py:function like TRL's: score_responses
     reward_weights: tuple[float, ...] = (0.9, 0.1)  # the score of a response is the weighted sum
     reward_clip: tuple[float, float] | None = None  # range of scores, before the KL is subtracted
     kl_coef: float = 0.01  # weight of the KL to the reference in the reward (TRL: 0.05); 0 = no reference
@@ -428,9 +423,7 @@ def compute_rloo_loss(
 
 def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
     """The token in whose share of [0, 1) a number lies: logprobs (B, V), drawn (B,) uniform -> ids (B,)."""
-    cumulative = (
-        logprobs.double().exp().nan_to_num(1.0).cumsum(-1)
-    )  # NaN: a broken model, its update is skipped
+    cumulative = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # NaN: a broken model's, of no effect
     tokens = torch.searchsorted(cumulative, drawn[:, None] * cumulative[:, -1:], right=True)[:, 0]
     return tokens.clamp(max=logprobs.shape[-1] - 1)
 
@@ -912,9 +905,8 @@ def main(args: Args) -> dict[str, float]:
         times.append(time.perf_counter())
 
         # --- 6. advantages: global without a collective, since every rank holds the whole rollout ---
-        kl = (
-            (kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask).sum(1).view(-1, G)
-        )  # (n, G)
+        kl = kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
+        kl = kl.sum(1).view(-1, G)  # (n, G)
         scores = rollout.scores.clamp(*args.reward_clip) if args.reward_clip else rollout.scores
         trained = ~scores.isnan() & ~(rollout.truncated & args.mask_truncated)  # (n, G)
         rewards = scores - args.kl_coef * kl
