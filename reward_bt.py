@@ -1,6 +1,6 @@
 """Bradley-Terry reward model, for vision-language and text models.
 
-A head on a language model's last hidden state learns which of two responses is the better one:
+A head on a language model's last hidden state learns which of two responses is better:
 
     d = score(chosen) - score(rejected) - margin      loss = -log sigmoid(d)
 
@@ -69,7 +69,7 @@ class Args:
     center_coef: float = 0.0  # of (chosen + rejected)^2 in the loss
     label_smoothing: float = 0.02  # probability of a wrong label, < 0.5
     total_steps: int = 300  # optimizer steps; an epoch: rows / train_batch_size
-    train_batch_size: int = 32  # prompts per optimizer step, over all ranks
+    train_batch_size: int = 32  # prompts per optimizer step, all ranks
     # --- optimizer ---
     learning_rate: float = 5e-4  # peak; pretrained: 5e-6, LoRA: 1e-4
     min_lr_ratio: float = 0.1  # after the warm-up it follows a cosine down to this fraction; 1 = constant
@@ -136,7 +136,7 @@ def load_rows(source: str, split: str):
 
 
 def add_pairs(rows, seed: int):
-    """easy-vqa: the right answer is preferred to another one of its kind, drawn by the seed."""
+    """easy-vqa: the answer is preferred to another one of its kind."""
     kinds = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
     others = {x: [y for y in kind.split() if y != x] for kind in kinds for x in kind.split()}
     rng, right = np.random.default_rng(seed), rows["answer"]
@@ -370,7 +370,7 @@ def ranking_metrics(rewards: Tensor, rankings: list[dict], smoothing: float, cen
     bins, error = (confidence * 20 - 10).long().clamp(0, 9), pairs[3] * (right - confidence)
     metrics["rm/ece"] = torch.zeros(10).to(error).index_add(0, bins, error).abs().sum()
     lengths = [torch.tensor([len(x) for x in ranking["responses"]]).double() for ranking in rankings]
-    # Their means are 0 then: the cosine is Pearson's correlation.
+    # Their means are 0 then: cosine is Pearson's correlation.
     within = [[x - x.mean() for x in table] for table in (rewards.split([*map(len, lengths)]), lengths)]
     metrics["rm/length_correlation"] = F.cosine_similarity(*map(torch.cat, within), dim=0, eps=1e-12)
     return {name: float(value) for name, value in metrics.items()}

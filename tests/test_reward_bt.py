@@ -3,7 +3,6 @@ one and two ranks, resumed and killed, and what a saved folder gives."""
 
 import ast
 import copy
-import os
 import re
 import runpy
 import signal
@@ -16,7 +15,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, read_jsonl, write_jsonl
+from conftest import (
+    ROOT,
+    TINY,
+    largest_difference,
+    metrics_differ,
+    read_jsonl,
+    to_argv,
+    weights_of,
+    write_jsonl,
+)
 from PIL import Image
 from safetensors.torch import load_file
 from test_families import folder_of  # noqa: F401
@@ -192,7 +200,7 @@ def test_unusable_rows_are_left_out_and_named(encode, text, tmp_path, capsys):
     assert "more than half of 3 rows" in capsys.readouterr().err
 
 
-COLORS = "green", "red", "teal", "yellow"
+KINDS = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
 
 
 def test_easy_vqa_pairs_are_of_one_kind_and_follow_the_seed():
@@ -202,19 +210,14 @@ def test_easy_vqa_pairs_are_of_one_kind_and_follow_the_seed():
     for row in first.select(range(0, 9673, 97)):
         sides = [re.fullmatch("<answer>(.*)</answer>", row[side])[1] for side in ("chosen", "rejected")]
         assert sides[0] == row["answer"] != sides[1]
-        kinds = (
-            {"yes", "no"},
-            {"circle", "rectangle", "triangle"},
-            {"black", "blue", "brown", "gray", *COLORS},
-        )
-        assert any(set(sides) <= kind for kind in kinds)
+        assert any(set(sides) <= set(kind.split()) for kind in KINDS)
 
 
 # --- scores and gradients against the unmodified model ---
 
 
 class Engine:
-    """What score_rankings asks of a DeepSpeed engine, without one."""
+    """What score_rows asks of a DeepSpeed engine, without one."""
 
     device = torch.device("cpu")
 
@@ -231,59 +234,38 @@ class Engine:
 
 
 def with_media(family: str, folder) -> list[dict]:
-    """Pairs and a ranking of texts, pictures and a video, as users write them."""
-    vision = family not in ("llama", "qwen2", "gpt2", "mistral")
-    rows = [{"prompt": "What is 2 + 2?", "responses": ["4", "five, I think", "no idea, sorry", "4 or so"]}]
-    rows += [
-        {"prompt": "Say something.", "responses": ["Rivers are long.", "no"], "weight": 2.0, "margin": 0.3}
-    ]
-    if vision:
-        rows += [
-            {
-                "prompt": "Is <image> like <image>?",
-                "images": ["1.png", "2.png"],
-                "responses": ["yes", "not at all"],
-            }
-        ]
-        rows += [{"prompt": "What is it?", "images": ["0.png"], "responses": ["a dog", "a cat", "dog"]}]
+    """Pairs and rankings of texts, pictures and a video, as users write them."""
+    rows = [("What is 2 + 2?", [], [], ["4", "five, I think", "no idea, sorry", "4 or so"])]
+    rows += [("Say something.", [], [], ["Rivers are long.", "no"])]
+    if family not in ("llama", "qwen2", "gpt2", "mistral"):
+        rows += [("Is <image> like <image>?", ["1.png", "2.png"], [], ["yes", "not at all"])]
+        rows += [("What is it?", ["0.png"], [], ["a dog", "a cat", "dog"])]
     if family == "qwen2_5_vl":
-        rows += [{"prompt": "What moves?", "videos": ["clip.mp4"], "responses": ["the square", "nothing"]}]
-    keys = {key for row in rows for key in row}
-    empty = {"images": [], "videos": [], "weight": None, "margin": None}
-    rows = [{key: row.get(key, empty.get(key)) for key in keys} for row in rows]
-    write_jsonl(folder / "pairs.jsonl", rows)
+        rows += [("What moves?", [], ["clip.mp4"], ["the square", "nothing"])]
+    rows = [dict(zip(("prompt", "images", "videos", "responses"), row)) for row in rows]
+    rows[1] |= {"weight": 2.0, "margin": 0.3}
+    write_jsonl(folder / "pairs.jsonl", [{"weight": None, "margin": None} | row for row in rows])
     return rows
 
 
 def by_transformers(row: dict, folder, model, processor, weight) -> list[torch.Tensor]:
     """Scores by transformers alone: a chat with opened media, the processor's inputs, the model's own forward."""
-    scores = []
+    scores, how = [], {"return_tensors": "pt", "add_special_tokens": False}
+    pictures = [Image.open(folder / name).convert("RGB") for name in row["images"]]
+    how |= {"images": pictures} if pictures else {}
+    for name in row["videos"]:
+        frames, taken = transformers.video_utils.load_video(str(folder / name), fps=2.0, backend="pyav")
+        how |= {"videos": [frames], "video_metadata": [taken], "do_sample_frames": False}
+    marks = "" if "<image>" in row["prompt"] else "<image>" * len(pictures) + "<video>" * len(row["videos"])
+    pieces = filter(None, re.split("(<image>|<video>)", marks + row["prompt"]))
+    parts = [{"type": x[1:-1]} if x[0] == "<" else {"type": "text", "text": x} for x in pieces]
     for answer in row["responses"]:
-        parts, media = (
-            [],
-            [{"type": "image", "image": Image.open(folder / x)} for x in row.get("images") or []],
-        )
-        for x in row.get("videos") or []:
-            parts.append({"type": "video"})
-            frames, taken = transformers.video_utils.load_video(str(folder / x), fps=2.0, backend="pyav")
-        for piece in re.split("(<image>)", row["prompt"]) if "<image>" in row["prompt"] else [row["prompt"]]:
-            parts += (
-                [media.pop(0)] if piece == "<image>" else [{"type": "text", "text": piece}] if piece else []
-            )
-        parts = media + parts
-        chat = [
-            {"role": "user", "content": parts},
-            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
-        ]
+        answer = [{"type": "text", "text": answer}]
+        whole = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
         if not hasattr(processor, "tokenizer"):
-            chat = [m | {"content": "".join(part["text"] for part in m["content"])} for m in chat]
-        whole = processor.apply_chat_template(chat, tokenize=False)
-        how = {"return_tensors": "pt", "add_special_tokens": False}
-        if row.get("images"):
-            how["images"] = [part["image"].convert("RGB") for part in parts if "image" in part]
-        if row.get("videos"):
-            how |= {"videos": [frames], "video_metadata": [taken], "do_sample_frames": False}
-        scores.append(model(**processor(text=[whole], **how)).last_hidden_state[0, -1] @ weight)
+            whole = [m | {"content": "".join(part["text"] for part in m["content"])} for m in whole]
+        inputs = processor(text=[processor.apply_chat_template(whole, tokenize=False)], **how)
+        scores.append(model(**inputs).last_hidden_state[0, -1] @ weight)
     return scores
 
 
@@ -329,60 +311,35 @@ def test_scores_and_gradients_are_those_of_the_unmodified_model(family, folder_o
 # --- runs ---
 
 
-def flags_of(tmp_path, **flags) -> dict:
-    base = {
-        "output_dir": str(tmp_path),
-        "run_name": "run",
-        "total_steps": 4,
-        "train_batch_size": 8,
-        "warmup_steps": 0,
-    }
-    return base | {"eval_samples": 8, "eval_steps": 0, "learning_rate": 1e-3, "seed": 3} | flags
+FLAGS = {"run_name": "run", "total_steps": 4, "train_batch_size": 8, "warmup_steps": 0, "learning_rate": 1e-3}
+FLAGS |= {"eval_samples": 8, "eval_steps": 0, "seed": 3}
 
 
 def run(tmp_path, **flags) -> list[dict]:
     """A run in this process -> its metrics."""
-    given = flags_of(tmp_path, **flags)
+    given = FLAGS | {"output_dir": str(tmp_path)} | flags
     reward_bt.main(reward_bt.Args(**given))
     return read_jsonl(tmp_path / given["run_name"] / "metrics.jsonl")
 
 
 def start(tmp_path, ranks: int, **flags) -> subprocess.Popen:
-    words = [
-        w for name, x in flags_of(tmp_path, **flags).items() for w in (f"--{name.replace('_', '-')}", str(x))
-    ]
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    )
-    command, env = (
-        [sys.executable, *launcher, str(ROOT / "reward_bt.py"), *words],
-        {**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def close(ours: list[dict], theirs: list[dict], tolerance: float) -> None:
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs):
-        keys = {key for key in a if not key.startswith("time/")}
-        assert keys == {key for key in b if not key.startswith("time/")}
-        assert {k: a[k] for k in keys} == pytest.approx({k: b[k] for k in keys}, abs=tolerance, rel=tolerance)
-
-
-def weights_of(folder) -> dict:
-    return load_file(folder / "model.safetensors") | load_file(folder / "score.safetensors")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    words = to_argv(FLAGS | {"output_dir": str(tmp_path)} | flags)
+    command = [sys.executable, *(launcher if ranks > 1 else []), str(ROOT / "reward_bt.py"), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_resume_is_exact_and_the_log_has_no_gap(tmp_path):
     whole = run(tmp_path, run_name="whole")
     run(tmp_path, save_steps=2)
-    for checkpoint in ("checkpoint-4",):  # what a crash after step 2 leaves
-        (tmp_path / "run" / checkpoint).rename(tmp_path / "gone")
+    (tmp_path / "run/checkpoint-4").rename(tmp_path / "gone")  # what a crash after step 2 leaves
     resumed = run(tmp_path, resume="auto")
-    assert [m["train/step"] for m in resumed] == [0, 1, 2, 3, 4]
-    close(resumed, whole, 0)
-    a, b = (weights_of(tmp_path / name / "checkpoint-4") for name in ("whole", "run"))
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert [m["train/step"] for m in resumed] == [0, 1, 2, 3, 4] and set(
+        metrics_differ(resumed, whole).values()
+    ) == {0}
+    assert (
+        largest_difference(*(weights_of(tmp_path / name / "checkpoint-4") for name in ("whole", "run"))) == 0
+    )
 
 
 def test_adapters_train_with_the_head_and_are_merged(tmp_path):
@@ -390,16 +347,14 @@ def test_adapters_train_with_the_head_and_are_merged(tmp_path):
     assert last["rm/loss"] != first["eval/easy-vqa/loss"]
     start, end = (
         reward_bt.load_model(TINY, torch.float32).base_model,
-        weights_of(tmp_path / "run" / "checkpoint-12"),
+        weights_of(tmp_path / "run/checkpoint-12"),
     )
     torch.manual_seed(3)
     head = reward_bt.RewardModel(start).score.weight
     before = start.state_dict() | {"score.weight": head}
     changed = {name for name in before if not torch.equal(before[name], end[name])}
     assert before.keys() == end.keys() and "score.weight" in changed
-    assert changed - {"score.weight"} == {
-        n for n in before if re.search(r"language_model.*(proj)\.weight", n)
-    }
+    assert changed - {"score.weight"} == {n for n in before if re.search(r"language_model.*proj\.weight", n)}
 
 
 @pytest.mark.slow
@@ -410,39 +365,36 @@ def test_two_ranks_and_every_zero_stage_train_alike(tmp_path):
     names = ("prompt", "image", "chosen", "rejected")
     rows = [{name: row.get(name) for name in names} for row in [*rows, *easy]]
     source = write_jsonl(tmp_path / "rows.jsonl", rows)
-    flags = {
-        "dataset": source,
-        "eval_datasets": f"held={source}",
-        "total_steps": 2,
-        "micro_batch_tokens": 1024,
-    }
-    flags |= {"max_length": 512, "train_batch_size": 12}
-    expected = run(tmp_path, **flags | {"eval_datasets": (f"held={source}",)}, run_name="one")
+    flags = {"dataset": source, "total_steps": 2, "micro_batch_tokens": 1024, "max_length": 512}
+    flags |= {"eval_datasets": (f"held={source}",), "train_batch_size": 12}
+    expected = run(tmp_path, **flags, run_name="one")
     for stage in (0, 2, 3):
         done = start(tmp_path, 2, **flags, zero_stage=stage, run_name=f"zero{stage}")
         output = done.communicate(timeout=500)[0]
         assert done.returncode == 0, output
-        close(read_jsonl(tmp_path / f"zero{stage}" / "metrics.jsonl"), expected, 1e-4)
-        ours, theirs = (weights_of(tmp_path / name / "checkpoint-2") for name in (f"zero{stage}", "one"))
-        for name in theirs:
-            assert (ours[name] - theirs[name]).abs().max() < 1e-3, name
+        differ = metrics_differ(read_jsonl(tmp_path / f"zero{stage}" / "metrics.jsonl"), expected)
+        assert max(differ.values()) < 1e-4, differ
+        folders = [tmp_path / name / "checkpoint-2" for name in (f"zero{stage}", "one")]
+        assert largest_difference(*map(weights_of, folders)) < 1e-3
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on(tmp_path):
     expected = run(tmp_path, run_name="whole", total_steps=6)
+    killed = set()
     for _ in range(9):
         process = start(tmp_path, 1, resume="auto", save_steps=1, total_steps=6)
         for line in process.stdout:
-            if (done := re.match(r"step (\d)", line)) and int(done[1]) < 6 and int(done[1]) % 2:
-                time.sleep(0.3)
+            if (done := re.match(r"step ([1-5])", line)) and done[1] not in killed:
+                killed.add(done[1])
+                time.sleep(0.3 * (len(killed) % 2))  # amid the save, or after it
                 process.send_signal(signal.SIGKILL)
                 break
         process.communicate()
         if process.returncode == 0:
             break
-    assert process.returncode == 0
-    close(read_jsonl(tmp_path / "run" / "metrics.jsonl"), expected, 0)
+    assert process.returncode == 0 and len(killed) >= 3
+    assert set(metrics_differ(read_jsonl(tmp_path / "run" / "metrics.jsonl"), expected).values()) == {0}
 
 
 def test_gradients_that_are_not_finite_stop_the_run(tmp_path, capsys):
@@ -450,7 +402,7 @@ def test_gradients_that_are_not_finite_stop_the_run(tmp_path, capsys):
         run(tmp_path, total_steps=9, center_coef=float("inf"))
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [m["train/skipped_updates"] for m in lines[1:]] == [1] * 5
-    assert "checkpoint-5 has the weights" in capsys.readouterr().err
+    assert "the weights before: " in capsys.readouterr().err
     start = reward_bt.load_model(TINY, torch.float32).base_model.state_dict()
     saved = weights_of(tmp_path / "run" / "checkpoint-5")
     assert all(torch.equal(start[name], saved[name]) for name in start)
@@ -465,18 +417,16 @@ def test_saved_classifier_gives_the_same_scores_with_any_padding(side, template,
     """A tokenizer whose pad token is EOS, chats that end in EOS or not; batches of unequal lengths."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_text_model)
     tokenizer.add_special_tokens({"unk_token": "<|unk|>"})
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{% endfor %}assistant: ", template + "{% endfor %}"
-    )
+    end = template + "{% endfor %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% endfor %}assistant: ", end)
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_text_model)
     model.resize_token_embeddings(len(tokenizer))
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "start")
     rows = [{"prompt": f"say {i}", "chosen": "a" * (i + 1), "rejected": "b" * (9 - 2 * i)} for i in range(4)]
     source = write_jsonl(tmp_path / "d.jsonl", rows)
-    run(
-        tmp_path, model=str(tmp_path / "start"), dataset=source, eval_datasets=(f"x={source}",), total_steps=1
-    )
+    flags = {"model": str(tmp_path / "start"), "dataset": source, "eval_datasets": (f"x={source}",)}
+    run(tmp_path, **flags, total_steps=1)
     folder = tmp_path / "run" / "checkpoint-1"
     samples = [s for s in read_jsonl(tmp_path / "run" / "samples.jsonl") if s["train/step"] == 1]
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -495,22 +445,21 @@ def test_saved_backbone_head_and_second_stage(tmp_path, monkeypatch):
     """The reloaded tiny VLM scores as in the run, also as an example's reward, and is where a next run begins."""
     run(tmp_path, total_steps=2)
     folder, samples = tmp_path / "run" / "checkpoint-2", read_jsonl(tmp_path / "run" / "samples.jsonl")
-    model, processor = (
-        getattr(transformers, kind).from_pretrained(folder) for kind in ("AutoModel", "AutoProcessor")
-    )
+    model = transformers.AutoModel.from_pretrained(folder)
+    processor = transformers.AutoProcessor.from_pretrained(folder)
     weight = load_file(folder / "score.safetensors")["score.weight"][0]
-    samples = [s for s in samples if s["train/step"] == 2]
-    for sample in samples:
+    samples, expected, found = [s for s in samples if s["train/step"] == 2], [], []
+    for s in samples:
         row = {
-            "prompt": sample["prompt"],
-            "images": [sample["image"]],
-            "responses": [sample["chosen"], sample["rejected"]],
+            "prompt": s["prompt"],
+            "images": [s["image"]],
+            "videos": [],
+            "responses": [s["chosen"], s["rejected"]],
         }
         with torch.no_grad():
-            found = by_transformers(row, tmp_path, model, processor, weight)
-        assert [float(x) for x in found] == pytest.approx(
-            [sample["chosen_reward"], sample["rejected_reward"]], abs=1e-5
-        )
+            found += by_transformers(row, tmp_path, model, processor, weight)
+        expected += [s["chosen_reward"], s["rejected_reward"]]
+    assert [float(x) for x in found] == pytest.approx(expected, abs=1e-5)
     again = run(tmp_path, run_name="again", model=str(folder), total_steps=1)
     last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
     for key in ("accuracy", "loss", "chosen_rewards"):
@@ -518,12 +467,11 @@ def test_saved_backbone_head_and_second_stage(tmp_path, monkeypatch):
 
     monkeypatch.setenv("REWARD_MODEL", str(folder))
     example = runpy.run_path(str(ROOT / "examples/reward_model.py"))
-    chats, texts, expected = [], [], []
+    chats, texts = [], []
     for s in samples:
         content = [{"type": "image", "image": Image.open(s["image"]).convert("RGB")}]
         chats += [[{"role": "user", "content": [*content, {"type": "text", "text": s["prompt"]}]}]] * 2
         texts += [s["chosen"], s["rejected"]]
-        expected += [s["chosen_reward"], s["rejected_reward"]]
     assert example["score"](chats=chats, texts=texts, prompts=[]) == pytest.approx(expected, abs=1e-5)
 
 
@@ -537,4 +485,4 @@ def test_metrics_are_as_documented():
     key = re.compile(r"(?:rm|train|time|rollout)/[a-z_]+")
     in_code = {s for s in strings if isinstance(s, str) and key.fullmatch(s)}
     in_docs = set(re.findall(rf"`({key.pattern})`", (ROOT / "docs/reward_bt.md").read_text()))
-    assert in_code == in_docs and len(in_code) > 15
+    assert in_code == in_docs and len(in_code) > 10
