@@ -395,7 +395,7 @@ def packing_gap(model, forward: Callable[[Pack], Tensor], prompt: dict, temperat
                 decoder.step(token)
             decoded = torch.stack(decoded, dim=1)  # (2, 12)
             found.append(torch.cat([decoded[0], decoded[1, :7]]))
-        return max((logprobs - torch.cat(plain)).abs().max().item() for logprobs in found)
+        return (torch.stack(found) - torch.cat(plain)).abs().max().item()
     finally:
         switch_attention(model, before)
 
@@ -407,7 +407,7 @@ def prove_packing(model, forward: Callable, prompts: list[dict], temperature: fl
     try:
         if hidden or any("sink" in name for name, _ in model.named_parameters()):
             raise ValueError(f"this model has {hidden[0] if hidden else 'attention sinks'}")
-        gap = max(packing_gap(model, forward, prompt, temperature) for prompt in prompts)
+        gap = torch.tensor([packing_gap(model, forward, prompt, temperature) for prompt in prompts]).max()
         if not gap < TOLERANCE[model.dtype]:
             raise ValueError(f"log-probs are {gap:.1e} nats from those of the unmodified model")
     except Exception as error:
