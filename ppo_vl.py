@@ -466,14 +466,13 @@ class Actor(nn.Module):
     def forward(self, pack, with_lora: bool = True, with_entropy: bool = False, temperature=None) -> tuple:
         if not with_lora:  # the reference of a model with adapters
             self.model.disable_adapters()
-        how = temperature or self.temperature, with_entropy
-        logprobs, entropy = packing.response_logprobs(self.model, pack, *how)
+        found = packing.response_logprobs(self.model, pack, temperature or self.temperature, with_entropy)
         if not with_lora:
             self.model.enable_adapters()
         if self.value_head is None:
-            return logprobs, entropy, None
+            return *found, None
         hidden = self.output.last_hidden_state.flatten(0, 1)[pack.predict_from]  # (M, H)
-        return logprobs, entropy, self.value_head(hidden)[:, 0].float()
+        return *found, self.value_head(hidden)[:, 0].float()
 
 
 class Critic(nn.Module):
@@ -562,7 +561,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     std = values.std(correction=0)
     if len(values) == 0 or std <= 1e-8 * values.abs().max():  # rounding, not signal
         return torch.zeros_like(x)
-    return torch.where(mask, ((x.double() - values.mean()) / std).to(x.dtype), torch.zeros_like(x))
+    return ((x.double() - values.mean()) / std).to(x.dtype).masked_fill(~mask, 0.0)
 
 
 def compute_policy_loss(
