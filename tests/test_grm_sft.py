@@ -511,10 +511,7 @@ def test_kills_do_no_harm(grm, start, tmp_path, judgements):
 
 def test_a_text_model_on_the_plain_path_learns_texts(run, tiny_text_model, rows, tmp_path, monkeypatch):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_text_model)
-    tokenizer.chat_template = Text(
-        tiny_text_model, "{% for m in messages %}{{ m['content'] }}\n{% endfor %}" + ASK
-    )
-    tokenizer.chat_template = tokenizer.chat_template.tokenizer.chat_template
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}" + ASK
     model = grm_sft.load_model(tiny_text_model, torch.float32)
     folders = []
     for name in ("packed", "plain"):
@@ -547,7 +544,9 @@ def test_rows_that_can_not_be_used_are_left_out_and_named(grm, rows, tmp_path, c
     folder = grm(dataset=write_jsonl(tmp_path / "bad.jsonl", rows + bad), total_steps=1, train_batch_size=26)
     assert read_jsonl(folder / "metrics.jsonl")[-1]["train/rows_dropped"] == 10
     found = capsys.readouterr().err
-    for number, word in zip(range(8, 14), ("'3'", "nope.png", "max-length", "assistant", "places", "Stop")):
+    for number, word in zip(
+        range(8, 14), ("verdict", "nope.png", "max-length", "assistant", "places", "two candidates")
+    ):
         assert f"row {number} is left out" in found and word in found, (number, word, found)
 
 
