@@ -153,9 +153,9 @@ def make_pair(row: dict, rng: np.random.Generator) -> dict:
 def load_data(args: Args, source: str, split: str, model, processor, training: bool) -> SimpleNamespace:
     """-> source, tokenizer, encode, groups of entries (2 * row; + 1: a pair with its sides exchanged).
 
-    Columns of pairs: `prompt`; candidates `image_0`, `image_1` or `video_0`, `video_1` or, texts, `answer_0`,
-    `answer_1`; `verdict`: 1, 2 or tie; optional `reasoning`, `image(s)`, `video(s)` of the prompt. Of chats:
-    `messages`, all assistant turns of which are trained, `image(s)`, `video(s)`."""
+    Columns of pairs: `prompt`; `image_0`, `image_1` or `video_0`, `video_1` or, texts, `answer_0`, `answer_1`;
+    `verdict`: 1, 2 or tie; optional `reasoning`, `image(s)`, `video(s)` of the prompt. Of chats: `messages`, all
+    assistant turns of which are trained, `image(s)`, `video(s)`."""
     rows, groups, begun = load_rows(source, split), defaultdict(list), {"whole": not training}
     known = {"messages", "verdict", "answer"} & {*rows.column_names}  # the last alone: easy-vqa
     if not known:
@@ -203,7 +203,7 @@ def make_chat(row: dict, swap: bool) -> dict:
         return row
     kinds = [kind for kind in ("image", "video", "answer") if row.get(f"{kind}_0") is not None]
     if not kinds or (verdict := str(row["verdict"])) not in VERDICTS:
-        raise ValueError("a pair needs two candidates, and a verdict: 1, 2 or tie")
+        raise ValueError("a pair needs two candidates, a verdict: 1, 2 or tie")
     sides, noun = [row[f"{kinds[0]}_0"], row[f"{kinds[0]}_1"]], kinds[0].capitalize()
     prompt, thought, media = row["prompt"], row.get("reasoning") or "", {}
     if swap:
@@ -446,7 +446,8 @@ def write_judgements(args: Args, model, tokenizer, rows: list[dict]) -> list[dic
         said = [text.partition("<answer>")[0] + write_verdict(verdict, row["noun"]) for verdict in VERDICTS]
         ids = tokenizer(said, add_special_tokens=False)["input_ids"]
         responses += [prompt["ids"], *map(torch.tensor, ids)]
-    groups, room = [(i, [*range(k * i, k * i + k)]) for i in range(len(rows))], 2 * args.micro_batch_tokens
+    groups = [(i, [*range(k * i, k * i + k)]) for i in range(len(rows))]
+    room = args.micro_batch_tokens + 2 * args.max_response_length
     given = groups, prompts, lambda indices: [prompts[i] for i in indices], responses, room
     logprobs = torch.zeros(len(responses), max(map(len, responses)), dtype=torch.float64)  # (B, R)
     for pack in packing.packs_of_rank(*given, packed=packing.is_packed(model)):
@@ -742,7 +743,7 @@ def main(args: Args) -> dict[str, float]:
     received, stopped, saved = [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
-    if eval_data and not state["before"]:  # a resumed run has it
+    if eval_data and not state["before"]:
         state["before"], samples = evaluate(args, model, judge, eval_data)
         if f"eval/{args.best_metric}" not in state["before"]:
             fail(f"--best-metric: {source} gives {', '.join(state['before'])}")
