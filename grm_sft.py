@@ -153,9 +153,9 @@ def make_pair(row: dict, rng: np.random.Generator) -> dict:
 def load_data(args: Args, source: str, split: str, model, processor, training: bool) -> SimpleNamespace:
     """-> source, tokenizer, encode, groups of entries (2 * row; + 1: a pair with its sides exchanged).
 
-    Columns of pairs: `prompt`; `image_0`, `image_1` or `video_0`, `video_1` or, texts, `answer_0`, `answer_1`;
-    `verdict`: 1, 2 or tie; optional `reasoning`, `image(s)`, `video(s)` of the prompt. Of chats: `messages`, all
-    assistant turns of which are trained, `image(s)`, `video(s)`."""
+    Columns of pairs: `prompt`; `image_0`, `image_1` or `video_0`, `video_1` or texts, `answer_0`, `answer_1`;
+    `verdict`: 1, 2 or tie; optional `reasoning`, `image(s)`, `video(s)` of the prompt. Chats: `messages`, all
+    of whose assistant turns are trained, `image(s)`, `video(s)`."""
     rows, groups, begun = load_rows(source, split), defaultdict(list), {"whole": not training}
     known = {"messages", "verdict", "answer"} & {*rows.column_names}  # the last alone: easy-vqa
     if not known:
@@ -457,7 +457,7 @@ def write_judgements(args: Args, model, tokenizer, rows: list[dict]) -> list[dic
         soft = dict(zip(VERDICTS, own[1:].sum(1).softmax(0).tolist()))
         judged.append({
             "response": text, "verdict": verdict, "truth": truth, "probabilities": soft,
-            "accuracy": None if truth is None else verdict == truth,  # unreadable: wrong
+            "accuracy": None if truth is None else verdict == truth,
             "soft_accuracy": None if truth is None else max(soft, key=soft.get) == truth,
             "parse_rate": verdict is not None, "tie_rate": verdict == "tie",
             "length": len(ids), "truncated_frac": int(ids[-1]) not in end_ids,
