@@ -1,12 +1,12 @@
-"""GRM SFT: a vision-language model learns to write its judgement of two candidates, token by token:
+"""GRM SFT: a vision-language model learns to write its judgement of two candidates:
 "<think>the first one has no triangle</think><answer>Image 2 is better</answer>".
 
-A pair is shown in both orders, in training and in evaluation, where verdicts are written and their
-probabilities asked for. Papers: https://arxiv.org/abs/2408.15240, https://arxiv.org/abs/2505.03318.
-docs/grm_sft.md lists what differs from LightRFT's GRMTrainerVL (opendilab/LightRFT@49e62cb). Start at main.
+Pairs are shown in both orders; verdicts are written, and their probabilities asked for. Papers:
+https://arxiv.org/abs/2408.15240, https://arxiv.org/abs/2505.03318. docs/grm_sft.md lists what differs from
+GRMTrainerVL (opendilab/LightRFT@49e62cb). Start reading at main.
 
     python grm_sft.py                   # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
-    python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset judgements.jsonl --learning-rate 1e-5
+    python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-5
     torchrun --standalone --nproc_per_node=8 grm_sft.py --zero-stage 3 ...  # or: deepspeed grm_sft.py ...
 """
 
@@ -47,34 +47,31 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZ
 @dataclass
 class Args:
     # --- experiment ---
-    seed: int = 1  # of data order, and of the wrong answers of easy-vqa and their sides
+    seed: int = 1  # of data order and easy-vqa's pairs
     output_dir: str = "runs"  # folder that holds one folder per run
     run_name: str | None = None  # this run's folder; None: script, model, seed and time
     resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
     # --- model and data ---
-    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder or hub id; vision-language or text
+    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder, hub id
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of a hub id or a saved folder
-    eval_dataset: str | None = None  # held-out rows; None: easy-vqa's test split beside easy-vqa, else none
+    eval_dataset: str | None = None  # held-out rows; easy-vqa has its own
     eval_dataset_split: str = "test"  # as --dataset-split
-    train_samples: int = 8000  # training rows, a fixed random subset; 0 = all
-    both_orders: bool = True  # train on every pair as it is and with its sides exchanged
-    group_by_media: bool = True  # rows with the same pictures stand side by side in the data order
-    system_prompt: str | None = None  # for rows that have no system message
+    train_samples: int = 8000  # a random subset; 0 = all
+    system_prompt: str | None = None  # for prompts that have no system message
     video_fps: float = 2.0  # frames per second that are taken from videos
-    max_length: int = 2048  # tokens of a row, those of pictures too; longer ones are left out
-    freeze: str = "visual|vision_tower|projector"  # parts of names of parameters that stay; "": none do
+    max_length: int = 2048  # tokens of a row; longer rows are left out
+    freeze: str = "visual|vision_tower|projector"  # weights that stay, by name
     lora_rank: int = 0  # train adapters of this rank on the language model; 0 = all weights
     lora_alpha: float = 32.0  # the adapters' output is scaled by alpha / rank
     # --- rollout ---
-    generation_batch_size: int = 64  # judgements that an evaluation writes side by side on a rank
-    max_response_length: int = 16  # tokens, EOS counted; longer judgements are cut
+    generation_batch_size: int = 64  # judgements written side by side
+    max_response_length: int = 16  # tokens, EOS counted; longer responses are cut
     # --- algorithm ---
-    total_steps: int = 500  # optimizer steps; 0 = as --epochs says
-    epochs: float = 1.0  # passes over the data
-    train_batch_size: int = 32  # rows per optimizer step, over all ranks; a pair in both orders is two
+    total_steps: int = 500  # optimizer steps; an epoch is rows / train_batch_size
+    train_batch_size: int = 32  # rows per step, over all ranks
     # --- optimizer ---
-    learning_rate: float = 1e-3  # peak; pretrained models want about 1e-5, with LoRA 1e-4
+    learning_rate: float = 1e-3  # peak; pretrained: 1e-5, LoRA: 1e-4
     min_lr_ratio: float = 0.1  # after the warm-up it follows a cosine down to this fraction; 1 = constant
     warmup_steps: int = 20  # optimizer steps of linear warm-up
     weight_decay: float = 0.0  # of matrices (AdamW)
@@ -88,18 +85,17 @@ class Args:
     micro_batch_tokens: int = 8192  # tokens of one forward and backward on one rank
     # --- logging and checkpoints ---
     eval_steps: int = 100  # evaluate every so many steps, and at both ends; 0 = only there
-    eval_samples: int = 500  # held-out rows, a fixed random subset; 0 = all
-    best_metric: str = "accuracy"  # the best eval/... so far leaves its model in checkpoint-best
+    eval_samples: int = 500  # held-out rows; 0 = all
+    best_metric: str = "accuracy"  # checkpoint-best has the best eval/...
     save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only there
     save_total_limit: int = 2  # checkpoints kept, newest first
-    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too (wandb: see WANDB_PROJECT)
+    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too
 
 
 def check_args(args: Args) -> None:
-    longest = args.max_length + args.max_response_length
     for is_bad, message in (
-        (min(args.train_batch_size, args.total_steps + 1) < 1, "counts must be at least 1"),
-        (args.micro_batch_tokens < longest, f"--micro-batch-tokens must hold row + judgement, {longest}"),
+        (min(args.train_batch_size, args.total_steps) < 1, "counts must be at least 1"),
+        (args.micro_batch_tokens < args.max_length, "--micro-batch-tokens must hold --max-length"),
         (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
         (args.resume == "auto" and args.run_name is None, "--resume auto needs --run-name"),
     ):
@@ -116,7 +112,7 @@ def fail(message: str) -> NoReturn:
 # ---- data ----
 
 EASY_VQA_KINDS = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
-VERDICTS = "1", "2", "tie"
+VERDICTS = {"1": "{} 1 is better", "2": "{} 2 is better", "tie": "Both are equally good"}
 SWAPPED = {"1": "2", "2": "1", "tie": "tie", "first": "second", "second": "first"}
 SIDE = "(?<=[Ii]mage )[12]|(?<=[Vv]ideo )[12]|(?<=[Aa]nswer )[12]|(?:first|second)(?= (?:image|video|answer))"
 
@@ -146,37 +142,33 @@ def load_rows(source: str, split: str):
 
 
 def make_pair(row: dict, rng: np.random.Generator) -> dict:
-    """easy-VQA as a judge's task: the answer against a wrong one of its kind, their sides drawn."""
+    """easy-VQA: the answer against a wrong one of its kind, on drawn sides."""
     kind = next(kind.split() for kind in EASY_VQA_KINDS if row["answer"] in kind.split())
     sides = [row["answer"], str(rng.choice([other for other in kind if other != row["answer"]]))]
-    first = int(rng.integers(2))  # where the right one stands
+    first = int(rng.integers(2))
     sides = {"answer_0": sides[first], "answer_1": sides[1 - first], "verdict": str(1 + first)}
     return row | sides | {"reasoning": row["answer"]}
 
 
 def load_data(args: Args, source: str, split: str, model, processor, training: bool) -> SimpleNamespace:
-    """-> source, tokenizer, groups of entries (2 * row, and + 1 with its sides exchanged), encode(entries).
+    """-> source, tokenizer, encode, groups of entries (2 * row; + 1: a pair with its sides exchanged).
 
-    Columns of pairs: `prompt`, `verdict` (1, 2 or tie), two candidates: `image_0` and `image_1`, `video_0` and
-    `video_1`, or texts, `answer_0` and `answer_1`; optional: `reasoning`, and `image(s)`, `video(s)` of the
-    prompt. Of chats: `messages`, every assistant turn of which is trained, `image(s)`, `video(s)`.
-    """
-    rows, groups = load_rows(source, split), defaultdict(list)
-    known = {"messages", "verdict", "answer"} & {*rows.column_names}  # the last one alone: as easy-vqa
+    Columns of pairs: `prompt`; `image_0`, `image_1` or `video_0`, `video_1` or texts, `answer_0`, `answer_1`;
+    `verdict`: 1, 2 or tie; optional `reasoning`, `image(s)`, `video(s)` of the prompt. Chats: `messages`, all
+    of whose assistant turns are trained, `image(s)`, `video(s)`."""
+    rows, groups, begun = load_rows(source, split), defaultdict(list), {"whole": not training}
+    known = {"messages", "verdict", "answer"} & {*rows.column_names}  # the last alone: easy-vqa
     if not known:
         fail(f"{source} has columns {', '.join(rows.column_names)}: it needs messages, or a verdict")
     limit = (args.train_samples if training else args.eval_samples) or None
     few = rows.select(chosen := np.sort(np.random.default_rng(0).permutation(len(rows))[:limit]))
     verdicts = few["verdict"] if "verdict" in known else [known == {"answer"} or None] * len(few)
-    paths = [name for name, kind in rows.features.items() if re.match("(List|Value).*string", str(kind))]
-    media = [few[name] for name in paths if name.startswith(("image", "video"))]
+    kinds = {name: str(rows.features.get(name)) for name in ("image", "images", "video", "videos")}
+    media = [few[name] for name, kind in kinds.items() if re.match("(List|Value).*string", kind)]
     for i, verdict, *names in zip(chosen.tolist(), verdicts, *media):
-        one = verdict is None or (training and not args.both_orders)
-        group = str(names) if args.group_by_media and any(names) else i
-        groups[group] += [2 * i] if one else [2 * i, 2 * i + 1]
-    begun = {"whole": not training}
+        groups[str(names) if any(names) else i] += [2 * i] if verdict is None else [2 * i, 2 * i + 1]
 
-    @functools.lru_cache(2 * args.train_batch_size)  # a step asks repeatedly
+    @functools.lru_cache(2 * args.train_batch_size)
     def encode(entry: int) -> dict | None:
         try:
             row, rng = rows[entry // 2], np.random.default_rng([args.seed if training else 0, entry // 2])
@@ -185,35 +177,34 @@ def load_data(args: Args, source: str, split: str, model, processor, training: b
         except Exception as error:
             tqdm.write(f"warning: {source} row {entry // 2} is left out: {error!s:.300}", file=sys.stderr)
 
-    usable = {"encode": lambda entries: [row for row in map(encode, entries) if row]}
+    usable = {"encode": lambda entries: [row for row in map(encode, entries) if row and row["samples"]]}
     tokenizer = getattr(processor, "tokenizer", processor)
     return SimpleNamespace(source=source, tokenizer=tokenizer, groups=[*groups.values()], **usable)
 
 
 def encode_row(args: Args, model, processor, row: dict, entry: int, folder: Path, begun: dict) -> dict:
-    """-> index, row, noun, truth (the verdict) and samples: prompts, see begin_prompt, with the ids (R,) that
-    follow and the mask (R,) of those that are trained."""
+    """-> index, row, noun, truth (the verdict), samples: of each answer a prompt of begin_prompt, and the ids
+    (R,) that follow, trained from `start` on."""
     chat, tokenizer = make_chat(row, entry % 2 == 1), getattr(processor, "tokenizer", processor)
     messages, samples = to_messages(args, chat, folder, tokenizer), []
-    for n, ids, mask in split_chat(processor, messages, end_token_ids(model, tokenizer)):
-        k = begin_prompt(model, processor, messages[:n], ids[: int(mask.int().argmax())], begun)
-        own = {"index": (entry, len(samples)), "ids": torch.tensor(ids[k:]), "mask": mask[k:]}
+    for n, start, ids in split_chat(processor, messages, end_token_ids(model, tokenizer)):
+        k = begin_prompt(model, processor, messages[:n], ids[:start], begun)
+        own = {"index": (entry, len(samples)), "ids": torch.tensor(ids[k:]), "start": start - k}
         samples.append(begun | own)
         if (length := begun["length"] + len(ids) - k) > args.max_length:
             raise ValueError(f"{length} tokens are more than --max-length")
-    truth = read_verdict(messages[-1]["content"][0]["text"])
-    truth = truth if n == len(messages) - 1 else None  # of several answers, the first would be asked for
-    return {"index": entry, "row": row, "noun": chat.get("noun", ""), "truth": truth, "samples": samples}
+    known = {"noun": chat.get("noun", ""), "truth": chat.get("verdict")}
+    return {"index": entry, "row": row, "samples": samples, **known}
 
 
 def make_chat(row: dict, swap: bool) -> dict:
-    """A pair -> a chat, the judgement last, and noun: what its candidates are called."""
+    """A pair -> a chat, its verdict, and noun: what the candidates are called."""
     if row.get("messages"):
         return row
-    (kind,) = [kind for kind in ("image", "video", "answer") if row.get(f"{kind}_0") is not None] or [""]
-    if not kind or (verdict := str(row["verdict"])) not in VERDICTS:
-        raise ValueError("a pair needs two candidates, and a verdict that is 1, 2 or tie")
-    sides, noun = [row[f"{kind}_0"], row[f"{kind}_1"]], kind.capitalize()
+    kinds = [kind for kind in ("image", "video", "answer") if row.get(f"{kind}_0") is not None]
+    if not kinds or (verdict := str(row["verdict"])) not in VERDICTS:
+        raise ValueError("a pair needs two candidates, a verdict: 1, 2 or tie")
+    sides, noun = [row[f"{kinds[0]}_0"], row[f"{kinds[0]}_1"]], kinds[0].capitalize()
     prompt, thought, media = row["prompt"], row.get("reasoning") or "", {}
     if swap:
         sides, verdict = sides[::-1], SWAPPED[verdict]
@@ -222,21 +213,20 @@ def make_chat(row: dict, swap: bool) -> dict:
         items = row.get(name) or row.get(f"{name}s") or []
         items = items if isinstance(items, list) else [items]
         prompt = prompt if f"<{name}>" in prompt else f"<{name}>" * len(items) + prompt
-        media[f"{name}s"] = items + (sides if name == kind else [])
-    shown = [re.sub("<(image|video)>", r"< \1>", x) if kind == "answer" else f"<{kind}>" for x in sides]
+        media[f"{name}s"] = items + (sides if name == kinds[0] else [])
+    shown = [re.sub("<(image|video)>", r"< \1>", x) if noun == "Answer" else f"<{kinds[0]}>" for x in sides]
     asked = f"{prompt}\n{noun} 1: {shown[0]}\n{noun} 2: {shown[1]}"
     said = (f"<think>{thought}</think>" if thought else "") + write_verdict(verdict, noun)
     turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-    return media | {"messages": turns, "noun": noun}
+    return media | {"messages": turns, "noun": noun, "verdict": verdict}
 
 
 def write_verdict(verdict: str, noun: str) -> str:
-    said = (f"{noun} 1 is better", f"{noun} 2 is better", "Both are equally good")[VERDICTS.index(verdict)]
-    return f"<answer>{said}</answer>"
+    return f"<answer>{VERDICTS[verdict].format(noun)}</answer>"
 
 
 def read_verdict(text: str) -> str | None:
-    """1, 2 or tie; None where the text has not exactly one <answer>, or another sentence in it."""
+    """None where the text has not exactly one <answer>, or another sentence in it."""
     sentence = "(?:Image|Video|Answer) ([12]) is better|Both are equally good"
     found = re.findall(f"<answer>(?:{sentence})</answer>", text)
     return found[0] or "tie" if len(found) == text.count("<answer>") == 1 else None
@@ -299,44 +289,32 @@ def end_token_ids(model, tokenizer) -> list[int]:
     return sorted({*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None})
 
 
-def split_chat(processor, chat: list[dict], end_ids: list[int]) -> list[tuple[int, list[int], Tensor]]:
-    """A chat -> samples (messages of the prompt, ids (T,), mask (T,)), a picture being one token. Trained are
-    the text of each assistant message and the EOS after it; the last one gets it where a template has none.
-
-    All pictures lie in prompts: answers after a further picture make another sample. Where a message lies is
-    counted: the tokens of the chat up to an answer, and up to its end, must be how those of the whole begin.
-    """
-    tokenizer, pictures, samples = getattr(processor, "tokenizer", processor), 0, []
+def split_chat(processor, chat: list[dict], end_ids: list[int]) -> list[tuple[int, int, list[int]]]:
+    """A chat -> of each assistant message its number, start, and the tokens up to the EOS after it (which the
+    last one always gets), a picture being one. Found by counting: the tokens of the chat up to an answer, and
+    up to its end, must be how the whole begins."""
+    tokenizer, answers = getattr(processor, "tokenizer", processor), []
     texts = [m | {"content": "".join(p.get("text", "") for p in m["content"])} for m in chat]
-    given, how = texts if tokenizer is processor else chat, {"chat_template": processor.chat_template}
 
     def tokens(n: int, prompted: bool) -> list[int]:
-        how["add_generation_prompt"] = prompted
-        return tokenizer.apply_chat_template(given[:n], return_dict=False, **how)
+        given = (texts if tokenizer is processor else chat)[:n]
+        how = {"chat_template": processor.chat_template, "add_generation_prompt": prompted}
+        return tokenizer.apply_chat_template(given, return_dict=False, **how)
 
     whole = [*tokens(len(chat), False), tokenizer.eos_token_id]
     for n, message in enumerate(chat):
-        pictures += sum(part["type"] != "text" for part in message["content"])
         if message["role"] == "assistant":
             head, body = tokens(n, True), tokens(n + 1, False)
             if whole[: len(head)] != head or whole[: len(body)] != body:
                 raise ValueError(f"the chat template writes message {n} differently when others follow")
             ends = [t + 1 for t in range(len(head), len(body)) if whole[t] in end_ids]
-            mask = torch.zeros(ends[0] if ends else len(body) + (n == len(chat) - 1), dtype=torch.bool)
-            mask[len(head) :] = True
-            if samples and samples[-1][0] == pictures:  # the sample goes on
-                _, n, before = samples.pop()
-                mask[: len(before)] |= before
-            samples.append((pictures, n, mask))
-    if chat[-1]["role"] != "assistant":
-        raise ValueError("a chat must end with an assistant's message")
-    return [(n, whole[: len(mask)], mask) for _, n, mask in samples]
+            answers.append((n, len(head), whole[: ends[0] if ends else len(body) + (n == len(chat) - 1)]))
+    return answers
 
 
 def begin_prompt(model, processor, messages: list[dict], head: list[int], begun: dict) -> int:
-    """begun becomes a prompt of common/packing.py: messages, whose tokens are head (a picture being one), up to
-    the last picture; all of them without pictures or if begun["whole"]. What it is already is not done again.
-    -> how many of these tokens it holds."""
+    """begun becomes a prompt of common/packing.py, if it isn't yet: messages up to the last picture, or all
+    (without one, or begun["whole"]) -> its part of head, their tokens with pictures as one."""
     media_ids = packing.media_token_ids(model.config)
     places = [t + 1 for t, token in enumerate(head) if token in media_ids]
     n = places[-1] if places and not begun["whole"] else len(head)
@@ -346,12 +324,12 @@ def begin_prompt(model, processor, messages: list[dict], head: list[int], begun:
         key.update(f"{x.shape} {part.get('taken')}".encode() + x.tobytes())
     if begun.get("key") != key.digest():
         inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
-        inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
         (_, P), ids = inputs["input_ids"].shape, inputs["input_ids"][0].tolist()
-        if ids[P - len(head) + n :] != head[n:]:  # the processor writes what follows a picture differently
-            n = len(head)
-            key.update(str(head).encode())
-        inputs = {k: x[:, : P - len(head) + n] if x.shape[:2] == (1, P) else x for k, x in inputs.items()}
+        if ids[P - len(head) + n :] != head[n:]:  # rewritten by the processor
+            begun["whole"] = True
+            return begin_prompt(model, processor, messages, head, begun)
+        inputs, end = {name: torch.as_tensor(x) for name, x in inputs.items()}, P - len(head) + n
+        inputs = {k: x[:, :end] if x.shape[:2] == (1, P) else x for k, x in inputs.items()}
         begun |= packing.make_prompt(model, inputs) | {"key": key.digest()}
     return n
 
@@ -423,72 +401,67 @@ class Judge(nn.ModuleDict):
 
 
 def next_token_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
-    """L = -sum over t of log p(token_t | what is before it) / num_tokens. logprobs (M,): of a pack's trained
-    tokens; num_tokens: of the whole step, so that the losses of its packs, on all ranks, add up to the mean.
-    logprobs [-1, -3], 8 trained tokens in the step -> 0.5"""
+    """L = -sum over t of log p(token t | those before) / num_tokens: logprobs (M,) of a pack, num_tokens of
+    the step, so that its packs, on all ranks, add up to the mean. [-1, -3], 8 -> 0.5"""
     return -logprobs.sum() / num_tokens
 
 
-def wilson_interval(successes: float, trials: int, z: float = 1.96) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
     """95 % interval of a rate p: (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n),
     E. B. Wilson 1927. 9 of 10 -> (0.596, 0.982)"""
-    p, z2 = successes / trials, z * z / trials
-    middle, spread = p + z2 / 2, z * math.sqrt(p * (1 - p) / trials + z2 / (4 * trials))
-    return max(0.0, (middle - spread) / (1 + z2)), min(1.0, (middle + spread) / (1 + z2))
+    p, n, z = successes / trials, trials, 1.96
+    middle, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, (middle - spread) / (1 + z * z / n)), min(1.0, (middle + spread) / (1 + z * z / n))
 
 
 # ---- rollout ----
 
 
 def generate_greedily(args: Args, model, prompts: list[dict], end_ids: list[int]) -> list[Tensor]:
-    """The likeliest tokens after each prompt (R_b,), up to an EOS if one comes before the length limit."""
+    """The likeliest tokens after each prompt (R_b,), up to an EOS or the length limit."""
     if not packing.is_packed(model):
         return packing.generate_plain(model, prompts, 1, args.max_response_length, end_ids, 0.0)[0]
-    decoder, end, tokens = packing.Decoder(model, prompts, 1), torch.tensor(end_ids, device=model.device), []
-    while len(tokens) < args.max_response_length:
-        tokens.append(packing.next_logprobs(model, decoder.hidden, 1.0).argmax(-1))  # (S,)
-        ended = torch.isin(torch.stack(tokens, dim=1), end)  # (S, t)
+    decoder, end = packing.Decoder(model, prompts, 1), torch.tensor(end_ids, device=model.device)
+    tokens = end.new_empty(len(prompts), 0)
+    while tokens.shape[1] < args.max_response_length:
+        token = packing.next_logprobs(model, decoder.hidden, 1.0).argmax(-1)  # (S,)
+        tokens = torch.cat([tokens, token[:, None]], dim=1)  # (S, t)
+        ended = torch.isin(tokens, end)
         if ended.any(1).all():
             break
-        decoder.step(tokens[-1])
+        decoder.step(token)
     kept = ended.cumsum(1) - ended.long() == 0  # up to the first EOS
-    return [row[mask] for row, mask in zip(torch.stack(tokens, dim=1).cpu(), kept.cpu())]
+    return [row[mask] for row, mask in zip(tokens.cpu(), kept.cpu())]
 
 
 @torch.no_grad()
 def write_judgements(args: Args, model, tokenizer, rows: list[dict]) -> list[dict]:
-    """The model as a judge -> of each row, see encode_row, what it writes, the verdict in that, the loss (a sum
-    over tokens) of the true judgement, and of a pair the probabilities of all verdicts, by its own reasoning:
-
-    p(verdict) = softmax over verdicts of log p(reasoning <answer>verdict</answer> | prompt)
-    """
+    """The model as a judge -> per row of encode_row what it writes, its verdict, the summed loss of the true
+    one, and p(verdict) = softmax over verdicts of log p(own reasoning, verdict | prompt)."""
     prompts = [row["samples"][-1] | {"index": i, "seed": 0} for i, row in enumerate(rows)]
-    end_ids, k = (
-        end_token_ids(model, tokenizer),
-        1 + len(VERDICTS),
-    )  # responses of a row: the truth, 1, 2, tie
+    end_ids, k, responses, judged = end_token_ids(model, tokenizer), 1 + len(VERDICTS), [], []
     written = generate_greedily(args, model, prompts, end_ids)
-    texts, responses, masks, judged = tokenizer.batch_decode(written, skip_special_tokens=True), [], [], []
-    for row, prompt, text in zip(rows, prompts, texts):
+    texts = tokenizer.batch_decode(written, skip_special_tokens=True)
+    for row, prompt, text in zip(rows, prompts, texts):  # k responses each: the truth, all verdicts
         said = [text.partition("<answer>")[0] + write_verdict(verdict, row["noun"]) for verdict in VERDICTS]
-        said = [torch.tensor(ids) for ids in tokenizer(said, add_special_tokens=False)["input_ids"]]
-        responses += [prompt["ids"], *said]
-        masks += [prompt["mask"], *(torch.ones(len(ids), dtype=torch.bool) for ids in said)]
-    masks, room = nn.utils.rnn.pad_sequence(masks, True), 2 * args.micro_batch_tokens  # no graph is kept
-    logprobs, groups = torch.zeros(masks.shape), [(i, [*range(k * i, k * i + k)]) for i in range(len(rows))]
+        ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+        responses += [prompt["ids"], *map(torch.tensor, ids)]
+    groups = [(i, [*range(k * i, k * i + k)]) for i in range(len(rows))]
+    room = args.micro_batch_tokens + 2 * args.max_response_length
     given = groups, prompts, lambda indices: [prompts[i] for i in indices], responses, room
+    logprobs = torch.zeros(len(responses), max(map(len, responses)), dtype=torch.float64)  # (B, R)
     for pack in packing.packs_of_rank(*given, packed=packing.is_packed(model)):
-        logprobs[pack.index] = packing.response_logprobs(model, pack.to(model.device))[0].float().cpu()
-    sums = (logprobs.double() * masks).sum(1).view(-1, k)  # (n, k)
-    for row, prompt, own, ids, text in zip(rows, prompts, sums, written, texts):
-        verdict, truth, soft = read_verdict(text), row["truth"], own[1:].softmax(0).tolist()
+        logprobs[pack.index] = packing.response_logprobs(model, pack.to(model.device))[0].double().cpu()
+    for row, prompt, own, ids, text in zip(rows, prompts, logprobs.split(k), written, texts):
+        verdict, truth = read_verdict(text), row["truth"]
+        soft = dict(zip(VERDICTS, own[1:].sum(1).softmax(0).tolist()))
         judged.append({
-            "response": text, "verdict": verdict, "truth": truth, "probabilities": dict(zip(VERDICTS, soft)),
-            "accuracy": None if truth is None else verdict == truth,  # one that can't be read is never right
-            "soft_accuracy": VERDICTS[int(np.argmax(soft))] == truth if row["noun"] else None,
+            "response": text, "verdict": verdict, "truth": truth, "probabilities": soft,
+            "accuracy": None if truth is None else verdict == truth,
+            "soft_accuracy": None if truth is None else max(soft, key=soft.get) == truth,
             "parse_rate": verdict is not None, "tie_rate": verdict == "tie",
             "length": len(ids), "truncated_frac": int(ids[-1]) not in end_ids,
-            "loss": -float(own[0]), "tokens": int(prompt["mask"].sum()),
+            "loss": -float(own[0].sum()), "tokens": len(prompt["ids"]),
         })  # fmt: skip
     return judged
 
@@ -522,9 +495,8 @@ def sum_over_ranks(table: Tensor, device) -> Tensor:
 
 
 def gather(own: list) -> list:
-    """The lists of all ranks, one after the other."""
     gathered = [own] * WORLD_SIZE
-    if WORLD_SIZE > 1:
+    if WORLD_SIZE > 1:  # alone: see sum_over_ranks
         dist.all_gather_object(gathered, own)
     return sum(gathered, [])
 
@@ -587,58 +559,47 @@ def optimizer_step(engine) -> tuple[float, bool]:
 # ---- update ----
 
 
-def packs_of_batch(args: Args, data, entries: list[int], actor) -> tuple[list, int, int]:
-    """-> this rank's packs of some entries, which predict trained tokens only; the number of these on all ranks;
-    how many entries can be used. Samples with the same prompt share it: pictures and first tokens."""
+def train_rows(args: Args, data, entries: list[int], engine) -> tuple[float, int, int]:
+    """Gradients of some entries -> loss, trained tokens, usable entries, of all ranks. Equal prompts are
+    shared: pictures and first tokens."""
     own, alike = data.encode(np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()), defaultdict(list)
-    names = ("index", "key", "length", "kinds", "ids", "mask")  # what all ranks need: no pictures
+    names = ("index", "key", "length", "kinds", "ids", "start")  # what all ranks know: no pictures
     samples = gather([{name: sample[name] for name in names} for row in own for sample in row["samples"]])
     if (usable := len({sample["index"][0] for sample in samples})) * 2 < len(entries):
         fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
     for b, sample in enumerate(samples):
         alike[sample["key"]].append(b)
     groups, responses = [(own[0], own) for own in alike.values()], [sample["ids"] for sample in samples]
-    masks, packs = nn.utils.rnn.pad_sequence([sample["mask"] for sample in samples], True), []  # (B, R)
+    starts = torch.tensor([sample["start"] for sample in samples])  # (B,)
+    num_tokens, total = sum(map(len, responses)) - int(starts.sum()), torch.zeros((), device=engine.device)
     whole = lambda indices: [data.encode([e])[0]["samples"][part] for e, part in indices]  # noqa: E731
     given = groups, samples, whole, responses, args.micro_batch_tokens, RANK, WORLD_SIZE
-    how = {"packed": packing.is_packed(actor.module.model), "media_everywhere": args.zero_stage > 0}
-    for pack in packing.packs_of_rank(*given, **how):
-        trained = masks[pack.index]  # (M,)
-        pack = pack._replace(targets=pack.targets[trained], predict_from=pack.predict_from[trained])
-        packs.append(pack.to(actor.device))
-    return packs, int(masks.sum()), usable
-
-
-def train_step(args: Args, data, entries: list[int], actor) -> dict[str, float]:
-    """One optimizer step on some entries of the data -> metrics."""
-    packs, num_tokens, usable = packs_of_batch(args, data, entries, actor)
-    sums = torch.zeros(2, device=actor.device)  # loss, tokens of the packs
+    packed = packing.is_packed(engine.module.model)
+    packs = [*packing.packs_of_rank(*given, packed, media_everywhere=args.zero_stage > 0)]
     for k, pack in enumerate(packs):
-        actor.set_gradient_accumulation_boundary(k == len(packs) - 1)
-        loss = next_token_loss(actor(pack), num_tokens)
+        trained = pack.index[1] >= starts[pack.index[0]]  # (M,)
+        pack = pack._replace(targets=pack.targets[trained], predict_from=pack.predict_from[trained])
+        loss = next_token_loss(engine(pack.to(engine.device)), num_tokens)
+        engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
         # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
-        actor.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
-        sums += torch.stack([loss.detach(), loss.new_tensor(pack.inputs["input_ids"].numel())])
-    norm, taken = optimizer_step(actor)
-    metrics = dict(zip(("loss/sft", "train/packed_tokens"), sum_over_ranks(sums, actor.device).tolist()))
-    metrics |= {"train/grad_norm": norm if taken else 0.0, "train/skipped_updates": int(not taken)}
-    return metrics | {"train/trained_tokens": num_tokens, "train/rows_dropped": len({*entries}) - usable}
+        engine.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
+        total += loss.detach()
+    return float(sum_over_ranks(total, engine.device)), num_tokens, usable
 
 
 # ---- evaluate ----
 
 
 def evaluate(args: Args, model, judge, data) -> tuple[dict[str, float], list[dict]]:
-    """The held-out rows, pairs in both orders, dealt out to the ranks -> metrics, and a record of each row.
-    judge: the model, or its unsharded copy."""
+    """Held-out rows, dealt out to the ranks -> metrics, records. judge: the model or its unsharded copy."""
     if judge is not model:
         judge.load_state_dict(merged_state_dict(model))
     own, judged = np.array_split(np.array(sum(data.groups, [])), WORLD_SIZE)[RANK].tolist(), []
     for start in range(0, len(own), args.generation_batch_size):
         rows = data.encode(own[start : start + args.generation_batch_size])
         for row, record in zip(rows, write_judgements(args, judge, data.tokenizer, rows) if rows else []):
-            columns = {name: x for name, x in row["row"].items() if isinstance(x, str | int | float)}
-            judged.append((row["index"], {"phase": "eval", "row": row["index"] // 2} | columns | record))
+            shown = {name: x for name, x in row["row"].items() if isinstance(x, str | int | float)}
+            judged.append((row["index"], shown | {"phase": "eval", "row": row["index"] // 2} | record))
     judged = dict(sorted(gather(judged)))
     for entry, record in judged.items():
         swapped = judged.get(entry ^ 1, {})
@@ -649,15 +610,14 @@ def evaluate(args: Args, model, judge, data) -> tuple[dict[str, float], list[dic
 
 
 def judge_metrics(records: list[dict]) -> dict[str, float]:
-    """Means over the records that have what a metric needs: a verdict, two sides."""
-    loss = sum(r["loss"] for r in records) / sum(r["tokens"] for r in records)
-    metrics = {"eval/loss": loss, "eval/num_samples": len(records)}
+    """Means over the records that have what it takes: a verdict, two sides."""
     names = "accuracy soft_accuracy swap_consistency parse_rate tie_rate length truncated_frac".split()
     columns = {name: [float(r[name]) for r in records if r[name] is not None] for name in names}
-    metrics |= {f"eval/{name}": float(np.mean(values)) for name, values in columns.items() if values}
+    metrics = {f"eval/{name}": float(np.mean(values)) for name, values in columns.items() if values}
     if right := columns["accuracy"]:
         metrics["eval/accuracy_low"], metrics["eval/accuracy_high"] = wilson_interval(sum(right), len(right))
-    return metrics
+    loss = sum(r["loss"] for r in records) / sum(r["tokens"] for r in records)
+    return metrics | {"eval/loss": loss, "eval/num_samples": len(records)}
 
 
 # ---- save, resume, log ----
@@ -746,27 +706,25 @@ def main(args: Args) -> dict[str, float]:
     run_dir, checkpoint = find_run(args)
     fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
     dtype = torch.float32 if fp32 else torch.bfloat16
-    torch.manual_seed(args.seed)  # of LoRA's first weights
+    torch.manual_seed(args.seed)  # of LoRA
 
     # --- 2. models and engines ---
     model = load_model(args.model, dtype)
-    processor = transformers.AutoProcessor.from_pretrained(args.model)  # of a text model: its tokenizer
-    data = load_data(args, args.dataset, args.dataset_split, model, processor, training=True)
-    num_rows, batch = sum(map(len, data.groups)), args.train_batch_size
-    total_steps = args.total_steps or math.ceil(args.epochs * num_rows / batch)
+    processor = transformers.AutoProcessor.from_pretrained(args.model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (args.freeze and re.search(args.freeze, name)))
     if args.lora_rank:
         add_adapters(args, model)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    actor = make_engine(args, Judge({"model": model}), dtype, total_steps)
-    actor.eval()
-    state = {"step": 0, "before": {}, "best": -math.inf, "skipped": 0}  # skipped: updates in a row
+    engine = make_engine(args, Judge({"model": model}), dtype, args.total_steps)
+    engine.eval()
+    state = {"step": 0, "before": {}, "best": -math.inf, "skipped": 0}
     if checkpoint is not None:
-        state = actor.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")[1]["ours"]
+        state = engine.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")[1]["ours"]
 
     # --- 3. data ---
+    data = load_data(args, args.dataset, args.dataset_split, model, processor, True)
     source = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None)
     eval_data = load_data(args, source, args.eval_dataset_split, model, processor, False) if source else None
     if RANK == 0:
@@ -776,63 +734,57 @@ def main(args: Args) -> dict[str, float]:
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
             path.write_text("".join(lines))
-    tell(f"{run_dir}: {num_rows} rows, {total_steps} steps, {WORLD_SIZE} rank(s), {device}, {dtype}")
-    rows = data.encode(batch_entries(0, min(16, num_rows), data.groups, args.seed))
-    probes = {s["kinds"]: s for row in rows for s in row["samples"]}  # of a text, with a picture, ...
-    probes = [*probes.values()] or fail(f"{args.dataset}: no row can be used")
-    tell(packing.prove_packing(model, actor, probes))
-    judge = load_model(args.model, dtype).to(device) if args.zero_stage == 3 else model  # see evaluate
+    tell(f"{run_dir}: {sum(map(len, data.groups))} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
+    rows = data.encode(sum(data.groups[:16], [])[:16]) or fail(f"{args.dataset}: no row can be used")
+    probes = {sample["kinds"]: sample for row in rows for sample in row["samples"]}
+    tell(packing.prove_packing(model, engine, [*probes.values()]))
+    judge = load_model(args.model, dtype).to(device) if args.zero_stage == 3 else model
     packing.switch_attention(judge, model.config.get_text_config()._attn_implementation)
     received, stopped, saved = [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
-    if eval_data and not state["before"]:  # a resumed run has it
-        state["before"], records = evaluate(args, model, judge, eval_data)
+    if eval_data and not state["before"]:
+        state["before"], samples = evaluate(args, model, judge, eval_data)
         if f"eval/{args.best_metric}" not in state["before"]:
-            fail(f"--best-metric {args.best_metric}: {source} has only {', '.join(state['before'])}")
-        log(args, run_dir, {"train/step": 0, "train/episode": 0, **state["before"]}, records)
-    steps = range(state["step"] + 1, total_steps + 1)
-    hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step instead
-    for step in (bar := tqdm(steps, "grm_sft", total_steps, initial=state["step"], disable=hidden)):
-        # --- 4. rollout, 5. score, 6. advantages: none, judgements are given and all their tokens weigh 1 ---
-        began, state["step"] = time.perf_counter(), step
-        entries = batch_entries((step - 1) * batch, batch, data.groups, args.seed)
-
+            fail(f"--best-metric: {source} gives {', '.join(state['before'])}")
+        log(args, run_dir, {"train/step": 0, **state["before"]}, samples)
+    steps = range(state["step"] + 1, args.total_steps + 1)
+    for step in tqdm(steps, "grm_sft", args.total_steps, initial=steps.start - 1, disable=RANK > 0 or None):
         # --- 7. update ---
-        actor.train()
-        metrics, records = train_step(args, data, entries, actor), []
-        actor.eval()
+        start, n = time.perf_counter(), args.train_batch_size
+        entries = batch_entries((step - 1) * n, n, data.groups, args.seed)
+        engine.train()
+        loss, num_tokens, usable = train_rows(args, data, entries, engine)
+        norm, taken = optimizer_step(engine)
+        engine.eval()
+        state |= {"step": step, "skipped": 0 if taken else state["skipped"] + 1}
+        seconds = time.perf_counter() - start
 
-        # --- 8. sync weights: before an evaluation ---
         # --- 9. log ---
-        seconds = time.perf_counter() - began
-        metrics |= {"train/learning_rate": actor.get_lr()[0], "time/samples_per_second": batch / seconds}
-        metrics |= {"train/step": step, "train/episode": step * batch, "time/total": seconds}
-        shown = {"loss": f"{metrics['loss/sft']:.4f}"}
+        metrics = {"train/step": step, "train/learning_rate": engine.get_lr()[0]}
+        metrics |= {"loss/sft": loss, "train/trained_tokens": num_tokens, "time/total": seconds}
+        metrics |= {"train/grad_norm": norm if taken else 0.0, "train/skipped_updates": int(not taken)}
+        metrics["rollout/prompts_dropped"], samples = len({*entries}) - usable, []
 
         # --- 10. eval and save ---
-        last, better = step == total_steps, False
-        state["skipped"] = metrics["train/skipped_updates"] * (state["skipped"] + 1)
+        last, hopeless, better = step == args.total_steps, state["skipped"] >= 5, False
         if eval_data and (last or (args.eval_steps and step % args.eval_steps == 0)):
-            evaluated, records = evaluate(args, model, judge, eval_data)
+            evaluated, samples = evaluate(args, model, judge, eval_data)
             metrics |= evaluated
             value = metrics[f"eval/{args.best_metric}"] * (-1 if args.best_metric == "loss" else 1)
             better, state["best"] = value > state["best"], max(value, state["best"])
-            shown[f"eval/{args.best_metric}"] = f"{abs(value):.3f}"
-        bar.set_postfix(shown)
-        log(args, run_dir, metrics, records)
-        if hidden:
-            tell(f"step {step} of {total_steps}, {seconds:.2f} s: {shown}")
+            tell(f"held-out {args.best_metric} {abs(value):.3f}")
+        log(args, run_dir, metrics, samples)
+        tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: loss {loss:.4f}")
         stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike
-        hopeless = state["skipped"] >= 5
         if last or stopped or hopeless or better or (args.save_steps and step % args.save_steps == 0):
-            saved = save_checkpoint(args, run_dir, {"actor": actor}, processor, state)
+            saved = save_checkpoint(args, run_dir, {"actor": engine}, processor, state)
         if better and RANK == 0:
-            shutil.copytree(saved, run_dir / "best.tmp", ignore=shutil.ignore_patterns("state"))
+            shutil.copytree(saved, run_dir / "best.tmp", ignore=lambda *_: ["state"], dirs_exist_ok=True)
             shutil.rmtree(run_dir / "checkpoint-best", ignore_errors=True)
             (run_dir / "best.tmp").rename(run_dir / "checkpoint-best")
         if hopeless:
-            fail(f"gradients were not finite since step {step - 4}; {saved} has the weights from before")
+            fail(f"step {step}: 5 times in a row no finite gradients; the weights before: {saved}")
         if stopped:
             break
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -191,9 +190,7 @@ def test_rows_of_one_picture_form_a_group_in_both_orders(tiny_vl):
     assert len(sum(data.groups, [])) == len({*sum(data.groups, [])}) == 400 and len(data.groups) < 200
     for group in data.groups:
         assert all(entry ^ 1 in group for entry in group)
-    one_order = load(grm_sft.Args(train_samples=200, both_orders=False, group_by_media=False), True)
-    assert [len(group) for group in one_order.groups] == [1] * 200
-    held_out = load(grm_sft.Args(eval_samples=10, both_orders=False, seed=1), False)
+    held_out = load(grm_sft.Args(eval_samples=10, seed=1), False)
     assert len(sum(held_out.groups, [])) == 20, "an evaluation always asks in both orders"
     other = load(grm_sft.Args(eval_samples=10, seed=2), False)
     entries = sum(held_out.groups, [])
@@ -207,8 +204,7 @@ def test_rows_of_one_picture_form_a_group_in_both_orders(tiny_vl):
 def trained(tiny_vl, row: dict, **how) -> list[list[str]]:
     """The trained tokens of each sample."""
     samples = encode(tiny_vl, row, **how)["samples"]
-    assert all(s["mask"].dtype == torch.bool and len(s["mask"]) == len(s["ids"]) for s in samples)
-    return [tiny_vl[2].convert_ids_to_tokens(s["ids"][s["mask"]].tolist()) for s in samples]
+    return [tiny_vl[2].convert_ids_to_tokens(s["ids"][s["start"] :].tolist()) for s in samples]
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -217,14 +213,13 @@ def test_masks(whole, tiny_vl, rows):
     row = rows[4] | {"verdict": "1", "reasoning": "red"}
     (tokens,) = trained(tiny_vl, row, whole=whole)
     assert "".join(tokens) == "".join(want) and tokens[0] == "<think>" and tokens[-2:] == ["</answer>", END]
-    chat = trained(tiny_vl, rows[6], whole=whole)
-    joined = ["".join(part) for part in chat]
-    assert joined == [f"<answer>8</answer>{END}", f"<think>less</think>{END}yes{END}"], "a sample per picture"
+    chat = ["".join(part) for part in trained(tiny_vl, rows[6], whole=whole)]
+    assert chat == [f"<answer>8</answer>{END}", f"<think>less</think>{END}", f"yes{END}"], "one sample each"
     samples = encode(tiny_vl, rows[6], whole=whole)["samples"]
-    assert [s["kinds"] for s in samples] == [("image_grid_thw", "pixel_values")] * 2
-    assert [len(s["image"]) for s in samples] == [1, 2]
-    between = samples[1]["ids"][~samples[1]["mask"]].tolist()
-    assert "sure?" in tiny_vl[2].decode(between), "a user's turn is read and not trained"
+    assert [len(s["image"]) for s in samples] == [1, 2, 2] and [s["index"][1] for s in samples] == [0, 1, 2]
+    before = torch.cat([samples[2]["prompt_ids"], samples[2]["ids"][: samples[2]["start"]]])
+    before = tiny_vl[2].decode(before)
+    assert "less</think>" in before and before.endswith(f"sure?{END}\n<|im_start|>assistant\n")
 
 
 def test_data_can_not_end_a_turn(tiny_vl):
@@ -243,7 +238,7 @@ class Text:
     def split(self, *turns: tuple[str, str]) -> list[str]:
         chat = [say(role, [{"type": "text", "text": text}]) for role, text in turns]
         found = grm_sft.split_chat(self.tokenizer, chat, [self.tokenizer.eos_token_id])
-        return [self.tokenizer.decode([t for t, m in zip(ids, mask) if m]) for _, ids, mask in found]
+        return [self.tokenizer.decode(ids[start:]) for _, start, ids in found]
 
 
 ASK = "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -252,17 +247,12 @@ TURNS = ("user", "a"), ("assistant", "ok"), ("user", "b"), ("assistant", "no")
 
 def test_masks_of_templates_with_and_without_eos(tiny_text_model):
     line = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
-    assert Text(tiny_text_model, line + "<|end|>\n\n{% endfor %}" + ASK).split(*TURNS) == [
-        "ok<|end|>no<|end|>"
-    ]
-    assert Text(tiny_text_model, line + "\n{% endfor %}" + ASK).split(*TURNS) == ["ok\nno\n<|end|>"]
-    rewriting = Text(
-        tiny_text_model, "{% for m in messages %}{{ m['content'] if loop.last else 'x' }}|{% endfor %}"
-    )
+    with_eos = Text(tiny_text_model, line + "<|end|>\n\n{% endfor %}" + ASK)
+    assert with_eos.split(*TURNS) == ["ok<|end|>", "no<|end|>"]
+    assert Text(tiny_text_model, line + "\n{% endfor %}" + ASK).split(*TURNS) == ["ok\n", "no\n<|end|>"]
+    shortened = "{% for m in messages %}{{ m['content'] if loop.last else 'x' }}|{% endfor %}"
     with pytest.raises(ValueError, match="message 1 differently"):
-        rewriting.split(*TURNS)
-    with pytest.raises(ValueError, match="must end with an assistant"):
-        Text(tiny_text_model, line + "\n{% endfor %}" + ASK).split(*TURNS[:3])
+        Text(tiny_text_model, shortened).split(*TURNS)
 
 
 # --- prompts and packs ---
@@ -303,7 +293,7 @@ def losses_one_by_one(tiny_vl, rows: list[dict], entries: list[int]) -> tuple[to
             logits = model(**pack.inputs).logits[0, sample["length"] - 1 : -1].float()  # (R, V)
             logits[:, packing.media_token_ids(model.config)] = -math.inf
             nll = torch.nn.functional.cross_entropy(logits, sample["ids"], reduction="none")
-            total, count = total + nll[sample["mask"]].sum(), count + int(sample["mask"].sum())
+            total, count = total + nll[sample["start"] :].sum(), count + len(nll) - sample["start"]
     return model, total / count, count
 
 
@@ -313,18 +303,31 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return found
 
 
-def packed_loss(tiny_vl, judgements: str, entries: list[int], attention: str, **flags):
+class Engine(grm_sft.Judge):
+    """What train_rows takes of DeepSpeed's engine, and the packs that it runs."""
+
+    def __init__(self, attention: str):
+        super().__init__({"model": grm_sft.load_model(TINY, torch.float32).eval()})
+        packing.switch_attention(self.model, attention)
+        self.packs, self.device = [], self.model.device
+
+    module = property(lambda self: self)
+
+    def set_gradient_accumulation_boundary(self, last: bool):
+        pass
+
+    def backward(self, loss, scale_wrt_gas):
+        loss.backward()
+
+    def forward(self, pack):
+        self.packs.append(pack)
+        return super().forward(pack)
+
+
+def train_rows(tiny_vl, judgements: str, entries: list[int], attention: str = "packed", **flags):
     args = grm_sft.Args(video_fps=8.0, **flags)
-    data = grm_sft.load_data(args, judgements, "train", *tiny_vl[:2], True)
-    model = grm_sft.load_model(TINY, torch.float32).eval()
-    packing.switch_attention(model, attention)
-    judge = grm_sft.Judge({"model": model})
-    actor = SimpleNamespace(module=judge, device=model.device)
-    packs, num_tokens, usable = grm_sft.packs_of_batch(args, data, entries, actor)
-    assert usable == len(entries)
-    loss = sum(grm_sft.next_token_loss(judge(pack), num_tokens) for pack in packs)
-    loss.backward()
-    return model, loss, num_tokens, packs
+    data, engine = grm_sft.load_data(args, judgements, "train", *tiny_vl[:2], True), Engine(attention)
+    return engine, *grm_sft.train_rows(args, data, entries, engine)
 
 
 @pytest.mark.slow
@@ -335,19 +338,18 @@ def test_packed_loss_and_gradient_are_those_of_one_row_at_a_time(tiny_vl, rows, 
     want_gradients = gradients(plain)
     sizes = []
     for flags in ({}, {"micro_batch_tokens": 320}, {"attention": "sdpa"}):
-        flags = {"attention": "packed", **flags}
-        model, got, num_tokens, packs = packed_loss(tiny_vl, judgements, entries, **flags)
-        assert num_tokens == count and abs(got.item() - want.item()) < 1e-5, flags
-        found = gradients(model)
+        engine, got, num_tokens, usable = train_rows(tiny_vl, judgements, entries, **flags)
+        assert (num_tokens, usable) == (count, len(entries)) and abs(got - want.item()) < 1e-5, flags
+        found = gradients(engine.model)
         assert found.keys() == want_gradients.keys()
         gap = sum((found[n] - g).norm() ** 2 for n, g in want_gradients.items())
         assert gap < 1e-8 * sum(g.norm() ** 2 for g in want_gradients.values()), flags
-        sizes.append(len(packs))
-    assert sizes[0] == 1 and sizes[1] >= 3 and sizes[2] == len(entries) + 1
+        sizes.append(len(engine.packs))
+    assert sizes[0] == 1 and sizes[1] >= 3 and sizes[2] == len(entries) + 2
 
 
 def test_rows_of_one_picture_share_it_in_a_pack(tiny_vl, rows, judgements):
-    _, _, _, (pack,) = packed_loss(tiny_vl, judgements, [8, 9, 10, 11], "packed")
+    (pack,) = train_rows(tiny_vl, judgements, [8, 9, 10, 11])[0].packs
     assert len(pack.media["image"]) == 1 and len(pack.rows) == 4
     alone = [encode(tiny_vl, rows[e // 2], e, whole=False)["samples"][0] for e in (8, 9, 10, 11)]
     assert pack.inputs["input_ids"].numel() == alone[0]["length"] + sum(len(s["ids"]) for s in alone)
@@ -511,10 +513,7 @@ def test_kills_do_no_harm(grm, start, tmp_path, judgements):
 
 def test_a_text_model_on_the_plain_path_learns_texts(run, tiny_text_model, rows, tmp_path, monkeypatch):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_text_model)
-    tokenizer.chat_template = Text(
-        tiny_text_model, "{% for m in messages %}{{ m['content'] }}\n{% endfor %}" + ASK
-    )
-    tokenizer.chat_template = tokenizer.chat_template.tokenizer.chat_template
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}" + ASK
     model = grm_sft.load_model(tiny_text_model, torch.float32)
     folders = []
     for name in ("packed", "plain"):
@@ -530,9 +529,7 @@ def test_a_text_model_on_the_plain_path_learns_texts(run, tiny_text_model, rows,
         }
         folders.append(run("grm_sft", **FLAGS | flags, run_name=name))
     runs = [read_jsonl(folder / "metrics.jsonl") for folder in folders]
-    differ = metrics_differ(*runs)
-    differ.pop("train/packed_tokens")
-    assert max(differ.values()) < 1e-4, differ
+    assert max(metrics_differ(*runs).values()) < 1e-4
 
 
 # --- what is wrong ---
@@ -541,19 +538,19 @@ def test_a_text_model_on_the_plain_path_learns_texts(run, tiny_text_model, rows,
 def test_rows_that_can_not_be_used_are_left_out_and_named(grm, rows, tmp_path, capsys):
     bad = [
         rows[3] | {"verdict": "3"}, rows[0] | {"image_1": "nope.png"}, rows[3] | {"prompt": "long " * 900},
-        {"messages": [say("user", "hello")]}, {"messages": [say("user", "<image>?"), say("assistant", "a")]},
+        {"messages": [say("user", "<image>?"), say("assistant", "a")]}, {"messages": [say("user", "hello")]},
         {"prompt": "no sides", "verdict": "1"},
     ]  # fmt: skip
-    folder = grm(dataset=write_jsonl(tmp_path / "bad.jsonl", rows + bad), total_steps=1, train_batch_size=26)
-    assert read_jsonl(folder / "metrics.jsonl")[-1]["train/rows_dropped"] == 10
+    folder = grm(dataset=write_jsonl(tmp_path / "bad.jsonl", rows + bad), total_steps=1, train_batch_size=24)
+    assert read_jsonl(folder / "metrics.jsonl")[-1]["rollout/prompts_dropped"] == 10
     found = capsys.readouterr().err
-    for number, word in zip(range(8, 14), ("'3'", "nope.png", "max-length", "assistant", "places", "Stop")):
+    for number, word in zip((8, 9, 10, 11, 13), ("verdict", "nope.png", "max-length", "places", "candid")):
         assert f"row {number} is left out" in found and word in found, (number, word, found)
 
 
 CASES = {
     "micro batch": (["--micro-batch-tokens"], {"micro_batch_tokens": 100}),
-    "best metric": (["--best-metric nope", "accuracy"], {"best_metric": "nope"}),
+    "best metric": (["--best-metric", "eval/accuracy"], {"best_metric": "nope"}),
     "columns": (["has columns a", "verdict"], {"dataset": [{"a": 1}]}),
     "all rows bad": (["no row can be used"], {"dataset": [{"prompt": "a", "verdict": "1"}]}),
     "resume": (["--run-name"], {"resume": "auto", "run_name": None}),
