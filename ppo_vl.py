@@ -144,7 +144,7 @@ class Args:
     eval_num_samples: int = 8  # sampled responses per held-out prompt, besides the greedy one
     save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only there
     save_total_limit: int = 2  # checkpoints kept, newest first
-    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too (wandb: see WANDB_PROJECT)
+    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too
 
 
 def check_args(args: Args) -> None:

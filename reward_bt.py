@@ -88,7 +88,7 @@ class Args:
     eval_samples: int = 1000  # of each held-out set
     save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only there
     save_total_limit: int = 2  # checkpoints kept, newest first
-    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too (wandb: see WANDB_PROJECT)
+    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too
 
 
 def check_args(args: Args) -> None:
