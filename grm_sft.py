@@ -306,7 +306,7 @@ def split_chat(processor, chat: list[dict], end_ids: list[int]) -> list[tuple[in
         if message["role"] == "assistant":
             head, body = tokens(n, True), tokens(n + 1, False)
             if whole[: len(head)] != head or whole[: len(body)] != body:
-                raise ValueError(f"the chat template writes message {n} differently when others follow")
+                raise ValueError(f"the chat template writes message {n} differently if others follow")
             ends = [t + 1 for t in range(len(head), len(body)) if whole[t] in end_ids]
             answers.append((n, len(head), whole[: ends[0] if ends else len(body) + (n == len(chat) - 1)]))
     return answers
@@ -706,7 +706,7 @@ def main(args: Args) -> dict[str, float]:
     run_dir, checkpoint = find_run(args)
     fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
     dtype = torch.float32 if fp32 else torch.bfloat16
-    torch.manual_seed(args.seed)  # of LoRA
+    torch.manual_seed(args.seed)
 
     # --- 2. models and engines ---
     model = load_model(args.model, dtype)
@@ -748,7 +748,7 @@ def main(args: Args) -> dict[str, float]:
         if f"eval/{args.best_metric}" not in state["before"]:
             fail(f"--best-metric: {source} gives {', '.join(state['before'])}")
         log(args, run_dir, {"train/step": 0, **state["before"]}, samples)
-    steps = range(state["step"] + 1, args.total_steps + 1)
+    metrics, steps = state["before"], range(state["step"] + 1, args.total_steps + 1)
     for step in tqdm(steps, "grm_sft", args.total_steps, initial=steps.start - 1, disable=RANK > 0 or None):
         # --- 7. update ---
         start, n = time.perf_counter(), args.train_batch_size
