@@ -1,11 +1,12 @@
-"""A judge trained by grm_sft.py as the reward of rloo.py or ppo_vl.py.
+r"""A judge trained by grm_sft.py as the reward of rloo.py or ppo_vl.py.
 
     JUDGE=runs/NAME/checkpoint-best python rloo.py --rewards examples/judge_reward.py:score --reward-weights 1
 
 or, with the judge in a process of its own (on another machine, say):
 
     JUDGE=runs/NAME/checkpoint-best python examples/judge_server.py 8008
-    JUDGE_URL=http://localhost:8008 python rloo.py --rewards examples/judge_reward.py:score_remote ...
+    JUDGE_URL=http://localhost:8008 \
+        python rloo.py --rewards examples/judge_reward.py:score_remote --reward-weights 1
 
 Each response is judged against the next one to the same prompt that says something else, in both orders. Its
 score is the probability of the verdict for it: 0.5 where all siblings say the same.

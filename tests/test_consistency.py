@@ -13,7 +13,7 @@ BANNERS += ["DeepSpeed", "update", "evaluate", "save, resume, log", "main"]
 # Blocks that have one name and differ, because the algorithm differs.
 OWN = {"Args", "check_args", "load_data", "evaluate", "save_checkpoint", "main"}
 OWN_FLAGS = """
-    seed model eval_dataset rewards system_prompt freeze max_length max_response_length generation_batch_size
+    seed model eval_dataset rewards freeze max_length generation_batch_size
     total_steps train_batch_size learning_rate clip_coef kl_coef eval_samples
 """.split()
 
