@@ -4,8 +4,9 @@
     python examples/convert_judgements.py ImageGen-CoT-Reward-5K.json OmniReward-Bench.parquet mixed.jsonl
 
 Columns tell which data set a file is of: HPDv3 (path1, the preferred one, path2, prompt),
-ImageGen-CoT-Reward-5K (images, conversations), or the text-to-image part of OmniReward-Bench (response1_path, response2_path,
-criteria, criteria_preference). Paths, relative to the file, become absolute. Sides of HPDv3 are drawn.
+ImageGen-CoT-Reward-5K (images, conversations), or the text-to-image part of OmniReward-Bench (response1_path,
+response2_path, criteria, criteria_preference). Paths, relative to the file, become absolute. Sides of HPDv3
+are drawn.
 """
 
 import json
