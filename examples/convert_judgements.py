@@ -3,9 +3,10 @@
     python examples/convert_judgements.py HPDv3/train.json judgements.jsonl
     python examples/convert_judgements.py ImageGen-CoT-Reward-5K.json OmniReward-Bench.parquet mixed.jsonl
 
-Columns tell which data set a file is of: HPDv3 (path1, the preferred one, path2, prompt), ImageGen-CoT-Reward-5K
-(images, conversations), or the text-to-image part of OmniReward-Bench (response1_path, response2_path,
-criteria, criteria_preference). Paths, relative to the file, become absolute. Sides of HPDv3 are drawn.
+Columns tell which data set a file is of: HPDv3 (path1, the preferred one, path2, prompt),
+ImageGen-CoT-Reward-5K (images, conversations), or the text-to-image part of OmniReward-Bench (response1_path,
+response2_path, criteria, criteria_preference). Paths, relative to the file, become absolute. Sides of HPDv3
+are drawn.
 """
 
 import json
@@ -29,7 +30,7 @@ class Args:
 
 
 def convert(row: dict, rng: random.Random) -> dict:
-    """A row of one of the three data sets -> prompt, image_0, image_1, verdict, and reasoning if it has some."""
+    """A row of one of the three data sets -> prompt, image_0, image_1, verdict, maybe reasoning."""
     if "path1" in row:
         images, verdict = [row["path1"], row["path2"]], rng.choice("12")
         prompt, extra = INSTRUCTION.format(prompt=row["prompt"]), {}

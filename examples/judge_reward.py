@@ -41,7 +41,7 @@ def load_judge(folder: str):
 
 
 def judge_pairs(pairs: list[dict]) -> list[float]:
-    """[{"prompt", "images", "answer_0", "answer_1"}] -> probabilities that answer_0 is better, by both orders."""
+    """[{"prompt", "images", "answer_0", "answer_1"}] -> probabilities that answer_0 is better."""
     model, processor = load_judge(os.environ["JUDGE"])
     tokenizer, size, p = getattr(processor, "tokenizer", processor), ARGS.generation_batch_size, []
     for start in range(0, 2 * len(pairs), size):

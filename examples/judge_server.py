@@ -1,6 +1,8 @@
-"""The judge of judge_reward.py behind HTTP: JUDGE=runs/NAME/checkpoint-best python examples/judge_server.py PORT
+"""The judge of judge_reward.py behind HTTP:
 
-POST a JSON list of {"prompt", "images": [base64 of the file], "answer_0", "answer_1"}; the reply is a JSON list
+    JUDGE=runs/NAME/checkpoint-best python examples/judge_server.py 8008
+
+POST a JSON list of {"prompt", "images": [base64 of the file], "answer_0", "answer_1"}; the reply is a list
 with the probability that answer_0 is better, one per pair. Status 400 with {"error": ...} where that fails.
 """
 

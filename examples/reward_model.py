@@ -1,6 +1,6 @@
 """A folder of reward_bt.py, or any text classifier with one output, as the reward of rloo.py or ppo_vl.py:
 
-REWARD_MODEL=runs/NAME/checkpoint-300 python rloo.py --rewards examples/reward_model.py:score --reward-weights 1
+REWARD_MODEL=runs/NAME/checkpoint-9 python rloo.py --rewards examples/reward_model.py:score --reward-weights 1
 """
 
 import functools
@@ -35,7 +35,7 @@ def load(folder: str):
 
 @torch.no_grad()
 def score(chats: list, texts: list[str], **columns) -> list[float]:
-    """The score at the last token of each whole chat. Responses to one prompt are neighbours, and run it once."""
+    """The score at the last token of each whole chat. Responses to one prompt are neighbours."""
     module, processor = load(os.environ["REWARD_MODEL"])
     model, prompts, responses, groups = module.model, [], [], []
     for _, own in itertools.groupby(range(len(chats)), key=lambda b: id(chats[b])):
