@@ -88,11 +88,7 @@ class Args:
     dynamic_sampling: int = 0  # rounds that replace prompts whose responses all score alike (DAPO)
     replay_limit: int = 0  # train on so many of a step's responses, the newest; 0 = all
     # --- algorithm ---
-<<<<<<< mine
     rewards: tuple[str, ...] = ("accuracy", "format")  # also overlong, or path.py:function: score_responses
-=======
-    rewards: tuple[str, ...] = ("accuracy", "format")  # or path.py:function like TRL's: score_responses
->>>>>>> main
     reward_weights: tuple[float, ...] = (0.9, 0.1)  # the score of a response is the weighted sum
     reward_running_norm: Literal["off", "scale", "standardize"] = "off"  # by std, or mean too, of all so far
     reward_clip: tuple[float, float] | None = None  # range of scores, before the KL is subtracted
@@ -1257,19 +1253,9 @@ def main(args: Args) -> dict[str, float]:
             fail(f"row {row}: the sampler's log-probs are {gap.max():.2g} nats from the trainer's on average")
         times.append(time.perf_counter())
 
-<<<<<<< mine
         # --- 6. advantages ---
         add_advantages(args, rollout, tables, trained, state)
         kl, kl_coef = tables["kl"].sum(1).view(-1, G), state["kl_coef"]  # (n, G)
-=======
-        # --- 6. advantages: global without a collective, since every rank holds the whole rollout ---
-        kl = kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
-        kl = kl.sum(1).view(-1, G)  # (n, G)
-        scores = rollout.scores.clamp(*args.reward_clip) if args.reward_clip else rollout.scores
-        trained = ~scores.isnan() & ~(rollout.truncated & args.mask_truncated)  # (n, G)
-        rewards = scores - args.kl_coef * kl
-        advantages = compute_advantages(rewards, trained, args.normalize_advantages)  # (n, G)
->>>>>>> main
 
         # --- 7. update ---
         for engine in engines.values():
