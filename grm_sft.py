@@ -54,7 +54,7 @@ class Args:
     # --- model and data ---
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder, hub id
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
-    dataset_split: str = "train"  # of a hub id or a saved folder
+    dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
     eval_dataset: str | None = None  # held-out rows; easy-vqa has its own
     eval_dataset_split: str = "test"  # as --dataset-split
     train_samples: int = 8000  # a random subset; 0 = all
@@ -78,7 +78,7 @@ class Args:
     adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     # --- DeepSpeed and memory ---
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 (float32 master weights) on CUDA only
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
     zero_stage: Literal[0, 1, 2, 3] = 0  # shards 1 the optimizer, 2 + gradients, 3 + parameters
     offload_optimizer: bool = False  # keep optimizer states and the optimizer step on the CPU
     gradient_checkpointing: bool = False  # less memory, a third more time
@@ -487,9 +487,7 @@ def init_distributed() -> torch.device:
 
 
 def sum_over_ranks(table: Tensor, device) -> Tensor:
-    if (
-        WORLD_SIZE > 1
-    ):  # alone, gloo would copy in a thread of its own: with two OpenMP teams none spins any more
+    if WORLD_SIZE > 1:  # alone, gloo would copy in a thread of its own, and slow down OpenMP's
         dist.all_reduce(table := table.to(device))
     return table.cpu()
 

@@ -66,7 +66,7 @@ class Args:
     critic_model: str | None = None  # same family, or a folder of reward_bt.py; None: --model
     critic_share_backbone: bool = False  # a value head on the actor's backbone instead of a critic of its own
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
-    dataset_split: str = "train"  # of a hub id or a saved folder
+    dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
     eval_dataset: str | None = None  # held-out prompts; None: easy-vqa's test split with easy-vqa, else none
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
@@ -133,7 +133,7 @@ class Args:
     adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     # --- DeepSpeed and memory ---
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 (float32 master weights) on CUDA only
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
     zero_stage: Literal[0, 1, 2, 3] = 0  # shards 1 the optimizer, 2 + gradients, 3 + parameters
     offload_optimizer: bool = False  # keep optimizer states and the optimizer step on the CPU
     gradient_checkpointing: bool = False  # less memory, a third more time
@@ -152,8 +152,9 @@ def check_args(args: Args) -> None:
     train, rollout, alone = args.train_batch_size, args.rollout_batch_size, args.critic_share_backbone
     compares = args.advantage not in ("gae", "reinforce") or args.dynamic_sampling
     of_critic = args.critic_model or args.freezing_actor_steps
+    counts = train, rollout, args.total_steps, args.num_ppo_epochs, args.eval_samples, args.eval_num_samples
     for is_bad, message in (
-        (min(train, rollout, args.total_steps, args.num_ppo_epochs) < 1, "counts must be at least 1"),
+        (min(counts) < 1, "counts must be at least 1"),
         (train % G, "--train-batch-size must be a multiple of --num-samples-per-prompt"),
         (compares and G < 2, "--num-samples-per-prompt: a single sample has no siblings to be compared with"),
         (rollout % train, "--rollout-batch-size must be a multiple of --train-batch-size"),
@@ -754,7 +755,7 @@ class VllmSampler:
             self.llm.sleep(level=2)  # the next sync brings the weights
 
 
-SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}  # one of your own has sync, sample, and maybe sleep
+SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}  # yours has sync, sample, maybe sleep; prompts: seed
 
 
 def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature: float, step: int) -> Rollout:
@@ -875,9 +876,7 @@ def init_distributed() -> torch.device:
 
 
 def sum_over_ranks(table: Tensor, device) -> Tensor:
-    if (
-        WORLD_SIZE > 1
-    ):  # alone, gloo would copy in a thread of its own: with two OpenMP teams none spins any more
+    if WORLD_SIZE > 1:  # alone, gloo would copy in a thread of its own, and slow down OpenMP's
         dist.all_reduce(table := table.to(device))
     return table.cpu()
 
@@ -1056,7 +1055,8 @@ def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple
     metrics, samples = {}, []
     for mode, temperature, G in (("greedy", 0.0, 1), ("sampled", args.temperature, args.eval_num_samples)):
         rollout = roll_out(args, sampler, data, functions, indices, G, temperature, step=0)
-        tables = {**rollout.rewards, "score": rollout.scores, "length": rollout.mask.sum(1).float()}
+        tables = {"reward_" * (name in ("score", "length")) + name: x for name, x in rollout.rewards.items()}
+        tables |= {"score": rollout.scores, "length": rollout.mask.sum(1).float()}
         metrics |= {f"eval/{mode}_{name}": float(values.nanmean()) for name, values in tables.items()}
         samples += [{"phase": f"eval_{mode}", **sample} for sample in rollout.samples[:16]]
     if "accuracy" in rollout.rewards:
@@ -1195,7 +1195,9 @@ def main(args: Args) -> dict[str, float]:
             lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
             path.write_text("".join(lines))
     tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
-    prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(f"{args.dataset}: no row can be used")
+    prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(
+        f"{args.dataset}: no row of the first can be used"
+    )
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
     tell(packing.prove_packing(model, lambda pack: actor(pack)[0], probes, args.temperature))
     for other in filter(None, (reference, engines.get("critic")) if packing.is_packed(model) else ()):
@@ -1214,7 +1216,7 @@ def main(args: Args) -> dict[str, float]:
         forwards["entropy"] = lambda pack: actor(pack, with_entropy=True)[1:]
     if args.advantage == "gae":
         forwards["values"] = engines.get("critic") or (lambda pack: actor(pack)[2:])
-    received, stopped, saved = [], False, checkpoint
+    metrics, received, stopped, saved = {}, [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
     if eval_data and not state["before"]:  # a resumed run has it
@@ -1277,7 +1279,7 @@ def main(args: Args) -> dict[str, float]:
             "train/learning_rate": actor.get_lr()[0],
             "train/kl_coef": kl_coef,
             "train/skipped_updates": taken.count(False),
-            "objective/scores": scores.nanmean(),
+            "objective/scores": rollout.scores.nanmean(),
             "objective/kl": kl.mean(),
             "objective/rlhf_reward": (scores - kl_coef * kl).nanmean(),
             "rollout/response_length_mean": lengths.mean(),
@@ -1301,7 +1303,6 @@ def main(args: Args) -> dict[str, float]:
         metrics = {name: float(value) for name, value in metrics.items()}
         samples = [{"phase": "train"} | sample for sample in rollout.samples[:2]]
         shown = {key: f"{metrics[f'objective/{key}']:.3f}" for key in ("scores", "kl")}
-        bar.set_postfix(shown)
 
         # --- 10. eval and save ---
         last, hopeless = step == args.total_steps, bool(taken) and not any(taken)
@@ -1309,6 +1310,7 @@ def main(args: Args) -> dict[str, float]:
             evaluated, eval_samples = evaluate(args, sampler, eval_data, functions)
             metrics, samples = metrics | evaluated, samples + eval_samples
             shown["held-out"] = f"{evaluated['eval/sampled_score']:.3f}"
+        bar.set_postfix(shown)
         log(args, run_dir, metrics, samples)
         if hidden:
             tell(f"step {step} of {args.total_steps}, {metrics['time/total']:.2f} s: {shown}")
@@ -1324,9 +1326,8 @@ def main(args: Args) -> dict[str, float]:
     if stopped:
         tell(f"stopped by a signal after step {step}; go on with --resume {saved}")
     else:
-        told = [
-            f"{k} {x:.3f} -> {metrics[k]:.3f}" for k, x in state["before"].items() if k.endswith("_score")
-        ]
+        before = state["before"].items()
+        told = [f"{k} {x:.3f} -> {metrics[k]:.3f}" for k, x in before if "_score" in k and k in metrics]
         tell(" · ".join([*told, f"{time.perf_counter() - started:.0f} s", str(saved)]))
         tell(f"to see it: python tools/report.py {run_dir}")
     if args.rollout != "vllm":  # the engine ends the process group by itself

@@ -57,7 +57,7 @@ class Args:
     # --- model and data ---
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder, hub id, own checkpoint
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
-    dataset_split: str = "train"  # of a hub id or a saved folder
+    dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
     eval_datasets: tuple[str, ...] = ()  # held-out sets, name=source; easy-vqa has its own
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
@@ -78,7 +78,7 @@ class Args:
     adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     # --- DeepSpeed and memory ---
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 (float32 master weights) on CUDA only
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
     zero_stage: Literal[0, 1, 2, 3] = 0  # shards 1 the optimizer, 2 + gradients, 3 + parameters
     offload_optimizer: bool = False  # keep optimizer states and the optimizer step on the CPU
     gradient_checkpointing: bool = False  # less memory, a third more time
@@ -397,9 +397,7 @@ def init_distributed() -> torch.device:
 
 
 def sum_over_ranks(table: Tensor, device) -> Tensor:
-    if (
-        WORLD_SIZE > 1
-    ):  # alone, gloo would copy in a thread of its own: with two OpenMP teams none spins any more
+    if WORLD_SIZE > 1:  # alone, gloo would copy in a thread of its own, and slow down OpenMP's
         dist.all_reduce(table := table.to(device))
     return table.cpu()
 
@@ -650,7 +648,7 @@ def main(args: Args) -> dict[str, float]:
         last = int(prompts[0]["ranking"]["responses"][0][-1])
         free = [i for i, t in processor.added_tokens_decoder.items() if t.special and i != last]
         model.config.pad_token_id = processor.pad_token_id = free[0]
-    received, stopped, saved = [], False, checkpoint
+    metrics, received, stopped, saved = {}, [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
     if eval_sets and not state["before"]:  # a resumed run has it
@@ -694,7 +692,7 @@ def main(args: Args) -> dict[str, float]:
         tell(f"stopped by a signal after step {step}; go on with --resume {saved}")
     else:
         before = state["before"].items()
-        told = [f"{key} {x:.3f} -> {metrics[key]:.3f}" for key, x in before if key.endswith("/accuracy")]
+        told = [f"{k} {x:.3f} -> {metrics[k]:.3f}" for k, x in before if "/accuracy" in k and k in metrics]
         tell(" · ".join([*told, f"{time.perf_counter() - started:.0f} s", str(saved)]))
         tell(f"to see it: python tools/report.py {run_dir}")
     dist.destroy_process_group()

@@ -6,7 +6,8 @@ A step samples G responses to each prompt, scores them, and makes a few clipped 
     rho = p_now(response) / p_before(response)     loss = -mean of min(rho A, clip(rho, 1 - c, 1 + c) A)
 
 Papers: https://arxiv.org/abs/2402.14740, https://openreview.net/forum?id=r1lgTGL5DE. docs/rloo.md lists what
-differs from TRL's RLOOTrainer (huggingface/trl@f2cd577). Start reading at main.
+differs from TRL's RLOOTrainer (huggingface/trl@f2cd577), docs/forking.md has diffs to GRPO, GSPO, DAPO and
+more. Start reading at main. Letters: n prompts, G responses each, B = n G; S responses, M tokens in a pack.
 
     python rloo.py                      # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python rloo.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6
@@ -60,7 +61,7 @@ class Args:
     # --- model and data ---
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder or hub id; vision-language or text
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
-    dataset_split: str = "train"  # of a hub id or a saved folder
+    dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
     eval_dataset: str | None = None  # held-out prompts; None: easy-vqa's test split with easy-vqa, else none
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
@@ -97,7 +98,7 @@ class Args:
     adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     # --- DeepSpeed and memory ---
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 (float32 master weights) on CUDA only
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
     zero_stage: Literal[0, 1, 2, 3] = 0  # shards 1 the optimizer, 2 + gradients, 3 + parameters
     offload_optimizer: bool = False  # keep optimizer states and the optimizer step on the CPU
     gradient_checkpointing: bool = False  # less memory, a third more time
@@ -114,8 +115,9 @@ class Args:
 def check_args(args: Args) -> None:
     G, longest = args.num_samples_per_prompt, args.max_prompt_length + args.max_response_length
     train, rollout = args.train_batch_size, args.rollout_batch_size
+    counts = train, rollout, args.total_steps, args.num_iterations, args.eval_samples, args.eval_num_samples
     for is_bad, message in (
-        (min(train, rollout, args.total_steps, args.num_iterations) < 1, "counts must be at least 1"),
+        (min(counts) < 1, "counts must be at least 1"),
         (G < 2 or train % G, "--num-samples-per-prompt must be 2 or more, and divide --train-batch-size"),
         (rollout % train, "--rollout-batch-size must be a multiple of --train-batch-size"),
         (args.micro_batch_tokens < longest, f"--micro-batch-tokens must hold prompt + response, {longest}"),
@@ -546,7 +548,7 @@ class VllmSampler:
             self.llm.sleep(level=2)  # the next sync brings the weights
 
 
-SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}  # one of your own has sync, sample, and maybe sleep
+SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}  # yours has sync, sample, maybe sleep; prompts: seed
 
 
 def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature: float, step: int) -> Rollout:
@@ -628,9 +630,7 @@ def init_distributed() -> torch.device:
 
 
 def sum_over_ranks(table: Tensor, device) -> Tensor:
-    if (
-        WORLD_SIZE > 1
-    ):  # alone, gloo would copy in a thread of its own: with two OpenMP teams none spins any more
+    if WORLD_SIZE > 1:  # alone, gloo would copy in a thread of its own, and slow down OpenMP's
         dist.all_reduce(table := table.to(device))
     return table.cpu()
 
@@ -733,7 +733,8 @@ def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple
     metrics, samples = {}, []
     for mode, temperature, G in (("greedy", 0.0, 1), ("sampled", args.temperature, args.eval_num_samples)):
         rollout = roll_out(args, sampler, data, functions, indices, G, temperature, step=0)
-        tables = {**rollout.rewards, "score": rollout.scores, "length": rollout.mask.sum(1).float()}
+        tables = {"reward_" * (name in ("score", "length")) + name: x for name, x in rollout.rewards.items()}
+        tables |= {"score": rollout.scores, "length": rollout.mask.sum(1).float()}
         metrics |= {f"eval/{mode}_{name}": float(values.nanmean()) for name, values in tables.items()}
         samples += [{"phase": f"eval_{mode}", **sample} for sample in rollout.samples[:16]]
     if "accuracy" in rollout.rewards:
@@ -862,7 +863,9 @@ def main(args: Args) -> dict[str, float]:
             lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
             path.write_text("".join(lines))
     tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
-    prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(f"{args.dataset}: no row can be used")
+    prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(
+        f"{args.dataset}: no row of the first can be used"
+    )
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
     tell(packing.prove_packing(model, lambda pack: actor(pack)[0], probes, args.temperature))
     if reference and packing.is_packed(model):
@@ -874,9 +877,9 @@ def main(args: Args) -> dict[str, float]:
     forwards = {}  # of the score step
     if args.kl_coef > 0:
         forwards["ref_logprobs"] = reference or functools.partial(actor, with_lora=False)
-    if args.rollout != "hf" or dtype != torch.float32 or not packing.is_packed(model):
+    if (args.rollout, dtype) != ("hf", torch.float32) or args.zero_stage == 3 or not packing.is_packed(model):
         forwards["logprobs"] = actor  # elsewhere the sampler's are the same, as has been proved
-    received, stopped, saved = [], False, checkpoint
+    metrics, received, stopped, saved = {}, [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
     if eval_data and not state["before"]:  # a resumed run has it
@@ -929,7 +932,7 @@ def main(args: Args) -> dict[str, float]:
             "train/episode": step * args.rollout_batch_size,
             "train/learning_rate": actor.get_lr()[0],
             "train/skipped_updates": taken.count(False),
-            "objective/scores": scores.nanmean(),
+            "objective/scores": rollout.scores.nanmean(),
             "objective/kl": kl.mean(),
             "objective/rlhf_reward": rewards.nanmean(),
             "rollout/response_length_mean": lengths.mean(),
@@ -947,7 +950,6 @@ def main(args: Args) -> dict[str, float]:
         metrics = {name: float(value) for name, value in metrics.items()}
         samples = [{"phase": "train"} | sample for sample in rollout.samples[:2]]
         shown = {key: f"{metrics[f'objective/{key}']:.3f}" for key in ("scores", "kl")}
-        bar.set_postfix(shown)
 
         # --- 10. eval and save ---
         last, hopeless = step == args.total_steps, bool(taken) and not any(taken)
@@ -955,6 +957,7 @@ def main(args: Args) -> dict[str, float]:
             evaluated, eval_samples = evaluate(args, sampler, eval_data, functions)
             metrics, samples = metrics | evaluated, samples + eval_samples
             shown["held-out"] = f"{evaluated['eval/sampled_score']:.3f}"
+        bar.set_postfix(shown)
         log(args, run_dir, metrics, samples)
         if hidden:
             tell(f"step {step} of {args.total_steps}, {metrics['time/total']:.2f} s: {shown}")
@@ -970,9 +973,8 @@ def main(args: Args) -> dict[str, float]:
     if stopped:
         tell(f"stopped by a signal after step {step}; go on with --resume {saved}")
     else:
-        told = [
-            f"{k} {x:.3f} -> {metrics[k]:.3f}" for k, x in state["before"].items() if k.endswith("_score")
-        ]
+        before = state["before"].items()
+        told = [f"{k} {x:.3f} -> {metrics[k]:.3f}" for k, x in before if "_score" in k and k in metrics]
         tell(" · ".join([*told, f"{time.perf_counter() - started:.0f} s", str(saved)]))
         tell(f"to see it: python tools/report.py {run_dir}")
     if args.rollout != "vllm":  # the engine ends the process group by itself

@@ -26,6 +26,9 @@ def test_a_run_writes_what_the_page_says(run, any_reward, capsys):
     first, *steps = metrics_of(folder)
     assert first["train/step"] == 0 and all(key.startswith(("eval/", "train/")) for key in first)
     assert [m["train/step"] for m in steps] == [1, 2] and "eval/sampled_score" in steps[0]
+    assert (
+        steps[0]["eval/sampled_reward_score"] <= 1 != steps[0]["eval/sampled_score"]
+    )  # a function named score
     assert all(math.isfinite(value) for m in steps for value in m.values())
     assert steps[0]["objective/kl"] == pytest.approx(0, abs=1e-5) and abs(steps[1]["objective/kl"]) > 1e-4
     samples = read_jsonl(folder / "samples.jsonl")
@@ -119,6 +122,8 @@ def test_resume_is_bit_exact(run, any_reward):
     resumed = metrics_of(whole)
     fresh = metrics_of(run("rloo", total_steps=4, run_name="fresh", **flags))
     assert all(value == 0 for value in metrics_differ(resumed, fresh).values())
+    run("rloo", total_steps=4, run_name="fresh", resume="auto", **flags)  # finished: nothing is left to do
+    assert metrics_of(whole.parent / "fresh") == fresh
     a, b = weights_of(whole / "checkpoint-4"), weights_of(whole.parent / "fresh" / "checkpoint-4")
     assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -200,7 +205,7 @@ def test_rows_that_can_not_be_used_are_named_and_counted(run, tmp_path, vqa_rows
         row["image"] = "nowhere.png"
     with pytest.raises(SystemExit) as stopped:
         run("rloo", dataset=write_jsonl(tmp_path / "all.jsonl", rows), run_name="none")
-    assert stopped.value.code == 2 and "no row can be used" in capsys.readouterr().err
+    assert stopped.value.code == 2 and "no row of the first can be used" in capsys.readouterr().err
 
 
 def test_gradients_that_are_not_finite_save_then_stop(run, tmp_path, capsys, monkeypatch):
@@ -239,7 +244,7 @@ BAD = [  # flags, words of the message
     ({"rewards": ("{tmp}/reward.py:short",), "reward_weights": (1,)}, "must return one finite number"),
     ({"rollout": "vlm"}, "--rollout vlm is neither"),
     ({"run_name": "taken"}, "exists already"),
-    ({"max_prompt_length": 5, "max_response_length": 4}, "no row can be used"),
+    ({"max_prompt_length": 5, "max_response_length": 4}, "no row of the first can be used"),
     ({"output_dir": "{tmp}/broken.jsonl"}, "--output-dir"),
     ({"eval_dataset": "nowhere"}, "nowhere (split test; HF_HOME) can't be read"),
 ]
