@@ -104,7 +104,7 @@ def check_args(args: Args) -> None:
 
 def fail(message: str) -> NoReturn:
     """Bad input: one sentence that names the file or flag and what to do; exit code 2."""
-    tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also under a progress bar
+    tqdm.write(f"error: {message}", file=sys.stderr)  # also under a progress bar
     raise SystemExit(2)
 
 
@@ -118,7 +118,7 @@ def load_rows(source: str, split: str):
     datasets.disable_progress_bars()
     kind = Path(source).suffix[1:].replace("jsonl", "json")
     try:
-        if source == "easy-vqa":  # 64 x 64 drawings, questions and 13 possible answers, inside the package
+        if source == "easy-vqa":  # 64 x 64 drawings with questions, inside the package
             import easy_vqa
 
             questions, answers, numbers = getattr(easy_vqa, f"get_{split}_questions")()
@@ -447,8 +447,8 @@ def optimizer_step(engine) -> tuple[float, bool]:
         return float(norm), bool(norm.isfinite())
     engine.step()
     taken, optimizer = engine.was_step_applied(), engine.optimizer
-    # A parameter without gradients in the next step, such as a vision tower's in one without pictures,
-    # would have those of this step again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
+    # A parameter without gradients in the next step, as a vision tower's without pictures, would have those
+    # of this step again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
     kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         kept += [group.grad for group in getattr(optimizer, name, [])]
@@ -636,7 +636,7 @@ def main(args: Args) -> dict[str, float]:
     if RANK == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        for path in run_dir.glob("*.jsonl"):  # without what an interrupted run logged after its checkpoint
+        for path in run_dir.glob("*.jsonl"):  # without what was logged after the checkpoint
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
             path.write_text("".join(lines))

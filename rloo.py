@@ -133,7 +133,7 @@ def check_args(args: Args) -> None:
 
 def fail(message: str) -> NoReturn:
     """Bad input: one sentence that names the file or flag and what to do; exit code 2."""
-    tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, also under a progress bar
+    tqdm.write(f"error: {message}", file=sys.stderr)  # also under a progress bar
     raise SystemExit(2)
 
 
@@ -156,7 +156,7 @@ def load_rows(source: str, split: str):
     datasets.disable_progress_bars()
     kind = Path(source).suffix[1:].replace("jsonl", "json")
     try:
-        if source == "easy-vqa":  # 64 x 64 drawings, questions and 13 possible answers, inside the package
+        if source == "easy-vqa":  # 64 x 64 drawings with questions, inside the package
             import easy_vqa
 
             questions, answers, numbers = getattr(easy_vqa, f"get_{split}_questions")()
@@ -425,7 +425,7 @@ def compute_rloo_loss(
 
 def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
     """The token in whose share of [0, 1) a number lies: logprobs (B, V), drawn (B,) uniform -> ids (B,)."""
-    cumulative = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # NaN: a broken model's, of no effect
+    cumulative = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # NaN: of no effect
     tokens = torch.searchsorted(cumulative, drawn[:, None] * cumulative[:, -1:], right=True)[:, 0]
     return tokens.clamp(max=logprobs.shape[-1] - 1)
 
@@ -497,7 +497,7 @@ class ModelSampler:
 
 
 class VllmSampler:
-    """--rollout vllm: an engine in this process, one per rank. On CUDA it sleeps while the trainer works."""
+    """--rollout vllm: an engine in this process, one per rank."""
 
     def __init__(self, args: Args, model, end_ids: list[int], run_dir: Path):
         self.model, self.cuda = model, torch.cuda.is_available()
@@ -519,7 +519,7 @@ class VllmSampler:
         )  # fmt: skip
 
     def sync(self) -> None:
-        """Give the engine the newest weights, and forget what it remembers of the old ones."""
+        """The newest weights; what it remembers of the old ones is forgotten."""
         weights = iter(merged_state_dict(self.model).items())
         if self.cuda:
             self.llm.wake_up()
@@ -532,6 +532,8 @@ class VllmSampler:
         def rename(part: dict) -> dict:
             return {"type": "image_pil", "image_pil": part["image"]} if part["type"] == "image" else part
 
+        if videos := [prompt["index"] for prompt in prompts if prompt["video"]]:
+            fail(f"row {videos[0]} has a video: use --rollout hf")
         chats = [[m | {"content": [*map(rename, m["content"])]} for m in p["messages"]] for p in prompts]
         params = [self.make_params(n=num_samples, temperature=temperature, seed=p["seed"]) for p in prompts]
         outputs = self.llm.chat(chats, params, use_tqdm=False)
@@ -680,8 +682,8 @@ def optimizer_step(engine) -> tuple[float, bool]:
         return float(norm), bool(norm.isfinite())
     engine.step()
     taken, optimizer = engine.was_step_applied(), engine.optimizer
-    # A parameter without gradients in the next step, such as a vision tower's in one without pictures,
-    # would have those of this step again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
+    # A parameter without gradients in the next step, as a vision tower's without pictures, would have those
+    # of this step again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
     kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         kept += [group.grad for group in getattr(optimizer, name, [])]
@@ -832,7 +834,7 @@ def main(args: Args) -> dict[str, float]:
 
     # --- 2. models and engines ---
     model, reference = load_model(args.model, dtype), None
-    processor = transformers.AutoProcessor.from_pretrained(args.model)  # of a text model: its tokenizer
+    processor = transformers.AutoProcessor.from_pretrained(args.model)
     if args.kl_coef > 0 and args.lora_rank == 0:
         reference = Policy(load_model(args.model, dtype), args.temperature).requires_grad_(False)
         reference = make_engine(args, reference, dtype) if args.zero_stage == 3 else reference.to(device)
@@ -858,7 +860,7 @@ def main(args: Args) -> dict[str, float]:
         except OSError as error:
             fail(f"--output-dir {args.output_dir} can't be written: {error}")
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        for path in run_dir.glob("*.jsonl"):  # without what an interrupted run logged after its checkpoint
+        for path in run_dir.glob("*.jsonl"):  # without what was logged after the checkpoint
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
             path.write_text("".join(lines))
