@@ -304,11 +304,12 @@ def split_chat(processor, chat: list[dict], end_ids: list[int]) -> list[tuple[in
     whole = [*tokens(len(chat), False), tokenizer.eos_token_id]
     for n, message in enumerate(chat):
         if message["role"] == "assistant":
-            head, body = tokens(n, True), tokens(n + 1, False)
+            last, head = n == len(chat) - 1, tokens(n, True)
+            body = whole[:-1] if last else tokens(n + 1, False)
             if whole[: len(head)] != head or whole[: len(body)] != body:
                 raise ValueError(f"the chat template writes message {n} differently if others follow")
             ends = [t + 1 for t in range(len(head), len(body)) if whole[t] in end_ids]
-            answers.append((n, len(head), whole[: ends[0] if ends else len(body) + (n == len(chat) - 1)]))
+            answers.append((n, len(head), whole[: ends[0] if ends else len(body) + last]))
     return answers
 
 
@@ -457,7 +458,7 @@ def write_judgements(args: Args, model, tokenizer, rows: list[dict]) -> list[dic
         soft = dict(zip(VERDICTS, own[1:].sum(1).softmax(0).tolist()))
         judged.append({
             "response": text, "verdict": verdict, "truth": truth, "probabilities": soft,
-            "accuracy": None if truth is None else verdict == truth,
+            "accuracy": None if truth is None else verdict == truth,  # unreadable: wrong
             "soft_accuracy": None if truth is None else max(soft, key=soft.get) == truth,
             "parse_rate": verdict is not None, "tie_rate": verdict == "tie",
             "length": len(ids), "truncated_frac": int(ids[-1]) not in end_ids,
@@ -600,9 +601,9 @@ def evaluate(args: Args, model, judge, data) -> tuple[dict[str, float], list[dic
             judged.append((row["index"], shown | {"phase": "eval", "row": row["index"] // 2} | record))
     judged = dict(sorted(gather(judged)))
     for entry, record in judged.items():
-        swapped = judged.get(entry ^ 1, {})
-        follows = swapped.get("verdict") == SWAPPED.get(record["verdict"], ())
-        record |= {"swapped": swapped.get("response"), "swap_consistency": follows if swapped else None}
+        other = judged.get(entry ^ 1, {})
+        follows = other.get("verdict") == SWAPPED.get(record["verdict"], ())
+        record |= {"swapped_response": other.get("response"), "swap_consistency": follows if other else None}
     records = [record for entry, record in judged.items() if entry % 2 == 0]
     return judge_metrics(records), records
 

@@ -388,7 +388,7 @@ def test_both_orders_are_judged(said, consistent, tiny_vl, rows, tmp_path, monke
     metrics, records = grm_sft.evaluate(args, None, None, data)
     assert metrics["eval/swap_consistency"] == consistent and metrics["eval/num_samples"] == 1
     assert metrics["eval/accuracy"] == (said[0] == "1")
-    assert records[0]["swapped"] == said[1] and records[0]["row"] == 0
+    assert records[0]["swapped_response"] == said[1] and records[0]["row"] == 0
 
 
 # --- runs ---
@@ -410,7 +410,7 @@ def test_a_run_learns_and_keeps_its_best(grm, monkeypatch, capsys):
     moved = {n for n, w in kept["2"].items() if not torch.equal(w, weights_of(Path(TINY))[n])}
     assert moved and not any("visual" in name for name in moved), "the vision tower is frozen"
     sample = read_jsonl(folder / "samples.jsonl")[0]
-    assert {"phase", "prompt", "response", "swapped", "truth", "verdict"} <= sample.keys()
+    assert {"phase", "prompt", "response", "swapped_response", "truth", "verdict"} <= sample.keys()
     assert "packed = unmodified model within" in capsys.readouterr().out
 
 
