@@ -108,6 +108,7 @@ def test_a_run_leaves_metrics_samples_and_a_model(run, vqa, flags_of):
 
 
 @slow
+@pytest.mark.timeout(1800)
 def test_the_default_run_learns(start, tmp_path):
     defaults = {name: getattr(ppo_vl.Args(), name) for name in SHORT if name != "run_name"}
     flags = defaults | {"total_steps": 10, "eval_samples": 60, "dataset": "easy-vqa", "eval_dataset": None}
