@@ -21,6 +21,8 @@ from PIL import Image
 import rloo
 
 EXAMPLES = ROOT / "examples"
+KINDS = {"rloo": ("prompts", "eval_dataset"), "ppo_vl": ("prompts", "eval_dataset")}
+KINDS |= {"reward_bt": ("pairs", "eval_datasets"), "grm_sft": ("judged", "eval_dataset")}
 
 
 def load(name: str) -> dict:
@@ -117,15 +119,12 @@ def test_custom_data(data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script, kind",
-    [("rloo", "prompts"), ("ppo_vl", "prompts"), ("reward_bt", "pairs"), ("grm_sft", "judged")],
-)
-def test_every_script_takes_its_file(script, kind, data, run):
-    test = str(data / f"{kind}_test.jsonl")
-    held_out = {"eval_datasets": [f"held_out={test}"]} if script == "reward_bt" else {"eval_dataset": test}
-    held_out |= {"eval_dataset": None} if script == "reward_bt" else {}
-    folder = run(script, dataset=str(data / f"{kind}.jsonl"), **held_out, total_steps=1)
+@pytest.mark.parametrize("script", KINDS)
+def test_every_script_takes_its_file(script, data, run):
+    kind, name = KINDS[script]
+    sources = {"dataset": str(data / f"{kind}.jsonl"), "eval_dataset": None}
+    sources |= {name: ("held_out=" if name == "eval_datasets" else "") + f"{data}/{kind}_test.jsonl"}
+    folder = run(script, **sources, total_steps=1, micro_batch_tokens=4096)
     assert [step["train/step"] for step in read_jsonl(folder / "metrics.jsonl")][-1] == 1
 
 
@@ -210,9 +209,8 @@ def test_a_server_that_stumbles_is_asked_again(odd_server, monkeypatch):
     answers += [(503, {}), (429, {}), (200, {"rewards": [0.5, 1]})]
     assert score(remote, ["a", "b"], pictures=[picture], answer=["x", "y"])[0] == {"remote": [0.5, 1.0]}
     assert waits == [0, 1, 2] and len(asked) == 3
-    assert {k: asked[2][k] for k in ("prompts", "responses", "references")} == {
-        "prompts": ["?", "?"], "responses": ["a", "b"], "references": ["x", "y"]
-    }  # fmt: skip
+    texts = [asked[2][name] for name in ("prompts", "responses", "references")]
+    assert texts == [["?", "?"], ["a", "b"], ["x", "y"]]
     [[sent], _] = asked[2]["images"]
     assert list(Image.open(io.BytesIO(base64.b64decode(sent))).get_flattened_data()) == [(255, 0, 0)] * 35
     answers += [(400, {"error": "no such thing"})]  # stays bad: asked once

@@ -269,6 +269,21 @@ def test_a_broken_decoder_is_found_out(batch_of, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_proof_in_bf16(vqa, monkeypatch):
+    """Rounding is allowed for, wrong positions and responses that see each other are not."""
+    model = rloo.load_model(TINY, torch.bfloat16).eval()
+    processor = transformers.AutoProcessor.from_pretrained(TINY)
+    prompts = rloo.load_data(rloo.Args(), vqa, "train", model, processor).encode(range(12))
+    flat = [p | {"position_ids": torch.arange(p["length"]).expand(3, -1)} for p in prompts]
+    batch, wrong = SimpleNamespace(model=model, prompts=prompts), SimpleNamespace(model=model, prompts=flat)
+    assert proof(batch).startswith("packed = ")
+    packing.switch_attention(model, "sdpa")
+    assert proof(wrong).startswith("warning: no packing")
+    see_each_other(monkeypatch)
+    assert proof(batch).startswith("warning: no packing")
+
+
+@pytest.mark.slow
 def test_a_run_that_can_not_pack_says_so_and_is_exact(folder_of, tmp_path, monkeypatch, capsys):  # noqa: F811
     see_each_other(monkeypatch)
     steps = two_steps(folder_of("qwen2_vl"), tmp_path)

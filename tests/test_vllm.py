@@ -79,16 +79,12 @@ def text_model(tmp_path_factory) -> str:
     return str(folder)
 
 
-def prepare(model: str, dataset: str, make_sampler, run_dir, **flags) -> SimpleNamespace:
+def prepare(model: str, dataset: str, make_sampler, run_dir) -> SimpleNamespace:
     """What main has when its first rollout begins, but no engines of DeepSpeed. The temperature is 0.7."""
-    args = rloo.Args(model=model, dataset=dataset, max_response_length=12, temperature=0.7, **flags)
-    model, processor = (
-        rloo.load_model(model, torch.float32),
-        transformers.AutoProcessor.from_pretrained(model),
-    )
+    args = rloo.Args(model=model, dataset=dataset, max_response_length=12, temperature=0.7)
+    processor = transformers.AutoProcessor.from_pretrained(model)
+    model = rloo.load_model(model, torch.float32)
     data = rloo.load_data(args, dataset, "train", model, processor)
-    if args.lora_rank:
-        rloo.add_adapters(args, model)
     packing.switch_attention(model.eval(), "packed")
     prompts = [p | {"seed": 1000 + i} for i, p in enumerate(data.encode(range(len(data.rows))))]
     sampler = make_sampler(args, model, ENDS, run_dir)
@@ -176,12 +172,14 @@ def servers(started):
 
 @pytest.fixture(scope="module")
 def vlm(pictures, tmp_path_factory):
-    return prepare(TINY, pictures, rloo.VllmSampler, tmp_path_factory.mktemp("run"))
+    yield (setup := prepare(TINY, pictures, rloo.VllmSampler, tmp_path_factory.mktemp("run")))
+    setup.sampler.llm.llm_engine.engine_core.shutdown()  # it would outlive the process group
 
 
 @pytest.fixture(scope="module")
 def text(text_model, sums, tmp_path_factory):
-    return prepare(text_model, sums, rloo.VllmSampler, tmp_path_factory.mktemp("run"))
+    yield (setup := prepare(text_model, sums, rloo.VllmSampler, tmp_path_factory.mktemp("run")))
+    setup.sampler.llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="module")
