@@ -39,7 +39,7 @@ TEXT_INPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "second_per_g
 HIDES = r'"sliding_window": [1-9]|"layer_types": \[[^]]*"(?!full_attention)\w+"|"(dynamic|longrope)"'
 CHUNK = 256  # tokens whose logits live at a time
 KEPT_LOGPROBS = 2**26  # log-probs kept from forward to backward: 256 MB that save their recomputation
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # nats: log-probs that count as equal
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # nats, mean of log-probs that count as equal
 NEVER = -1e30  # logit of tokens that are never drawn; finite, so that p * log p is 0
 
 
@@ -377,11 +377,11 @@ def _skip_mask_of_packs(*args, attention_mask=None, **kwargs):
 
 @torch.no_grad()
 def packing_gap(model, forward: Callable[[Pack], Tensor], prompt: dict, temperature: float) -> float:
-    """Largest difference, in nats, of packed and of decoded log-probs from those of the unmodified model, on
-    two random responses to a prompt. forward: pack -> log-probs (M,), through the engine. Collective."""
+    """Mean difference, in nats, of packed or of decoded log-probs, the larger, from those of the unmodified
+    model, on a prompt's own words as responses. forward: pack -> log-probs (M,), by an engine. Collective."""
     suppressed, sharded = media_token_ids(model.config), hasattr(next(model.parameters()), "ds_id")
-    allowed = torch.tensor(sorted(set(range(model.config.get_text_config().vocab_size)) - set(suppressed)))
-    tokens = allowed[torch.randint(len(allowed), (2, 12), generator=torch.Generator().manual_seed(0))]
+    ids = prompt["prompt_ids"]  # random tokens would be twice as noisy in bf16
+    tokens = ids[~torch.isin(ids, torch.tensor(suppressed))].repeat(24)[-24:].view(2, 12)
     responses, prompts = [tokens[0], tokens[1, :7]], {0: prompt}
     plain = [forward(plain_pack([(0, [b])], prompts, responses).to(model.device)) for b in (0, 1)]
     before = switch_attention(model, "packed")
@@ -395,7 +395,7 @@ def packing_gap(model, forward: Callable[[Pack], Tensor], prompt: dict, temperat
                 decoder.step(token)
             decoded = torch.stack(decoded, dim=1)  # (2, 12)
             found.append(torch.cat([decoded[0], decoded[1, :7]]))
-        return (torch.stack(found) - torch.cat(plain)).abs().max().item()
+        return (torch.stack(found) - torch.cat(plain)).abs().mean(1).max().item()
     finally:
         switch_attention(model, before)
 
