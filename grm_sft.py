@@ -356,8 +356,7 @@ def load_model(name: str, dtype: torch.dtype):
     except Exception as error:
         fail(f"--model {name} can't be loaded: {error}")
     for module in model.modules():  # rollout, old and new log-probs must be of one function
-        name = "p" if isinstance(module, nn.Dropout) else "attention_dropout"
-        if hasattr(module, name):
+        for name in [n for n, x in vars(module).items() if type(x) is float and (n == "p" or "drop" in n)]:
             setattr(module, name, 0.0)
     return model
 

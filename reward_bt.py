@@ -175,7 +175,7 @@ def load_data(args: Args, source: str, split: str, seed: int, model, processor) 
             ranking = {"margin": 0.0, "weight": 1.0} | shown | ranking | {"responses": responses}
             return prompt | {"ranking": ranking}
         except Exception as error:
-            tqdm.write(f"warning: {source} row {index} is left out: {error!r:.300}", file=sys.stderr)
+            tqdm.write(f"warning: {source} row {index} is left out: {error!s:.300}", file=sys.stderr)
 
     usable = {"encode": lambda indices: [prompt for prompt in map(encode, indices) if prompt]}
     return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, **usable)
@@ -265,8 +265,7 @@ def load_model(name: str, dtype: torch.dtype):
     except Exception as error:
         fail(f"--model {name} can't be loaded: {error}")
     for module in model.modules():  # rollout, old and new log-probs must be of one function
-        name = "p" if isinstance(module, nn.Dropout) else "attention_dropout"
-        if hasattr(module, name):
+        for name in [n for n, x in vars(module).items() if type(x) is float and (n == "p" or "drop" in n)]:
             setattr(module, name, 0.0)
     return model
 

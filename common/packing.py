@@ -125,7 +125,7 @@ def packs_of_rank(
             if not any(kind in prompts[piece]["kinds"] for piece, _ in pieces):
                 pieces = [*pieces, (g, [])]
         places = [g for g, _ in pieces]
-        whole = dict(zip(places, encode([prompts[g]["index"] for g in places])))
+        whole = dict(zip(places, encode([prompts[g]["index"] for g in places]), strict=True))
         yield (build_pack if packed else plain_pack)(pieces, whole, responses)
 
 
