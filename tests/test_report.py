@@ -115,12 +115,12 @@ def test_a_reward_model(tmp_path):
 
 def test_a_judge(tmp_path):
     rows, soft = [], {"1": 0.75, "2": 0.25}
-    right = {"row": 4, "truth": "1", "consistent": True, "swapped_response": "2 then"}
-    wrong = {"row": 5, "truth": "2", "consistent": False, "swapped_response": None}
+    right = {"row": 4, "truth": "1", "swap_consistency": True, "swapped_response": "2 then"}
+    wrong = {"row": 5, "truth": "2", "swap_consistency": False, "swapped_response": None}
     for step, verdict in ((0, None), (2, "1")):
         for own in (right, wrong):
             own = {"train/step": step, "phase": "eval", "text": f"which of {own['row']}?", **own}
-            own |= {"verdict": verdict, "right": verdict == own["truth"], "probabilities": soft}
+            own |= {"verdict": verdict, "accuracy": verdict == own["truth"], "probabilities": soft}
             rows.append(own | {"response": f"said at {step}"})
     page = Page(report(make_run(tmp_path / "a", [{"train/step": 2, "eval/accuracy": 0.5}], rows)))
     assert "1 of 2 wrong" in page.text and page.text.index("which of 5?") < page.text.index("which of 4?")

@@ -330,14 +330,14 @@ def judgements_section(run: dict) -> str:
         about = [f"verdict {row['verdict'] or 'unreadable'}", f"true {row.get('truth') or 'unknown'}", *soft]
         text = said(row["response"]) + said(" · ".join(about), "muted")
         swapped = row.get("swapped_response")
-        how = "sides exchanged" if row.get("consistent") else "sides exchanged, another verdict"
+        how = "sides exchanged" if row.get("swap_consistency") else "sides exchanged, another verdict"
         return text + ("" if swapped is None else said(f"{how}: {swapped}", "muted"))
 
     tables = run["samples"]["judgements"]
     last = tables[max(tables)] if tables else []
-    wrong = sum(row.get("right") is False for row in last)
+    wrong = sum(row.get("accuracy") is False for row in last)
     note = f"<p>{wrong} of {len(last)} wrong at the last evaluation. Those come first.</p>" if last else ""
-    worst = lambda row: (row.get("right") is not False, row.get("consistent") is not False)  # noqa: E731
+    worst = lambda row: (row.get("accuracy") is not False, row.get("swap_consistency") is not False)  # noqa: E731
     return note + before_and_after(run, "judgements", cell, worst)
 
 
