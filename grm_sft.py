@@ -1,4 +1,4 @@
-"""GRM SFT: a vision-language model learns to write its judgement of two candidates:
+"""GRM SFT: a vision-language model learns to write verdicts on two candidates:
 "<think>the first one has no triangle</think><answer>Image 2 is better</answer>".
 
 Pairs are shown in both orders; verdicts are written, and their probabilities asked for. Papers:
@@ -733,7 +733,8 @@ def main(args: Args) -> dict[str, float]:
             lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
             path.write_text("".join(lines))
     tell(f"{run_dir}: {sum(map(len, data.groups))} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
-    rows = data.encode(sum(data.groups[:16], [])[:16]) or fail(f"{args.dataset}: no row can be used")
+    some = [own[0] for own in data.groups[:: len(data.groups) // 16 + 1]]
+    rows = data.encode(some) or fail(f"{args.dataset}: no row can be used")
     probes = {sample["kinds"]: sample for row in rows for sample in row["samples"]}
     tell(packing.prove_packing(model, engine, [*probes.values()]))
     judge = load_model(args.model, dtype).to(device) if args.zero_stage == 3 else model

@@ -640,7 +640,8 @@ def main(args: Args) -> dict[str, float]:
             lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
             path.write_text("".join(lines))
     tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
-    prompts = data.encode([*range(min(16, len(data.rows)))]) or fail(f"{args.dataset}: no row can be used")
+    spread = range(0, len(data.rows), len(data.rows) // 16 + 1)
+    prompts = data.encode(spread) or fail(f"{args.dataset}: no row can be used")
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]
     tell(packing.prove_packing(model, engine, probes))
     if not hasattr(processor, "tokenizer"):  # a classifier scores the last token that is not pad
