@@ -1,7 +1,7 @@
 """GRM SFT: a vision-language model learns to write verdicts on two candidates:
 "<think>the first one has no triangle</think><answer>Image 2 is better</answer>".
 
-Pairs are shown in both orders; verdicts are written, and their probabilities asked for. Papers:
+Pairs are shown in both orders; verdicts are written, their probabilities asked for. Papers:
 https://arxiv.org/abs/2408.15240, https://arxiv.org/abs/2505.03318. docs/grm_sft.md lists what differs from
 GRMTrainerVL (opendilab/LightRFT@49e62cb). Start reading at main.
 
