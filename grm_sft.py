@@ -535,8 +535,8 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
 
 
 def optimizer_step(engine) -> tuple[float, bool]:
-    """Clip, step, advance the schedule -> gradient norm before clipping, and whether the step was taken:
-    gradients are reduced over ranks before they are looked at, so all ranks decide alike about them."""
+    """Clip, step, advance the schedule -> gradient norm before clipping, and whether the step was taken: all
+    ranks decide alike, by the reduced gradients."""
     if not engine.zero_optimization() and not engine.bfloat16_enabled():  # this path has no check of its own
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)

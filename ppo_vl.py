@@ -113,7 +113,7 @@ class Args:
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # per token, see common/kl.py
     kl_loss: bool = False  # KL as a loss term, with gradient, instead of in the rewards; prefer k2 or k3
     kl_target: float | None = None  # nats per response that an adaptive coefficient steers to; None: fixed
-    kl_horizon: int = 10000  # responses over which it reacts (paper: 10000)
+    kl_horizon: int = 10000  # responses over which it reacts
     value_clip: float = 0.2  # new values are clipped to old ones +- this, in units of reward; 0 = off
     vf_coef: float = 0.5  # weight of the value loss
     freezing_actor_steps: int = 0  # steps at the start in which the critic trains alone
@@ -237,7 +237,7 @@ def load_data(args: Args, source: str, split: str, model, processor) -> SimpleNa
         except Exception as error:
             tqdm.write(f"warning: {source} row {index} is left out: {error!s:.300}", file=sys.stderr)
 
-    usable = {"encode": lambda indices: [prompt for prompt in map(encode, indices) if prompt]}
+    usable = {"encode": lambda entries: [p | {"entry": i} for i in entries if (p := encode(i % len(rows)))]}
     return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, **usable)
 
 
@@ -252,7 +252,7 @@ def load_turns(args: Args, model, processor, end_ids: list[int]) -> SimpleNamesp
 
     @functools.lru_cache(2 * args.ptx_batch_size)
     def encode(index: int) -> dict | None:
-        i, k = turns[index]
+        i, k = turns[index % len(turns)]
         try:
             chat = to_messages(args, rows[i], Path(source).parent, tokenizer)
             prompt = packing.encode_chat(processor, chat[:k], add_generation_prompt=True)
@@ -324,10 +324,10 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
 
 
 def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
-    """Rows start ... start + count - 1 of one endless stream of shuffled epochs."""
+    """Entries start ... start + count - 1 of an endless stream of shuffled epochs: row + epoch * num_rows."""
     epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
-    order = np.concatenate([np.random.default_rng([seed, e]).permutation(num_rows) for e in epochs])
-    return order[start - epochs[0] * num_rows :][:count].tolist()
+    order = [np.random.default_rng([seed, e]).permutation(num_rows) + e * num_rows for e in epochs]
+    return np.concatenate(order)[start - epochs[0] * num_rows :][:count].tolist()
 
 
 # ---- rewards ----
@@ -559,7 +559,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """
     values = x[mask].double()
     std = values.std(correction=0)
-    if len(values) == 0 or std <= 1e-8 * values.abs().max():  # rounding, not signal
+    if len(values) == 0 or std <= max(1e-6, 1e-8 * values.abs().max()):  # rounding, not signal
         return torch.zeros_like(x)
     return ((x.double() - values.mean()) / std).to(x.dtype).masked_fill(~mask, 0.0)
 
@@ -665,7 +665,7 @@ def generate(args: Args, model, prompts: list[dict], G: int, temperature: float,
     end, rows = torch.tensor(end_ids, device=device), torch.arange(len(prompts) * G, device=device)
     tokens = torch.full((len(rows), R), -1, device=device)  # (S * G, R)
     logprobs = torch.zeros(tokens.shape, device=device)
-    # One number per token, by the prompt's seed: neither batches nor ranks change what is drawn.
+    # One number per token, by the prompt's seed.
     drawn = [np.random.default_rng(p["seed"]).random((G, R)) for p in prompts]
     drawn = torch.tensor(np.concatenate(drawn), device=device)  # (S * G, R)
     for t in range(R):
@@ -765,8 +765,8 @@ def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature:
     own, size = np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist(), args.generation_batch_size // G
     for start in range(0, len(own), max(1, size)):
         batch = data.encode(own[start : start + max(1, size)])
-        # What is drawn depends on the seed, the step and the row alone, not on batches, ranks or a resume.
-        seeds = [np.random.default_rng([args.seed, step, p["index"]]).integers(2**31) for p in batch]
+        # What is drawn depends on seed, step and entry alone, not on batches, ranks or a resume.
+        seeds = [np.random.default_rng([args.seed, step, p["entry"]]).integers(2**31) for p in batch]
         batch = [prompt | {"seed": int(seed)} for prompt, seed in zip(batch, seeds)]
         drawn = sampler.sample(batch, G, temperature) if batch else ([], [], [])
         prompts, ids, logprobs, cut = prompts + batch, ids + drawn[0], logprobs + drawn[1], cut + drawn[2]
@@ -780,7 +780,7 @@ def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature:
     prompts = [{name: prompt[name] for name in ("index", "length", "kinds")} for prompt in prompts]
     mine = prompts, ids, logprobs, cut, samples, logged, *values.values()
     gathered = [mine] * WORLD_SIZE
-    if WORLD_SIZE > 1:  # alone it would start threads in gloo, see sum_over_ranks
+    if WORLD_SIZE > 1:  # alone it would cost threads, see sum_over_ranks
         dist.all_gather_object(gathered, mine)
     prompts, ids, logprobs, cut, samples, logged, *values = (sum(x, []) for x in zip(*gathered))
     if len(prompts) * 2 < len(indices):
@@ -840,9 +840,9 @@ def add_advantages(args: Args, rollout: Rollout, tables: dict[str, Tensor], trai
         _, mean, square = (state["moments"] / state["moments"][0].clamp(min=1)).tolist()
         std = max(0.0, square - mean**2) ** 0.5
         scores = scores - mean if args.reward_running_norm == "standardize" else scores
-        scores = scores / (std if std > 1e-6 * abs(mean) else 1.0)  # if constant, the spread is no unit
-    scores = scores.clamp(*args.reward_clip) if args.reward_clip else scores
-    scores = center_scores(scores, trained, args.advantage).flatten()  # (B,)
+        scores = scores / (std if std > 1e-6 * abs(mean) else 1.0)
+    shaped = scores.clamp(*args.reward_clip) if args.reward_clip else scores
+    scores = center_scores(shaped, trained, args.advantage).flatten()  # (B,)
     rewards = compute_token_rewards(scores, kl, rollout.mask, 0.0 if args.kl_loss else state["kl_coef"])
     values = tables.get("values", torch.zeros(mask.shape))
     gae_lambda = args.gae_lambda if args.advantage == "gae" else 1.0
@@ -854,6 +854,7 @@ def add_advantages(args: Args, rollout: Rollout, tables: dict[str, Tensor], trai
     policy_mask = high_entropy_mask(tables["entropy"], mask, ratio) if ratio < 1 else mask
     tables |= {"mask": mask, "policy_mask": policy_mask, "kl": kl, "returns": returns}
     tables |= {"advantages": advantages.clamp(-bound, bound), "engine_logprobs": rollout.engine_logprobs}
+    return shaped
 
 
 # ---- DeepSpeed ----
@@ -918,8 +919,8 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
 
 
 def optimizer_step(engine) -> tuple[float, bool]:
-    """Clip, step, advance the schedule -> gradient norm before clipping, and whether the step was taken:
-    gradients are reduced over ranks before they are looked at, so all ranks decide alike about them."""
+    """Clip, step, advance the schedule -> gradient norm before clipping, and whether the step was taken: all
+    ranks decide alike, by the reduced gradients."""
     if not engine.zero_optimization() and not engine.bfloat16_enabled():  # this path has no check of its own
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
@@ -1012,7 +1013,7 @@ def update(args: Args, rollout: Rollout, tables, trained, data, engines: dict, t
             if turns is not None and train_actor:
                 so_far = ((step - 1) * args.num_ppo_epochs + epoch) * num_batches + number
                 learned, learned_tokens = ptx_packs(args, turns, so_far, actor)
-            for pack in learned:  # first: what the last pack lacks, an offloaded optimizer does not see
+            for pack in learned:  # first: an offloaded optimizer goes by the last pack
                 actor.set_gradient_accumulation_boundary(False)
                 loss = -actor(pack, temperature=1.0)[0].sum() / learned_tokens
                 actor.backward(args.ptx_coef * loss * WORLD_SIZE, scale_wrt_gas=False)
@@ -1034,7 +1035,7 @@ def update(args: Args, rollout: Rollout, tables, trained, data, engines: dict, t
             steps.append({name: optimizer_step(engine) for name, engine in engines.items()})
             if args.ema_beta and train_actor and steps[-1]["actor"][1]:
                 update_average(average, actor.module.model, args.ema_beta)
-    if not steps:  # nothing in this rollout could be trained
+    if not steps:  # nothing to train on
         return {}, []
     totals = sum_over_ranks(torch.stack([*sums.values()]), actor.device).tolist()
     counts = [len(steps) if name.startswith("loss/") else tokens for name in sums]
@@ -1194,8 +1195,8 @@ def main(args: Args) -> dict[str, float]:
             lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
             path.write_text("".join(lines))
     tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
-    spread = range(0, len(data.rows), len(data.rows) // 16 + 1)
-    prompts = data.encode(spread) or fail(f"{args.dataset}: no row can be used")
+    some = range(0, len(data.rows), len(data.rows) // 16 + 1)
+    prompts = data.encode(some) or fail(f"{args.dataset}: no row can be used")
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
     tell(packing.prove_packing(model, lambda pack: actor(pack)[0], probes, args.temperature))
     for other in filter(None, (reference, engines.get("critic")) if packing.is_packed(model) else ()):
@@ -1209,7 +1210,7 @@ def main(args: Args) -> dict[str, float]:
     if args.kl_coef > 0:
         forwards["ref_logprobs"] = reference or functools.partial(actor, with_lora=False)
     if (args.rollout, dtype) != ("hf", torch.float32) or args.zero_stage == 3 or not packing.is_packed(model):
-        forwards["logprobs"] = actor  # elsewhere the sampler's are the same, as has been proved
+        forwards["logprobs"] = actor  # elsewhere the sampler's are the same, as proved
     if args.entropy_token_ratio < 1:
         forwards["entropy"] = lambda pack: actor(pack, with_entropy=True)[1:]
     if args.advantage == "gae":
@@ -1221,14 +1222,17 @@ def main(args: Args) -> dict[str, float]:
         state["before"], samples = evaluate(args, sampler, eval_data, functions)
         log(args, run_dir, {"train/step": 0, "train/episode": 0, **state["before"]}, samples)
     steps, wanted = range(state["step"] + 1, args.total_steps + 1), args.rollout_batch_size // G
-    hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step instead
+    hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
     for step in (bar := tqdm(steps, "ppo_vl", args.total_steps, initial=state["step"], disable=hidden)):
         # --- 4. rollout: one round, unless prompts that teach nothing are replaced ---
-        times, state["step"], rollout, asked, useful = [time.perf_counter()], step, None, 0, torch.zeros(0)
+        times, state["step"], rollout, useful = [time.perf_counter()], step, None, torch.zeros(0)
+        first = state["cursor"]
         for _ in range(args.dynamic_sampling + 1):
             count = wanted - int(useful.sum())
             indices = batch_indices(state["cursor"], count, len(data.rows), args.seed)
-            state["cursor"], asked = state["cursor"] + count, asked + count
+            state["cursor"] += count
+            if rollout and not (indices := [i for i in indices if data.encode([i])]):
+                continue  # the few rows of a later round may be unusable
             more = roll_out(args, sampler, data, functions, indices, G, args.temperature, step)
             rollout = join(rollout, more) if rollout else more
             scores = rollout.scores  # (n, G)
@@ -1254,7 +1258,7 @@ def main(args: Args) -> dict[str, float]:
         times.append(time.perf_counter())
 
         # --- 6. advantages ---
-        add_advantages(args, rollout, tables, trained, state)
+        shaped = add_advantages(args, rollout, tables, trained, state)
         kl, kl_coef = tables["kl"].sum(1).view(-1, G), state["kl_coef"]  # (n, G)
 
         # --- 7. update ---
@@ -1279,11 +1283,11 @@ def main(args: Args) -> dict[str, float]:
             "train/skipped_updates": taken.count(False),
             "objective/scores": rollout.scores.nanmean(),
             "objective/kl": kl.mean(),
-            "objective/rlhf_reward": (scores - kl_coef * kl).nanmean(),
+            "objective/rlhf_reward": (shaped - kl_coef * kl).nanmean(),
             "rollout/response_length_mean": lengths.mean(),
             "rollout/truncated_frac": rollout.truncated.float().mean(),
             "rollout/zero_std_groups_frac": ((scores - scores[:, :1]).abs().amax(1) < 1e-9).float().mean(),
-            "rollout/prompts_dropped": asked - len(rollout.prompts),
+            "rollout/prompts_dropped": state["cursor"] - first - len(rollout.prompts),
             "rollout/engine_logprob_diff_max": gap.max(),
             "time/total": times[-1] - times[0],
             "time/tokens_per_second": lengths.sum() / (times[-1] - times[0]),

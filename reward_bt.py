@@ -177,7 +177,7 @@ def load_data(args: Args, source: str, split: str, seed: int, model, processor) 
         except Exception as error:
             tqdm.write(f"warning: {source} row {index} is left out: {error!s:.300}", file=sys.stderr)
 
-    usable = {"encode": lambda indices: [prompt for prompt in map(encode, indices) if prompt]}
+    usable = {"encode": lambda indices: [p for i in indices if (p := encode(i % len(rows)))]}
     return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, **usable)
 
 
@@ -247,10 +247,10 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
 
 
 def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
-    """Rows start ... start + count - 1 of one endless stream of shuffled epochs."""
+    """Entries start ... start + count - 1 of an endless stream of shuffled epochs: row + epoch * num_rows."""
     epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
-    order = np.concatenate([np.random.default_rng([seed, e]).permutation(num_rows) for e in epochs])
-    return order[start - epochs[0] * num_rows :][:count].tolist()
+    order = [np.random.default_rng([seed, e]).permutation(num_rows) + e * num_rows for e in epochs]
+    return np.concatenate(order)[start - epochs[0] * num_rows :][:count].tolist()
 
 
 # ---- model ----
@@ -437,8 +437,8 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
 
 
 def optimizer_step(engine) -> tuple[float, bool]:
-    """Clip, step, advance the schedule -> gradient norm before clipping, and whether the step was taken:
-    gradients are reduced over ranks before they are looked at, so all ranks decide alike about them."""
+    """Clip, step, advance the schedule -> gradient norm before clipping, and whether the step was taken: all
+    ranks decide alike, by the reduced gradients."""
     if not engine.zero_optimization() and not engine.bfloat16_enabled():  # this path has no check of its own
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
@@ -640,8 +640,8 @@ def main(args: Args) -> dict[str, float]:
             lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
             path.write_text("".join(lines))
     tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
-    spread = range(0, len(data.rows), len(data.rows) // 16 + 1)
-    prompts = data.encode(spread) or fail(f"{args.dataset}: no row can be used")
+    some = range(0, len(data.rows), len(data.rows) // 16 + 1)
+    prompts = data.encode(some) or fail(f"{args.dataset}: no row can be used")
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]
     tell(packing.prove_packing(model, engine, probes))
     if not hasattr(processor, "tokenizer"):  # a classifier scores the last token that is not pad

@@ -196,7 +196,7 @@ def load_data(args: Args, source: str, split: str, model, processor) -> SimpleNa
         except Exception as error:
             tqdm.write(f"warning: {source} row {index} is left out: {error!s:.300}", file=sys.stderr)
 
-    usable = {"encode": lambda indices: [prompt for prompt in map(encode, indices) if prompt]}
+    usable = {"encode": lambda entries: [p | {"entry": i} for i in entries if (p := encode(i % len(rows)))]}
     return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, **usable)
 
 
@@ -253,10 +253,10 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
 
 
 def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
-    """Rows start ... start + count - 1 of one endless stream of shuffled epochs."""
+    """Entries start ... start + count - 1 of an endless stream of shuffled epochs: row + epoch * num_rows."""
     epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
-    order = np.concatenate([np.random.default_rng([seed, e]).permutation(num_rows) for e in epochs])
-    return order[start - epochs[0] * num_rows :][:count].tolist()
+    order = [np.random.default_rng([seed, e]).permutation(num_rows) + e * num_rows for e in epochs]
+    return np.concatenate(order)[start - epochs[0] * num_rows :][:count].tolist()
 
 
 # ---- rewards ----
@@ -394,7 +394,7 @@ def compute_advantages(rewards: Tensor, mask: Tensor, normalize: bool) -> Tensor
     centered = (rewards_64 - rewards_64.sum(1, keepdim=True) / count) * mask
     advantages = centered * count / (count - 1).clamp(min=1)
     if normalize:  # the mean of each group is 0 already
-        advantages = advantages / advantages[mask].std(correction=0).clamp(min=1e-8)
+        advantages = advantages / advantages[mask].std(correction=0).clamp(min=1e-4)
     return advantages.to(rewards.dtype)
 
 
@@ -458,7 +458,7 @@ def generate(args: Args, model, prompts: list[dict], G: int, temperature: float,
     end, rows = torch.tensor(end_ids, device=device), torch.arange(len(prompts) * G, device=device)
     tokens = torch.full((len(rows), R), -1, device=device)  # (S * G, R)
     logprobs = torch.zeros(tokens.shape, device=device)
-    # One number per token, by the prompt's seed: neither batches nor ranks change what is drawn.
+    # One number per token, by the prompt's seed.
     drawn = [np.random.default_rng(p["seed"]).random((G, R)) for p in prompts]
     drawn = torch.tensor(np.concatenate(drawn), device=device)  # (S * G, R)
     for t in range(R):
@@ -558,8 +558,8 @@ def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature:
     own, size = np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist(), args.generation_batch_size // G
     for start in range(0, len(own), max(1, size)):
         batch = data.encode(own[start : start + max(1, size)])
-        # What is drawn depends on the seed, the step and the row alone, not on batches, ranks or a resume.
-        seeds = [np.random.default_rng([args.seed, step, p["index"]]).integers(2**31) for p in batch]
+        # What is drawn depends on seed, step and entry alone, not on batches, ranks or a resume.
+        seeds = [np.random.default_rng([args.seed, step, p["entry"]]).integers(2**31) for p in batch]
         batch = [prompt | {"seed": int(seed)} for prompt, seed in zip(batch, seeds)]
         drawn = sampler.sample(batch, G, temperature) if batch else ([], [], [])
         prompts, ids, logprobs, cut = prompts + batch, ids + drawn[0], logprobs + drawn[1], cut + drawn[2]
@@ -573,7 +573,7 @@ def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature:
     prompts = [{name: prompt[name] for name in ("index", "length", "kinds")} for prompt in prompts]
     mine = prompts, ids, logprobs, cut, samples, logged, *values.values()
     gathered = [mine] * WORLD_SIZE
-    if WORLD_SIZE > 1:  # alone it would start threads in gloo, see sum_over_ranks
+    if WORLD_SIZE > 1:  # alone it would cost threads, see sum_over_ranks
         dist.all_gather_object(gathered, mine)
     prompts, ids, logprobs, cut, samples, logged, *values = (sum(x, []) for x in zip(*gathered))
     if len(prompts) * 2 < len(indices):
@@ -672,8 +672,8 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
 
 
 def optimizer_step(engine) -> tuple[float, bool]:
-    """Clip, step, advance the schedule -> gradient norm before clipping, and whether the step was taken:
-    gradients are reduced over ranks before they are looked at, so all ranks decide alike about them."""
+    """Clip, step, advance the schedule -> gradient norm before clipping, and whether the step was taken: all
+    ranks decide alike, by the reduced gradients."""
     if not engine.zero_optimization() and not engine.bfloat16_enabled():  # this path has no check of its own
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
@@ -844,7 +844,7 @@ def main(args: Args) -> dict[str, float]:
     updates_per_step = args.rollout_batch_size // args.train_batch_size * args.num_iterations
     actor = make_engine(args, Policy(model, args.temperature), dtype, args.total_steps * updates_per_step)
     actor.eval()
-    state = {"step": 0, "before": {}}
+    state = {"step": 0, "before": {}}  # in every checkpoint: add what must survive a resume
     if checkpoint is not None:
         state = actor.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")[1]["ours"]
 
@@ -864,8 +864,8 @@ def main(args: Args) -> dict[str, float]:
             lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
             path.write_text("".join(lines))
     tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
-    spread = range(0, len(data.rows), len(data.rows) // 16 + 1)
-    prompts = data.encode(spread) or fail(f"{args.dataset}: no row can be used")
+    some = range(0, len(data.rows), len(data.rows) // 16 + 1)
+    prompts = data.encode(some) or fail(f"{args.dataset}: no row can be used")
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
     tell(packing.prove_packing(model, lambda pack: actor(pack)[0], probes, args.temperature))
     if reference and packing.is_packed(model):
@@ -878,7 +878,7 @@ def main(args: Args) -> dict[str, float]:
     if args.kl_coef > 0:
         forwards["ref_logprobs"] = reference or functools.partial(actor, with_lora=False)
     if (args.rollout, dtype) != ("hf", torch.float32) or args.zero_stage == 3 or not packing.is_packed(model):
-        forwards["logprobs"] = actor  # elsewhere the sampler's are the same, as has been proved
+        forwards["logprobs"] = actor  # elsewhere the sampler's are the same, as proved
     metrics, received, stopped, saved = {}, [], False, checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
         signal.signal(number, lambda number, frame: received.append(number))
@@ -886,7 +886,7 @@ def main(args: Args) -> dict[str, float]:
         state["before"], samples = evaluate(args, sampler, eval_data, functions)
         log(args, run_dir, {"train/step": 0, "train/episode": 0, **state["before"]}, samples)
     steps = range(state["step"] + 1, args.total_steps + 1)
-    hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step instead
+    hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
     for step in (bar := tqdm(steps, "rloo", args.total_steps, initial=state["step"], disable=hidden)):
         # --- 4. rollout ---
         times, state["step"] = [time.perf_counter()], step
