@@ -1,5 +1,5 @@
 """GRM SFT: a vision-language model learns to write verdicts on two candidates:
-"<think>the first one has no triangle</think><answer>Image 2 is better</answer>".
+"<think>image 1 has no triangle</think><answer>Image 2 is better</answer>".
 
 Pairs are shown in both orders; verdicts are written, their probabilities asked for. Papers:
 https://arxiv.org/abs/2408.15240, https://arxiv.org/abs/2505.03318. docs/grm_sft.md lists what differs from
@@ -114,7 +114,7 @@ def fail(message: str) -> NoReturn:
 EASY_VQA_KINDS = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
 VERDICTS = {"1": "{} 1 is better", "2": "{} 2 is better", "tie": "Both are equally good"}
 SWAPPED = {"1": "2", "2": "1", "tie": "tie", "first": "second", "second": "first"}
-SIDE = "(?<=[Ii]mage )[12]|(?<=[Vv]ideo )[12]|(?<=[Aa]nswer )[12]|(?:first|second)(?= (?:image|video|answer))"
+SIDE = r"(?i)(?<=\b{0} )[12]\b|\b(?:first|second)(?= {0}\b)"  # in reasoning
 
 
 def load_rows(source: str, split: str):
@@ -177,7 +177,7 @@ def load_data(args: Args, source: str, split: str, model, processor, training: b
         except Exception as error:
             tqdm.write(f"warning: {source} row {entry // 2} is left out: {error!s:.300}", file=sys.stderr)
 
-    usable = {"encode": lambda entries: [row for row in map(encode, entries) if row and row["samples"]]}
+    usable = {"encode": lambda entries: [row for row in map(encode, entries) if row]}
     tokenizer = getattr(processor, "tokenizer", processor)
     return SimpleNamespace(source=source, tokenizer=tokenizer, groups=[*groups.values()], **usable)
 
@@ -193,6 +193,8 @@ def encode_row(args: Args, model, processor, row: dict, entry: int, folder: Path
         samples.append(begun | own)
         if (length := begun["length"] + len(ids) - k) > args.max_length:
             raise ValueError(f"{length} tokens are more than --max-length")
+    if not samples:
+        raise ValueError("no assistant's turn")
     known = {"noun": chat.get("noun", ""), "truth": chat.get("verdict")}
     return {"index": entry, "row": row, "samples": samples, **known}
 
@@ -208,7 +210,7 @@ def make_chat(row: dict, swap: bool) -> dict:
     prompt, thought, media = row["prompt"], row.get("reasoning") or "", {}
     if swap:
         sides, verdict = sides[::-1], SWAPPED[verdict]
-        thought = re.sub(SIDE, lambda found: SWAPPED[found[0]], thought)
+        thought = re.sub(SIDE.format(noun), lambda found: SWAPPED[found[0].lower()], thought)
     for name in packing.MEDIA:
         items = row.get(name) or row.get(f"{name}s") or []
         items = items if isinstance(items, list) else [items]
@@ -372,7 +374,7 @@ def add_adapters(args: Args, model) -> None:
 
 def merged_state_dict(model) -> dict[str, Tensor]:
     """Weights of the plain model, tied ones under each name: gathered under ZeRO-3 (collective), adapters
-    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down, sync by sync."""
+    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
     import deepspeed
 
     names, layers = set(model.state_dict()), {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
@@ -386,7 +388,7 @@ def merged_state_dict(model) -> dict[str, Tensor]:
                 A, B = (adapter.detach().float() for adapter in adapters)  # (rank, in), (out, rank)
                 weight = (weight.float() + layer.scaling["default"] * (B @ A)).to(weight.dtype)
         if ".lora_" not in name:
-            weights[name.replace(".base_layer.", ".")] = weight
+            weights[name.replace(".base_layer.", ".")] = weight.cpu() if sharded else weight
     return weights | {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
 
 
@@ -561,9 +563,9 @@ def train_rows(args: Args, data, entries: list[int], engine) -> tuple[float, int
     """Gradients of some entries -> loss, trained tokens, usable entries, of all ranks. Equal prompts are
     shared: pictures and first tokens."""
     own, alike = data.encode(np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()), defaultdict(list)
-    names = ("index", "key", "length", "kinds", "ids", "start")  # what all ranks know: no pictures
+    names = ("index", "key", "length", "kinds", "ids", "start")  # no pictures
     samples = gather([{name: sample[name] for name in names} for row in own for sample in row["samples"]])
-    if (usable := len({sample["index"][0] for sample in samples})) * 2 < len(entries):
+    if (usable := len({sample["index"][0] for sample in samples})) * 2 < len({*entries}):
         fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
     for b, sample in enumerate(samples):
         alike[sample["key"]].append(b)
@@ -589,7 +591,7 @@ def train_rows(args: Args, data, entries: list[int], engine) -> tuple[float, int
 
 
 def evaluate(args: Args, model, judge, data) -> tuple[dict[str, float], list[dict]]:
-    """Held-out rows, dealt out to the ranks -> metrics, records. judge: the model or its unsharded copy."""
+    """Held-out rows, dealt to the ranks -> metrics, records. judge: the model or its unsharded copy."""
     if judge is not model:
         judge.load_state_dict(merged_state_dict(model))
     own, judged = np.array_split(np.array(sum(data.groups, [])), WORLD_SIZE)[RANK].tolist(), []
@@ -598,7 +600,7 @@ def evaluate(args: Args, model, judge, data) -> tuple[dict[str, float], list[dic
         for row, record in zip(rows, write_judgements(args, judge, data.tokenizer, rows) if rows else []):
             shown = {name: x for name, x in row["row"].items() if isinstance(x, str | int | float)}
             judged.append((row["index"], shown | {"phase": "eval", "row": row["index"] // 2} | record))
-    judged = dict(sorted(gather(judged)))
+    judged = dict(sorted(gather(judged))) or fail(f"{data.source}: no row can be used")
     for entry, record in judged.items():
         other = judged.get(entry ^ 1, {})
         follows = other.get("verdict") == SWAPPED.get(record["verdict"], ())
@@ -629,7 +631,7 @@ def tell(message: str) -> None:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Whole ones, oldest first."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
+    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=os.path.getmtime)
 
 
 def find_run(args: Args) -> tuple[Path, Path | None]:

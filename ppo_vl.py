@@ -420,7 +420,7 @@ def add_adapters(args: Args, model) -> None:
 
 def merged_state_dict(model) -> dict[str, Tensor]:
     """Weights of the plain model, tied ones under each name: gathered under ZeRO-3 (collective), adapters
-    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down, sync by sync."""
+    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
     import deepspeed
 
     names, layers = set(model.state_dict()), {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
@@ -434,7 +434,7 @@ def merged_state_dict(model) -> dict[str, Tensor]:
                 A, B = (adapter.detach().float() for adapter in adapters)  # (rank, in), (out, rank)
                 weight = (weight.float() + layer.scaling["default"] * (B @ A)).to(weight.dtype)
         if ".lora_" not in name:
-            weights[name.replace(".base_layer.", ".")] = weight
+            weights[name.replace(".base_layer.", ".")] = weight.cpu() if sharded else weight
     return weights | {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
 
 
@@ -982,7 +982,7 @@ def actor_terms(args: Args, actor, pack, flat: dict[str, Tensor], kl_coef: float
         balance = load_balancing_loss_func(logits, logits[0].shape[-1], config.num_experts_per_tok)
         logs["loss/router"] = flat["value_weights"].sum() * balance
         loss = loss + args.router_aux_coef * logs["loss/router"]
-    if new_values is not None:  # of a head on the actor's backbone
+    if new_values is not None:  # of the actor's head
         value_loss, more = value_terms(args, new_values, flat)
         loss, logs = loss + value_loss, logs | more
     return loss, logs
@@ -1075,7 +1075,7 @@ def tell(message: str) -> None:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Whole ones, oldest first."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
+    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=os.path.getmtime)
 
 
 def find_run(args: Args) -> tuple[Path, Path | None]:

@@ -93,7 +93,7 @@ class Args:
 
 def check_args(args: Args) -> None:
     for is_bad, message in (
-        (min(args.train_batch_size, args.total_steps) < 1, "counts must be at least 1"),
+        (min(args.train_batch_size, args.total_steps, args.eval_samples) < 1, "counts must be at least 1"),
         (args.micro_batch_tokens < args.max_length, "--micro-batch-tokens must hold --max-length"),
         (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
         (args.resume == "auto" and args.run_name is None, "--resume auto needs --run-name"),
@@ -281,7 +281,7 @@ def add_adapters(args: Args, model) -> None:
 
 def merged_state_dict(model) -> dict[str, Tensor]:
     """Weights of the plain model, tied ones under each name: gathered under ZeRO-3 (collective), adapters
-    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down, sync by sync."""
+    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
     import deepspeed
 
     names, layers = set(model.state_dict()), {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
@@ -295,7 +295,7 @@ def merged_state_dict(model) -> dict[str, Tensor]:
                 A, B = (adapter.detach().float() for adapter in adapters)  # (rank, in), (out, rank)
                 weight = (weight.float() + layer.scaling["default"] * (B @ A)).to(weight.dtype)
         if ".lora_" not in name:
-            weights[name.replace(".base_layer.", ".")] = weight
+            weights[name.replace(".base_layer.", ".")] = weight.cpu() if sharded else weight
     return weights | {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
 
 
@@ -501,10 +501,10 @@ def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], lis
     """A fixed subset of each held-out set -> metrics, all pairs with their scores."""
     metrics, samples, n = {}, [], args.train_batch_size
     for name, data in eval_sets.items():
-        indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples]).tolist()
+        indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples])
         rankings, rewards = [], torch.empty(0)
-        for start in range(0, len(indices), n):
-            found = score_rows(args, indices[start : start + n], data, engine)
+        for part in np.array_split(indices, -(-len(indices) // n)):  # parts of like sizes
+            found = score_rows(args, part.tolist(), data, engine)
             rankings, rewards = rankings + found[0], torch.cat([rewards, found[1]])
         found = ranking_metrics(rewards, rankings, args.label_smoothing, args.center_coef)
         metrics |= {key.replace("rm/", f"eval/{name}/"): value for key, value in found.items()}
@@ -529,7 +529,7 @@ def tell(message: str) -> None:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Whole ones, oldest first."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
+    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=os.path.getmtime)
 
 
 def find_run(args: Args) -> tuple[Path, Path | None]:
@@ -672,7 +672,7 @@ def main(args: Args) -> dict[str, float]:
         samples, told = [], [f"{key} {metrics[f'rm/{key}']:.3f}" for key in ("loss", "accuracy")]
 
         # --- 10. eval and save ---
-        last, hopeless = step == args.total_steps, state["skipped"] == 5
+        last, hopeless = step == args.total_steps, state["skipped"] >= 5
         if eval_sets and (last or (args.eval_steps and step % args.eval_steps == 0)):
             evaluated, samples = evaluate(args, engine, eval_sets)
             metrics |= evaluated

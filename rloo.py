@@ -344,7 +344,7 @@ def add_adapters(args: Args, model) -> None:
 
 def merged_state_dict(model) -> dict[str, Tensor]:
     """Weights of the plain model, tied ones under each name: gathered under ZeRO-3 (collective), adapters
-    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down, sync by sync."""
+    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
     import deepspeed
 
     names, layers = set(model.state_dict()), {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
@@ -358,7 +358,7 @@ def merged_state_dict(model) -> dict[str, Tensor]:
                 A, B = (adapter.detach().float() for adapter in adapters)  # (rank, in), (out, rank)
                 weight = (weight.float() + layer.scaling["default"] * (B @ A)).to(weight.dtype)
         if ".lora_" not in name:
-            weights[name.replace(".base_layer.", ".")] = weight
+            weights[name.replace(".base_layer.", ".")] = weight.cpu() if sharded else weight
     return weights | {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
 
 
@@ -754,7 +754,7 @@ def tell(message: str) -> None:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Whole ones, oldest first."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
+    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=os.path.getmtime)
 
 
 def find_run(args: Args) -> tuple[Path, Path | None]:

@@ -190,7 +190,7 @@ def test_unusable_rows_are_left_out_and_named(encode, text, tmp_path, capsys):
     told = capsys.readouterr().err
     assert [p["ranking"]["index"] for p in prompts] == [0]
     assert [f"data.jsonl row {i} is left out" in told for i in range(6)] == [False, *[True] * 5]
-    for reason in ("--max-length", "needs two responses", "FileNotFoundError"):
+    for reason in ("--max-length", "needs two responses", "gone.png"):
         assert reason in told
     data = reward_bt.load_data(text[0], str(tmp_path / "data.jsonl"), "train", 0, *text[1:])
     engine = Engine(reward_bt.RewardModel(text[1]))
