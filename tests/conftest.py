@@ -84,26 +84,14 @@ def vqa(vqa_rows, tmp_path_factory) -> str:
 def any_reward(tmp_path_factory) -> dict:
     """Flags: the rules, and a reward that differs from response to response, whatever the model says."""
     path = tmp_path_factory.mktemp("reward") / "reward.py"
-    path.write_text(
-        "def score(completion_ids, **columns):\n    return [sum(i) % 7 / 7 for i in completion_ids]\n"
-    )
+    code = "def score(completion_ids, **columns):\n    return [sum(i) % 7 / 7 for i in completion_ids]\n"
+    path.write_text(code)
     return {"rewards": ("accuracy", "format", f"{path}:score"), "reward_weights": (0.9, 0.1, 1)}
 
 
-SHORT = {
-    "total_steps": 2,
-    "rollout_batch_size": 16,
-    "num_samples_per_prompt": 4,
-    "train_batch_size": 8,
-    "max_prompt_length": 512,
-    "max_response_length": 8,
-    "eval_steps": 0,
-    "eval_samples": 8,
-    "eval_num_samples": 2,
-    "micro_batch_tokens": 2048,
-    "seed": 3,
-    "run_name": "run",
-}
+SHORT = {"total_steps": 2, "rollout_batch_size": 16, "num_samples_per_prompt": 4, "train_batch_size": 8}
+SHORT |= {"max_prompt_length": 512, "max_response_length": 8, "micro_batch_tokens": 2048, "eval_steps": 0}
+SHORT |= {"eval_samples": 8, "eval_num_samples": 2, "seed": 3, "run_name": "run"}
 
 
 def to_argv(flags: dict) -> list[str]:
@@ -140,11 +128,8 @@ def run(argv, tmp_path):
         module = importlib.import_module(script)
         args = tyro.cli(module.Args, args=argv(script, **flags))
         module.main(args)
-        return (
-            Path(args.output_dir) / args.run_name
-            if args.resume in (None, "auto")
-            else Path(args.resume).parent
-        )
+        has_name = args.resume in (None, "auto")
+        return Path(args.output_dir) / args.run_name if has_name else Path(args.resume).parent
 
     return go
 
@@ -154,9 +139,8 @@ def start(argv, tmp_path):
     """A short run as processes of its own, ranks under torchrun, its output in tmp_path/log -> the process."""
 
     def go(script: str, ranks: int = 1, env: dict | None = None, **flags) -> subprocess.Popen:
-        launcher = (
-            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-        )
+        torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}"
+        launcher = torchrun.split() if ranks > 1 else []
         command = [sys.executable, *launcher, str(ROOT / f"{script}.py"), *argv(script, **flags)]
         log = (tmp_path / "log").open("a")
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | (env or {}))
@@ -194,20 +178,15 @@ def tiny_text_model(tmp_path_factory) -> str:
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    backend.pre_tokenizer, backend.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|end|>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
-    )
+    turns = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    tokenizer.chat_template = turns + "assistant: "
     torch.manual_seed(0)
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, **size
-    )
+    size |= {"num_key_value_heads": 2, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     folder = tmp_path_factory.mktemp("text_model")
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**size)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

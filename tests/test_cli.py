@@ -72,9 +72,7 @@ def test_defaults_pass_the_checks(script):
 @pytest.mark.slow
 def test_importing_the_scripts_loads_nothing_heavy_and_starts_nothing():
     code = f"import sys, {', '.join(SCRIPTS)}, torch; assert not torch.cuda.is_initialized()\n"
-    code += (
-        "assert not torch.distributed.is_initialized(); print(*{name.split('.')[0] for name in sys.modules})"
-    )
+    code += "assert not torch.distributed.is_initialized(); print(*{x.split('.')[0] for x in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not {*HEAVY} & {*done.stdout.split()}

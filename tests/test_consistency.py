@@ -84,16 +84,8 @@ def test_exceptions_are_needed():
 def test_sections_and_phases_stand_in_the_house_order(script):
     banners = re.findall(r"^# ---- (.+) ----$", source_of(script), re.M)
     assert banners == [banner for banner in BANNERS if banner in banners]
-    assert {*banners} >= {
-        "args",
-        "data",
-        "model",
-        "DeepSpeed",
-        "update",
-        "evaluate",
-        "save, resume, log",
-        "main",
-    }
+    needed = {"args", "data", "model", "DeepSpeed", "update", "evaluate", "save, resume, log", "main"}
+    assert {*banners} >= needed
     phases = [int(n) for n in re.findall(r"^ +# --- (\d+)\. ", source_of(script), re.M)]
     assert phases == sorted({*phases}) and phases[:3] == [1, 2, 3] and phases[-1] == 11
 
@@ -106,9 +98,7 @@ def test_no_script_imports_another_and_imports_are_light(script):
     every = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
     def roots(nodes: list) -> set[str]:
-        names = [
-            n.module if isinstance(n, ast.ImportFrom) else alias.name for n in nodes for alias in n.names
-        ]
+        names = [n.module if isinstance(n, ast.ImportFrom) else a.name for n in nodes for a in n.names]
         return {name.split(".")[0] for name in names}
 
     assert not roots(every) & {*SCRIPTS, "tools", "examples", "tests"}

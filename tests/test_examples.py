@@ -146,9 +146,8 @@ def reward_server():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "reward_server.py"), str(port)], stderr=subprocess.DEVNULL
-    )
+    command = [sys.executable, str(EXAMPLES / "reward_server.py"), str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     wait_for(port)
     yield f"http://127.0.0.1:{port}"
     process.kill()
@@ -244,7 +243,6 @@ def test_rewards_of_trl_run_unchanged():
     results, _ = score(functions, texts, [rloo.torch.arange(n) for n in (15, 5)], prompt=chat)
     assert results == {"think": [1.0, 0.0], "short": [-0.5, 0.0]}
     pytest.importorskip("math_verify")
-    results, _ = score(
-        {"right": rewards.accuracy_reward}, texts, prompt=chat, solution=["$\\frac{1}{2}$"] * 2
-    )
+    right = {"right": rewards.accuracy_reward}
+    results, _ = score(right, texts, prompt=chat, solution=["$\\frac{1}{2}$"] * 2)
     assert results == {"right": [1.0, 0.0]}

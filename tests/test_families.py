@@ -41,7 +41,7 @@ def text_config(family: str, V: int) -> dict:
     dynamic = {"rope_parameters": {**rope, "rope_type": "dynamic", "factor": 4.0}}
     gpt = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8}
     gemma = {"query_pre_attn_scalar": 16, "sliding_window": 8}
-    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 18}
     return size | {
         **dict.fromkeys(QWEN_VL, {"rope_parameters": {**rope, "mrope_section": [2, 3, 3]}}),
         "gemma2": gemma | {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
@@ -51,17 +51,9 @@ def text_config(family: str, V: int) -> dict:
         "cohere": {"logit_scale": 0.3},
         "llama dynamic": dynamic,
         "llama beyond": dynamic | {"max_position_embeddings": 16},
-        "phi3 longrope": {
-            "rope_parameters": {
-                **rope,
-                "rope_type": "longrope",
-                **factors,
-                "original_max_position_embeddings": 18,
-            }
-        },
+        "phi3 longrope": {"rope_parameters": {**rope, "rope_type": "longrope", **factors}},
         "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
-        "gpt2": gpt,
-        "gptj": gpt,
+        **dict.fromkeys(("gpt2", "gptj"), gpt),
     }.get(family, {})
 
 
@@ -69,9 +61,8 @@ def text_config(family: str, V: int) -> dict:
 def build(family: str):
     """-> model and processor, or a text model's tokenizer."""
     torch.manual_seed(sum(map(ord, family)))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        TINY, extra_special_tokens={} if family in QWEN_VL else NAMES
-    )
+    extra = {} if family in QWEN_VL else NAMES
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY, extra_special_tokens=extra)
     tokenizer.pad_token, tokenizer._processor_class = tokenizer.eos_token, None
     tokenizer.init_kwargs.pop("processor_class", None)
     ids, V = tokenizer.convert_tokens_to_ids, len(tokenizer)
@@ -96,9 +87,8 @@ def build_vision(family: str, tokenizer, ids, text: dict):
     if family in QWEN_VL:
         kind = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
         vision = {"depth": 2, "patch_size": 8, "num_heads": 4, "hidden_size": 32, "intermediate_size": 48}
-        vision |= {"qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}}.get(
-            family, {"out_hidden_size": 64}
-        )
+        older = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+        vision |= older if family == "qwen2_vl" else {"out_hidden_size": 64}
         vision |= {"window_size": 32, "fullatt_block_indexes": [1]} if family == "qwen2_5_vl" else {}
         if family == "qwen3_vl":
             vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
@@ -112,11 +102,8 @@ def build_vision(family: str, tokenizer, ids, text: dict):
         return getattr(t, f"{kind}ForConditionalGeneration")(config), processor
     parts["chat_template"] = template.replace(seen, "<boi>" if family == "gemma3" else "<image>")
     if family == "llava":
-        config = t.LlavaConfig(
-            text_config=t.LlamaConfig(**text),
-            vision_config=t.CLIPVisionConfig(**tower),
-            image_token_id=ids("<image>"),
-        )
+        given = {"text_config": t.LlamaConfig(**text), "vision_config": t.CLIPVisionConfig(**tower)}
+        config = t.LlavaConfig(**given, image_token_id=ids("<image>"))
         images = t.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=square)
         how = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
         return t.LlavaForConditionalGeneration(config), t.LlavaProcessor(images, **parts, **how)
@@ -124,27 +111,21 @@ def build_vision(family: str, tokenizer, ids, text: dict):
         tokens = {f"{name}_token_index": ids(f"<{name}>") for name in ("boi", "eoi", "image")}
         config = t.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4, **tokens)
         images = t.Gemma3ImageProcessor(size=square)
-        return t.Gemma3ForConditionalGeneration(config), t.Gemma3Processor(
-            images, **parts, image_seq_length=4
-        )
+        processor = t.Gemma3Processor(images, **parts, image_seq_length=4)
+        return t.Gemma3ForConditionalGeneration(config), processor
     if family == "idefics3":
         images = t.Idefics3ImageProcessor(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
         processor = t.Idefics3Processor(images, image_seq_len=4, **parts)
-        text |= {"vocab_size": len(tokenizer)}
-        given = {
-            "text_config": {**text, "model_type": "llama"},
-            "vision_config": tower,
-            "image_token_id": ids("<image>"),
-        }
+        text |= {"vocab_size": len(tokenizer), "model_type": "llama"}
+        given = {"text_config": text, "vision_config": tower, "image_token_id": ids("<image>")}
         return t.Idefics3ForConditionalGeneration(t.Idefics3Config(**given, pad_token_id=500)), processor
     parts["chat_template"] = template.replace(seen, "<context>")
     given = {"text_config": {**text, "model_type": "qwen2"}, "image_token_id": ids("<context>")}
     given |= {"vision_config": {**tower, "image_size": [32, 32], "patch_size": [8, 8]}, "image_seq_length": 4}
     images = t.GotOcr2ImageProcessor(size=square, crop_to_patches=True, max_patches=4)
     media = {"image_processor": images, "video_processor": t.InternVLVideoProcessor(size=square)}
-    return t.InternVLForConditionalGeneration(t.InternVLConfig(**given)), t.InternVLProcessor(
-        **media, **parts, image_seq_length=4
-    )
+    processor = t.InternVLProcessor(**media, **parts, image_seq_length=4)
+    return t.InternVLForConditionalGeneration(t.InternVLConfig(**given)), processor
 
 
 def write_video(path) -> None:
@@ -206,9 +187,8 @@ def test_log_probs_and_greedy_answers_are_those_of_the_unmodified_model(family, 
     prompts = [p | {"seed": i} for i, p in enumerate(data.encode(range(len(data.rows))))]
     assert len(prompts) == len(data.rows) == 4 + (family in VISION) + (family in QWEN_VL)
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]
-    line = packing.prove_packing(
-        model, lambda pack: packing.response_logprobs(model, pack, TEMPERATURE)[0], probes, TEMPERATURE
-    )
+    forward = lambda pack: packing.response_logprobs(model, pack, TEMPERATURE)[0]  # noqa: E731
+    line = packing.prove_packing(model, forward, probes, TEMPERATURE)
     assert packing.is_packed(model) is not line.startswith("warning")
     assert packing.is_packed(model) or family not in (*SEVEN, "granite", "cohere")
     assert not packing.is_packed(model) or family not in HIDDEN
@@ -256,9 +236,8 @@ def test_two_steps(family, folder_of, tmp_path, capsys):
         assert 0 < step["train/grad_norm"] < 1e4 and step["rollout/prompts_dropped"] == 0
         assert step["rollout/engine_logprob_diff_max"] < 1e-4 > abs(step["policy/ratio"] - 1)
     assert ("warning: no packing" in capsys.readouterr().out) == (family not in PACKED)
-    before, after = (
-        rloo.load_model(str(x), torch.float32) for x in (folder_of(family), tmp_path / "run/checkpoint-2")
-    )
+    folders = folder_of(family), tmp_path / "run/checkpoint-2"
+    before, after = (rloo.load_model(str(folder), torch.float32) for folder in folders)
     changed = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
     assert sum(changed) > len(changed) / 2
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, TINY, largest_difference, metrics_differ, read_jsonl, weights_of, write_jsonl
+from test_families import write_video
 from tyro import cli
 
 import grm_sft
@@ -23,7 +24,7 @@ from common import packing
 
 FILES = ROOT / "tests/data/grm"
 SEE = f"{FILES}/images"
-ARGS = grm_sft.Args(max_response_length=12, video_fps=8.0)
+ARGS = grm_sft.Args(max_response_length=12, video_fps=4.0)
 END = "<|im_end|>"
 
 
@@ -54,16 +55,7 @@ def make_rows(video: str) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory) -> list[dict]:
-    import av
-
-    path = tmp_path_factory.mktemp("video") / "clip.mp4"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=8)
-        stream.width = stream.height = 64
-        for i in range(8):
-            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 30 * i, np.uint8), format="rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+    write_video(path := tmp_path_factory.mktemp("video") / "clip.mp4")
     return make_rows(str(path))
 
 
@@ -80,7 +72,7 @@ def tiny_vl() -> tuple:
 
 def on(source: str) -> dict:
     """Flags of short runs on these rows."""
-    data = {"dataset": source, "eval_dataset": source, "eval_dataset_split": "train", "video_fps": 8.0}
+    data = {"dataset": source, "eval_dataset": source, "eval_dataset_split": "train", "video_fps": 4.0}
     small = {"train_batch_size": 6, "micro_batch_tokens": 4096, "warmup_steps": 0, "learning_rate": 1e-4}
     return data | small | {"best_metric": "loss"}
 
@@ -295,7 +287,7 @@ class Engine(grm_sft.Judge):
 
 
 def train_rows(tiny_vl, judgements: str, entries: list[int], attention: str = "packed", **flags):
-    args = grm_sft.Args(video_fps=8.0, **flags)
+    args = grm_sft.Args(video_fps=4.0, **flags)
     data, engine = grm_sft.load_data(args, judgements, "train", *tiny_vl[:2], True), Engine(attention)
     return engine, *grm_sft.train_rows(args, data, entries, engine)
 

@@ -5,11 +5,10 @@ import shlex
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 # Like the real package beside a CPU-only torch: its import dies unless the schema of nms exists.
@@ -23,24 +22,19 @@ from . import half
 """
 LOADS = "import torch\nlibrary = torch.library.Library('torchvision', 'DEF'); library.define('nms(Tensor dets) -> Tensor')"
 NO_CUDA = "torch.version.cuda = torch.version.hip = None\n"
+CUDA = "torch.version.cuda = '1.0'\n"
 SCHEMAS = "import common; assert (common._TORCHVISION_SCHEMAS is None) ==" + " "
+CASES = [
+    (FAKE, "import torchvision", "torchvision::nms does not exist"),  # without the guard
+    (FAKE, NO_CUDA + SCHEMAS + "False; import torchvision; assert torchvision.half", ""),
+    (LOADS, NO_CUDA + SCHEMAS + "True; import torchvision", ""),
+    (FAKE, CUDA + SCHEMAS + "True; assert 'torchvision' not in sys.modules", ""),
+    ("raise RuntimeError('another defect')", NO_CUDA + "import common", "another defect"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "package, code, error",
-    [
-        (FAKE, "import torchvision", "torchvision::nms does not exist"),  # without the guard
-        (FAKE, NO_CUDA + SCHEMAS + "False; import torchvision; assert torchvision.half", ""),
-        (LOADS, NO_CUDA + SCHEMAS + "True; import torchvision", ""),
-        (
-            FAKE,
-            "torch.version.cuda = '1.0'\n" + SCHEMAS + "True; assert 'torchvision' not in sys.modules",
-            "",
-        ),
-        ("raise RuntimeError('another defect')", NO_CUDA + "import common", "another defect"),
-    ],
-)
+@pytest.mark.parametrize("package, code, error", CASES)
 def test_the_guard_mends_torchvision_beside_a_cpu_torch_and_nothing_else(tmp_path, package, code, error):
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text(package)

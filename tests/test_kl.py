@@ -9,19 +9,15 @@ import torch
 import common.kl
 from common.kl import KL_ESTIMATORS, kl_estimate, next_kl_coef
 
+K1, K2 = [[0.5, -1.0, 0.0], [2.0, 0.25, -0.5]], [[0.125, 0.5, 0.0], [2.0, 0.03125, 0.125]]
+# exp(-d) - 1 + d: e^-0.5 - 0.5, e - 2, 0, e^-2 + 1, e^-0.25 - 0.75, e^0.5 - 1.5
+K3 = [[0.10653066, 0.71828183, 0.0], [1.13533528, 0.02880078, 0.14872127]]
 
-@pytest.mark.parametrize(
-    ("estimator", "expected"),
-    [
-        ("k1", [[0.5, -1.0, 0.0], [2.0, 0.25, -0.5]]),
-        ("k2", [[0.125, 0.5, 0.0], [2.0, 0.03125, 0.125]]),
-        # exp(-d) - 1 + d: e^-0.5 - 0.5, e - 2, 0, e^-2 + 1, e^-0.25 - 0.75, e^0.5 - 1.5
-        ("k3", [[0.10653066, 0.71828183, 0.0], [1.13533528, 0.02880078, 0.14872127]]),
-    ],
-)
+
+@pytest.mark.parametrize("estimator, expected", [("k1", K1), ("k2", K2), ("k3", K3)])
 def test_estimators_by_hand(estimator, expected):
     ref_logprobs = torch.tensor([[-1.5, -1.0, -3.0], [-4.0, -0.75, -1.5]])
-    d = torch.tensor([[0.5, -1.0, 0.0], [2.0, 0.25, -0.5]])
+    d = torch.tensor(K1)
     kl = kl_estimate(ref_logprobs + d, ref_logprobs, estimator)
     torch.testing.assert_close(kl, torch.tensor(expected), rtol=1e-5, atol=1e-6)
     half = kl_estimate(torch.tensor([-1.0]).bfloat16(), torch.tensor([-1.5]).bfloat16(), estimator)

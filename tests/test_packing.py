@@ -37,9 +37,8 @@ def batch_of(folder_of):  # noqa: F811
         for g, own in enumerate(lengths):
             groups.append((g, [*range(len(responses), len(responses) + len(own))]))
             for R in own:
-                response = torch.randint(
-                    0, 500, (R,), generator=torch.Generator().manual_seed(len(responses))
-                )
+                seeded = torch.Generator().manual_seed(len(responses))
+                response = torch.randint(0, 500, (R,), generator=seeded)
                 response[R // 2] = EOS if R > 2 else response[R // 2]
                 response[-1] = EOS if len(responses) % 3 else response[-1]
                 responses.append(response)
@@ -117,9 +116,8 @@ def test_packed_equals_one_by_one(family, batch_of):
     assert len(packs) == 1  # text, pictures, one of them twice, and a clip in one row
     assert_same(whole, expected)
     *split, packs = packed(batch, max(p["length"] for p in batch.prompts) + 10)
-    assert len(packs) > 2 and sorted(b for pack in packs for b in pack.rows.tolist()) == [
-        *range(len(batch.responses))
-    ]
+    seen = sorted(b for pack in packs for b in pack.rows.tolist())
+    assert len(packs) > 2 and seen == [*range(len(batch.responses))]
     assert_same(split, expected)
 
 
@@ -164,19 +162,12 @@ def one_hidden(batch, b: int):
 def test_each_picture_is_seen_once(family, batch_of):
     batch, seen = batch_of(family), []
     tower = getattr(batch.model.base_model, "visual", None) or batch.model.base_model.vision_tower
-    tower.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(
-            len(next(x for x in [*args, *kwargs.values()] if torch.is_tensor(x)))
-        ),
-        with_kwargs=True,
-    )
+    first = lambda args, kwargs: next(filter(torch.is_tensor, [*args, *kwargs.values()]))  # noqa: E731
+    tower.register_forward_pre_hook(lambda _, *given: seen.append(len(first(*given))), with_kwargs=True)
     packing.switch_attention(batch.model, "packed")
     packed(batch)
-    clips = (
-        [next(p["video"] for p in batch.prompts if p["video"])[0]["pixel_values_videos"]]
-        if family in QWEN_VL
-        else []
-    )
+    clips = [p["video"][0]["pixel_values_videos"] for p in batch.prompts if p["video"]]
+    assert len(clips) == (family in QWEN_VL)
     pictures = {item["key"]: item["pixel_values"] for p in batch.prompts for item in p["image"]}
     assert len(pictures) == 3 < sum(len(p["image"]) for p in batch.prompts)
     assert seen == [sum(map(len, pictures.values())), *map(len, clips)]
@@ -258,10 +249,7 @@ def test_two_dimensional_positions_are_found_out(family, batch_of, monkeypatch):
 
 def test_a_broken_decoder_is_found_out(batch_of, monkeypatch):
     batch, real = batch_of("llama"), packing.Decoder.step
-    for broken in (
-        lambda self, token: real(self, token * 0),
-        lambda self, token: self.hidden.fill_(math.nan),
-    ):
+    for broken in (lambda self, x: real(self, x * 0), lambda self, x: self.hidden.fill_(math.nan)):
         with monkeypatch.context() as patch:
             patch.setattr(packing.Decoder, "step", broken)
             assert proof(batch).startswith("warning: no packing") and not packing.is_packed(batch.model)
@@ -287,13 +275,10 @@ def test_the_proof_in_bf16(vqa, monkeypatch):
 def test_a_run_that_can_not_pack_says_so_and_is_exact(folder_of, tmp_path, monkeypatch, capsys):  # noqa: F811
     see_each_other(monkeypatch)
     steps = two_steps(folder_of("qwen2_vl"), tmp_path)
-    assert (
-        "warning: no packing, one response at a time, exact but slow: ValueError, log-probs"
-        in capsys.readouterr().out
-    )
-    assert all(
-        step["rollout/engine_logprob_diff_max"] < 1e-4 > abs(step["policy/ratio"] - 1) for step in steps
-    )
+    words = "warning: no packing, one response at a time, exact but slow: ValueError, log-probs"
+    assert words in capsys.readouterr().out
+    for step in steps:
+        assert step["rollout/engine_logprob_diff_max"] < 1e-4 > abs(step["policy/ratio"] - 1)
 
 
 # ---- log-probs of the head ----
@@ -301,14 +286,10 @@ def test_a_run_that_can_not_pack_says_so_and_is_exact(folder_of, tmp_path, monke
 
 def head(dtype=torch.float32) -> tuple:
     """-> hidden (11, 16), weight (50, 16), targets (11,), weights of log-probs and entropies in a loss."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 16, generator=generator).to(dtype).requires_grad_() for n in (11, 50))
-    return (
-        hidden,
-        weight,
-        torch.randint(0, 45, (11,), generator=generator),
-        *torch.randn(2, 11, generator=generator),
-    )
+    seeded = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=seeded).to(dtype).requires_grad_() for n in (11, 50))
+    targets = torch.randint(0, 45, (11,), generator=seeded)
+    return hidden, weight, targets, *torch.randn(2, 11, generator=seeded)
 
 
 def reference(hidden, weight, targets, a, b, temperature, suppressed=()) -> list:
@@ -379,20 +360,16 @@ def test_log_probs_and_entropies_of_packs_are_those_of_the_plain_path(family, ba
 # ---- attention on CUDA ----
 
 
-def slow_varlen_attn(
-    q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
-):
+def slow_varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
     """What torch documents of varlen_attn, one segment at a time, in plain matrix products."""
     assert window_size == (-1, 0), "causal, aligned at the bottom right"
     assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q[-1] == len(q) and cu_k[-1] == len(k)
-    assert (
-        max_q == cu_q.diff().max() and max_k == cu_k.diff().max() and (enable_gqa or q.shape[1] == k.shape[1])
-    )
+    assert max_q == cu_q.diff().max() and max_k == cu_k.diff().max()
+    assert enable_gqa or q.shape[1] == k.shape[1]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v, outputs = *(x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v)), []
     for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
-        scores = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d]) * (
-            q.shape[-1] ** -0.5 if scale is None else scale
-        )
+        scores = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d]) * scale
         mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(int(d - c - b + a))
         outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -math.inf).softmax(-1), v[c:d]))
     return torch.cat(outputs)
@@ -403,14 +380,8 @@ def attend_both_ways(kv_heads: int, scaling, times: int, half: dict, full: dict)
     prompts, pieces, responses = {}, [], []
     for g, (P, lengths) in enumerate([(5, [3, 1, 4]), (1, [2]), (9, []), (2, [1, 1, 1, 1]), (3, [6, 6])]):
         ids = torch.arange(P * times)
-        prompts[g] = {
-            "prompt_ids": ids,
-            "position_ids": ids,
-            "length": len(ids),
-            "kinds": (),
-            "image": [],
-            "video": [],
-        }
+        prompts[g] = {"prompt_ids": ids, "position_ids": ids, "length": len(ids)}
+        prompts[g] |= {"kinds": (), "image": [], "video": []}
         pieces.append((g, [*range(len(responses), len(responses) + len(lengths))]))
         responses += [torch.randint(0, 300, (R * times,)) for R in lengths]
     pack, results = build_pack(pieces, prompts, responses), []
@@ -454,13 +425,8 @@ def plans(draw):
         prompt_lengths.append(P)
         groups.append((g, members))
     least = max(P + max(lengths, default=0) for P, lengths in shapes)
-    return (
-        groups,
-        prompt_lengths,
-        response_lengths,
-        least + draw(st.integers(0, 100)),
-        draw(st.integers(1, 4)),
-    )
+    max_tokens, world_size = least + draw(st.integers(0, 100)), draw(st.integers(1, 4))
+    return groups, prompt_lengths, response_lengths, max_tokens, world_size
 
 
 @given(plans())
@@ -478,10 +444,9 @@ def test_plan(case):
             tokens = 0
             for g, members in pack:
                 P, lengths = prompt_lengths[g], [response_lengths[b] for b in members]
-                tokens += P + sum(lengths)
-                loads[-1] += (
-                    P + sum(lengths) + (P * P / 2 + sum(R * (P + R / 2) for R in lengths)) / (6 * 2048)
-                )
+                own = P + sum(lengths)
+                tokens += own
+                loads[-1] += own + (P * P / 2 + sum(R * (P + R / 2) for R in lengths)) / (6 * 2048)
                 assert all(member_of[b] == g for b in members)
                 seen += members
                 size[g] = size.get(g, 0) + 1
@@ -525,14 +490,10 @@ def test_ranks_have_equally_many_packs_and_every_response_once(world_size, is_pa
     packs = [pack for own in ranks for pack in own]
     assert sorted(b for pack in packs for b in pack.rows.tolist()) == [0, 1, 2, 3, 4, 5]
     for pack in packs:  # the places of its tokens in a table
-        assert (
-            pack.index[0].tolist()
-            == pack.rows[pack.owner].tolist()
-            == [b for b in pack.rows.tolist() for _ in range(3)]
-        )
-        assert pack.index[1].tolist() == [0, 1, 2] * len(pack.rows) and pack.targets.tolist() == [EOS] * len(
-            pack.owner
-        )
+        rows = pack.rows.tolist()
+        assert pack.index[0].tolist() == pack.rows[pack.owner].tolist() == [b for b in rows for _ in range(3)]
+        assert pack.index[1].tolist() == [0, 1, 2] * len(rows)
+        assert pack.targets.tolist() == [EOS] * len(pack.owner)
         assert pack.last.tolist() == (pack.predict_from[2::3] + 1).tolist()
         assert is_packed or len(pack.rows) <= 1
 
@@ -547,9 +508,7 @@ def test_pictures_and_clips_everywhere_or_nowhere():
         assert sorted(b for packs in ranks for pack in packs for b in pack.rows.tolist()) == [*range(8)]
         ranks = ranks_of(world_size, True, groups[1:2], kinds, media_everywhere=True)
         assert not any(pack.media["image"] or pack.media["video"] for packs in ranks for pack in packs)
-        for packs in zip(
-            *ranks_of(world_size, False, groups, kinds)
-        ):  # one at a time: side by side with its like
+        for packs in zip(*ranks_of(world_size, False, groups, kinds)):  # one at a time: beside its like
             assert len({g for g, own in groups for pack in packs for b in pack.rows if int(b) in own}) <= 1
 
 
@@ -568,9 +527,8 @@ def test_special_tokens_in_data_are_text():
     special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def special_ids(content) -> list[int]:
-        messages = rloo.to_messages(
-            rloo.Args(), {"prompt": [{"role": "user", "content": content}]}, ".", tokenizer
-        )
+        row = {"prompt": [{"role": "user", "content": content}]}
+        messages = rloo.to_messages(rloo.Args(), row, ".", tokenizer)
         ids = packing.encode_chat(processor, messages, add_generation_prompt=True)["input_ids"][0].tolist()
         return [i for i in ids if i in special.values()]
 
@@ -580,10 +538,8 @@ def test_special_tokens_in_data_are_text():
         for text in [token, *(token[:3] + other + token[3:] for other in special), f"a {token}{token} b"]:
             assert special_ids(text) == usual
         for cut in range(1, len(token)):
-            assert (
-                special_ids([{"type": "text", "text": token[:cut]}, {"type": "text", "text": token[cut:]}])
-                == usual
-            )
+            parts = [{"type": "text", "text": text} for text in (token[:cut], token[cut:])]
+            assert special_ids(parts) == usual
     for text in ("<think>a</think><answer>b</answer>", "a < b |im_end|>", "< |im_end|>"):  # these stay
         [message] = rloo.to_messages(rloo.Args(), {"prompt": text}, ".", tokenizer)
         assert message["content"] == [{"type": "text", "text": text}]

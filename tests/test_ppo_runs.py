@@ -11,6 +11,7 @@ import transformers
 from conftest import SHORT, TINY, largest_difference, metrics_differ, read_jsonl, write_jsonl
 from conftest import weights_of as weights_in
 from safetensors.torch import save_file
+from test_families import folder_of, write_video  # noqa: F401
 from torch.testing import assert_close
 
 import ppo_vl
@@ -26,12 +27,8 @@ def flags_of(tmp_path, vqa):
     """Flags of a short run in tmp_path/run; its reward differs from response to response."""
     text = "def by_ids(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
     (tmp_path / "reward.py").write_text(text)
-    own = {
-        "rewards": (f"{tmp_path}/reward.py:by_ids",),
-        "reward_weights": (1.0,),
-        "output_dir": str(tmp_path),
-    }
-    return lambda **flags: SHORT | own | {"model": TINY, "dataset": vqa} | flags
+    own = {"rewards": (f"{tmp_path}/reward.py:by_ids",), "reward_weights": (1.0,), "model": TINY}
+    return lambda **flags: SHORT | own | {"output_dir": str(tmp_path), "dataset": vqa} | flags
 
 
 @pytest.fixture
@@ -119,20 +116,13 @@ def test_the_default_run_learns(start, tmp_path):
     assert after["val/explained_variance"] > 0.2
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"train_batch_size": 32},  # more than a rollout
-        {"train_batch_size": 6},
-        {"num_samples_per_prompt": 1, "advantage": "rloo"},
-        {"advantage": "rloo", "critic_share_backbone": True},
-        {"critic_share_backbone": True, "freezing_actor_steps": 1},
-        {"freezing_actor_steps": 2},
-        {"offload_optimizer": True},
-        {"micro_batch_tokens": 100},
-        {"reward_weights": (1.0, 2.0)},
-    ],
-)
+WRONG = [{"train_batch_size": 32}, {"train_batch_size": 6}]  # the first: more than a rollout
+WRONG += [{"num_samples_per_prompt": 1, "advantage": "rloo"}, {"freezing_actor_steps": 2}]
+WRONG += [{"critic_share_backbone": True, "advantage": "rloo"}, {"offload_optimizer": True}]
+WRONG += [{"critic_share_backbone": True, "freezing_actor_steps": 1}, {"micro_batch_tokens": 100}]
+
+
+@pytest.mark.parametrize("flags", [*WRONG, {"reward_weights": (1.0, 2.0)}])
 def test_flags_that_contradict_each_other_are_refused(flags_of, flags, capsys):
     with pytest.raises(SystemExit) as stopped:
         ppo_vl.main(ppo_vl.Args(**flags_of(**flags)))
@@ -168,19 +158,17 @@ def test_resume_goes_on_bit_for_bit_with_everything_on(run, tmp_path):
 
 
 def test_a_signal_saves_and_ends_the_run(run, tmp_path, capsys):
-    (tmp_path / "kill.py").write_text(
-        "import os, signal\n\n\ndef score(texts, **columns):\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n    return [0.0] * len(texts)\n"
-    )
+    code = "import os, signal\n\n\ndef score(texts, **columns):\n"
+    code += "    os.kill(os.getpid(), signal.SIGTERM)\n    return [0.0] * len(texts)\n"
+    (tmp_path / "kill.py").write_text(code)
     folder = run(rewards=(f"{tmp_path}/kill.py:score",), total_steps=3)
     assert len(metrics_of(folder)) == 1 and (folder / "checkpoint-1" / "state").is_dir()
     assert "go on with --resume" in capsys.readouterr().out
 
 
 def test_gradients_that_are_not_finite_end_the_run_after_a_checkpoint(run, tmp_path, capsys):
-    (tmp_path / "huge.py").write_text(
-        "def score(completion_ids, **columns):\n    return [1e38 * (sum(x) % 7) for x in completion_ids]\n"
-    )
+    code = "def score(completion_ids, **columns):\n    return [1e38 * (sum(x) % 7) for x in completion_ids]\n"
+    (tmp_path / "huge.py").write_text(code)
     flags = {"advantage": "reinforce", "whiten_advantages": "off", "total_steps": 3}
     with pytest.raises(SystemExit) as stopped:
         run(rewards=(f"{tmp_path}/huge.py:score",), **flags)
@@ -199,9 +187,7 @@ def test_the_actor_stands_still_while_the_critic_learns_alone(run):
     assert largest_difference(weights_of(folder, 2), START) > 0
 
 
-@pytest.mark.parametrize(
-    "flags, moving", [({"freeze": "visual"}, False), ({"lora_rank": 2}, False), ({}, True)]
-)
+@pytest.mark.parametrize("flags, moving", [({"freeze": "visual"}, 0), ({"lora_rank": 2}, 0), ({}, 1)])
 def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
     folder = run(**ONE_UPDATE, **flags)
     start, end = START, weights_of(folder, 1)
@@ -222,9 +208,7 @@ def test_a_reference_is_loaded_only_for_a_kl(run, monkeypatch):
     assert "loss/kl" not in metrics_of(run(**ONE_UPDATE, kl_coef=0.0))[0] and len(loads) == 2
     run(**ONE_UPDATE, run_name="rloo", advantage="rloo")
     assert len(loads) == 4
-    run(
-        **ONE_UPDATE, run_name="lora", lora_rank=2, advantage="rloo"
-    )  # the reference is the model without adapters
+    run(**ONE_UPDATE, run_name="lora", lora_rank=2, advantage="rloo")  # its reference: without adapters
     assert len(loads) == 5
 
 
@@ -264,10 +248,9 @@ def test_a_value_head_on_the_backbone_of_the_actor(run, monkeypatch):
 
 
 def test_prompts_whose_responses_score_alike_are_replaced(run, tmp_path, monkeypatch):
-    (tmp_path / "some.py").write_text(
-        "def score(completion_ids, answer, **columns):\n"
-        "    return [sum(ids) % 7 / 7 * (len(a) > 3) for ids, a in zip(completion_ids, answer)]\n"
-    )
+    code = "def score(completion_ids, answer, **columns):\n"
+    code += "    return [sum(ids) % 7 / 7 * (len(a) > 3) for ids, a in zip(completion_ids, answer)]\n"
+    (tmp_path / "some.py").write_text(code)
     updates = spy(monkeypatch, "update")
     folder = run(rewards=(f"{tmp_path}/some.py:score",), dynamic_sampling=10)
     for call, metrics in zip(updates, metrics_of(folder)):
@@ -401,85 +384,25 @@ def test_a_text_model(run, tmp_path, tiny_text_model):
 # --- videos, pictures and text ---
 
 
-def write_video(path: Path, size: int = 64) -> str:
-    import av
-    import numpy as np
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=8)
-        stream.width, stream.height, stream.pix_fmt = size, size, "yuv420p"
-        for k in range(24):
-            frame = np.full((size, size, 3), 40, np.uint8)
-            frame[24:40, 2 * k : 2 * k + 16] = 255
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
-    return str(path)
-
-
 @pytest.fixture
 def mixed(tmp_path, vqa_rows) -> str:
     """Text, a picture, two pictures in their places, a video, a video with a picture."""
     pictures = [row["image"] for row in vqa_rows[:4]]
-    video = write_video(tmp_path / "ball.mp4")
-    rows = [
-        {"prompt": "say circle", "images": [], "videos": [], "answer": "circle"},
-        {"prompt": "what is it?", "images": pictures[:1], "videos": [], "answer": "red"},
-        {"prompt": "is <image> as <image>?", "images": pictures[1:3], "videos": [], "answer": "no"},
-        {"prompt": "where is the ball?", "images": [], "videos": [video], "answer": "left"},
-        {"prompt": "<video> and <image>?", "images": pictures[3:], "videos": [video], "answer": "yes"},
-    ]
+    write_video(tmp_path / "ball.mp4")
+    rows = [("say circle", [], []), ("what is it?", pictures[:1], [])]
+    rows += [("is <image> as <image>?", pictures[1:3], []), ("where is the ball?", [], ["ball.mp4"])]
+    rows += [("<video> and <image>?", pictures[3:], ["ball.mp4"])]
+    rows = [dict(zip(("prompt", "images", "videos"), row)) for row in rows]
     return write_jsonl(tmp_path / "mixed.jsonl", rows * 2)
 
 
-def random_family(family: str, folder: Path) -> str:
-    """A tiny random model of another Qwen-VL family with tiny_vl's tokenizer -> its folder."""
-    start = transformers.AutoProcessor.from_pretrained(TINY)
-    config = transformers.AutoConfig.from_pretrained(TINY)
-    text = {
-        "vocab_size": len(start.tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-    }
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": start.tokenizer.eos_token_id}
-    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
-    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    ids = {name: getattr(config, name) for name in ids}
-    vision = {"depth": 2, "num_heads": 2, "patch_size": config.vision_config.patch_size}
-    vision |= {"temporal_patch_size": 2, "spatial_merge_size": 2}
-    parts = {"tokenizer": start.tokenizer, "chat_template": start.chat_template}
-    parts |= {"image_processor": start.image_processor, "video_processor": start.video_processor}
-    if family == "qwen2_vl":
-        vision |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
-        config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **ids)
-        processor = transformers.Qwen2VLProcessor(**parts)
-    else:
-        vision |= {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 64,
-        }
-        vision |= {"deepstack_visual_indexes": [0, 1]}
-        config = transformers.Qwen3VLConfig(text_config=text | {"head_dim": 16}, vision_config=vision, **ids)
-        parts["video_processor"] = transformers.Qwen3VLVideoProcessor(**start.video_processor.to_dict())
-        processor = transformers.Qwen3VLProcessor(**parts)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config)
-    for parameter in model.parameters():  # attention that matters
-        noise = torch.randn_like(parameter) * 0.15
-        parameter.data = noise if parameter.dim() > 1 else parameter.data + noise
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return str(folder)
+OTHERS = [pytest.param(family, marks=slow) for family in ("qwen2_vl", "qwen3_vl")]
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen2_5_vl", pytest.param("qwen2_vl", marks=slow), pytest.param("qwen3_vl", marks=slow)]
-)
-def test_videos_pictures_and_text_in_one_batch_are_as_one_by_one(run, mixed, tmp_path, monkeypatch, family):
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *OTHERS])
+def test_videos_pictures_and_text_in_one_batch_are_as_one_by_one(run, mixed, folder_of, monkeypatch, family):  # noqa: F811
     """Log-probs and values of the packed run against the unmodified model, row by row."""
-    folder = TINY if family == "qwen2_5_vl" else random_family(family, tmp_path / "family")
+    folder = TINY if family == "qwen2_5_vl" else str(folder_of(family))
     updates, proofs = spy(monkeypatch, "update"), []
     prove = packing.prove_packing
     monkeypatch.setattr(packing, "prove_packing", lambda *args: proofs.append(prove(*args)) or proofs[-1])

@@ -11,20 +11,12 @@ import sys
 import time
 from itertools import combinations
 
+import conftest
 import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import (
-    ROOT,
-    TINY,
-    largest_difference,
-    metrics_differ,
-    read_jsonl,
-    to_argv,
-    weights_of,
-    write_jsonl,
-)
+from conftest import ROOT, TINY, largest_difference, metrics_differ, read_jsonl, weights_of, write_jsonl
 from PIL import Image
 from safetensors.torch import load_file
 from test_families import folder_of  # noqa: F401
@@ -45,9 +37,8 @@ def ranking(K: int, margin: float = 0.0, weight: float = 1.0, lengths=None) -> d
 def test_worked_examples_of_the_docstrings():
     chosen, rejected, margins, weights = ranking_pairs([ranking(2, 0, 3), ranking(3, 0.5, 1)])
     assert (chosen.tolist(), rejected.tolist()) == ([0, 2, 2, 3], [1, 3, 4, 4])
-    assert margins.tolist() == [0, 0.5, 0.5, 0.5] and weights.tolist() == pytest.approx(
-        [3 / 4, *[1 / 12] * 3]
-    )
+    assert margins.tolist() == [0, 0.5, 0.5, 0.5]
+    assert weights.tolist() == pytest.approx([3 / 4, *[1 / 12] * 3])
     pairs = ranking_pairs([ranking(2, 0, 3), ranking(2, 0.5, 1)])
     metrics = bradley_terry(torch.tensor([1.0, 0, 0, 2]), pairs, 0.0, 0.1)
     assert metrics["rm/loss"] == pytest.approx(1.0547, abs=1e-4)
@@ -269,9 +260,7 @@ def by_transformers(row: dict, folder, model, processor, weight) -> list[torch.T
     return scores
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "llama", "qwen2", "gpt2", "mistral"]
-)
+@pytest.mark.parametrize("family", "qwen2_5_vl qwen3_vl llava gemma3 llama qwen2 gpt2 mistral".split())
 def test_scores_and_gradients_are_those_of_the_unmodified_model(family, folder_of, request):  # noqa: F811
     """Packed where the family allows it, one response at a time, and with rankings that don't fit into a pack."""
     folder = folder_of(family)
@@ -281,9 +270,8 @@ def test_scores_and_gradients_are_those_of_the_unmodified_model(family, folder_o
     torch.manual_seed(0)
     module = reward_bt.RewardModel(copy.deepcopy(plain))
     weight = module.score.weight[0].detach().clone().requires_grad_()
-    expected = torch.stack(
-        [x for row in rows for x in by_transformers(row, folder, plain, processor, weight)]
-    )
+    expected = [by_transformers(row, folder, plain, processor, weight) for row in rows]
+    expected = torch.stack(sum(expected, []))
     data = reward_bt.load_data(args, str(folder / "pairs.jsonl"), "train", 0, module.model, processor)
     rankings, _ = reward_bt.score_rows(args, [*range(len(rows))], data, Engine(module))
     pairs = ranking_pairs(rankings)
@@ -303,9 +291,8 @@ def test_scores_and_gradients_are_those_of_the_unmodified_model(family, folder_o
             known = torch.zeros_like(ours) if theirs.grad is None else theirs.grad.view_as(ours)
             grad = torch.zeros_like(ours) if ours.grad is None else ours.grad
             assert (grad - known).abs().max() < 1e-4 * max(1, known.abs().max())
-    assert (
-        reward_bt.score_rows(args, [*range(len(rows))], data, Engine(module))[1] - rewards
-    ).abs().max() < 1e-5
+    _, again = reward_bt.score_rows(args, [*range(len(rows))], data, Engine(module))
+    assert (again - rewards).abs().max() < 1e-5
 
 
 # --- runs ---
@@ -324,7 +311,7 @@ def run(tmp_path, **flags) -> list[dict]:
 
 def start(tmp_path, ranks: int, **flags) -> subprocess.Popen:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    words = to_argv(FLAGS | {"output_dir": str(tmp_path)} | flags)
+    words = conftest.to_argv(FLAGS | {"output_dir": str(tmp_path)} | flags)
     command = [sys.executable, *(launcher if ranks > 1 else []), str(ROOT / "reward_bt.py"), *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -334,24 +321,19 @@ def test_resume_is_exact_and_the_log_has_no_gap(tmp_path):
     run(tmp_path, save_steps=2)
     (tmp_path / "run/checkpoint-4").rename(tmp_path / "gone")  # what a crash after step 2 leaves
     resumed = run(tmp_path, resume="auto")
-    assert [m["train/step"] for m in resumed] == [0, 1, 2, 3, 4] and set(
-        metrics_differ(resumed, whole).values()
-    ) == {0}
-    assert (
-        largest_difference(*(weights_of(tmp_path / name / "checkpoint-4") for name in ("whole", "run"))) == 0
-    )
+    assert [m["train/step"] for m in resumed] == [0, 1, 2, 3, 4]
+    assert set(metrics_differ(resumed, whole).values()) == {0}
+    saved = (weights_of(tmp_path / name / "checkpoint-4") for name in ("whole", "run"))
+    assert largest_difference(*saved) == 0
 
 
 def test_adapters_train_with_the_head_and_are_merged(tmp_path):
     first, *_, last = run(tmp_path, lora_rank=4, total_steps=12, learning_rate=3e-3, train_batch_size=16)
     assert last["rm/loss"] != first["eval/easy-vqa/loss"]
-    start, end = (
-        reward_bt.load_model(TINY, torch.float32).base_model,
-        weights_of(tmp_path / "run/checkpoint-12"),
-    )
+    start = reward_bt.load_model(TINY, torch.float32).base_model
     torch.manual_seed(3)
     head = reward_bt.RewardModel(start).score.weight
-    before = start.state_dict() | {"score.weight": head}
+    before, end = start.state_dict() | {"score.weight": head}, weights_of(tmp_path / "run/checkpoint-12")
     changed = {name for name in before if not torch.equal(before[name], end[name])}
     assert before.keys() == end.keys() and "score.weight" in changed
     assert changed - {"score.weight"} == {n for n in before if re.search(r"language_model.*proj\.weight", n)}
@@ -450,12 +432,8 @@ def test_saved_backbone_head_and_second_stage(tmp_path, monkeypatch):
     weight = load_file(folder / "score.safetensors")["score.weight"][0]
     samples, expected, found = [s for s in samples if s["train/step"] == 2], [], []
     for s in samples:
-        row = {
-            "prompt": s["prompt"],
-            "images": [s["image"]],
-            "videos": [],
-            "responses": [s["chosen"], s["rejected"]],
-        }
+        row = {"prompt": s["prompt"], "images": [s["image"]], "videos": []}
+        row["responses"] = [s["chosen"], s["rejected"]]
         with torch.no_grad():
             found += by_transformers(row, tmp_path, model, processor, weight)
         expected += [s["chosen_reward"], s["rejected_reward"]]

@@ -10,15 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rloo
-from rloo import (
-    Args,
-    accuracy,
-    batch_indices,
-    compute_advantages,
-    compute_rloo_loss,
-    format_reward,
-    sample_token,
-)
+from rloo import accuracy, batch_indices, compute_advantages, compute_rloo_loss, format_reward, sample_token
 
 F = torch.float64
 
@@ -31,9 +23,7 @@ def advantages(rewards, mask=None, normalize=False):
 
 def test_advantages_by_hand():
     assert advantages([[1.0, 2.0, 6.0]]).tolist() == [[-3.0, -1.5, 4.5]]
-    assert advantages([[1.0, 2.0, 6.0]], [[True, False, True]]).tolist() == [
-        [-5.0, 0.0, 5.0]
-    ]  # one is left out
+    assert advantages([[1.0, 2.0, 6.0]], [[True, False, True]]).tolist() == [[-5.0, 0.0, 5.0]]  # one is out
     assert advantages([[1.0, 2.0]], [[True, False]]).tolist() == [[0.0, 0.0]]  # no sibling is left
     nan = advantages([[1.0, math.nan, 3.0]], [[True, False, True]])
     assert nan.tolist() == [[-2.0, 0.0, 2.0]]
@@ -59,13 +49,9 @@ def test_advantages_are_the_reward_minus_the_mean_of_the_siblings(n, G, seed):
 def test_loss_by_hand():
     new, owner = torch.tensor([0.1, 0.2, -0.4, 0.0]), torch.tensor([0, 0, 1, 1])
     loss, metrics = compute_rloo_loss(new, torch.zeros(4), torch.tensor([1.0, -1.0]), owner, (0.2, 0.2))
-    assert loss.tolist() == pytest.approx(
-        [-1.2, 0.8]
-    )  # e^.3 is clipped at 1.2; e^-.4 = 0.67 at 0.8, where A < 0
-    assert metrics["policy/clipfrac_high"].tolist() == [1, 0] and metrics["policy/clipfrac_low"].tolist() == [
-        0,
-        1,
-    ]
+    assert loss.tolist() == pytest.approx([-1.2, 0.8])  # e^.3 clipped at 1.2; e^-.4 = 0.67 at 0.8 as A < 0
+    assert metrics["policy/clipfrac_high"].tolist() == [1, 0]
+    assert metrics["policy/clipfrac_low"].tolist() == [0, 1]
     loss, _ = compute_rloo_loss(new, torch.zeros(4), torch.tensor([-1.0, 1.0]), owner, (0.2, 0.2))
     assert loss.tolist() == pytest.approx([math.exp(0.3), -math.exp(-0.4)])  # the pessimistic side stays
     loss, _ = compute_rloo_loss(torch.full((4,), 100.0), torch.zeros(4), torch.ones(2), owner, (0.2, 9e9))
@@ -101,9 +87,8 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce():
 def test_sampled_tokens_follow_the_distribution():
     logprobs = torch.tensor([0.5, 0.0, 0.3, 0.2]).log().expand(4000, 4)
     tokens = sample_token(logprobs, torch.linspace(0, 1, 4001, dtype=F)[:-1])
-    assert (torch.bincount(tokens, minlength=4) / 4000).tolist() == pytest.approx(
-        [0.5, 0, 0.3, 0.2], abs=1e-3
-    )
+    shares = torch.bincount(tokens, minlength=4) / 4000
+    assert shares.tolist() == pytest.approx([0.5, 0, 0.3, 0.2], abs=1e-3)
     edge = sample_token(logprobs[:1], torch.tensor([1.0], dtype=F))
     assert 0 <= edge < 4
     assert 0 <= sample_token(torch.full((1, 4), math.nan), torch.tensor([0.5], dtype=F)) < 4
@@ -118,21 +103,11 @@ def test_the_stream_of_rows_is_shuffled_epochs():
 
 
 def test_accuracy_and_format():
-    texts = [
-        "<answer>Blue </answer>",
-        "<answer>a</answer> <answer>blue</answer>",
-        "blue",
-        "<answer>red</answer>",
-    ]
+    texts = ["<answer>Blue </answer>", "<answer>a</answer> <answer>blue</answer>", "blue"]
+    texts += ["<answer>red</answer>"]
     assert accuracy(texts, ["blue"] * 4) == [1, 1, 0, 0] and accuracy(["<answer>3</answer>"], [3]) == [1]
     good = ["<answer>x</answer>", " <think>a\nb</think>\n<answer>x</answer>\n"]
-    bad = [
-        "x",
-        "<answer>x",
-        "<answer>x</answer> y",
-        "<answer>x</answer><answer>x</answer>",
-        "<think>a</think>",
-    ]
+    bad = ["x", "<answer>x", "<answer>x</answer> y", "<answer>x</answer>" * 2, "<think>a</think>"]
     assert format_reward(good + bad) == [1] * 2 + [0] * 5
     for answer in (["blue"], "", None):
         with pytest.raises(SystemExit) as stopped:
@@ -150,9 +125,8 @@ def test_rewards_get_what_trl_gives_them():
     seen = {}
 
     def plain(prompts, completions, completion_ids, trainer_state, log_metric, **columns):
-        seen.update(
-            columns, completions=completions, prompts=prompts, ids=completion_ids, state=trainer_state
-        )
+        seen.update(columns, completions=completions, prompts=prompts)
+        seen.update(ids=completion_ids, state=trainer_state)
         log_metric("mine", 3)
         return [0.5, None]
 
@@ -162,9 +136,8 @@ def test_rewards_get_what_trl_gives_them():
 
     results, logged = scored({"plain": plain, "slow": slow})
     assert results["slow"] == [2, 2] and results["plain"][0] == 0.5 and math.isnan(results["plain"][1])
-    assert (
-        logged == [("mine", 3.0)] and seen["answer"] == ["a0", "a1"] and seen["completions"] == ["t0", "t1"]
-    )
+    assert logged == [("mine", 3.0)]
+    assert seen["answer"] == ["a0", "a1"] and seen["completions"] == ["t0", "t1"]
     assert seen["ids"] == [[0, 7], [1, 7]] and seen["prompts"] == ["Q", "Q"] and seen["state"] == "state"
     chat = [{"role": "user", "content": "Q"}]
     scored({"plain": plain}, prompt=chat)
@@ -185,7 +158,7 @@ def tokenizer(tiny):
 
 
 def messages(row: dict, tokenizer, **flags):
-    return rloo.to_messages(Args(**flags), row, rloo.Path("."), tokenizer)
+    return rloo.to_messages(rloo.Args(**flags), row, rloo.Path("."), tokenizer)
 
 
 def test_pictures_go_to_their_places(tokenizer, vqa_rows):

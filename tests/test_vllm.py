@@ -49,10 +49,8 @@ def environment():
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> str:
     """64 held-out questions of easy-VQA."""
-    rows = [
-        dict(row, image=str(row["image"]))
-        for row in rloo.load_rows("easy-vqa", "test").select(range(0, 4096, 64))
-    ]
+    rows = rloo.load_rows("easy-vqa", "test").select(range(0, 4096, 64))
+    rows = [dict(row, image=str(row["image"])) for row in rows]
     return write_jsonl(tmp_path_factory.mktemp("data") / "pictures.jsonl", rows)
 
 
@@ -65,10 +63,8 @@ def sums(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory) -> str:
     """A random Qwen2 with heads of a size that vLLM's CPU kernels know."""
-    tokenizer, folder = (
-        transformers.AutoTokenizer.from_pretrained(TINY),
-        tmp_path_factory.mktemp("text_model"),
-    )
+    folder = tmp_path_factory.mktemp("text_model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
     tokenizer.init_kwargs.pop("processor_class", None)
     tokenizer._processor_class = None
     size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -255,23 +251,12 @@ def test_videos_are_refused(name, request, tmp_path, capsys):
 
 def run(folder, rollout: str, **flags) -> subprocess.CompletedProcess:
     """Two steps of rloo.py with a reward that differs from response to response."""
-    (folder / "reward.py").write_text(
-        "def score(completion_ids, **columns):\n    return [sum(x) % 7 / 7 for x in completion_ids]\n"
-    )
-    base = {
-        "rewards": f"{folder}/reward.py:score",
-        "reward_weights": 1,
-        "total_steps": 2,
-        "rollout_batch_size": 16,
-    }
+    code = "def score(completion_ids, **columns):\n    return [sum(x) % 7 / 7 for x in completion_ids]\n"
+    (folder / "reward.py").write_text(code)
+    base = {"rewards": f"{folder}/reward.py:score", "reward_weights": 1, "total_steps": 2, "warmup_steps": 0}
     base |= {"num_samples_per_prompt": 4, "train_batch_size": 16, "max_response_length": 8, "eval_steps": 0}
-    base |= {
-        "warmup_steps": 0,
-        "learning_rate": 1e-3,
-        "output_dir": folder,
-        "run_name": "run",
-        "rollout": rollout,
-    }
+    base |= {"rollout_batch_size": 16, "learning_rate": 1e-3, "run_name": "run"}
+    base |= {"output_dir": folder, "rollout": rollout}
     command = [sys.executable, str(ROOT / "rloo.py"), *to_argv(base | flags)]
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | ON_CPU)
 
@@ -282,9 +267,8 @@ def test_two_steps(rollout, lora, pictures, tmp_path, servers):
     done = run(tmp_path, rollout, dataset=pictures, lora_rank=lora)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = read_jsonl(tmp_path / "run/metrics.jsonl")
-    assert [step["train/step"] for step in steps] == [1, 2] and (
-        tmp_path / "run/checkpoint-2/config.json"
-    ).is_file()
+    assert [step["train/step"] for step in steps] == [1, 2]
+    assert (tmp_path / "run/checkpoint-2/config.json").is_file()
     for step in steps:
         assert step["train/grad_norm"] > 0 and step["rollout/engine_logprob_diff_max"] < EXACT
 
