@@ -139,6 +139,9 @@ def test_sides_are_exchanged_everywhere(rows):
     assert texts[1] == "<image>Which colour?\nAnswer 1: blue\nAnswer 2: red"
     row = rows[0] | {"images": [f"{SEE}/wide.png"], "prompt": "change <image> to a ball"}
     assert grm_sft.make_chat(row, True)["images"] == [f"{SEE}/{x}.png" for x in ("wide", "cat_b", "cat_a")]
+    said = {"verdict": "1", "reasoning": "Image 2 shows 12, so ANSWER 1 is, First answer."}
+    turn = grm_sft.make_chat(rows[4] | said, True)["messages"][1]["content"]  # the prompt's pictures stay
+    assert turn.startswith("<think>Image 2 shows 12, so ANSWER 2 is, second answer.</think>")
     text = rows[3] | {"answer_0": "<image><video>"}  # a candidate can't show pictures
     assert "Answer 1: < image>< video>\n" in grm_sft.make_chat(text, False)["messages"][0]["content"]
 

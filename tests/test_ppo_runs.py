@@ -247,18 +247,21 @@ def test_a_value_head_on_the_backbone_of_the_actor(run, monkeypatch):
     assert {*updates[0][5]} == {"actor"} and updates[0][5]["actor"].module.value_head.weight.any()
 
 
-def test_prompts_whose_responses_score_alike_are_replaced(run, tmp_path, monkeypatch):
+def test_prompts_whose_responses_score_alike_are_replaced(run, tmp_path, vqa_rows, monkeypatch):
     code = "def score(completion_ids, answer, **columns):\n"
     code += "    return [sum(ids) % 7 / 7 * (len(a) > 3) for ids, a in zip(completion_ids, answer)]\n"
     (tmp_path / "some.py").write_text(code)
     updates = spy(monkeypatch, "update")
-    folder = run(rewards=(f"{tmp_path}/some.py:score",), dynamic_sampling=10)
+    rows = [row | ({} if i % 5 else {"image": "gone.png"}) for i, row in enumerate(vqa_rows)]
+    rows = write_jsonl(tmp_path / "rows.jsonl", rows)  # where a later round may have none that can be used
+    folder = run(rewards=(f"{tmp_path}/some.py:score",), dynamic_sampling=30, dataset=rows)
     for call, metrics in zip(updates, metrics_of(folder)):
         rollout, trained = call[1], call[3]
         assert trained.all(1).sum() == 4 and len(trained) > 4  # groups
         spread = rollout.scores.amax(1) > rollout.scores.amin(1)
         assert torch.equal(trained.any(1), spread) and metrics["rollout/zero_std_groups_frac"] > 0
-    assert metrics["train/episode"] == sum(call[3].numel() for call in updates)
+    dropped = sum(4 * metrics["rollout/prompts_dropped"] for metrics in metrics_of(folder))
+    assert metrics["train/episode"] == sum(call[3].numel() for call in updates) + dropped
 
 
 def test_the_newest_responses_and_whole_ones_are_trained_on(run, monkeypatch):

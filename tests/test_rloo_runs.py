@@ -68,6 +68,14 @@ def test_rollouts_do_not_depend_on_batches_packs_or_checkpointing(run, tmp_path,
         assert max(metrics_differ(base, other).values()) < 1e-4, flags
 
 
+def test_a_row_that_occurs_twice_in_a_rollout_is_sampled_for_twice(run, tmp_path, vqa_rows, monkeypatch):
+    found, update = [], rloo.update_policy
+    monkeypatch.setattr(rloo, "update_policy", lambda *given: found.append(given[1]) or update(*given))
+    run("rloo", dataset=write_jsonl(tmp_path / "one.jsonl", vqa_rows[:1]), total_steps=1)
+    texts = [tuple(ids.tolist()) for ids in found[0].response_ids]
+    assert len({*zip(*[iter(texts)] * 4)}) == 4 and {p["index"] for p in found[0].prompts} == {0}
+
+
 LORA = {"lora_rank": 4, "learning_rate": 1e-3}
 PLANS = [({"zero_stage": stage}, {}) for stage in (0, 2, 3)]
 PLANS += [({"zero_stage": 3, "offload_optimizer": True}, LORA)]
