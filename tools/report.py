@@ -53,6 +53,7 @@ PANELS = [
     ("chosen - rejected", ["rm/margin", "eval/*margin"]),
     ("calibration error", ["rm/ece", "eval/*ece"]),
     ("sampler's against trainer's log-probs, nats", ["rollout/engine_logprob_diff_*"]),
+    ("losses", ["loss/*"]),
     ("gradient norm", ["train/*grad_norm"]),
     ("seconds of a step", ["time/rollout", "time/score", "time/update", "time/sync"]),
 ]
