@@ -68,10 +68,10 @@ class Args:
     # --- algorithm ---
     center_coef: float = 0.0  # of (chosen + rejected)^2 in the loss
     label_smoothing: float = 0.02  # probability of a wrong label, < 0.5
-    total_steps: int = 300  # optimizer steps; an epoch: rows / train_batch_size
+    total_steps: int = 400  # optimizer steps; an epoch: rows / train_batch_size
     train_batch_size: int = 32  # prompts per optimizer step, all ranks
     # --- optimizer ---
-    learning_rate: float = 5e-4  # peak; pretrained: 5e-6, LoRA: 1e-4
+    learning_rate: float = 3e-4  # peak; pretrained: 5e-6, LoRA: 1e-4
     min_lr_ratio: float = 0.1  # after the warm-up it follows a cosine down to this fraction; 1 = constant
     warmup_steps: int = 10  # optimizer steps of linear warm-up
     weight_decay: float = 0.0  # of matrices (AdamW)
@@ -84,7 +84,7 @@ class Args:
     gradient_checkpointing: bool = False  # less memory, a third more time
     micro_batch_tokens: int = 8192  # tokens of one forward and backward on one rank
     # --- logging and checkpoints ---
-    eval_steps: int = 150  # evaluate every so many steps, and at both ends; 0 = only there
+    eval_steps: int = 200  # evaluate every so many steps, and at both ends; 0 = only there
     eval_samples: int = 1000  # of each held-out set
     save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only there
     save_total_limit: int = 2  # checkpoints kept, newest first
