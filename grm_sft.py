@@ -68,7 +68,7 @@ class Args:
     generation_batch_size: int = 64  # judgements written side by side
     max_response_length: int = 16  # tokens, EOS counted; longer responses are cut
     # --- algorithm ---
-    total_steps: int = 500  # optimizer steps; an epoch is rows / train_batch_size
+    total_steps: int = 500  # optimizer steps; a pair is two rows, one an order
     train_batch_size: int = 32  # rows per step, over all ranks
     # --- optimizer ---
     learning_rate: float = 1e-3  # peak; pretrained: 1e-5, LoRA: 1e-4

@@ -360,8 +360,9 @@ def score_responses(functions: dict[str, Callable], prompts: list[dict], texts: 
     """-> {reward: B values, NaN where it does not apply}, and what was logged. prompts: one per response.
 
     A function gets keywords as in TRL: prompts and completions (strings, or where the dataset's prompt is a
-    chat, messages), completion_ids, every column, trainer_state, log_metric(name, number); and texts (always
-    strings), chats (messages with pictures). It may be async; it returns a number or None per response.
+    chat, messages), completion_ids, every column, trainer_state (an evaluation's step is 0),
+    log_metric(name, number); and texts (always strings), chats (messages with pictures). It may be async; it
+    returns a number or None per response.
     """
     if not prompts:
         return {name: [] for name in functions}, []
@@ -575,9 +576,8 @@ def compute_policy_loss(
     """
     token_logratio = logratio = new - old
     if kind == "gspo":  # value: the mean of the response, gradient: that of the token
-        zeros = new.new_zeros(len(new))  # room for every response; https://arxiv.org/abs/2507.18071 eq. (13)
-        count = zeros.index_add(0, owner, torch.ones_like(new)).clamp(min=1)
-        mean = (zeros.index_add(0, owner, logratio.detach()) / count)[owner]
+        total = torch.bincount(owner, logratio.detach())  # (S,), https://arxiv.org/abs/2507.18071 eq. (13)
+        mean = (total / torch.bincount(owner).clamp(min=1))[owner]
         logratio = mean + (logratio - logratio.detach())
     ratio = logratio.clamp(-20, 20).exp()  # fp32 ends at e^88
     too_low, too_high = (ratio < 1 - low) & (A < 0), (ratio > 1 + high) & (A > 0)
@@ -643,7 +643,7 @@ def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
 class Rollout:
     """n prompts with G responses each, prompt by prompt, B = n * G; the same on every rank."""
 
-    prompts: list[dict]  # (n,): index of the row, length and kinds of inputs of each
+    prompts: list[dict]  # (n,): index, length and kinds of inputs; its row is data.rows[index]
     response_ids: list[Tensor]  # B x (R_b,), EOS included where drawn
     truncated: Tensor  # (n, G) bool: cut by the length limit
     rewards: dict[str, Tensor]  # by reward function (n, G), NaN: does not apply
@@ -829,8 +829,8 @@ def compute_logprobs(args: Args, rollout: Rollout, data, actor, forwards: dict[s
 
 
 def add_advantages(args: Args, rollout: Rollout, tables: dict[str, Tensor], trained: Tensor, state: dict):
-    """Into tables, (B, R) each: mask, policy_mask, kl, returns, advantages, engine_logprobs. trained (n, G):
-    False is left out. Global without a collective, since every rank holds the whole rollout."""
+    """Into tables, all of them (B, R): mask, policy_mask, kl, returns, advantages, engine_logprobs -> scores,
+    normalized, then clipped (n, G). trained (n, G): False is left out. Every rank does it for all of them."""
     mask, scores, logprobs = rollout.mask & trained.view(-1, 1), rollout.scores, tables["logprobs"]
     ref_logprobs = tables.get("ref_logprobs", logprobs)
     kl = kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
@@ -1168,6 +1168,7 @@ def main(args: Args) -> dict[str, float]:
     prepare_training(args, model)
     updates *= args.total_steps - args.freezing_actor_steps
     actor = engines["actor"] = make_engine(args, Actor(args, model, value_head), dtype, updates)
+    # In every checkpoint: add what must survive a resume.
     state = {"step": 0, "before": {}, "cursor": 0, "kl_coef": args.kl_coef, "moments": torch.zeros(3)}
     for name, engine in engines.items():
         engine.eval()

@@ -644,7 +644,7 @@ def main(args: Args) -> dict[str, float]:
     prompts = data.encode(some) or fail(f"{args.dataset}: no row can be used")
     probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]
     tell(packing.prove_packing(model, engine, probes))
-    if not hasattr(processor, "tokenizer"):  # a classifier scores the last token that is not pad
+    if not hasattr(processor, "tokenizer"):  # its classifier reads the last token that is not pad
         last = int(prompts[0]["ranking"]["responses"][0][-1])
         free = [i for i, t in processor.added_tokens_decoder.items() if t.special and i != last]
         model.config.pad_token_id = processor.pad_token_id = free[0]

@@ -284,8 +284,9 @@ def score_responses(functions: dict[str, Callable], prompts: list[dict], texts: 
     """-> {reward: B values, NaN where it does not apply}, and what was logged. prompts: one per response.
 
     A function gets keywords as in TRL: prompts and completions (strings, or where the dataset's prompt is a
-    chat, messages), completion_ids, every column, trainer_state, log_metric(name, number); and texts (always
-    strings), chats (messages with pictures). It may be async; it returns a number or None per response.
+    chat, messages), completion_ids, every column, trainer_state (an evaluation's step is 0),
+    log_metric(name, number); and texts (always strings), chats (messages with pictures). It may be async; it
+    returns a number or None per response.
     """
     if not prompts:
         return {name: [] for name in functions}, []
@@ -401,8 +402,8 @@ def compute_advantages(rewards: Tensor, mask: Tensor, normalize: bool) -> Tensor
 def compute_rloo_loss(
     new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, owner: Tensor, clip: tuple[float, float]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss of each response (S,), and metrics (S,). new_logprobs, logprobs (M,): of the M tokens of
-    S responses, now and before the update; owner (M,): the response of each token; advantages (S,).
+    """Policy loss of each response (S,), to be averaged, and metrics (S,). new_logprobs, logprobs (M,): of
+    all M tokens, now and before the update; owner (M,): the response of each; advantages (S,).
 
     rho = exp(sum over its tokens of new - old logprobs)     L = -min(rho A, clip(rho, 1 - low, 1 + high) A)
     Where new = old, rho is 1 and the gradient is -A grad log p(response): REINFORCE.
@@ -436,7 +437,7 @@ def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
 class Rollout:
     """n prompts with G responses each, prompt by prompt, B = n * G; the same on every rank."""
 
-    prompts: list[dict]  # (n,): index of the row, length and kinds of inputs of each
+    prompts: list[dict]  # (n,): index, length and kinds of inputs; its row is data.rows[index]
     response_ids: list[Tensor]  # B x (R_b,), EOS included where drawn
     truncated: Tensor  # (n, G) bool: cut by the length limit
     rewards: dict[str, Tensor]  # by reward function (n, G), NaN: does not apply
