@@ -174,7 +174,7 @@ def check_args(args: Args) -> None:
 
 def fail(message: str) -> NoReturn:
     """Bad input: one sentence that names the file or flag and what to do; exit code 2."""
-    tqdm.write(f"error: {message}", file=sys.stderr)  # also under a progress bar
+    tqdm.write(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -1233,7 +1233,7 @@ def main(args: Args) -> dict[str, float]:
             indices = batch_indices(state["cursor"], count, len(data.rows), args.seed)
             state["cursor"] += count
             if rollout and not (indices := [i for i in indices if data.encode([i])]):
-                continue  # the few rows of a later round may be unusable
+                continue  # a later round's few may be unusable
             more = roll_out(args, sampler, data, functions, indices, G, args.temperature, step)
             rollout = join(rollout, more) if rollout else more
             scores = rollout.scores  # (n, G)
@@ -1252,7 +1252,7 @@ def main(args: Args) -> dict[str, float]:
         # --- 5. score: log-probs and values before the update ---
         tables = compute_logprobs(args, rollout, data, actor, forwards)
         logprobs = tables.setdefault("logprobs", rollout.engine_logprobs)  # (B, R)
-        gap = ((rollout.engine_logprobs - logprobs).abs() * rollout.mask).sum(1) / rollout.mask.sum(1)  # (B,)
+        gap = ((rollout.engine_logprobs - logprobs).abs() * rollout.mask).sum(1) / rollout.mask.sum(1)
         if gap.mean() > packing.TOLERANCE[dtype]:
             row = rollout.prompts[int(gap.argmax()) // G]["index"]
             fail(f"the sampler's log-probs are {gap.mean():.2g} nats from the trainer's, most at row {row}")
@@ -1306,6 +1306,7 @@ def main(args: Args) -> dict[str, float]:
         metrics = {name: float(value) for name, value in metrics.items()}
         samples = [{"phase": "train"} | sample for sample in rollout.samples[:2]]
         shown = {key: f"{metrics[f'objective/{key}']:.3f}" for key in ("scores", "kl")}
+        shown["gap"] = f"{gap.max():.0e}"
 
         # --- 10. eval and save ---
         last, hopeless = step == args.total_steps, bool(taken) and not any(taken)

@@ -104,7 +104,7 @@ def check_args(args: Args) -> None:
 
 def fail(message: str) -> NoReturn:
     """Bad input: one sentence that names the file or flag and what to do; exit code 2."""
-    tqdm.write(f"error: {message}", file=sys.stderr)  # also under a progress bar
+    tqdm.write(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 

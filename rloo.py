@@ -133,7 +133,7 @@ def check_args(args: Args) -> None:
 
 def fail(message: str) -> NoReturn:
     """Bad input: one sentence that names the file or flag and what to do; exit code 2."""
-    tqdm.write(f"error: {message}", file=sys.stderr)  # also under a progress bar
+    tqdm.write(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -902,7 +902,7 @@ def main(args: Args) -> dict[str, float]:
         tables = compute_logprobs(args, rollout, data, actor, forwards)
         logprobs = tables.get("logprobs", rollout.engine_logprobs)  # (B, R)
         ref_logprobs = tables.get("ref_logprobs", logprobs)  # (B, R)
-        gap = ((rollout.engine_logprobs - logprobs).abs() * rollout.mask).sum(1) / rollout.mask.sum(1)  # (B,)
+        gap = ((rollout.engine_logprobs - logprobs).abs() * rollout.mask).sum(1) / rollout.mask.sum(1)
         if gap.mean() > packing.TOLERANCE[dtype]:
             row = rollout.prompts[int(gap.argmax()) // G]["index"]
             fail(f"the sampler's log-probs are {gap.mean():.2g} nats from the trainer's, most at row {row}")
@@ -951,6 +951,7 @@ def main(args: Args) -> dict[str, float]:
         metrics = {name: float(value) for name, value in metrics.items()}
         samples = [{"phase": "train"} | sample for sample in rollout.samples[:2]]
         shown = {key: f"{metrics[f'objective/{key}']:.3f}" for key in ("scores", "kl")}
+        shown["gap"] = f"{gap.max():.0e}"
 
         # --- 10. eval and save ---
         last, hopeless = step == args.total_steps, bool(taken) and not any(taken)
