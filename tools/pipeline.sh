@@ -35,14 +35,14 @@ both() { # wait for the two stages that were started last
 }
 
 # 1. What is learnt from pairs: a reward model, also kept as it is after 40 steps, and a judge.
-stage reward_model reward_bt.py 200 --save-steps 40 --save-total-limit 5 --eval-steps 40 --eval-samples 250 &
+stage reward_model reward_bt.py 400 --save-steps 40 --save-total-limit 10 --eval-steps 80 --eval-samples 250 &
 first=$!
 stage judge grm_sft.py 400 --eval-steps 0 --eval-samples 250 &
 both
 
 # 2. Policies. A reward of weight 0 is logged and not trained on: accuracy and format are the true rule.
 policy="--eval-steps 6 --eval-samples 300 --eval-num-samples 2 --rewards"
-export JUDGE=$out/judge/checkpoint-400 REWARD_MODEL=$out/reward_model/checkpoint-200
+export JUDGE=$out/judge/checkpoint-400 REWARD_MODEL=$out/reward_model/checkpoint-400
 stage rule ppo_vl.py 30 $policy accuracy format --reward-weights 0.9 0.1 &
 first=$!
 stage rm rloo.py 30 $policy examples/reward_model.py:score accuracy format --reward-weights 1 0 0 &
