@@ -11,7 +11,7 @@ import numpy as np
 
 POLICIES = {  # run: script, what it was trained against, and whether the score is a reward model's alone
     "rule": ("ppo_vl.py", "the rule", False),
-    "rm": ("rloo.py", "reward model, 400 steps", True),
+    "rm": ("rloo.py", "reward model, and the rule's format part", False),
     "judge_and_rule": ("ppo_vl.py", "judge, and the rule's format part", False),
     "early_rm": ("rloo.py", "reward model, stopped after 40 steps", True),
 }

@@ -45,7 +45,7 @@ policy="--eval-steps 6 --eval-samples 300 --eval-num-samples 2 --rewards"
 export JUDGE=$out/judge/checkpoint-400 REWARD_MODEL=$out/reward_model/checkpoint-400
 stage rule ppo_vl.py 30 $policy accuracy format --reward-weights 0.9 0.1 &
 first=$!
-stage rm rloo.py 30 $policy examples/reward_model.py:score accuracy format --reward-weights 1 0 0 &
+stage rm rloo.py 30 $policy examples/reward_model.py:score format accuracy --reward-weights 1 1 0 &
 both
 stage judge_and_rule ppo_vl.py 30 $policy examples/judge_reward.py:score format accuracy --reward-weights 0.9 0.1 0 &
 first=$!
