@@ -96,6 +96,7 @@ def check_args(args: Args) -> None:
         (min(args.train_batch_size, args.total_steps, args.eval_samples) < 1, "counts must be at least 1"),
         (args.micro_batch_tokens < args.max_length, "--micro-batch-tokens must hold --max-length"),
         (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
+        (not all("=" in x for x in args.eval_datasets), "--eval-datasets takes name=source"),
         (args.resume == "auto" and args.run_name is None, "--resume auto needs --run-name"),
     ):
         if is_bad:

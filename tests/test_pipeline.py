@@ -71,7 +71,7 @@ def test_tables_and_picture_of_made_up_runs(tmp_path, capsys):
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in policies]
     assert [row[0].split()[0] for row in rows] == ["base", *pipeline.POLICIES]
     assert rows[0][2:] == ["0.550", "0.500", "0.500", "0", ""], "0.9 * 0.5 + 0.1 * 1"
-    assert rows[2][2:] == ["0.577", "0.530", "0.530", "0.25", "-2.00 -> 28.00"]
+    assert rows[4][2:] == ["0.631", "0.590", "0.590", "0.75", "-2.00 -> 28.00"] and rows[2][-1] == ""
     assert proxies == ["| reward model, step 40 | 0.750 |", "| judge | 0.750 |"]
     assert times == [f"| {name} | 12 | 11 |" for name in pipeline.STAGES]
     assert (tmp_path / "pipeline.png").read_bytes().startswith(b"\x89PNG")

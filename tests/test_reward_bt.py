@@ -191,6 +191,12 @@ def test_unusable_rows_are_left_out_and_named(encode, text, tmp_path, capsys):
     assert "more than half of 3 rows" in capsys.readouterr().err
 
 
+def test_held_out_sets_have_names(capsys):
+    with pytest.raises(SystemExit):
+        reward_bt.check_args(reward_bt.Args(eval_datasets=("held.jsonl",)))
+    assert "--eval-datasets takes name=source" in capsys.readouterr().err
+
+
 KINDS = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
 
 
