@@ -1074,8 +1074,8 @@ def tell(message: str) -> None:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Whole ones, oldest first."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=os.path.getmtime)
+    """Whole ones, by step."""
+    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda p: int(p.name[11:]))
 
 
 def find_run(args: Args) -> tuple[Path, Path | None]:

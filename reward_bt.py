@@ -504,7 +504,7 @@ def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], lis
     for name, data in eval_sets.items():
         indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples])
         rankings, rewards = [], torch.empty(0)
-        for part in np.array_split(indices, -(-len(indices) // n)):  # parts of like sizes
+        for part in np.array_split(indices, -(-len(indices) // n)):  # alike in size
             found = score_rows(args, part.tolist(), data, engine)
             rankings, rewards = rankings + found[0], torch.cat([rewards, found[1]])
         found = ranking_metrics(rewards, rankings, args.label_smoothing, args.center_coef)
@@ -529,8 +529,8 @@ def tell(message: str) -> None:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Whole ones, oldest first."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=os.path.getmtime)
+    """Whole ones, by step."""
+    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda p: int(p.name[11:]))
 
 
 def find_run(args: Args) -> tuple[Path, Path | None]:
