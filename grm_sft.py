@@ -603,7 +603,7 @@ def evaluate(args: Args, model, judge, data) -> tuple[dict[str, float], list[dic
     judged = dict(sorted(gather(judged))) or fail(f"{data.source}: no row can be used")
     for entry, record in judged.items():
         other = judged.get(entry ^ 1, {})
-        follows = other.get("verdict") == SWAPPED.get(record["verdict"], ())
+        follows = other.get("verdict") == SWAPPED.get(record["verdict"], "unreadable")
         record |= {"swapped_response": other.get("response"), "swap_consistency": follows if other else None}
     records = [record for entry, record in judged.items() if entry % 2 == 0]
     return judge_metrics(records), records

@@ -275,11 +275,13 @@ def test_the_newest_responses_and_whole_ones_are_trained_on(run, monkeypatch):
 
 def test_tokens_of_high_entropy_and_other_losses(run, monkeypatch):
     updates = spy(monkeypatch, "update")
-    run(
+    folder = run(
         entropy_token_ratio=0.25, entropy_coef=0.01, advantage="group_norm", policy_loss="gspo", tis_clip=1.5,
         loss_agg="seq-mean-token-mean", kl_loss=True, kl_estimator="k3", advantage_clip=1.0,
-        reward_clip=(0.1, 0.9),
+        reward_clip=(0.3, 0.6),
     )  # fmt: skip
+    scores = updates[0][1].scores.clamp(0.3, 0.6)  # what is maximised: the KL is 0 at step 1
+    assert metrics_of(folder)[0]["objective/rlhf_reward"] == pytest.approx(scores.mean().item(), abs=1e-5)
     tables, mask = updates[0][2], updates[0][1].mask
     assert 0.25 * mask.sum() - 0.5 <= tables["policy_mask"].sum() < 0.4 * mask.sum()  # ties are in
     left_out = tables["entropy"][mask & ~tables["policy_mask"]]

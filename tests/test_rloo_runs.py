@@ -68,6 +68,14 @@ def test_rollouts_do_not_depend_on_batches_packs_or_checkpointing(run, tmp_path,
         assert max(metrics_differ(base, other).values()) < 1e-4, flags
 
 
+def test_checkpoints_are_ordered_by_step(tmp_path):
+    """Not by time: one that is being deleted is the newest."""
+    names = [f"checkpoint-{n}" for n in ("10", "11.tmp", "best", "9", "2")]
+    for name in names:
+        (tmp_path / name).mkdir()
+    assert [path.name for path in rloo.checkpoints(tmp_path)] == [names[4], names[3], names[0]]
+
+
 def test_a_row_that_occurs_twice_in_a_rollout_is_sampled_for_twice(run, tmp_path, vqa_rows, monkeypatch):
     found, update = [], rloo.update_policy
     monkeypatch.setattr(rloo, "update_policy", lambda *given: found.append(given[1]) or update(*given))
