@@ -126,7 +126,7 @@ class Args:
     ema_beta: float = 0.0  # moving average of the weights, saved as checkpoint-N/state/ema; 0 = off
     # --- optimizer ---
     learning_rate: float = 1e-4  # peak; models of 2B and more want about 1e-6
-    critic_learning_rate: float = 1e-3  # peak of critic and value head; pretrained ones want about 1e-5
+    critic_learning_rate: float = 1e-3  # peak of a critic of its own; pretrained ones want about 1e-5
     min_lr_ratio: float = 0.1  # after the warm-up it follows a cosine down to this fraction; 1 = constant
     warmup_steps: int = 5  # optimizer steps of linear warm-up
     weight_decay: float = 0.0  # of matrices (AdamW)
@@ -153,8 +153,9 @@ def check_args(args: Args) -> None:
     compares = args.advantage not in ("gae", "reinforce") or args.dynamic_sampling
     of_critic = args.critic_model or args.freezing_actor_steps
     counts = train, rollout, args.total_steps, args.num_ppo_epochs, args.eval_samples, args.eval_num_samples
+    if min(G, *counts) < 1:
+        fail("counts must be at least 1")
     for is_bad, message in (
-        (min(counts) < 1, "counts must be at least 1"),
         (train % G, "--train-batch-size must be a multiple of --num-samples-per-prompt"),
         (compares and G < 2, "--num-samples-per-prompt: a single sample has no siblings to be compared with"),
         (rollout % train, "--rollout-batch-size must be a multiple of --train-batch-size"),
@@ -1120,17 +1121,19 @@ def save_checkpoint(args: Args, run_dir: Path, engines: dict, processor, state: 
 
 def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
     """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
-    step = metrics["train/step"]
+    if RANK > 0:
+        return
+    step = int(metrics["train/step"])
     files = ("metrics", [metrics]), ("samples", [{"train/step": step} | sample for sample in samples])
-    for name, lines in files if RANK == 0 else ():
+    for name, lines in files:
         with (run_dir / f"{name}.jsonl").open("a") as file:
             file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-    if args.track == "wandb" and RANK == 0:
+    if args.track == "wandb":
         import wandb
 
         known = {"id": run_dir.name, "name": run_dir.name, "config": asdict(args), "dir": run_dir}
         (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=step)
-    if args.track == "tensorboard" and RANK == 0:
+    if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(str(run_dir)) as writer:

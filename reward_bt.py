@@ -580,17 +580,19 @@ def save_checkpoint(args: Args, run_dir: Path, engine, processor, state: dict) -
 
 def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
     """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
-    step = metrics["train/step"]
+    if RANK > 0:
+        return
+    step = int(metrics["train/step"])
     files = ("metrics", [metrics]), ("samples", [{"train/step": step} | sample for sample in samples])
-    for name, lines in files if RANK == 0 else ():
+    for name, lines in files:
         with (run_dir / f"{name}.jsonl").open("a") as file:
             file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-    if args.track == "wandb" and RANK == 0:
+    if args.track == "wandb":
         import wandb
 
         known = {"id": run_dir.name, "name": run_dir.name, "config": asdict(args), "dir": run_dir}
         (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=step)
-    if args.track == "tensorboard" and RANK == 0:
+    if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(str(run_dir)) as writer:

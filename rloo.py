@@ -116,8 +116,9 @@ def check_args(args: Args) -> None:
     G, longest = args.num_samples_per_prompt, args.max_prompt_length + args.max_response_length
     train, rollout = args.train_batch_size, args.rollout_batch_size
     counts = train, rollout, args.total_steps, args.num_iterations, args.eval_samples, args.eval_num_samples
+    if min(G, *counts) < 1:
+        fail("counts must be at least 1")
     for is_bad, message in (
-        (min(counts) < 1, "counts must be at least 1"),
         (G < 2 or train % G, "--num-samples-per-prompt must be 2 or more, and divide --train-batch-size"),
         (rollout % train, "--rollout-batch-size must be a multiple of --train-batch-size"),
         (args.micro_batch_tokens < longest, f"--micro-batch-tokens must hold prompt + response, {longest}"),
@@ -800,17 +801,19 @@ def save_checkpoint(args: Args, run_dir: Path, engines: dict, processor, state: 
 
 def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
     """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
-    step = metrics["train/step"]
+    if RANK > 0:
+        return
+    step = int(metrics["train/step"])
     files = ("metrics", [metrics]), ("samples", [{"train/step": step} | sample for sample in samples])
-    for name, lines in files if RANK == 0 else ():
+    for name, lines in files:
         with (run_dir / f"{name}.jsonl").open("a") as file:
             file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-    if args.track == "wandb" and RANK == 0:
+    if args.track == "wandb":
         import wandb
 
         known = {"id": run_dir.name, "name": run_dir.name, "config": asdict(args), "dir": run_dir}
         (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=step)
-    if args.track == "tensorboard" and RANK == 0:
+    if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(str(run_dir)) as writer:

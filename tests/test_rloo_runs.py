@@ -68,6 +68,13 @@ def test_rollouts_do_not_depend_on_batches_packs_or_checkpointing(run, tmp_path,
         assert max(metrics_differ(base, other).values()) < 1e-4, flags
 
 
+def test_wandb_takes_every_step(run, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder = run("rloo", track="wandb")
+    assert [*(folder / "wandb").glob("offline-run-*/*.wandb")] and len(metrics_of(folder)) == 3
+
+
 def test_checkpoints_are_ordered_by_step(tmp_path):
     """Not by time: one that is being deleted is the newest."""
     names = [f"checkpoint-{n}" for n in ("10", "11.tmp", "best", "9", "2")]
