@@ -529,7 +529,7 @@ def tell(message: str) -> None:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Whole ones, by step."""
+    """By step."""
     return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda p: int(p.name[11:]))
 
 
@@ -572,7 +572,7 @@ def save_checkpoint(args: Args, run_dir: Path, engine, processor, state: dict) -
         processor.save_pretrained(folder)
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed before it
         folder.rename(final)
-        for old in checkpoints(run_dir)[: -args.save_total_limit]:
+        for old in checkpoints(run_dir)[: -max(1, args.save_total_limit)]:
             shutil.rmtree(old)
     dist.barrier()
     return final

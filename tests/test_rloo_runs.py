@@ -71,7 +71,8 @@ def test_rollouts_do_not_depend_on_batches_packs_or_checkpointing(run, tmp_path,
 def test_wandb_takes_every_step(run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    folder = run("rloo", track="wandb")
+    folder = run("rloo", track="wandb", save_total_limit=-1)
+    assert (folder / "checkpoint-2").is_dir(), "the one just saved stays, whatever the limit"
     assert [*(folder / "wandb").glob("offline-run-*/*.wandb")] and len(metrics_of(folder)) == 3
 
 
