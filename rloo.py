@@ -7,7 +7,14 @@ A step samples G responses to each prompt, scores them, and makes a few clipped 
 
 Papers: https://arxiv.org/abs/2402.14740, https://openreview.net/forum?id=r1lgTGL5DE. docs/rloo.md lists what
 differs from TRL's RLOOTrainer (huggingface/trl@f2cd577), docs/forking.md has diffs to GRPO, GSPO, DAPO and
-more. Start reading at main. Letters: n prompts, G responses each, B = n G; S responses, M tokens in a pack.
+more.
+
+Read from the top: the flags, the two functions that are the algorithm, the data that a step works on, and
+main, which is the whole method. What main calls stands below it, in the order of use, to be looked up: setup,
+rollout, samplers, rewards, data, log-probs, evaluation, model, DeepSpeed, files.
+
+Shapes: n prompts with G responses each, B = n * G responses, R tokens in the longest one, V words; a pack
+(common/packing.py) is one forward, with S of the responses, M tokens in all.
 
     python rloo.py                      # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python rloo.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6
@@ -28,10 +35,9 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -44,8 +50,10 @@ from tqdm import tqdm
 
 from common import packing
 from common.kl import kl_estimate
+from common.packing import Prompt, PromptInfo
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 # ---- args ----
@@ -112,275 +120,7 @@ class Args:
     track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too
 
 
-def check_args(args: Args) -> None:
-    G, longest = args.num_samples_per_prompt, args.max_prompt_length + args.max_response_length
-    train, rollout = args.train_batch_size, args.rollout_batch_size
-    counts = train, rollout, args.total_steps, args.num_iterations, args.eval_samples, args.eval_num_samples
-    if min(G, *counts) < 1:
-        fail("counts must be at least 1")
-    for is_bad, message in (
-        (G < 2 or train % G, "--num-samples-per-prompt must be 2 or more, and divide --train-batch-size"),
-        (rollout % train, "--rollout-batch-size must be a multiple of --train-batch-size"),
-        (args.micro_batch_tokens < longest, f"--micro-batch-tokens must hold prompt + response, {longest}"),
-        (len(args.rewards) != len(args.reward_weights), "--reward-weights needs one weight per reward"),
-        (len({x.rpartition(":")[2] for x in args.rewards}) < len(args.rewards), "--rewards: equal names"),
-        (args.temperature <= 0, "--temperature must be more than 0"),
-        (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
-        (args.resume == "auto" and args.run_name is None, "--resume auto needs --run-name"),
-    ):
-        if is_bad:
-            fail(message)
-
-
-def fail(message: str) -> NoReturn:
-    """Bad input: one sentence that names the file or flag and what to do; exit code 2."""
-    tqdm.write(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def plug_in(flag: str, source: str, known: dict[str, Callable]) -> Callable:
-    """One of the script's own, or the function or class of "path.py:name"."""
-    path, _, name = source.rpartition(":")
-    if source not in known and not Path(path).is_file():
-        fail(f"{flag} {source} is neither path.py:name nor one of {', '.join(known)}")
-    found = known if source in known else runpy.run_path(path)
-    return found.get(name) or fail(f"{flag} {source}: {path} has no {name!r}")
-
-
-# ---- data ----
-
-
-def load_rows(source: str, split: str):
-    """A `datasets.Dataset` from easy-vqa, a local file or folder, or the hub."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    kind = Path(source).suffix[1:].replace("jsonl", "json")
-    try:
-        if source == "easy-vqa":  # 64 x 64 drawings with questions, inside the package
-            import easy_vqa
-
-            questions, answers, numbers = getattr(easy_vqa, f"get_{split}_questions")()
-            paths = getattr(easy_vqa, f"get_{split}_image_paths")()
-            columns = {"prompt": questions, "image": [str(paths[i]) for i in numbers], "answer": answers}
-            return datasets.Dataset.from_dict(columns)
-        if kind in ("json", "csv", "parquet"):
-            return datasets.load_dataset(kind, data_files=source, split="train")
-        if not Path(source).is_dir():
-            return datasets.load_dataset(source, split=split)
-        rows = datasets.load_from_disk(source)
-        return rows[split] if isinstance(rows, dict) else rows
-    except Exception as error:
-        fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
-
-
-def load_data(args: Args, source: str, split: str, model, processor) -> SimpleNamespace:
-    """-> source, rows, tokenizer, and encode(indices): prompts of common/packing.py, without unusable ones.
-
-    Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a list, see
-    to_messages; `answer`, the reference that rewards get.
-    """
-    rows, tokenizer = load_rows(source, split), getattr(processor, "tokenizer", processor)
-    columns = set(rows.column_names)
-    if not columns & {"prompt", "messages"} or ("accuracy" in args.rewards and "answer" not in columns):
-        fail(f"{source} has columns {', '.join(columns)}: rename yours to prompt or messages, and answer")
-
-    @functools.lru_cache(2 * args.rollout_batch_size // args.num_samples_per_prompt)  # a step asks repeatedly
-    def encode(index: int) -> dict | None:
-        try:
-            messages = to_messages(args, rows[index], Path(source).parent, tokenizer)
-            inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
-            prompt = packing.make_prompt(model, inputs)
-            if prompt["length"] > args.max_prompt_length:
-                raise ValueError(f"{prompt['length']} tokens are more than --max-prompt-length")
-            return prompt | {"index": index, "row": rows[index], "messages": messages}
-        except Exception as error:
-            tqdm.write(f"warning: {source} row {index} is left out: {error!s:.300}", file=sys.stderr)
-
-    usable = {"encode": lambda entries: [p | {"entry": i} for i in entries if (p := encode(i % len(rows)))]}
-    return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, **usable)
-
-
-def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
-    """A row's string or chat, pictures and videos -> messages whose contents are lists of parts, media opened
-    and in their places: where <image> and <video> stand, or parts of such types; without any, in front."""
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-
-    def defuse(text: str) -> str:
-        """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-        while found := [token for token in special if token in text]:
-            text = text.replace(found[0], f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " ")
-        return text
-
-    given, messages, places = row.get("messages") or row["prompt"], [], {"image": [], "video": []}
-    columns = {kind: row.get(kind) or row.get(f"{kind}s") or [] for kind in places}
-    media = {kind: [*items] if isinstance(items, list) else [items] for kind, items in columns.items()}
-    for message in [{"role": "user", "content": given}] if isinstance(given, str) else given:
-        text, parts = message["content"], []
-        if not isinstance(text, str):  # what parts hold themselves goes to the places that they mark
-            for kind in media:
-                media[kind] += [part[kind] for part in text if part.get(kind) is not None]
-            text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in text)
-        marks = ("<image>", "<video>") if message["role"] != "assistant" else ()
-        for piece in filter(None, re.split("(<image>|<video>)", text) if marks else [text]):
-            kind = piece[1:-1] if piece in marks else "text"
-            parts.append({"type": kind} | ({"text": defuse(piece)} if kind == "text" else {}))
-            places.get(kind, []).append(parts[-1])
-        messages.append({"role": message["role"], "content": parts})
-    for kind, items in media.items():
-        if items and not places[kind]:
-            places[kind] = [{"type": kind} for _ in items]
-            next(m for m in messages if m["role"] == "user")["content"][:0] = places[kind]
-        if len(places[kind]) != len(items):
-            raise ValueError(f"{len(places[kind])} places for {kind}s, but {len(items)} {kind}s")
-        for place, item in zip(places[kind], items):
-            place |= open_media(kind, item, folder, args.video_fps)
-    if args.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": args.system_prompt}]})
-    return messages
-
-
-def open_media(kind: str, source, folder: Path, fps: float) -> dict:
-    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> a picture in RGB. A video's
-    path -> fps frames a second, (F, height, width, 3), and when they were taken."""
-    if kind == "video":
-        frames, taken = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
-        names = "total_num_frames", "fps", "frames_indices"
-        return {"video": frames, "taken": {name: taken[name] for name in names}}
-    source = (source["bytes"] or source["path"]) if isinstance(source, dict) else source
-    source = io.BytesIO(source) if isinstance(source, bytes) else source
-    source = folder / source if isinstance(source, str) else source
-    return {"image": (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")}
-
-
-def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
-    """Entries start ... start + count - 1 of an endless stream of shuffled epochs: row + epoch * num_rows."""
-    epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
-    order = [np.random.default_rng([seed, e]).permutation(num_rows) + e * num_rows for e in epochs]
-    return np.concatenate(order)[start - epochs[0] * num_rows :][:count].tolist()
-
-
-# ---- rewards ----
-
-
-def accuracy(texts: list[str], answer: list, **columns) -> list[float]:
-    """1 when the text of the last <answer>...</answer> equals the reference, but for case and spaces."""
-    if bad := [a for a in answer if not isinstance(a, str | int | float) or not str(a).strip()]:
-        fail(f"the reward accuracy needs an answer that is a text or a number, not {bad[0]!r}")
-    found = [re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL) for text in texts]
-    return [float(bool(f) and f[-1].strip().lower() == str(a).strip().lower()) for f, a in zip(found, answer)]
-
-
-def format_reward(texts: list[str], **columns) -> list[float]:
-    """1 when the whole response is [<think>...</think>] <answer>...</answer> with each tag once."""
-    inner = r"(?:(?!</?think>|</?answer>).)*"
-    pattern = re.compile(rf"\s*(?:<think>{inner}</think>\s*)?<answer>{inner}</answer>\s*", re.DOTALL)
-    return [float(pattern.fullmatch(text) is not None) for text in texts]
-
-
-REWARDS = {"accuracy": accuracy, "format": format_reward}
-
-
-def score_responses(functions: dict[str, Callable], prompts: list[dict], texts: list[str], ids: list, state):
-    """-> {reward: B values, NaN where it does not apply}, and what was logged. prompts: one per response.
-
-    A function gets keywords as in TRL: prompts and completions (strings, or where the dataset's prompt is a
-    chat, messages), completion_ids, every column, trainer_state (an evaluation's step is 0),
-    log_metric(name, number); and texts (always strings), chats (messages with pictures). It may be async; it
-    returns a number or None per response.
-    """
-    if not prompts:
-        return {name: [] for name in functions}, []
-    rows, logged = [prompt["row"] for prompt in prompts], []
-    given = [row.get("messages") or row["prompt"] for row in rows]
-    is_chat = isinstance(given[0], list)
-    keywords = {name: [row[name] for row in rows] for name in rows[0]}
-    chats = [[{"role": "assistant", "content": text}] for text in texts]
-    keywords |= {"prompts": given, "completions": chats if is_chat else texts, "trainer_state": state}
-    keywords |= {"completion_ids": [x.tolist() for x in ids], "texts": texts}
-    keywords["chats"] = [prompt["messages"] for prompt in prompts]
-    keywords["log_metric"] = lambda name, value: logged.append((name, float(value)))
-
-    async def wait() -> None:  # those that ask a server, say, side by side
-        waiting = [name for name, result in results.items() if hasattr(result, "__await__")]
-        results.update(zip(waiting, await asyncio.gather(*map(results.get, waiting))))
-
-    try:
-        results = {name: function(**keywords) for name, function in functions.items()}
-        asyncio.run(wait())
-    except Exception as error:
-        error.add_note(f"Rewards get {'chats' if is_chat else 'strings'} here, as the dataset's prompts are.")
-        raise
-    for name, own in results.items():
-        results[name] = [math.nan if value is None else float(value) for value in own]
-        if len(own) != len(texts) or np.isinf(results[name]).any():
-            fail(f"reward {name} must return one finite number, or None, for each of {len(texts)} responses")
-    return results, logged
-
-
-# ---- model ----
-
-
-def load_model(name: str, dtype: torch.dtype):
-    """A vision-language or text model, by what its config says, without dropout."""
-    try:
-        is_vision = hasattr(transformers.AutoConfig.from_pretrained(name), "vision_config")
-        kind = "AutoModelForImageTextToText" if is_vision else "AutoModelForCausalLM"
-        model = getattr(transformers, kind).from_pretrained(name, dtype=dtype)
-    except Exception as error:
-        fail(f"--model {name} can't be loaded: {error}")
-    for module in model.modules():  # rollout, old and new log-probs must be of one function
-        for name in [n for n, x in vars(module).items() if type(x) is float and (n == "p" or "drop" in n)]:
-            setattr(module, name, 0.0)
-    return model
-
-
-def add_adapters(args: Args, model) -> None:
-    """LoRA on the language model's linear layers; B starts at 0, so nothing changes yet."""
-    from peft import LoraConfig
-
-    inside = set(getattr(model.base_model, "language_model", model.base_model).modules())
-    names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
-    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=names))
-
-
-def merged_state_dict(model) -> dict[str, Tensor]:
-    """Weights of the plain model, tied ones under each name: gathered under ZeRO-3 (collective), adapters
-    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
-    import deepspeed
-
-    names, layers = set(model.state_dict()), {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
-    weights = {name: buffer for name, buffer in model.named_buffers() if name in names}
-    for name, parameter in model.named_parameters():
-        sharded, layer = hasattr(parameter, "ds_id"), layers.get(name.removesuffix(".base_layer.weight"))
-        adapters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
-        with deepspeed.zero.GatheredParameters([parameter, *adapters], enabled=sharded):
-            weight = parameter.detach().clone() if sharded else parameter.detach()
-            if adapters:
-                A, B = (adapter.detach().float() for adapter in adapters)  # (rank, in), (out, rank)
-                weight = (weight.float() + layer.scaling["default"] * (B @ A)).to(weight.dtype)
-        if ".lora_" not in name:
-            weights[name.replace(".base_layer.", ".")] = weight.cpu() if sharded else weight
-    return weights | {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
-
-
-class Policy(nn.Module):
-    """The actor, or the frozen reference, as DeepSpeed runs it: pack -> log-probs (M,), entropies or None."""
-
-    def __init__(self, model, temperature: float):
-        super().__init__()
-        self.model, self.temperature = model, temperature
-
-    def forward(self, pack, with_lora: bool = True, with_entropy: bool = False):
-        if not with_lora:  # the reference of a model with adapters
-            self.model.disable_adapters()
-        found = packing.response_logprobs(self.model, pack, self.temperature, with_entropy)
-        if not with_lora:
-            self.model.enable_adapters()
-        return found
-
-
-# ---- pure math: tensors in, tensors and metrics out ----
+# ---- the algorithm: tensors in, tensors and metrics out ----
 
 
 def compute_advantages(rewards: Tensor, mask: Tensor, normalize: bool) -> Tensor:
@@ -401,27 +141,586 @@ def compute_advantages(rewards: Tensor, mask: Tensor, normalize: bool) -> Tensor
 
 
 def compute_rloo_loss(
-    new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, owner: Tensor, clip: tuple[float, float]
+    new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, owner: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss of each response (S,), to be averaged, and metrics (S,). new_logprobs, logprobs (M,): of
-    all M tokens, now and before the update; owner (M,): the response of each; advantages (S,).
+    """Policy loss of each response (S,), to be averaged, and metrics (S,).
 
-    rho = exp(sum over its tokens of new - old logprobs)     L = -min(rho A, clip(rho, 1 - low, 1 + high) A)
+    new_logprobs, logprobs (M,): of all tokens, now and before the update; owner (M,): the response that each
+    token is of; advantages (S,).
+
+    rho = exp(sum over its tokens of new - old logprobs)
+    L = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
     Where new = old, rho is 1 and the gradient is -A grad log p(response): REINFORCE.
 
     one response, differences [.1, .2], A 1, clip .2 -> -1.2 (rho is e^.3 = 1.35, clipped)
     """
-    A, (low, high) = advantages, clip
-    logratio = torch.zeros_like(A).index_add(0, owner, new_logprobs - logprobs)  # (S,)
+    logratio = torch.zeros_like(advantages).index_add(0, owner, new_logprobs - logprobs)  # (S,)
     ratio = logratio.clamp(-20, 20).exp()  # a whole response's ratio can leave fp32
-    loss = torch.maximum(-A * ratio, -A * ratio.clamp(1 - low, 1 + high))
-    return loss, {
-        "loss/policy": loss.detach(),
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
+    metrics = {
+        "loss/policy": losses.detach(),
         "policy/ratio": ratio.detach(),
         "policy/approx_kl": (ratio - 1 - logratio).detach(),  # of the update, per response
-        "policy/clipfrac_low": ((ratio < 1 - low) & (A < 0)).float(),
-        "policy/clipfrac_high": ((ratio > 1 + high) & (A > 0)).float(),
+        "policy/clipfrac_low": ((ratio < 1 - clip_low) & (advantages < 0)).float(),
+        "policy/clipfrac_high": ((ratio > 1 + clip_high) & (advantages > 0)).float(),
     }
+    return losses, metrics
+
+
+# ---- the data of a step ----
+
+
+@dataclass
+class Rollout:
+    """n prompts with G responses each, prompt by prompt. The same on every rank."""
+
+    prompts: list[PromptInfo]  # n of them
+    response_ids: list[Tensor]  # B of them, (R_b,): with EOS where it was drawn
+    mask: Tensor  # (B, R) bool: True for tokens, False behind a response's end
+    truncated: Tensor  # (n, G) bool: cut by the length limit
+    rewards: dict[str, Tensor]  # by reward function (n, G), NaN where it does not apply
+    scores: Tensor  # (n, G): their weighted sum, NaN where none applies
+    sampler_logprobs: Tensor  # (B, R): of the sampler
+    samples: list[dict]  # n of them: the first response to each prompt, to read
+    logged: dict[str, float]  # means of what the reward functions have logged
+    # main adds:
+    logprobs: Tensor | None = None  # (B, R): of the policy before the update
+    ref_logprobs: Tensor | None = None  # (B, R): of the reference
+    trained: Tensor | None = None  # (n, G) bool: False is left out of the update
+    advantages: Tensor | None = None  # (n, G)
+
+
+@dataclass
+class Run:
+    """What setup makes, and all steps use."""
+
+    folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    processor: Any  # of transformers, or a text model's tokenizer
+    actor: Any  # DeepSpeed's engine around the trained Policy
+    reference: Callable | None  # pack -> log-probs (M,), None; no reference with --kl-coef 0
+    train_data: "Data"
+    eval_data: "Data | None"
+    reward_functions: dict[str, Callable]
+    sampler: Any  # one of SAMPLERS, or a class of your own
+    sampler_is_exact: bool  # its log-probs are those of the actor, bit for bit
+    checkpoint: Path | None  # the newest
+    state: dict  # stands in every checkpoint: add what must survive a resume
+
+
+# ---- main ----
+
+
+def main(args: Args) -> dict[str, float]:
+    # --- 1. setup ---
+    time_begin = time.perf_counter()
+    run = setup(args)
+    actor = run.actor
+    G = args.num_samples_per_prompt
+    prompts_per_rollout = args.rollout_batch_size // G
+    updates_per_pass = args.rollout_batch_size // args.train_batch_size
+    clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
+    signals = catch_signals()
+    stopped = False
+    metrics = {}
+
+    if run.eval_data and not run.state["before"]:  # a resumed run has it
+        run.state["before"], samples = evaluate(args, run)
+        log(args, run.folder, {"train/step": 0, "train/episode": 0, **run.state["before"]}, samples)
+
+    first_step = run.state["step"] + 1
+    steps = range(first_step, args.total_steps + 1)
+    no_bar = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
+    bar = tqdm(steps, "rloo", total=args.total_steps, initial=first_step - 1, disable=no_bar)
+    for step in bar:
+        # --- 2. rollout: G scored responses to each prompt ---
+        time_start = time.perf_counter()
+        entries = batch_indices(
+            start=(step - 1) * prompts_per_rollout,
+            count=prompts_per_rollout,
+            num_rows=len(run.train_data.rows),
+            seed=args.seed,
+        )
+        rollout = roll_out(args, run, run.train_data, entries, G, args.temperature, step)
+        if hasattr(run.sampler, "sleep"):  # the trainer needs the memory
+            run.sampler.sleep()
+        time_sampled = time.perf_counter()
+
+        # --- 3. log-probs of the policy before the update, and of the reference ---
+        if run.sampler_is_exact:
+            rollout.logprobs = rollout.sampler_logprobs  # (B, R)
+        else:
+            rollout.logprobs = compute_logprobs(args, run, rollout, actor)
+        if run.reference:
+            rollout.ref_logprobs = compute_logprobs(args, run, rollout, run.reference)  # (B, R)
+        else:
+            rollout.ref_logprobs = rollout.logprobs
+
+        # A sampler that computes another function than the trainer would spoil the run without a sign.
+        gap = (rollout.sampler_logprobs - rollout.logprobs).abs() * rollout.mask  # (B, R)
+        gap = gap.sum(1) / rollout.mask.sum(1)  # (B,): nats per token
+        if gap.mean() > packing.TOLERANCE[run.dtype]:
+            worst = rollout.prompts[int(gap.argmax()) // G].index
+            fail(f"the sampler's log-probs are {gap.mean():.2g} nats from the trainer's, most at row {worst}")
+        time_scored = time.perf_counter()
+
+        # --- 4. advantages: every rank holds the whole rollout, so nothing is communicated ---
+        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
+        kl = kl.sum(1).view(-1, G)  # (n, G)
+        scores = rollout.scores
+        if args.reward_clip:
+            lowest, highest = args.reward_clip
+            scores = scores.clamp(lowest, highest)
+        rewards = scores - args.kl_coef * kl  # (n, G)
+        rollout.trained = ~scores.isnan()
+        if args.mask_truncated:
+            rollout.trained &= ~rollout.truncated
+        rollout.advantages = compute_advantages(rewards, rollout.trained, args.normalize_advantages)  # (n, G)
+
+        # --- 5. update: passes over the rollout in shuffled mini-batches ---
+        actor.train()
+        update_metrics = defaultdict(list)  # name -> of each pack (S,) or (M,)
+        grad_norms = []  # of each optimizer step; None: left out, its gradients were not finite
+        for iteration in range(args.num_iterations):
+            order = np.random.default_rng([args.seed, step, iteration]).permutation(len(rollout.prompts))
+            for mini_batch in np.array_split(order, updates_per_pass):
+                groups = []  # (prompt, its responses)
+                for i in mini_batch.tolist():
+                    members = [i * G + j for j in range(G) if rollout.trained[i, j]]
+                    if members:
+                        groups.append((i, members))
+                if not groups:
+                    continue
+                num_responses = sum(len(members) for _, members in groups)  # of all ranks: the denominator
+                packs = list(packs_of(args, run, rollout, groups))  # this rank's share
+                for k, pack in enumerate(packs):
+                    actor.set_gradient_accumulation_boundary(k == len(packs) - 1)
+                    new_logprobs, entropy = actor(pack, with_entropy=True)  # (M,), (M,)
+                    losses, loss_metrics = compute_rloo_loss(
+                        new_logprobs=new_logprobs,
+                        logprobs=pack.tokens(rollout.logprobs),  # (M,)
+                        advantages=pack.responses(rollout.advantages.flatten()),  # (S,)
+                        owner=pack.owner,  # (M,)
+                        clip_low=args.clip_coef,
+                        clip_high=clip_high,
+                    )
+                    loss = losses.sum() / num_responses
+                    # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
+                    actor.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
+                    for name, values in loss_metrics.items():
+                        update_metrics[name].append(values)
+                    update_metrics["policy/entropy"].append(entropy.detach())
+                grad_norms.append(optimizer_step(actor))
+        actor.eval()
+        time_updated = time.perf_counter()
+
+        # --- 6. the sampler takes over the new weights ---
+        run.sampler.sync()
+        time_synced = time.perf_counter()
+
+        # --- 7. metrics ---
+        lengths = rollout.mask.sum(1).float()  # (B,)
+        finite_norms = [norm for norm in grad_norms if norm is not None]
+        equal_scores = (scores - scores[:, :1]).abs().amax(1) < 1e-9  # (n,)
+        seconds = time_synced - time_start
+        metrics = {
+            "train/step": step,
+            "train/episode": step * args.rollout_batch_size,
+            "train/learning_rate": actor.get_lr()[0],
+            "train/grad_norm": np.mean(finite_norms or [0.0]),
+            "train/skipped_updates": len(grad_norms) - len(finite_norms),
+            "objective/scores": rollout.scores.nanmean(),
+            "objective/kl": kl.mean(),
+            "objective/rlhf_reward": rewards.nanmean(),
+            "rollout/response_length_mean": lengths.mean(),
+            "rollout/truncated_frac": rollout.truncated.float().mean(),
+            "rollout/zero_std_groups_frac": equal_scores.float().mean(),
+            "rollout/prompts_dropped": prompts_per_rollout - len(rollout.prompts),
+            "rollout/engine_logprob_diff_max": gap.max(),
+            "time/rollout": time_sampled - time_start,
+            "time/score": time_scored - time_sampled,
+            "time/update": time_updated - time_scored,
+            "time/sync": time_synced - time_updated,
+            "time/total": seconds,
+            "time/tokens_per_second": lengths.sum() / seconds,
+        }
+        metrics |= mean_over_ranks(update_metrics, run.device)
+        metrics |= {f"reward/{name}": values.nanmean() for name, values in rollout.rewards.items()}
+        metrics |= rollout.logged
+        metrics = {name: float(value) for name, value in metrics.items()}
+        samples = [{"phase": "train", **sample} for sample in rollout.samples[:2]]
+        shown = {
+            "scores": f"{metrics['objective/scores']:.3f}",
+            "kl": f"{metrics['objective/kl']:.3f}",
+            "gap": f"{gap.max():.0e}",
+        }
+
+        # --- 8. evaluate, log, save ---
+        is_last = step == args.total_steps
+        if run.eval_data and (is_last or is_due(step, args.eval_steps)):
+            eval_metrics, eval_samples = evaluate(args, run)
+            metrics |= eval_metrics
+            samples += eval_samples
+            shown["held-out"] = f"{eval_metrics['eval/sampled_score']:.3f}"
+        log(args, run.folder, metrics, samples)
+        bar.set_postfix(shown)
+        if no_bar:
+            tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
+
+        run.state["step"] = step
+        all_skipped = bool(grad_norms) and not finite_norms
+        stopped = sum_over_ranks(torch.tensor(len(signals)), run.device).item() > 0 and not is_last
+        if is_last or stopped or all_skipped or is_due(step, args.save_steps):
+            run.checkpoint = save_checkpoint(args, run)
+        if all_skipped:
+            fail(f"step {step}: no update had finite gradients; {run.checkpoint} has the weights from before it")
+        if stopped:
+            tell(f"stopped by a signal after step {step}; go on with --resume {run.checkpoint}")
+            break
+
+    # --- 9. finish ---
+    if not stopped:
+        summary = []
+        for name, before in run.state["before"].items():
+            if "_score" in name and name in metrics:
+                summary.append(f"{name} {before:.3f} -> {metrics[name]:.3f}")
+        tell(" · ".join([*summary, f"{time.perf_counter() - time_begin:.0f} s", str(run.checkpoint)]))
+        tell(f"to see it: python tools/report.py {run.folder}")
+    if args.rollout != "vllm":  # the engine ends the process group by itself
+        dist.destroy_process_group()
+    return metrics
+
+
+def is_due(step: int, every: int) -> bool:
+    """every: --eval-steps or --save-steps, 0 for never."""
+    return every != 0 and step % every == 0
+
+
+# ---- setup ----
+
+
+def setup(args: Args) -> Run:
+    """Load what the steps need, and prove what they rely on. Bad input ends the run here, with one sentence."""
+    transformers.utils.logging.disable_progress_bar()
+    check_args(args)
+    device = init_distributed()
+    folder, checkpoint = find_run(args)
+    is_fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
+    dtype = torch.float32 if is_fp32 else torch.bfloat16
+
+    actor, reference = make_policies(args, device, dtype)
+    model = actor.module.model
+    state = {"step": 0, "before": {}}  # before: the evaluation at step 0
+    if checkpoint is not None:
+        _, client_state = actor.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")
+        state = client_state["ours"]
+
+    processor = transformers.AutoProcessor.from_pretrained(args.model)
+    train_data = load_data(args, args.dataset, args.dataset_split, model, processor)
+    eval_source = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None)
+    eval_data = None
+    if eval_source:
+        eval_data = load_data(args, eval_source, args.eval_dataset_split, model, processor)
+    reward_functions = {name_of(source): plug_in("--rewards", source, REWARDS) for source in args.rewards}
+    make_sampler = plug_in("--rollout", args.rollout, SAMPLERS)
+    open_folder(args, folder, last_step=state["step"])
+    tell(f"{folder}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
+
+    tell(enable_packing(args, actor, reference, train_data))
+    sampler = make_sampler(args, model, end_token_ids(model, train_data.tokenizer), folder)
+    sampler.sync()
+    # With packing, sampling was proved to give the log-probs of the packed forward. Another engine, sharded
+    # weights or the rounding of bf16 make a difference, so there the policy is asked again.
+    sampler_is_exact = (
+        args.rollout == "hf" and is_fp32 and args.zero_stage < 3 and packing.is_packed(model)
+    )
+    return Run(
+        folder=folder,
+        device=device,
+        dtype=dtype,
+        processor=processor,
+        actor=actor,
+        reference=reference,
+        train_data=train_data,
+        eval_data=eval_data,
+        reward_functions=reward_functions,
+        sampler=sampler,
+        sampler_is_exact=sampler_is_exact,
+        checkpoint=checkpoint,
+        state=state,
+    )
+
+
+def check_args(args: Args) -> None:
+    G = args.num_samples_per_prompt
+    longest = args.max_prompt_length + args.max_response_length
+    names = [name_of(source) for source in args.rewards]
+    counts = [
+        args.rollout_batch_size,
+        args.num_samples_per_prompt,
+        args.train_batch_size,
+        args.total_steps,
+        args.num_iterations,
+        args.eval_samples,
+        args.eval_num_samples,
+    ]
+    if min(counts) < 1:
+        fail("counts must be at least 1")
+    if G < 2 or args.train_batch_size % G:
+        fail("--num-samples-per-prompt must be 2 or more, and divide --train-batch-size")
+    if args.rollout_batch_size % args.train_batch_size:
+        fail("--rollout-batch-size must be a multiple of --train-batch-size")
+    if args.micro_batch_tokens < longest:
+        fail(f"--micro-batch-tokens must hold prompt + response, {longest}")
+    if len(args.rewards) != len(args.reward_weights):
+        fail("--reward-weights needs one weight per reward")
+    if len(set(names)) < len(names):
+        fail("--rewards: equal names")
+    if args.temperature <= 0:
+        fail("--temperature must be more than 0")
+    if args.offload_optimizer and args.zero_stage == 0:
+        fail("--offload-optimizer needs --zero-stage 1 to 3")
+    if args.resume == "auto" and args.run_name is None:
+        fail("--resume auto needs --run-name")
+
+
+def fail(message: str) -> NoReturn:
+    """Bad input: one sentence that names the file or flag and what to do; exit code 2."""
+    tqdm.write(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def tell(message: str) -> None:
+    if RANK == 0:
+        tqdm.write(message)  # also under a progress bar
+        sys.stdout.flush()
+
+
+def name_of(source: str) -> str:
+    """accuracy -> accuracy, path.py:short_and_right -> short_and_right"""
+    return source.rpartition(":")[2]
+
+
+def plug_in(flag: str, source: str, known: dict[str, Callable]) -> Callable:
+    """One of the script's own, or the function or class of "path.py:name"."""
+    if source in known:
+        return known[source]
+    path, _, name = source.rpartition(":")
+    if not Path(path).is_file():
+        fail(f"{flag} {source} is neither path.py:name nor one of {', '.join(known)}")
+    defined = runpy.run_path(path)
+    if name not in defined:
+        fail(f"{flag} {source}: {path} has no {name!r}")
+    return defined[name]
+
+
+def enable_packing(args: Args, actor, reference, data: "Data") -> str:
+    """Pack if that is exact for some rows of the data, one of each kind: text, with a picture, ..."""
+    some_rows = range(0, len(data.rows), len(data.rows) // 16 + 1)
+    prompts = [prompt for row in some_rows if (prompt := data.encode(row))]
+    if not prompts:
+        fail(f"{data.source}: no row can be used")
+    model = actor.module.model
+    result = packing.enable_packing_if_exact(
+        model=model,
+        forward=lambda pack: actor(pack)[0],
+        prompts=list({prompt.kinds: prompt for prompt in prompts}.values()),
+        max_length=args.max_prompt_length + args.max_response_length,
+        max_tokens=args.micro_batch_tokens,
+        temperature=args.temperature,
+    )
+    if packing.is_packed(model) and isinstance(reference, nn.Module):
+        packing.switch_attention(getattr(reference, "module", reference).model, "packed")
+    return result
+
+
+def end_token_ids(model, tokenizer) -> list[int]:
+    end_ids = model.generation_config.eos_token_id  # one, several or None
+    end_ids = set(end_ids) if isinstance(end_ids, list) else {end_ids}
+    return sorted((end_ids | {tokenizer.eos_token_id}) - {None})
+
+
+def catch_signals() -> list[int]:
+    """-> the signals that have come: instead of dying, the run saves after its step, and ends."""
+    received = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: received.append(number))
+    return received
+
+
+# ---- rollout ----
+
+
+def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
+    """Entries start ... start + count - 1 of an endless stream of shuffled epochs.
+
+    An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and so on: the same
+    row in another epoch is another entry, and gets other responses.
+    """
+    first_epoch = start // num_rows
+    last_epoch = (start + count - 1) // num_rows
+    stream = []
+    for epoch in range(first_epoch, last_epoch + 1):
+        rows = np.random.default_rng([seed, epoch]).permutation(num_rows)
+        stream += (rows + epoch * num_rows).tolist()
+    offset = start - first_epoch * num_rows
+    return stream[offset : offset + count]
+
+
+def roll_out(
+    args: Args, run: Run, data: "Data", entries: list[int], num_samples: int, temperature: float, step: int
+) -> Rollout:
+    """num_samples scored responses to each entry of batch_indices, dealt out to the ranks, gathered on all."""
+    # --- this rank's share ---
+    own_entries = np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()
+    prompts, response_ids, logprobs, truncated = sample_responses(
+        args, run, data, own_entries, num_samples, temperature, step
+    )
+    texts = data.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    rewards, logged = score_responses(
+        functions=run.reward_functions,
+        prompts=[prompt for prompt in prompts for _ in range(num_samples)],
+        texts=texts,
+        response_ids=response_ids,
+        trainer_state=transformers.TrainerState(global_step=step, max_steps=args.total_steps),
+    )
+    samples = []
+    for i, prompt in enumerate(prompts):
+        b = i * num_samples
+        readable = {name: value for name, value in prompt.row.items() if isinstance(value, str | int | float)}
+        scores = {f"reward/{name}": values[b] for name, values in rewards.items()}
+        samples.append({"row": prompt.index, **readable, "response": texts[b], **scores})
+
+    # --- the whole rollout ---
+    infos = gather([PromptInfo(prompt.index, prompt.length, prompt.kinds) for prompt in prompts])
+    response_ids = gather(response_ids)
+    logprobs = gather(logprobs)
+    truncated = gather(truncated)
+    samples = gather(samples)
+    rewards = {name: gather(values) for name, values in rewards.items()}
+    logged_values = defaultdict(list)
+    for name, value in gather(logged):
+        logged_values[name].append(value)
+    n = len(infos)
+    if n * 2 < len(entries):
+        fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
+    values = torch.tensor(list(rewards.values())).view(-1, n, num_samples)  # (rewards, n, G)
+    weighted = values * torch.tensor(args.reward_weights)[:, None, None]
+    lengths = torch.tensor([len(ids) for ids in response_ids])  # (B,)
+    return Rollout(
+        prompts=infos,
+        response_ids=response_ids,
+        mask=torch.arange(int(lengths.max()))[None] < lengths[:, None],
+        truncated=torch.tensor(truncated).view(n, num_samples),
+        rewards=dict(zip(rewards, values)),
+        scores=weighted.nansum(0).masked_fill(weighted.isnan().all(0), math.nan),
+        sampler_logprobs=nn.utils.rnn.pad_sequence(logprobs, batch_first=True),
+        samples=samples,
+        logged={name: np.mean(values) for name, values in logged_values.items()},
+    )
+
+
+def sample_responses(
+    args: Args, run: Run, data: "Data", entries: list[int], num_samples: int, temperature: float, step: int
+) -> tuple[list[Prompt], list[Tensor], list[Tensor], list[bool]]:
+    """-> the usable prompts, and what the sampler says to them: num_samples responses to each."""
+    prompts, response_ids, logprobs, truncated = [], [], [], []
+    batch_size = max(1, args.generation_batch_size // num_samples)
+    for start in range(0, len(entries), batch_size):
+        batch = []
+        for entry in entries[start : start + batch_size]:
+            prompt = data.encode(entry % len(data.rows))
+            if prompt is None:  # its warning has been printed
+                continue
+            # What is drawn depends on seed, step and entry alone, not on batches, ranks or a resume.
+            seed = np.random.default_rng([args.seed, step, entry]).integers(2**31)
+            batch.append(replace(prompt, seed=int(seed)))
+        if batch:
+            batch_ids, batch_logprobs, batch_truncated = run.sampler.sample(batch, num_samples, temperature)
+            prompts += batch
+            response_ids += batch_ids
+            logprobs += batch_logprobs
+            truncated += batch_truncated
+    return prompts, response_ids, logprobs, truncated
+
+
+def gather(own: list) -> list:
+    """The lists of all ranks as one list, on every rank."""
+    if WORLD_SIZE == 1:
+        return own
+    lists = [None] * WORLD_SIZE
+    dist.all_gather_object(lists, own)
+    return [item for part in lists for item in part]
+
+
+# ---- samplers ----
+
+
+class ModelSampler:
+    """--rollout hf: the trained model itself, or its unsharded copy under ZeRO-3."""
+
+    def __init__(self, args: Args, model, end_ids: list[int], run_dir: Path):
+        self.args = args
+        self.model = model
+        self.end_ids = end_ids
+        self.sampled = model
+        if args.zero_stage == 3:
+            self.sampled = load_model(args.model, model.dtype).to(model.device)
+            packing.switch_attention(self.sampled, model.config.get_text_config()._attn_implementation)
+
+    def sync(self) -> None:
+        """Take over the trained model's weights."""
+        if self.sampled is not self.model:
+            self.sampled.load_state_dict(merged_state_dict(self.model))
+
+    def sample(self, prompts: list[Prompt], num_samples: int, temperature: float):
+        return generate(self.args, self.sampled, prompts, num_samples, temperature, self.end_ids)
+
+
+@torch.no_grad()
+def generate(
+    args: Args, model, prompts: list[Prompt], num_samples: int, temperature: float, end_ids: list[int]
+) -> tuple[list[Tensor], list[Tensor], list[bool]]:
+    """num_samples responses to each prompt, by its seed; temperature 0: greedy -> their tokens (R_b,), on the
+    CPU, the tokens' log-probs (R_b,), and whether the length limit cut them.
+
+    Placeholders of pictures are never drawn: log-probs mask them too.
+    """
+    R = args.max_response_length
+    if not packing.is_packed(model):
+        return packing.generate_plain(model, prompts, num_samples, R, end_ids, temperature)
+    device = model.device
+    ends = torch.tensor(end_ids, device=device)
+    draws = [np.random.default_rng(prompt.seed).random((num_samples, R)) for prompt in prompts]
+    draws = torch.tensor(np.concatenate(draws), device=device)  # (B, R): one number per token
+    tokens = torch.full(draws.shape, -1, device=device)  # (B, R): -1 behind the end
+    logprobs = torch.zeros(draws.shape, device=device)  # (B, R)
+
+    decoder = packing.Decoder(model, prompts, num_samples)  # has run every prompt and picture once
+    active = torch.arange(len(draws), device=device)  # responses that go on
+    for t in range(R):
+        logp = packing.next_logprobs(model, decoder.hidden, temperature or 1.0)  # (active, V)
+        token = sample_token(logp, draws[active, t]) if temperature else logp.argmax(-1)  # (active,)
+        tokens[active, t] = token
+        logprobs[active, t] = logp.gather(1, token[:, None])[:, 0]
+        goes_on = (~torch.isin(token, ends)).nonzero()[:, 0]  # places in active
+        if len(goes_on) < len(active):  # finished responses leave the batch
+            active = active[goes_on]
+            token = token[goes_on]
+            decoder.keep(goes_on)
+        if len(active) == 0 or t + 1 == R:
+            break
+        decoder.step(token)
+
+    lengths = (tokens >= 0).sum(1).tolist()
+    cut = set(active.tolist())
+    return (
+        [row[:length].clone() for row, length in zip(tokens.cpu(), lengths)],
+        [row[:length].clone() for row, length in zip(logprobs.cpu(), lengths)],
+        [b in cut for b in range(len(lengths))],
+    )
 
 
 def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
@@ -431,185 +730,444 @@ def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
     return tokens.clamp(max=logprobs.shape[-1] - 1)
 
 
-# ---- rollout ----
-
-
-@dataclass
-class Rollout:
-    """n prompts with G responses each, prompt by prompt, B = n * G; the same on every rank."""
-
-    prompts: list[dict]  # (n,): index, length and kinds of inputs; its row is data.rows[index]
-    response_ids: list[Tensor]  # B x (R_b,), EOS included where drawn
-    truncated: Tensor  # (n, G) bool: cut by the length limit
-    rewards: dict[str, Tensor]  # by reward function (n, G), NaN: does not apply
-    scores: Tensor  # (n, G): their weighted sum, NaN: none applies
-    mask: Tensor  # (B, R) bool: tokens of the response
-    engine_logprobs: Tensor  # (B, R) of the sampler
-    samples: list[dict]  # (n,) one response each, to read
-    logged: list[tuple[str, float]]  # by the reward functions
-
-
-@torch.no_grad()
-def generate(args: Args, model, prompts: list[dict], G: int, temperature: float, end_ids: list[int]):
-    """G responses per prompt (temperature 0: greedy) -> S * G of them (R_b,), log-probs (R_b,), and which the
-    length limit cut. Placeholders of pictures are never drawn: log-probs mask them too."""
-    R, device = args.max_response_length, model.device
-    if not packing.is_packed(model):
-        return packing.generate_plain(model, prompts, G, R, end_ids, temperature)
-    decoder = packing.Decoder(model, prompts, G)  # has run every prompt and picture once
-    end, rows = torch.tensor(end_ids, device=device), torch.arange(len(prompts) * G, device=device)
-    tokens = torch.full((len(rows), R), -1, device=device)  # (S * G, R)
-    logprobs = torch.zeros(tokens.shape, device=device)
-    # One number per token, by the prompt's seed.
-    drawn = [np.random.default_rng(p["seed"]).random((G, R)) for p in prompts]
-    drawn = torch.tensor(np.concatenate(drawn), device=device)  # (S * G, R)
-    for t in range(R):
-        logp = packing.next_logprobs(model, decoder.hidden, temperature or 1.0)  # (rows, V)
-        token = sample_token(logp, drawn[rows, t]) if temperature else logp.argmax(-1)  # (rows,)
-        tokens[rows, t], logprobs[rows, t] = token, logp.gather(1, token[:, None])[:, 0]
-        alive = (~torch.isin(token, end)).nonzero()[:, 0]
-        if len(alive) < len(rows):  # finished responses leave the batch
-            rows, token = rows[alive], token[alive]
-            decoder.keep(alive)
-        if len(rows) == 0 or t + 1 == R:
-            break
-        decoder.step(token)
-    lengths, cut = (tokens >= 0).sum(1).tolist(), set(rows.tolist())
-    ids, logprobs = ([row[:n].clone() for row, n in zip(x.cpu(), lengths)] for x in (tokens, logprobs))
-    return ids, logprobs, [b in cut for b in range(len(lengths))]
-
-
-class ModelSampler:
-    """--rollout hf: the trained model itself, or its unsharded copy under ZeRO-3. sync takes over the model's
-    weights, sample answers as `generate` does."""
-
-    def __init__(self, args: Args, model, end_ids: list[int], run_dir: Path):
-        self.args, self.model, self.sampled, self.end_ids = args, model, model, end_ids
-        if args.zero_stage == 3:
-            self.sampled = load_model(args.model, model.dtype).to(model.device)
-            packing.switch_attention(self.sampled, model.config.get_text_config()._attn_implementation)
-
-    def sync(self) -> None:
-        if self.sampled is not self.model:
-            self.sampled.load_state_dict(merged_state_dict(self.model))
-
-    def sample(self, prompts: list[dict], num_samples: int, temperature: float):
-        return generate(self.args, self.sampled, prompts, num_samples, temperature, self.end_ids)
-
-
 class VllmSampler:
     """--rollout vllm: an engine in this process, one per rank."""
 
     def __init__(self, args: Args, model, end_ids: list[int], run_dir: Path):
-        self.model, self.cuda = model, torch.cuda.is_available()
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
         from vllm import LLM, SamplingParams
 
+        self.model = model
+        self.on_cuda = torch.cuda.is_available()
         self.llm = LLM(
-            model=args.model, dtype=str(model.dtype).removeprefix("torch."), seed=args.seed,
+            model=args.model,
+            dtype=str(model.dtype).removeprefix("torch."),
+            seed=args.seed,
             max_model_len=args.max_prompt_length + args.max_response_length,
-            max_num_seqs=args.generation_batch_size, gpu_memory_utilization=args.vllm_gpu_memory,
-            enable_sleep_mode=self.cuda, enforce_eager=not self.cuda,
-            enable_chunked_prefill=self.cuda,  # with seeds it fails on the CPU
+            max_num_seqs=args.generation_batch_size,
+            gpu_memory_utilization=args.vllm_gpu_memory,
+            enable_sleep_mode=self.on_cuda,
+            enforce_eager=not self.on_cuda,
+            enable_chunked_prefill=self.on_cuda,  # with seeds it fails on the CPU
             distributed_executor_backend="external_launcher" if WORLD_SIZE > 1 else "uni",
             logprobs_mode="processed_logprobs",  # at the temperature: of what was drawn from
-        )  # fmt: skip
+        )
         self.make_params = functools.partial(
-            SamplingParams, max_tokens=args.max_response_length, stop_token_ids=end_ids, detokenize=False,
-            logit_bias=dict.fromkeys(packing.media_token_ids(model.config), -100.0), logprobs=0,
-        )  # fmt: skip
+            SamplingParams,
+            max_tokens=args.max_response_length,
+            stop_token_ids=end_ids,
+            logit_bias=dict.fromkeys(packing.media_token_ids(model.config), -100.0),
+            logprobs=0,  # of the drawn token alone
+            detokenize=False,
+        )
 
     def sync(self) -> None:
         """The newest weights; what it remembers of the old ones is forgotten."""
         weights = iter(merged_state_dict(self.model).items())
-        if self.cuda:
+        if self.on_cuda:
             self.llm.wake_up()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def sample(self, prompts: list[dict], num_samples: int, temperature: float):
-        def rename(part: dict) -> dict:
-            return {"type": "image_pil", "image_pil": part["image"]} if part["type"] == "image" else part
-
-        if videos := [prompt["index"] for prompt in prompts if prompt["video"]]:
-            fail(f"row {videos[0]} has a video: use --rollout hf")
-        chats = [[m | {"content": [*map(rename, m["content"])]} for m in p["messages"]] for p in prompts]
-        params = [self.make_params(n=num_samples, temperature=temperature, seed=p["seed"]) for p in prompts]
+    def sample(self, prompts: list[Prompt], num_samples: int, temperature: float):
+        chats = [self.to_chat(prompt) for prompt in prompts]
+        params = [self.make_params(n=num_samples, temperature=temperature, seed=p.seed) for p in prompts]
         outputs = self.llm.chat(chats, params, use_tqdm=False)
+        response_ids, logprobs, truncated = [], [], []
         for prompt, output in zip(prompts, outputs):
-            if output.prompt_token_ids != prompt["prompt_ids"].tolist():
-                fail(f"row {prompt['index']}: vLLM reads other tokens than the trainer; use --rollout hf")
-        flat = [x for output in outputs for x in output.outputs]
-        logprobs = [[step[token].logprob for step, token in zip(x.logprobs, x.token_ids)] for x in flat]
-        ids = [torch.tensor(list(x.token_ids)) for x in flat]
-        return ids, list(map(torch.tensor, logprobs)), [x.finish_reason == "length" for x in flat]
+            if output.prompt_token_ids != prompt.ids.tolist():
+                fail(f"row {prompt.index}: vLLM reads other tokens than the trainer; use --rollout hf")
+            for response in output.outputs:
+                ids = list(response.token_ids)
+                of_drawn = [step[token].logprob for step, token in zip(response.logprobs, ids)]
+                response_ids.append(torch.tensor(ids))
+                logprobs.append(torch.tensor(of_drawn))
+                truncated.append(response.finish_reason == "length")
+        return response_ids, logprobs, truncated
+
+    def to_chat(self, prompt: Prompt) -> list[dict]:
+        """The messages with pictures as vLLM wants them."""
+        chat = []
+        for message in prompt.messages:
+            parts = []
+            for part in message["content"]:
+                if part["type"] == "video":  # vLLM would take other frames
+                    fail(f"row {prompt.index} has a video: use --rollout hf")
+                if part["type"] == "image":
+                    part = {"type": "image_pil", "image_pil": part["image"]}
+                parts.append(part)
+            chat.append({**message, "content": parts})
+        return chat
 
     def sleep(self) -> None:
-        if self.cuda:
+        if self.on_cuda:
             self.llm.sleep(level=2)  # the next sync brings the weights
 
 
-SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}  # yours has sync, sample, maybe sleep; prompts: seed
+# Yours has __init__, sync and sample as these two have, and sleep if the trainer needs its memory.
+SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}
 
 
-def roll_out(args: Args, sampler, data, functions, indices, G: int, temperature: float, step: int) -> Rollout:
-    """G scored responses to each of some rows, dealt out to the ranks and gathered on all of them."""
-    prompts, ids, logprobs, cut, samples = [], [], [], [], []
-    own, size = np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist(), args.generation_batch_size // G
-    for start in range(0, len(own), max(1, size)):
-        batch = data.encode(own[start : start + max(1, size)])
-        # What is drawn depends on seed, step and entry alone, not on batches, ranks or a resume.
-        seeds = [np.random.default_rng([args.seed, step, p["entry"]]).integers(2**31) for p in batch]
-        batch = [prompt | {"seed": int(seed)} for prompt, seed in zip(batch, seeds)]
-        drawn = sampler.sample(batch, G, temperature) if batch else ([], [], [])
-        prompts, ids, logprobs, cut = prompts + batch, ids + drawn[0], logprobs + drawn[1], cut + drawn[2]
-    texts = data.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    state = SimpleNamespace(global_step=step, max_steps=args.total_steps)
-    values, logged = score_responses(functions, [p for p in prompts for _ in range(G)], texts, ids, state)
-    for prompt, i in zip(prompts, range(0, len(texts), G)):  # the first response to each, to read
-        row = {name: x for name, x in prompt["row"].items() if isinstance(x, str | int | float)}
-        scores = {f"reward/{name}": column[i] for name, column in values.items()}
-        samples.append({"row": prompt["index"], **row, "response": texts[i], **scores})
-    prompts = [{name: prompt[name] for name in ("index", "length", "kinds")} for prompt in prompts]
-    mine = prompts, ids, logprobs, cut, samples, logged, *values.values()
-    gathered = [mine] * WORLD_SIZE
-    if WORLD_SIZE > 1:  # alone it would cost threads, see sum_over_ranks
-        dist.all_gather_object(gathered, mine)
-    prompts, ids, logprobs, cut, samples, logged, *values = (sum(x, []) for x in zip(*gathered))
-    if len(prompts) * 2 < len(indices):
-        fail(f"more than half of {len(indices)} rows of {data.source} can't be used: see the warnings")
-    values = torch.tensor(values).view(-1, len(prompts), G)  # (rewards, n, G)
-    weighted = values * torch.tensor(args.reward_weights)[:, None, None]
-    R = torch.tensor([len(x) for x in ids])  # (B,)
-    return Rollout(
-        prompts=prompts, response_ids=ids, truncated=torch.tensor(cut).view(-1, G),
-        rewards=dict(zip(functions, values)),
-        scores=weighted.nansum(0).masked_fill(weighted.isnan().all(0), math.nan),
-        mask=torch.arange(int(R.max()))[None] < R[:, None],
-        engine_logprobs=nn.utils.rnn.pad_sequence(logprobs, batch_first=True), samples=samples, logged=logged,
-    )  # fmt: skip
+# ---- rewards ----
 
 
-def packs_of(args: Args, rollout: Rollout, groups: packing.Groups, data, actor) -> Iterator:
+def accuracy(texts: list[str], answer: list, **columns) -> list[float]:
+    """1 when the text of the last <answer>...</answer> equals the reference, but for case and spaces."""
+    scores = []
+    for text, reference in zip(texts, answer):
+        if not isinstance(reference, str | int | float) or not str(reference).strip():
+            fail(f"the reward accuracy needs an answer that is a text or a number, not {reference!r}")
+        answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+        is_right = bool(answers) and answers[-1].strip().lower() == str(reference).strip().lower()
+        scores.append(float(is_right))
+    return scores
+
+
+def format_reward(texts: list[str], **columns) -> list[float]:
+    """1 when the whole response is [<think>...</think>] <answer>...</answer> with each tag once."""
+    inner = r"(?:(?!</?think>|</?answer>).)*"
+    pattern = re.compile(rf"\s*(?:<think>{inner}</think>\s*)?<answer>{inner}</answer>\s*", re.DOTALL)
+    return [float(pattern.fullmatch(text) is not None) for text in texts]
+
+
+REWARDS = {"accuracy": accuracy, "format": format_reward}
+
+
+def score_responses(
+    functions: dict[str, Callable], prompts: list[Prompt], texts: list[str], response_ids: list, trainer_state
+) -> tuple[dict[str, list[float]], list[tuple[str, float]]]:
+    """-> {reward: B values, NaN where it does not apply}, and what was logged. prompts: one per response.
+
+    A function gets keywords as in TRL: prompts and completions (strings, or where the dataset's prompt is a
+    chat, messages), completion_ids, every column, trainer_state (an evaluation's step is 0),
+    log_metric(name, number); and texts (always strings), chats (messages with pictures). It may be async; it
+    returns a number or None per response.
+    """
+    if not prompts:
+        return {name: [] for name in functions}, []
+    logged = []
+    rows = [prompt.row for prompt in prompts]
+    chats_or_texts = [row.get("messages") or row["prompt"] for row in rows]
+    is_chat = isinstance(chats_or_texts[0], list)
+    keywords = {column: [row[column] for row in rows] for column in rows[0]}
+    keywords |= {
+        "prompts": chats_or_texts,
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
+        "completion_ids": [ids.tolist() for ids in response_ids],
+        "trainer_state": trainer_state,
+        "log_metric": lambda name, value: logged.append((name, float(value))),
+        "texts": texts,
+        "chats": [prompt.messages for prompt in prompts],
+    }
+
+    async def wait_for(coroutines) -> list:  # those that ask a server, say, side by side
+        return await asyncio.gather(*coroutines)
+
+    try:
+        results = {name: function(**keywords) for name, function in functions.items()}
+        waiting = {name: result for name, result in results.items() if hasattr(result, "__await__")}
+        results |= zip(waiting, asyncio.run(wait_for(waiting.values())))
+    except Exception as error:
+        error.add_note(f"Rewards get {'chats' if is_chat else 'strings'} here, as the dataset's prompts are.")
+        raise
+    rewards = {}
+    for name, result in results.items():
+        rewards[name] = [math.nan if value is None else float(value) for value in result]
+        if len(result) != len(texts) or np.isinf(rewards[name]).any():
+            fail(f"reward {name} must return one finite number, or None, for each of {len(texts)} responses")
+    return rewards, logged
+
+
+# ---- data ----
+
+
+@dataclass
+class Data:
+    source: str
+    rows: Any  # a datasets.Dataset
+    tokenizer: Any
+    encode: Callable[[int], Prompt | None]  # row -> prompt, or None and a warning where it can't be used
+
+
+def load_data(args: Args, source: str, split: str, model, processor) -> Data:
+    """Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a list, see
+    to_messages; `answer`, the reference that rewards get."""
+    rows = load_rows(source, split)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    columns = set(rows.column_names)
+    if not columns & {"prompt", "messages"} or ("accuracy" in args.rewards and "answer" not in columns):
+        fail(f"{source} has columns {', '.join(columns)}: rename yours to prompt or messages, and answer")
+
+    # The packs of a step ask for the same prompts again and again.
+    @functools.lru_cache(maxsize=2 * args.rollout_batch_size // args.num_samples_per_prompt)
+    def encode(index: int) -> Prompt | None:
+        try:
+            row = rows[index]
+            messages = to_messages(args, row, Path(source).parent, tokenizer)
+            inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
+            prompt = packing.make_prompt(model, inputs, index=index, row=row, messages=messages)
+            if prompt.length > args.max_prompt_length:
+                raise ValueError(f"{prompt.length} tokens are more than --max-prompt-length")
+            return prompt
+        except Exception as error:
+            tqdm.write(f"warning: {source} row {index} is left out: {error!s:.300}", file=sys.stderr)
+            return None
+
+    return Data(source=source, rows=rows, tokenizer=tokenizer, encode=encode)
+
+
+def load_rows(source: str, split: str):
+    """A `datasets.Dataset` from easy-vqa, a local file or folder, or the hub."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    file_format = Path(source).suffix[1:].replace("jsonl", "json")
+    try:
+        if source == "easy-vqa":
+            return easy_vqa_rows(split)
+        if file_format in ("json", "csv", "parquet"):
+            return datasets.load_dataset(file_format, data_files=source, split="train")
+        if not Path(source).is_dir():
+            return datasets.load_dataset(source, split=split)
+        rows = datasets.load_from_disk(source)
+        return rows[split] if isinstance(rows, dict) else rows
+    except Exception as error:
+        fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
+
+
+def easy_vqa_rows(split: str):
+    """64 x 64 drawings with questions, inside the package of that name."""
+    import datasets
+    import easy_vqa
+
+    questions, answers, image_numbers = getattr(easy_vqa, f"get_{split}_questions")()
+    paths = getattr(easy_vqa, f"get_{split}_image_paths")()
+    images = [str(paths[number]) for number in image_numbers]
+    return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
+
+
+def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
+    """A row's string or chat, pictures and videos -> messages whose contents are lists of parts, media opened
+    and in their places: where <image> and <video> stand, or parts of such types; without any, in front."""
+    chat = row.get("messages") or row["prompt"]
+    if isinstance(chat, str):
+        chat = [{"role": "user", "content": chat}]
+    media = {}
+    for kind in ("image", "video"):
+        items = row.get(kind) or row.get(f"{kind}s") or []
+        media[kind] = list(items) if isinstance(items, list) else [items]
+
+    # First every content becomes a text with marks, <image> and <video>, and all media lie in two lists.
+    messages = []
+    for message in chat:
+        text = message["content"]
+        if not isinstance(text, str):
+            parts = message["content"]
+            for kind, items in media.items():
+                items += [part[kind] for part in parts if part.get(kind) is not None]
+            text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
+        messages.append({"role": message["role"], "content": text})
+    for kind, items in media.items():
+        mark = f"<{kind}>"
+        places = sum(m["content"].count(mark) for m in messages if m["role"] != "assistant")
+        if items and places == 0:
+            first_user = next(m for m in messages if m["role"] == "user")
+            first_user["content"] = mark * len(items) + first_user["content"]
+        elif places != len(items):
+            raise ValueError(f"{places} places for {kind}s, but {len(items)} {kind}s")
+
+    # Then each mark becomes a part with the next picture or video.
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    waiting = {f"<{kind}>": iter(items) for kind, items in media.items()}
+    for message in messages:
+        can_hold_media = message["role"] != "assistant"
+        pieces = re.split("(<image>|<video>)", message["content"]) if can_hold_media else [message["content"]]
+        message["content"] = []
+        for piece in pieces:
+            if piece in waiting and can_hold_media:
+                message["content"].append(open_media(piece[1:-1], next(waiting[piece]), folder, args.video_fps))
+            elif piece:
+                message["content"].append({"type": "text", "text": defuse(piece, special_tokens)})
+    if args.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": args.system_prompt}]})
+    return messages
+
+
+def open_media(kind: str, source, folder: Path, fps: float) -> dict:
+    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> the part of a message: a
+    picture in RGB, or of a video fps frames a second, (F, height, width, 3), and when they were taken."""
+    if kind == "video":
+        frames, metadata = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
+        needed = {name: metadata[name] for name in ("total_num_frames", "fps", "frames_indices")}
+        return {"type": "video", "video": frames, "metadata": needed}
+    if isinstance(source, dict):
+        source = source["bytes"] or source["path"]
+    if isinstance(source, bytes):
+        source = io.BytesIO(source)
+    elif isinstance(source, str):
+        source = folder / source
+    image = source if isinstance(source, Image.Image) else Image.open(source)
+    return {"type": "image", "image": image.convert("RGB")}
+
+
+def defuse(text: str, special_tokens: list[str]) -> str:
+    """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
+    while True:  # what is left of one may be another
+        token = next((token for token in special_tokens if token in text), None)
+        if token is None:
+            return text
+        text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
+
+
+# ---- forward ----
+
+
+def packs_of(args: Args, run: Run, rollout: Rollout, groups: packing.Groups) -> Iterator[packing.Pack]:
     """This rank's packs of some groups: (prompt, its responses)."""
-    given = groups, rollout.prompts, data.encode, rollout.response_ids, args.micro_batch_tokens
-    how = {"packed": packing.is_packed(actor.module.model), "media_everywhere": args.zero_stage > 0}
-    for pack in packing.packs_of_rank(*given, RANK, WORLD_SIZE, **how):
-        yield pack.to(actor.device)
+    packs = packing.packs_of_rank(
+        groups=groups,
+        prompts=rollout.prompts,
+        encode=run.train_data.encode,
+        responses=rollout.response_ids,
+        max_tokens=args.micro_batch_tokens,
+        rank=RANK,
+        world_size=WORLD_SIZE,
+        packed=packing.is_packed(run.actor.module.model),
+        media_everywhere=args.zero_stage > 0,
+    )
+    for pack in packs:
+        yield pack.to(run.device)
 
 
 @torch.no_grad()
-def compute_logprobs(args: Args, rollout: Rollout, data, actor, forwards: dict[str, Callable]) -> dict:
-    """{name: forward}, pack -> (M,), of all responses -> {name: (B, R)}."""
+def compute_logprobs(args: Args, run: Run, rollout: Rollout, policy: Callable) -> Tensor:
+    """policy: pack -> log-probs (M,), ... -> those of all responses, (B, R), on all ranks."""
     n, G = rollout.scores.shape
-    tables = {name: torch.zeros(rollout.mask.shape, device=actor.device) for name in forwards}
-    groups = [(i, [*range(i * G, (i + 1) * G)]) for i in range(n)]
-    for pack in packs_of(args, rollout, groups, data, actor) if forwards else ():
-        for name, forward in forwards.items():
-            tables[name][pack.index] = forward(pack)[0]
-    return {name: sum_over_ranks(table, actor.device) for name, table in tables.items()}
+    groups = [(i, list(range(i * G, (i + 1) * G))) for i in range(n)]
+    table = torch.zeros(rollout.mask.shape, device=run.device)
+    for pack in packs_of(args, run, rollout, groups):
+        logprobs, _ = policy(pack)
+        table[pack.token_index] = logprobs
+    return sum_over_ranks(table, run.device)
+
+
+# ---- evaluation ----
+
+
+def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
+    """A fixed subset of held-out prompts, each with a greedy response and eval_num_samples sampled ones."""
+    data = run.eval_data
+    rows = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples]
+    rows = np.sort(rows).tolist()
+    greedy = roll_out(args, run, data, rows, num_samples=1, temperature=0.0, step=0)
+    sampled = roll_out(args, run, data, rows, args.eval_num_samples, args.temperature, step=0)
+    metrics = {}
+    samples = []
+    for mode, rollout in (("greedy", greedy), ("sampled", sampled)):
+        for name, values in rollout.rewards.items():
+            key = f"reward_{name}" if name in ("score", "length") else name  # those are below
+            metrics[f"eval/{mode}_{key}"] = float(values.nanmean())
+        metrics[f"eval/{mode}_score"] = float(rollout.scores.nanmean())
+        metrics[f"eval/{mode}_length"] = float(rollout.mask.sum(1).float().mean())
+        samples += [{"phase": f"eval_{mode}", **sample} for sample in rollout.samples[:16]]
+    if "accuracy" in sampled.rewards:
+        one_is_right = (sampled.rewards["accuracy"] == 1).any(1)  # (n,)
+        metrics["eval/pass_at_k"] = float(one_is_right.float().mean())
+    return metrics, samples
+
+
+# ---- model ----
+
+
+class Policy(nn.Module):
+    """The actor, or the frozen reference, as DeepSpeed runs it: pack -> log-probs (M,), entropies or None."""
+
+    def __init__(self, model, temperature: float):
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, pack: packing.Pack, with_lora: bool = True, with_entropy: bool = False):
+        if not with_lora:  # the reference of a model with adapters
+            self.model.disable_adapters()
+        logprobs, entropy = packing.response_logprobs(self.model, pack, self.temperature, with_entropy)
+        if not with_lora:
+            self.model.enable_adapters()
+        return logprobs, entropy
+
+
+def make_policies(args: Args, device: torch.device, dtype: torch.dtype) -> tuple[Any, Callable | None]:
+    """-> the actor's engine, and the reference: a frozen copy, the actor without adapters, or None."""
+    torch.manual_seed(args.seed)  # of LoRA's first weights
+    model = load_model(args.model, dtype)
+    reference = None
+    if args.kl_coef > 0 and args.lora_rank == 0:
+        reference = Policy(load_model(args.model, dtype), args.temperature).requires_grad_(False)
+        if args.zero_stage == 3:
+            reference = make_engine(args, reference, dtype, total_updates=0)
+        else:
+            reference = reference.to(device)
+    if args.lora_rank > 0:
+        add_adapters(args, model)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    updates_per_step = args.rollout_batch_size // args.train_batch_size * args.num_iterations
+    actor = make_engine(args, Policy(model, args.temperature), dtype, args.total_steps * updates_per_step)
+    actor.eval()
+    if args.kl_coef > 0 and args.lora_rank > 0:
+        reference = functools.partial(actor, with_lora=False)
+    return actor, reference
+
+
+def load_model(name: str, dtype: torch.dtype):
+    """A vision-language or text model, by what its config says, without dropout."""
+    try:
+        is_vision = hasattr(transformers.AutoConfig.from_pretrained(name), "vision_config")
+        kind = transformers.AutoModelForImageTextToText if is_vision else transformers.AutoModelForCausalLM
+        model = kind.from_pretrained(name, dtype=dtype)
+    except Exception as error:
+        fail(f"--model {name} can't be loaded: {error}")
+    # Rollout, old and new log-probs must be of one function: no Dropout.p, attention_dropout, layerdrop, ...
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, float) and (attribute == "p" or "drop" in attribute):
+                setattr(module, attribute, 0.0)
+    return model
+
+
+def add_adapters(args: Args, model) -> None:
+    """LoRA on the language model's linear layers; B starts at 0, so nothing changes yet."""
+    from peft import LoraConfig
+
+    language_model = getattr(model.base_model, "language_model", model.base_model)
+    inside = set(language_model.modules())
+    targets = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
+    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets))
+
+
+def merged_state_dict(model) -> dict[str, Tensor]:
+    """Weights of the plain model, tied ones under each name: gathered under ZeRO-3 (collective), adapters
+    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
+    import deepspeed
+
+    saved_names = set(model.state_dict())
+    lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    weights = {name: buffer for name, buffer in model.named_buffers() if name in saved_names}
+    for name, parameter in model.named_parameters():
+        is_sharded = hasattr(parameter, "ds_id")
+        layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
+        adapters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
+        with deepspeed.zero.GatheredParameters([parameter, *adapters], enabled=is_sharded):
+            weight = parameter.detach().clone() if is_sharded else parameter.detach()
+            if layer:
+                lora_a, lora_b = (adapter.detach().float() for adapter in adapters)  # (rank, in), (out, rank)
+                weight = (weight.float() + layer.scaling["default"] * (lora_b @ lora_a)).to(weight.dtype)
+        if ".lora_" not in name:
+            weights[name.replace(".base_layer.", ".")] = weight.cpu() if is_sharded else weight
+    tied = {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
+    return weights | tied
 
 
 # ---- DeepSpeed ----
@@ -617,13 +1175,17 @@ def compute_logprobs(args: Args, rollout: Rollout, data, actor, forwards: dict[s
 
 def init_distributed() -> torch.device:
     """Without a launcher: one process and no port, so that runs never collide."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
+    on_cuda = torch.cuda.is_available()
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    device = torch.device("cuda", int(local_rank)) if on_cuda else torch.device("cpu")
+    if on_cuda:
         torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if cuda else "gloo", **alone)
-    os.environ |= {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"), "DS_ACCELERATOR": device.type}
+    backend = "nccl" if on_cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    os.environ |= {"LOCAL_RANK": local_rank, "DS_ACCELERATOR": device.type}
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
@@ -632,16 +1194,10 @@ def init_distributed() -> torch.device:
     return device
 
 
-def sum_over_ranks(table: Tensor, device) -> Tensor:
-    if WORLD_SIZE > 1:  # alone, gloo would copy in a thread of its own, and slow down OpenMP's
-        dist.all_reduce(table := table.to(device))
-    return table.cpu()
-
-
-def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither. A pack is
-    a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step, batch sizes stay
-    1 here, and the losses carry their own global denominators."""
+def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int):
+    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a frozen module's, it
+    has neither. A pack is a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a
+    step, batch sizes stay 1 here, and the losses carry their own global denominators."""
     import deepspeed
 
     config = {
@@ -659,141 +1215,136 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
         deepspeed.zero.register_external_parameter(module, head.weight)  # read outside its own forward
-    optimizer = schedule = None
-    if total_updates:
-        trained = [p for p in module.parameters() if p.requires_grad]
-        vectors, matrices = ([p for p in trained if (p.dim() > 1) == kind] for kind in (False, True))
+    optimizer = None
+    schedule = None
+    if total_updates > 0:
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in trained if parameter.dim() > 1]
+        vectors = [parameter for parameter in trained if parameter.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": args.weight_decay}]
-        groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []  # LoRA has none
+        if vectors:  # LoRA has none
+            groups.append({"params": vectors, "weight_decay": 0.0})
         fused = torch.cuda.is_available() and not args.offload_optimizer
         optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=args.adam_betas, fused=fused)
-        name, shape = "cosine_warmup_with_min_lr", {"min_lr_rate": args.min_lr_ratio}
-        schedule = transformers.get_scheduler(name, optimizer, args.warmup_steps, total_updates, shape)
-    how = {"config": config, "optimizer": optimizer, "lr_scheduler": schedule}
-    return deepspeed.initialize(model=module, dist_init_required=False, **how)[0]
+        schedule = transformers.get_scheduler(
+            name="cosine_warmup_with_min_lr",
+            optimizer=optimizer,
+            num_warmup_steps=args.warmup_steps,
+            num_training_steps=total_updates,
+            scheduler_specific_kwargs={"min_lr_rate": args.min_lr_ratio},
+        )
+    engine, _, _, _ = deepspeed.initialize(
+        model=module, config=config, optimizer=optimizer, lr_scheduler=schedule, dist_init_required=False
+    )
+    return engine
 
 
-def optimizer_step(engine) -> tuple[float, bool]:
-    """Clip, step, advance the schedule -> gradient norm before clipping, and whether the step was taken: all
-    ranks decide alike, by the reduced gradients."""
+def optimizer_step(engine) -> float | None:
+    """Clip, step, advance the schedule -> gradient norm before clipping, or None where it was not finite and
+    the step was left out: all ranks decide alike, by the reduced gradients."""
     if not engine.zero_optimization() and not engine.bfloat16_enabled():  # this path has no check of its own
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        engine.step() if norm.isfinite() else engine.zero_grad()
-        return float(norm), bool(norm.isfinite())
+        if not norm.isfinite():
+            engine.zero_grad()
+            return None
+        engine.step()
+        return float(norm)
     engine.step()
-    taken, optimizer = engine.was_step_applied(), engine.optimizer
+    optimizer = engine.optimizer
     # A parameter without gradients in the next step, as a vision tower's without pictures, would have those
     # of this step again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
     kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         kept += [group.grad for group in getattr(optimizer, name, [])]
-    for gradients in filter(torch.is_tensor, kept):
-        gradients.zero_()
-    return float(engine.get_global_grad_norm()) if taken else math.nan, taken
+    for gradients in kept:
+        if torch.is_tensor(gradients):
+            gradients.zero_()
+    return float(engine.get_global_grad_norm()) if engine.was_step_applied() else None
 
 
-# ---- update ----
+def sum_over_ranks(table: Tensor, device: torch.device) -> Tensor:
+    if WORLD_SIZE > 1:  # alone, gloo would copy in a thread of its own, and slow down OpenMP's
+        table = table.to(device)
+        dist.all_reduce(table)
+    return table.cpu()
 
 
-def update_policy(args: Args, rollout: Rollout, logprobs, advantages, trained, data, actor, step: int):
-    """num_iterations passes over the rollout in shuffled mini-batches -> metrics, and which steps were taken.
-    logprobs (B, R) before the update, advantages (n, G), trained (n, G): False is left out."""
-    sums, counts, norms, G = defaultdict(float), defaultdict(int), [], trained.shape[1]
-    logprobs, advantages = logprobs.to(actor.device), advantages.flatten().to(actor.device)
-    clip = args.clip_coef, args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
-    for iteration in range(args.num_iterations):
-        order = np.random.default_rng([args.seed, step, iteration]).permutation(len(rollout.prompts))
-        for batch in np.array_split(order, args.rollout_batch_size // args.train_batch_size):
-            groups = [(i, [i * G + j for j in range(G) if trained[i, j]]) for i in batch.tolist()]
-            groups = [group for group in groups if group[1]]
-            num_responses = sum(len(members) for _, members in groups)  # of all ranks: the denominator
-            packs = list(packs_of(args, rollout, groups, data, actor)) if groups else []
-            for k, pack in enumerate(packs):
-                actor.set_gradient_accumulation_boundary(k == len(packs) - 1)
-                new_logprobs, entropy = actor(pack, with_entropy=True)  # (M,), (M,)
-                given = logprobs[pack.index], advantages[pack.rows], pack.owner  # (M,), (S,), (M,)
-                losses, metrics = compute_rloo_loss(new_logprobs, *given, clip)  # (S,)
-                # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
-                actor.backward(losses.sum() / num_responses * WORLD_SIZE, scale_wrt_gas=False)
-                for name, values in (metrics | {"policy/entropy": entropy.detach()}).items():
-                    sums[name] += values.sum()
-                    counts[name] += len(values)
-            norms += [optimizer_step(actor)] if packs else []
-    totals = torch.tensor([[*map(float, sums.values())], [*counts.values()]], dtype=torch.float64)
-    totals, numbers = sum_over_ranks(totals, actor.device)
-    metrics = dict(zip(sums, (totals / numbers).tolist()))
-    metrics["train/grad_norm"] = float(np.mean([norm for norm, taken in norms if taken] or [0.0]))
-    return metrics, [taken for _, taken in norms]
+def mean_over_ranks(values: dict[str, list[Tensor]], device: torch.device) -> dict[str, float]:
+    """Name -> the mean over all entries of its tensors, those of the other ranks too."""
+    sums = [float(sum(x.sum() for x in tensors)) for tensors in values.values()]
+    counts = [sum(len(x) for x in tensors) for tensors in values.values()]
+    totals = sum_over_ranks(torch.tensor([sums, counts], dtype=torch.float64), device)
+    return dict(zip(values, (totals[0] / totals[1]).tolist()))
 
 
-# ---- evaluate ----
-
-
-def evaluate(args: Args, sampler, data, functions: dict[str, Callable]) -> tuple[dict, list[dict]]:
-    """A fixed subset of held-out prompts, each with a greedy response and eval_num_samples sampled ones."""
-    indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples])
-    metrics, samples = {}, []
-    for mode, temperature, G in (("greedy", 0.0, 1), ("sampled", args.temperature, args.eval_num_samples)):
-        rollout = roll_out(args, sampler, data, functions, indices, G, temperature, step=0)
-        tables = {"reward_" * (name in ("score", "length")) + name: x for name, x in rollout.rewards.items()}
-        tables |= {"score": rollout.scores, "length": rollout.mask.sum(1).float()}
-        metrics |= {f"eval/{mode}_{name}": float(values.nanmean()) for name, values in tables.items()}
-        samples += [{"phase": f"eval_{mode}", **sample} for sample in rollout.samples[:16]]
-    if "accuracy" in rollout.rewards:
-        metrics["eval/pass_at_k"] = float((rollout.rewards["accuracy"] == 1).any(1).float().mean())
-    return metrics, samples
-
-
-# ---- save, resume, log ----
-
-
-def tell(message: str) -> None:
-    if RANK == 0:
-        tqdm.write(message)  # also under a progress bar
-        sys.stdout.flush()
-
-
-def checkpoints(run_dir: Path) -> list[Path]:
-    """By step."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda p: int(p.name[11:]))
+# ---- files ----
 
 
 def find_run(args: Args) -> tuple[Path, Path | None]:
     """-> the run's folder, and the checkpoint to go on from."""
-    name = f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    found = [Path(args.output_dir) / (args.run_name or name), None]
-    dist.broadcast_object_list(found)  # the name holds a time: all ranks take rank 0's
-    if args.resume == "auto":
-        found[1] = next(reversed(checkpoints(found[0])), None)
-    elif args.resume is not None:
-        found = [Path(args.resume).resolve().parent, Path(args.resume)]
-        if not (found[1] / "state").is_dir():
+    if args.resume not in (None, "auto"):
+        checkpoint = Path(args.resume)
+        if not (checkpoint / "state").is_dir():
             fail(f"--resume {args.resume} is no checkpoint: it has no folder named state")
-    elif RANK == 0 and found[0].exists():
-        fail(f"{found[0]} exists already: choose another --run-name, or go on with --resume auto")
-    return found[0], found[1]
+        return checkpoint.resolve().parent, checkpoint
+    script = Path(__file__).stem
+    now = time.strftime("%Y%m%d-%H%M%S")
+    names = [args.run_name or f"{script}-{Path(args.model).name}-seed{args.seed}-{now}"]
+    dist.broadcast_object_list(names)  # all ranks take rank 0's time
+    folder = Path(args.output_dir) / names[0]
+    if args.resume == "auto":
+        found = checkpoints(folder)
+        return folder, found[-1] if found else None
+    if RANK == 0 and folder.exists():
+        fail(f"{folder} exists already: choose another --run-name, or go on with --resume auto")
+    return folder, None
 
 
-def save_checkpoint(args: Args, run_dir: Path, engines: dict, processor, state: dict) -> Path:
+def checkpoints(run_dir: Path) -> list[Path]:
+    """By step."""
+    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name[11:]))
+
+
+def open_folder(args: Args, folder: Path, last_step: int) -> None:
+    """Make the run's folder; of a resumed run, drop what was logged after its checkpoint."""
+    if RANK > 0:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--output-dir {args.output_dir} can't be written: {error}")
+    (folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
+    for path in folder.glob("*.jsonl"):
+        kept = []
+        for line in path.read_text().splitlines(keepends=True):
+            is_whole = line.endswith("\n")  # a kill may have cut the last one
+            if is_whole and 0 < last_step >= json.loads(line)["train/step"]:
+                kept.append(line)
+        path.write_text("".join(kept))
+
+
+def save_checkpoint(args: Args, run: Run) -> Path:
     """checkpoint-N: a Hugging Face folder that loads by itself, and state/ for --resume. Collective."""
-    final, model = run_dir / f"checkpoint-{state['step']}", engines["actor"].module.model
-    folder = final.with_suffix(".tmp")  # renamed when all of it is written
+    model = run.actor.module.model
+    final = run.folder / f"checkpoint-{run.state['step']}"
+    unfinished = final.with_suffix(".tmp")  # renamed when all of it is written
     if RANK == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     dist.barrier()
-    for name, engine in engines.items():
-        engine.save_checkpoint(str(folder / "state" / name), tag="engine", client_state={"ours": state})
+    run.actor.save_checkpoint(
+        str(unfinished / "state" / "actor"), tag="engine", client_state={"ours": run.state}
+    )
     weights = {name: weight.cpu() for name, weight in merged_state_dict(model).items()}
     if RANK == 0:
         with torch.device("meta"):  # the same architecture, without adapters
             plain = type(model)(model.config)
         plain.generation_config = model.generation_config
-        plain.save_pretrained(folder, state_dict=weights)
-        processor.save_pretrained(folder)
+        plain.save_pretrained(unfinished, state_dict=weights)
+        run.processor.save_pretrained(unfinished)
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed before it
-        folder.rename(final)
-        for old in checkpoints(run_dir)[: -max(1, args.save_total_limit)]:
+        unfinished.rename(final)
+        for old in checkpoints(run.folder)[: -max(1, args.save_total_limit)]:
             shutil.rmtree(old)
     dist.barrier()
     return final
@@ -804,15 +1355,15 @@ def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    files = ("metrics", [metrics]), ("samples", [{"train/step": step} | sample for sample in samples])
-    for name, lines in files:
-        with (run_dir / f"{name}.jsonl").open("a") as file:
-            file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
+    append_lines(run_dir / "metrics.jsonl", [metrics])
+    append_lines(run_dir / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
     if args.track == "wandb":
         import wandb
 
-        known = {"id": run_dir.name, "name": run_dir.name, "config": asdict(args), "dir": run_dir}
-        (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=step)
+        name = run_dir.name
+        if wandb.run is None:
+            wandb.init(id=name, name=name, config=asdict(args), dir=run_dir, resume="allow")
+        wandb.run.log(metrics, step=step)
     if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -821,172 +1372,12 @@ def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict
                 writer.add_scalar(name, value, step)
 
 
-# ---- main ----
-
-
-def main(args: Args) -> dict[str, float]:
-    # --- 1. setup ---
-    started = time.perf_counter()
-    transformers.utils.logging.disable_progress_bar()
-    check_args(args)
-    device, G = init_distributed(), args.num_samples_per_prompt
-    run_dir, checkpoint = find_run(args)
-    fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
-    dtype = torch.float32 if fp32 else torch.bfloat16
-    torch.manual_seed(args.seed)  # of LoRA's first weights
-
-    # --- 2. models and engines ---
-    model, reference = load_model(args.model, dtype), None
-    processor = transformers.AutoProcessor.from_pretrained(args.model)
-    if args.kl_coef > 0 and args.lora_rank == 0:
-        reference = Policy(load_model(args.model, dtype), args.temperature).requires_grad_(False)
-        reference = make_engine(args, reference, dtype) if args.zero_stage == 3 else reference.to(device)
-    if args.lora_rank:
-        add_adapters(args, model)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    updates_per_step = args.rollout_batch_size // args.train_batch_size * args.num_iterations
-    actor = make_engine(args, Policy(model, args.temperature), dtype, args.total_steps * updates_per_step)
-    actor.eval()
-    state = {"step": 0, "before": {}}  # in every checkpoint: add what must survive a resume
-    if checkpoint is not None:
-        state = actor.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")[1]["ours"]
-
-    # --- 3. data ---
-    data = load_data(args, args.dataset, args.dataset_split, model, processor)
-    source = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None)
-    eval_data = load_data(args, source, args.eval_dataset_split, model, processor) if source else None
-    functions = {x.rpartition(":")[2]: plug_in("--rewards", x, REWARDS) for x in args.rewards}
-    if RANK == 0:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            fail(f"--output-dir {args.output_dir} can't be written: {error}")
-        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        for path in run_dir.glob("*.jsonl"):  # without what was logged after the checkpoint
-            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
-            path.write_text("".join(lines))
-    tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
-    some = range(0, len(data.rows), len(data.rows) // 16 + 1)
-    prompts = data.encode(some) or fail(f"{args.dataset}: no row can be used")
-    probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]  # text, with a picture, ...
-    tell(packing.prove_packing(model, lambda pack: actor(pack)[0], probes, args.temperature))
-    if reference and packing.is_packed(model):
-        packing.switch_attention(getattr(reference, "module", reference).model, "packed")
-    end_ids = model.generation_config.eos_token_id
-    end_ids = {*(end_ids if isinstance(end_ids, list) else [end_ids]), data.tokenizer.eos_token_id} - {None}
-    sampler = plug_in("--rollout", args.rollout, SAMPLERS)(args, model, sorted(end_ids), run_dir)
-    sampler.sync()
-    forwards = {}  # of the score step
-    if args.kl_coef > 0:
-        forwards["ref_logprobs"] = reference or functools.partial(actor, with_lora=False)
-    if (args.rollout, dtype) != ("hf", torch.float32) or args.zero_stage == 3 or not packing.is_packed(model):
-        forwards["logprobs"] = actor  # elsewhere the sampler's are the same, as proved
-    metrics, received, stopped, saved = {}, [], False, checkpoint
-    for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
-        signal.signal(number, lambda number, frame: received.append(number))
-    if eval_data and not state["before"]:  # a resumed run has it
-        state["before"], samples = evaluate(args, sampler, eval_data, functions)
-        log(args, run_dir, {"train/step": 0, "train/episode": 0, **state["before"]}, samples)
-    steps = range(state["step"] + 1, args.total_steps + 1)
-    hidden = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
-    for step in (bar := tqdm(steps, "rloo", args.total_steps, initial=state["step"], disable=hidden)):
-        # --- 4. rollout ---
-        times, state["step"] = [time.perf_counter()], step
-        wanted = args.rollout_batch_size // G
-        indices = batch_indices((step - 1) * wanted, wanted, len(data.rows), args.seed)
-        rollout = roll_out(args, sampler, data, functions, indices, G, args.temperature, step)
-        if hasattr(sampler, "sleep"):  # the trainer needs the memory
-            sampler.sleep()
-        times.append(time.perf_counter())
-
-        # --- 5. score: log-probs of the policy and the reference ---
-        tables = compute_logprobs(args, rollout, data, actor, forwards)
-        logprobs = tables.get("logprobs", rollout.engine_logprobs)  # (B, R)
-        ref_logprobs = tables.get("ref_logprobs", logprobs)  # (B, R)
-        gap = ((rollout.engine_logprobs - logprobs).abs() * rollout.mask).sum(1) / rollout.mask.sum(1)
-        if gap.mean() > packing.TOLERANCE[dtype]:
-            row = rollout.prompts[int(gap.argmax()) // G]["index"]
-            fail(f"the sampler's log-probs are {gap.mean():.2g} nats from the trainer's, most at row {row}")
-        times.append(time.perf_counter())
-
-        # --- 6. advantages: global without a collective, since every rank holds the whole rollout ---
-        kl = kl_estimate(logprobs, ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
-        kl = kl.sum(1).view(-1, G)  # (n, G)
-        scores = rollout.scores.clamp(*args.reward_clip) if args.reward_clip else rollout.scores
-        trained = ~scores.isnan() & ~(rollout.truncated & args.mask_truncated)  # (n, G)
-        rewards = scores - args.kl_coef * kl
-        advantages = compute_advantages(rewards, trained, args.normalize_advantages)  # (n, G)
-
-        # --- 7. update ---
-        actor.train()
-        metrics, taken = update_policy(args, rollout, logprobs, advantages, trained, data, actor, step)
-        actor.eval()
-        times.append(time.perf_counter())
-
-        # --- 8. sync weights ---
-        sampler.sync()
-        times.append(time.perf_counter())
-
-        # --- 9. log ---
-        lengths = rollout.mask.sum(1).float()
-        metrics |= {
-            "train/step": step,
-            "train/episode": step * args.rollout_batch_size,
-            "train/learning_rate": actor.get_lr()[0],
-            "train/skipped_updates": taken.count(False),
-            "objective/scores": rollout.scores.nanmean(),
-            "objective/kl": kl.mean(),
-            "objective/rlhf_reward": rewards.nanmean(),
-            "rollout/response_length_mean": lengths.mean(),
-            "rollout/truncated_frac": rollout.truncated.float().mean(),
-            "rollout/zero_std_groups_frac": ((scores - scores[:, :1]).abs().amax(1) < 1e-9).float().mean(),
-            "rollout/prompts_dropped": wanted - len(rollout.prompts),
-            "rollout/engine_logprob_diff_max": gap.max(),
-            "time/total": times[-1] - times[0],
-            "time/tokens_per_second": lengths.sum() / (times[-1] - times[0]),
-        }
-        metrics |= zip(("time/rollout", "time/score", "time/update", "time/sync"), np.diff(times))
-        metrics |= {f"reward/{name}": values.nanmean() for name, values in rollout.rewards.items()}
-        for name in {name for name, _ in rollout.logged}:
-            metrics[name] = np.mean([value for key, value in rollout.logged if key == name])
-        metrics = {name: float(value) for name, value in metrics.items()}
-        samples = [{"phase": "train"} | sample for sample in rollout.samples[:2]]
-        shown = {key: f"{metrics[f'objective/{key}']:.3f}" for key in ("scores", "kl")}
-        shown["gap"] = f"{gap.max():.0e}"
-
-        # --- 10. eval and save ---
-        last, hopeless = step == args.total_steps, bool(taken) and not any(taken)
-        if eval_data and (last or (args.eval_steps and step % args.eval_steps == 0)):
-            evaluated, eval_samples = evaluate(args, sampler, eval_data, functions)
-            metrics, samples = metrics | evaluated, samples + eval_samples
-            shown["held-out"] = f"{evaluated['eval/sampled_score']:.3f}"
-        bar.set_postfix(shown)
-        log(args, run_dir, metrics, samples)
-        if hidden:
-            tell(f"step {step} of {args.total_steps}, {metrics['time/total']:.2f} s: {shown}")
-        stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike
-        if last or stopped or hopeless or (args.save_steps and step % args.save_steps == 0):
-            saved = save_checkpoint(args, run_dir, {"actor": actor}, processor, state)
-        if hopeless:
-            fail(f"step {step}: no update had finite gradients; {saved} has the weights from before it")
-        if stopped:
-            break
-
-    # --- 11. finish ---
-    if stopped:
-        tell(f"stopped by a signal after step {step}; go on with --resume {saved}")
-    else:
-        before = state["before"].items()
-        told = [f"{k} {x:.3f} -> {metrics[k]:.3f}" for k, x in before if "_score" in k and k in metrics]
-        tell(" · ".join([*told, f"{time.perf_counter() - started:.0f} s", str(saved)]))
-        tell(f"to see it: python tools/report.py {run_dir}")
-    if args.rollout != "vllm":  # the engine ends the process group by itself
-        dist.destroy_process_group()
-    return metrics
+def append_lines(path: Path, lines: list[dict]) -> None:
+    with path.open("a") as file:
+        for line in lines:
+            file.write(json.dumps(line, default=str) + "\n")
 
 
 if __name__ == "__main__":
-    argv = [x for x in sys.argv[1:] if not x.startswith("--local_rank")]  # the deepspeed launcher's
+    argv = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # the deepspeed launcher's
     main(tyro.cli(Args, args=argv, description=__doc__))

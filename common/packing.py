@@ -8,24 +8,25 @@ in which a response attends to [its prompt; itself] and nothing else, and its po
 prompt's. The result is that of one row per response, up to the order of summation, for about 1/G of the work.
 
     for pack in packs_of_rank(groups, prompts, encode, responses, max_tokens, rank, world_size, packed):
-        logprobs, entropy = response_logprobs(model, pack, temperature)          # (M,) each
-        table[pack.index] = logprobs                                             # back to (B, R)
+        new_logprobs, entropy = response_logprobs(model, pack, temperature)      # (M,) each
+        logprobs = pack.tokens(table)                                            # (B, R) -> (M,)
+        advantages = pack.responses(vector)                                      # (B,) -> (S,)
+        table[pack.token_index] = new_logprobs                                   # back into a (B, R) table
 
-Not every model can do this. `prove_packing` compares with the unmodified model before a run trusts packing;
-where they differ, everything takes the *plain path* (packed=False): one response at a time, with all of the
-processor's own inputs, through model.forward and model.generate: exact for any model, but slow.
+Not every model can do this. `enable_packing_if_exact` compares with the unmodified model before a run trusts
+packing; where they differ, everything takes the *plain path* (packed=False): one response at a time, with all
+of the processor's own inputs, through model.forward and model.generate: exact for any model, but slow.
 
-Letters: N tokens, S responses and M response tokens in a pack, P prompt length, R response length, H hidden,
-V vocab. Prompts are dicts of `make_prompt`.
+Letters: N tokens, S responses and M response tokens in a pack, B responses in a rollout, P prompt length, R
+response length, H hidden, V vocab.
 """
 
 import hashlib
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -35,12 +36,92 @@ from torch.utils._pytree import tree_map_only
 
 MEDIA = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 TEXT_INPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "second_per_grid_ts"}
-# In a text config's JSON, what shows beyond some length only: windows, layer types, RoPE that changes.
-HIDES = r'"sliding_window": [1-9]|"layer_types": \[[^]]*"(?!full_attention)\w+"|"(dynamic|longrope)"'
 CHUNK = 256  # tokens whose logits live at a time
 KEPT_LOGPROBS = 2**26  # log-probs kept from forward to backward: 256 MB that save their recomputation
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # nats, mean of log-probs that count as equal
 NEVER = -1e30  # logit of tokens that are never drawn; finite, so that p * log p is 0
+
+
+# ---- prompts ----
+
+
+@dataclass
+class PromptInfo:
+    """What every rank knows of every prompt: enough to plan the packs of all ranks alike."""
+
+    index: int  # its row in the data set
+    length: int  # P, tokens
+    kinds: tuple[str, ...]  # names of its inputs beside text: ("image_grid_thw", "pixel_values")
+
+
+@dataclass
+class Prompt(PromptInfo):
+    """What the rank knows that runs it."""
+
+    inputs: dict[str, Tensor]  # all that the processor made: input_ids (1, P), pixel_values, ...
+    ids: Tensor  # (P,)
+    positions: Tensor  # (P,), or (3, P) for M-RoPE
+    media: dict[str, list[dict]]  # "image" and "video": of each its share of the inputs, and a hash as key
+    row: dict | None = None  # of the data set, for rewards
+    messages: list[dict] | None = None  # the chat with opened media, for other samplers
+    seed: int = 0  # of what is sampled for it
+
+
+def encode_chat(processor, messages: list[dict], **template) -> dict:
+    """Messages of parts -> what the processor, or a text model's tokenizer, makes of them. A video's part has
+    its frames and their metadata: which of how many, at what rate."""
+    metadata = [part["metadata"] for m in messages for part in m["content"] if part["type"] == "video"]
+    if metadata:
+        template["processor_kwargs"] = {"video_metadata": metadata, "do_sample_frames": False}
+    if not hasattr(processor, "tokenizer"):
+        messages = [m | {"content": "".join(part["text"] for part in m["content"])} for m in messages]
+        if processor.chat_template is None:
+            return processor("".join(m["content"] for m in messages), return_tensors="pt")
+    template |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    return processor.apply_chat_template(messages, **template)
+
+
+def make_prompt(model, inputs: dict, index: int = 0, row: dict | None = None, messages=None) -> Prompt:
+    """The processor's output for one prompt -> the prompt as the functions below take it."""
+    inputs = {name: torch.as_tensor(value) for name, value in inputs.items()}
+    media = {"image": [], "video": []}
+    for kind, (pixels_name, grid_name) in MEDIA.items():
+        grids = inputs.get(grid_name)
+        sizes = 1 if grids is None else grids.prod(-1).tolist()
+        for i, pixels in enumerate(inputs[pixels_name].split(sizes) if pixels_name in inputs else ()):
+            item = {pixels_name: pixels} | ({} if grids is None else {grid_name: grids[i : i + 1]})
+            content = b"".join(x.contiguous().numpy().tobytes() for x in item.values())
+            media[kind].append(item | {"key": hashlib.blake2b(content).digest()})  # equal ones are run once
+    return Prompt(
+        index=index, length=inputs["input_ids"].shape[1], kinds=tuple(sorted(set(inputs) - TEXT_INPUTS)),
+        inputs=inputs, ids=inputs["input_ids"][0], positions=prompt_positions(model, inputs), media=media,
+        row=row, messages=messages,
+    )  # fmt: skip
+
+
+def prompt_positions(model, inputs: dict) -> Tensor:
+    """(P,), or (3, P) for M-RoPE models (Qwen-VL), from the model's own `get_rope_index`. Never feed 2-D ids
+    to one: it would copy them to all axes, and train another function than the one that samples."""
+    ids, base = inputs["input_ids"], model.base_model
+    names = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"} & set(inputs)
+    if not hasattr(base, "get_rope_index"):
+        return torch.arange(ids.shape[1])
+    if not names:
+        return torch.arange(ids.shape[1]).expand(3, -1)
+    known = {name: inputs[name] for name in [*names, "mm_token_type_ids"]}
+    return base.get_rope_index(ids, attention_mask=torch.ones_like(ids), **known)[0][:, 0]
+
+
+def media_of(prompts: list[Prompt]) -> dict[str, list[dict]]:
+    """The pictures and clips of some prompts."""
+    return {kind: [item for prompt in prompts for item in prompt.media[kind]] for kind in MEDIA}
+
+
+def media_token_ids(config) -> list[int]:
+    """Ids that stand for pictures or clips, or open and close them: never drawn, and masked in log-probs."""
+    name = re.compile("(image|video|vision|vision_start|vision_end|boi|eoi)_token_(id|index)")
+    ids = {value for key, value in vars(config).items() if name.fullmatch(key)}
+    return sorted(i for i in ids if isinstance(i, int) and 0 <= i < config.get_text_config().vocab_size)
 
 
 # ---- plan ----
@@ -98,91 +179,37 @@ def plan_packs(
 
 
 def packs_of_rank(
-    groups: Groups, prompts: list[dict], encode: Callable, responses: list[Tensor], max_tokens: int,
-    rank: int = 0, world_size: int = 1, packed: bool = True, media_everywhere: bool = False,
+    groups: Groups, prompts: list[PromptInfo], encode: Callable[[int], Prompt], responses: list[Tensor],
+    max_tokens: int, rank: int = 0, world_size: int = 1, packed: bool = True, media_everywhere: bool = False,
 ) -> Iterator["Pack"]:  # fmt: skip
     """Yield one rank's packs of some groups; all ranks have equally many, since collectives need everyone.
 
-    prompts: index, length and kinds of each, known to all ranks; encode: indices -> whole prompts, asked for
-    what this rank needs. media_everywhere: pictures in every pack on every rank, or in none: ZeRO-3 gathers a
-    vision tower where it runs, 1 and 2 reduce its gradients in buckets. A prompt without responses adds no
-    loss, but takes part in all of that.
+    encode: row of the data set -> the whole prompt, asked for those that this rank needs. media_everywhere:
+    pictures in every pack on every rank, or in none: ZeRO-3 gathers a vision tower where it runs, 1 and 2
+    reduce its gradients in buckets. A prompt without responses adds no loss, but takes part in all of that.
     """
+    wanted = {}  # kind of input -> a prompt that has it, added where no other one has
     if packed:
-        lengths = [prompt["length"] for prompt in prompts], [len(r) for r in responses]
-        plan = plan_packs(groups, *lengths, max_tokens, world_size)[rank]
-        extra = {kind: g for g, _ in groups for kind in prompts[g]["kinds"] if media_everywhere}
-    else:  # prompts with the same inputs run side by side
-        alike, plan, extra = defaultdict(list), [], {}
+        prompt_lengths = [prompt.length for prompt in prompts]
+        response_lengths = [len(response) for response in responses]
+        plan = plan_packs(groups, prompt_lengths, response_lengths, max_tokens, world_size)[rank]
+        if media_everywhere:
+            wanted = {kind: g for g, _ in groups for kind in prompts[g].kinds}
+    else:  # one response at a time; on all ranks, prompts with the same inputs side by side
+        alike, plan = defaultdict(list), []
         for g, members in groups:
-            alike[prompts[g]["kinds"]] += [(g, [b]) for b in members]
+            alike[prompts[g].kinds] += [(g, [b]) for b in members]
         for pieces in alike.values():
             pieces += [(pieces[0][0], [])] * (-len(pieces) % world_size)
             plan += [[piece] for piece in pieces[rank::world_size]]
     for pieces in plan:
         pieces = pieces or [(groups[0][0], [])]
-        for kind, g in extra.items():
-            if not any(kind in prompts[piece]["kinds"] for piece, _ in pieces):
+        for kind, g in wanted.items():
+            if not any(kind in prompts[other].kinds for other, _ in pieces):
                 pieces = [*pieces, (g, [])]
-        places = [g for g, _ in pieces]
-        whole = dict(zip(places, encode([prompts[g]["index"] for g in places]), strict=True))
-        yield (build_pack if packed else plain_pack)(pieces, whole, responses)
-
-
-# ---- prompts ----
-
-
-def encode_chat(processor, messages: list[dict], **template) -> dict:
-    """Messages of parts -> what the processor, or a text model's tokenizer, makes of them. A video's part has
-    its frames and when they were `taken`."""
-    taken = [part["taken"] for m in messages for part in m["content"] if part["type"] == "video"]
-    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt", **template}
-    how |= {"processor_kwargs": {"video_metadata": taken, "do_sample_frames": False}} if taken else {}
-    if not hasattr(processor, "tokenizer"):
-        messages = [m | {"content": "".join(part["text"] for part in m["content"])} for m in messages]
-        if processor.chat_template is None:
-            return processor("".join(m["content"] for m in messages), return_tensors="pt")
-    return processor.apply_chat_template(messages, **how)
-
-
-def make_prompt(model, inputs: dict) -> dict:
-    """The processor's output for one prompt -> the prompt as the functions below take it."""
-    inputs = {name: torch.as_tensor(value) for name, value in inputs.items()}
-    prompt = {"inputs": inputs, "prompt_ids": inputs["input_ids"][0], "image": [], "video": []}
-    prompt |= {"length": len(prompt["prompt_ids"]), "kinds": tuple(sorted(set(inputs) - TEXT_INPUTS))}
-    for kind, (pixels_name, grid_name) in MEDIA.items():
-        grids = inputs.get(grid_name)
-        sizes = 1 if grids is None else grids.prod(-1).tolist()
-        for i, piece in enumerate(inputs[pixels_name].split(sizes) if pixels_name in inputs else ()):
-            item = {pixels_name: piece} | ({} if grids is None else {grid_name: grids[i : i + 1]})
-            content = b"".join(x.contiguous().numpy().tobytes() for x in item.values())
-            prompt[kind].append(item | {"key": hashlib.blake2b(content).digest()})  # equal ones are run once
-    return prompt | {"position_ids": prompt_positions(model, inputs)}
-
-
-def prompt_positions(model, inputs: dict) -> Tensor:
-    """(P,), or (3, P) for M-RoPE models (Qwen-VL), from the model's own `get_rope_index`. Never feed 2-D ids
-    to one: it would copy them to all axes, and train another function than the one that samples."""
-    ids, base = inputs["input_ids"], model.base_model
-    names = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"} & set(inputs)
-    if not hasattr(base, "get_rope_index"):
-        return torch.arange(ids.shape[1])
-    if not names:
-        return torch.arange(ids.shape[1]).expand(3, -1)
-    how = {name: inputs[name] for name in [*names, "mm_token_type_ids"]}
-    return base.get_rope_index(ids, attention_mask=torch.ones_like(ids), **how)[0][:, 0]
-
-
-def media_of(prompts: list[dict]) -> dict[str, list[dict]]:
-    """The pictures and clips of some prompts."""
-    return {kind: [item for prompt in prompts for item in prompt[kind]] for kind in MEDIA}
-
-
-def media_token_ids(config) -> list[int]:
-    """Ids that stand for pictures or clips, or open and close them: never drawn, and masked in log-probs."""
-    name = re.compile("(image|video|vision|vision_start|vision_end|boi|eoi)_token_(id|index)")
-    ids = {value for key, value in vars(config).items() if name.fullmatch(key)}
-    return sorted(i for i in ids if isinstance(i, int) and 0 <= i < config.get_text_config().vocab_size)
+        whole = {g: encode(prompts[g].index) for g, _ in pieces}
+        make = build_pack if packed else plain_pack
+        yield make(pieces, whole, responses)
 
 
 # ---- pack ----
@@ -212,85 +239,109 @@ class Layout(NamedTuple):
 
 class Pack(NamedTuple):
     inputs: dict  # input_ids (1, N), position_ids (1, N) or (3, 1, N), layout; plain: the processor's
-    rows: Tensor  # (S,): the pack's responses
-    owner: Tensor  # (M,): which of these S each token is of: lengths 2, 3 -> 0 0 1 1 1
-    index: tuple[Tensor, Tensor]  # (M,), (M,): the tokens' places in a (B, R) table
+    media: dict[str, list[dict]]  # of media_of: what each slot of the row shows
+    response_index: Tensor  # (S,): which of the B responses are here
+    token_index: tuple[Tensor, Tensor]  # (M,), (M,): the places of their tokens in a (B, R) table
+    owner: Tensor  # (M,): which of the S responses each token is of: lengths 2, 3 -> 0 0 1 1 1
     targets: Tensor  # (M,): the response tokens
     predict_from: Tensor  # (M,): row position of the hidden state that predicts each of them
     last: Tensor  # (S,): row position of each response's last token
-    media: dict[str, list[dict]]  # of media_of: what each slot of the row shows
+
+    def tokens(self, table: Tensor) -> Tensor:
+        """(B, R), a number per token of all responses -> (M,), those of the pack."""
+        return table.to(self.owner.device)[self.token_index]
+
+    def responses(self, vector: Tensor) -> Tensor:
+        """(B,), a number per response -> (S,), those of the pack."""
+        return vector.to(self.owner.device)[self.response_index]
 
     def to(self, device) -> "Pack":
         return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), self)
 
 
-def build_pack(pieces: Groups, prompts: dict[int, dict], responses: list[Tensor]) -> Pack:
+def build_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tensor]) -> Pack:
     """Lay out the groups of one planned pack: prompts by prompt index, responses (each (R,)) by theirs."""
-    ids, positions, places, offset = [], [], [], 0
-    groups = []  # row positions [prompt, response, ...] of each
+    ids, positions, offset = [], [], 0
+    groups = []  # of each group the row positions of [prompt, response, ...]
     for g, members in pieces:
-        prompt, P = prompts[g], prompts[g]["length"]
-        if unknown := set(prompt["kinds"]) - {name for names in MEDIA.values() for name in names}:
+        prompt, P = prompts[g], prompts[g].length
+        if unknown := set(prompt.kinds) - {name for names in MEDIA.values() for name in names}:
             raise ValueError(f"packs have no place for {', '.join(unknown)}")
-        ids.append(prompt["prompt_ids"])
-        positions.append(prompt["position_ids"])
-        groups.append([torch.arange(offset, offset + P)])
+        ids.append(prompt.ids)
+        positions.append(prompt.positions)
+        segments = [torch.arange(offset, offset + P)]
+        offset += P
         # All axes go on from the last token: the frames of a long video may lie beyond the text after it.
-        next_position, offset = int(prompt["position_ids"][..., -1].max()) + 1, offset + P
+        next_position = int(prompt.positions[..., -1].max()) + 1
         for b in members:
             R = len(responses[b])
-            groups[-1].append(torch.arange(offset, offset + R))
             ids.append(responses[b])
-            positions.append((next_position + torch.arange(R)).expand(*positions[-1].shape[:-1], R))
-            places.append(torch.cat([groups[-1][0][-1:], groups[-1][-1]]))  # R + 1 row positions
+            positions.append((next_position + torch.arange(R)).expand(*prompt.positions.shape[:-1], R))
+            segments.append(torch.arange(offset, offset + R))
             offset += R
-    keys = [torch.cat([group[0], *own]) for group in groups for own in ([], *([x] for x in group[1:]))]
-    lengths_q, lengths_k = [len(x) for group in groups for x in group], [len(x) for x in keys]
-    cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k))
-    layout = Layout(*_make_buckets(groups), cu_q, cu_k, torch.cat(keys), max(lengths_q), max(lengths_k))
+        groups.append(segments)
     position_ids = torch.cat(positions, dim=-1)  # (N,) or (3, N)
     position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids[:, None]
+    queries = [segment for group in groups for segment in group]
+    keys = []  # a response's are its prompt's and its own
+    for prompt, *answers in groups:
+        keys += [prompt, *(torch.cat([prompt, answer]) for answer in answers)]
+    buckets, order = _make_buckets(groups)
+    layout = Layout(
+        buckets=buckets, order=order, cu_q=_boundaries(queries), cu_k=_boundaries(keys),
+        kv_index=torch.cat(keys), max_q=max(map(len, queries)), max_k=max(map(len, keys)),
+    )  # fmt: skip
     inputs = {"input_ids": torch.cat(ids)[None], "position_ids": position_ids, "layout": layout}
-    return _make_pack(inputs, pieces, responses, places, media_of([prompts[g] for g, _ in pieces]))
+    places = [torch.cat([prompt[-1:], answer]) for prompt, *answers in groups for answer in answers]
+    return _make_pack(inputs, media_of([prompts[g] for g, _ in pieces]), pieces, responses, places)
 
 
-def plain_pack(pieces: Groups, prompts: dict[int, dict], responses: list[Tensor]) -> Pack:
+def _boundaries(segments: list[Tensor]) -> Tensor:
+    return torch.tensor([0, *map(len, segments)]).cumsum(0).int()
+
+
+def plain_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tensor]) -> Pack:
     """The same for the plain path: one prompt, at most one response, all of the processor's inputs. What has
     an entry per token goes on, token types with 0 and masks with their last entry."""
     ((g, members),) = pieces
     response = torch.cat([torch.empty(0, dtype=torch.long), *(responses[b] for b in members)])
-    inputs, P, R = dict(prompts[g]["inputs"]), prompts[g]["length"], len(response)
+    inputs, P, R = dict(prompts[g].inputs), prompts[g].length, len(response)
     for name, value in inputs.items():
         if value.shape[:2] == (1, P):
             last = torch.zeros_like(value[:, -1:]) if "type" in name else value[:, -1:]
             more = response[None] if name == "input_ids" else last.repeat_interleave(R, dim=1)
             inputs[name] = torch.cat([value, more], dim=1)
-    return _make_pack(inputs, pieces, responses, [torch.arange(P - 1, P + R)] * len(members), {})
+    return _make_pack(inputs, {}, pieces, responses, [torch.arange(P - 1, P + R)] * len(members))
 
 
-def _make_pack(inputs: dict, pieces: Groups, responses, places: list[Tensor], media: dict) -> Pack:
+def _make_pack(inputs: dict, media: dict, pieces: Groups, responses: list, places: list[Tensor]) -> Pack:
     """places: row positions of the token before each response and of its R tokens, (R + 1,)."""
-    members = [b for _, own in pieces for b in own]
-    ids, empty = [responses[b] for b in members], torch.empty(0, dtype=torch.long)
-    rows, lengths = torch.tensor(members, dtype=torch.long), [len(x) for x in ids]
-    owner = torch.repeat_interleave(torch.tensor(lengths, dtype=torch.long))
-    columns, targets = torch.cat([empty, *map(torch.arange, lengths)]), torch.cat([empty, *ids])
-    before, last = (torch.cat([empty, *(x[part] for x in places)]) for part in (slice(-1), slice(-1, None)))
-    return Pack(inputs, rows, owner, (rows[owner], columns), targets, before, last, media)
+    members, none = [b for _, own in pieces for b in own], torch.empty(0, dtype=torch.long)
+    ids = [responses[b] for b in members]
+    lengths = torch.tensor([len(x) for x in ids], dtype=torch.long)
+    response_index, owner = torch.tensor(members, dtype=torch.long), torch.repeat_interleave(lengths)
+    columns = torch.cat([none, *map(torch.arange, lengths.tolist())])
+    return Pack(
+        inputs=inputs, media=media, response_index=response_index, owner=owner,
+        token_index=(response_index[owner], columns), targets=torch.cat([none, *ids]),
+        predict_from=torch.cat([none, *(x[:-1] for x in places)]),
+        last=torch.cat([none, *(x[-1:] for x in places)]),
+    )  # fmt: skip
 
 
 def _make_buckets(groups: list[list[Tensor]]) -> tuple[list[Bucket], Tensor]:
     """Groups of similar lengths, up to powers of two: little padding, few calls."""
-    buckets, made, order = defaultdict(list), [], []
-    for group in groups:
-        buckets[len(group[0]).bit_length(), max(map(len, group[1:]), default=0).bit_length()].append(group)
-    for bucket in buckets.values():
-        prompts, prompts_valid = _pad([group[0] for group in bucket])
-        responses, responses_valid = _pad([response for group in bucket for response in group[1:]])
-        owner = torch.repeat_interleave(torch.tensor([len(group) - 1 for group in bucket]))
-        made.append(Bucket(prompts, prompts_valid, responses, responses_valid, owner))
+    similar, buckets, order = defaultdict(list), [], []
+    for prompt, *responses in groups:
+        longest = max(map(len, responses), default=0)
+        similar[len(prompt).bit_length(), longest.bit_length()].append((prompt, responses))
+    for members in similar.values():
+        prompts, prompts_valid = _pad([prompt for prompt, _ in members])
+        responses, responses_valid = _pad([row for _, responses in members for row in responses])
+        owner = torch.repeat_interleave(torch.tensor([len(responses) for _, responses in members]))
+        buckets.append(Bucket(prompts, prompts_valid, responses, responses_valid, owner))
         order += [prompts[prompts_valid], responses[responses_valid]]
-    return made, torch.cat(order).argsort()
+    return buckets, torch.cat(order).argsort()
 
 
 def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -375,45 +426,63 @@ def _skip_mask_of_packs(*args, attention_mask=None, **kwargs):
     return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
 
-@torch.no_grad()
-def packing_gap(model, forward: Callable[[Pack], Tensor], prompt: dict, temperature: float) -> float:
-    """Mean difference, in nats, of packed or of decoded log-probs, the larger, from those of the unmodified
-    model, on a prompt's own words as responses. forward: pack -> log-probs (M,), by an engine. Collective."""
-    suppressed, sharded = media_token_ids(model.config), hasattr(next(model.parameters()), "ds_id")
-    ids = prompt["prompt_ids"]  # random tokens would be twice as noisy in bf16
-    tokens = ids[~torch.isin(ids, torch.tensor(suppressed))].repeat(24)[-24:].view(2, 12)
-    responses, prompts = [tokens[0], tokens[1, :7]], {0: prompt}
-    plain = [forward(plain_pack([(0, [b])], prompts, responses).to(model.device)) for b in (0, 1)]
-    before = switch_attention(model, "packed")
+def enable_packing_if_exact(
+    model, forward: Callable, prompts: list[Prompt], max_length: int, max_tokens: int, temperature: float = 1.0
+) -> str:
+    """Switch to packed attention, if it gives the log-probs of the unmodified model on some real prompts -> a
+    line that says which path is taken, and why. forward: pack -> log-probs (M,), by an engine. max_length:
+    tokens of prompt and response at most; max_tokens: of a pack. Collective."""
     try:
-        found = [forward(build_pack([(0, [0, 1])], prompts, responses).to(model.device))]
-        if model.get_output_embeddings() is not None and not sharded:  # a policy that samples
-            decoder, decoded = Decoder(model, [prompt], 2), []
-            for token in tokens.T.to(model.device):
-                logp = next_logprobs(model, decoder.hidden, temperature)  # (2, V)
-                decoded.append(logp.gather(1, token[:, None])[:, 0])
-                decoder.step(token)
-            decoded = torch.stack(decoded, dim=1)  # (2, 12)
-            found.append(torch.cat([decoded[0], decoded[1, :7]]))
-        return (torch.stack(found) - torch.cat(plain)).abs().mean(1).max().item()
-    finally:
-        switch_attention(model, before)
-
-
-def prove_packing(model, forward: Callable, prompts: list[dict], temperature: float = 1.0) -> str:
-    """Pack if this is exact on some real prompts -> a line that says which path is taken, and why. What shows
-    only beyond some length is asked of the config."""
-    hidden = re.search(HIDES, json.dumps(model.config.get_text_config().to_dict(), default=str))
-    try:
-        if hidden or any("sink" in name for name, _ in model.named_parameters()):
-            raise ValueError(f"this model has {hidden[0] if hidden else 'attention sinks'}")
+        if reason := _hidden_by_short_rows(model):
+            raise ValueError(f"this model has {reason}")
         gap = torch.tensor([packing_gap(model, forward, prompt, temperature) for prompt in prompts]).max()
-        if not gap < TOLERANCE[model.dtype]:
+        if not gap < TOLERANCE[model.dtype]:  # or NaN
             raise ValueError(f"log-probs are {gap:.1e} nats from those of the unmodified model")
     except Exception as error:
         return f"warning: no packing, one response at a time, exact but slow: {type(error).__name__}, {error}"
     switch_attention(model, "packed")
     return f"packed = unmodified model within {gap:.0e} nats"
+
+
+def _hidden_by_short_rows(model) -> str | None:
+    """What changes the function beyond some length only, so that a comparison on short rows can't show it."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}  # of all layers, or of each kind of them
+    rope_types = {own.get("rope_type") for own in (rope, *rope.values()) if isinstance(own, dict)}
+    if getattr(config, "sliding_window", None):
+        return "a sliding window"
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        return "layers without full attention"
+    if rope_types & {"dynamic", "longrope"}:
+        return "RoPE that changes with the length"
+    return "attention sinks" if any("sink" in name for name, _ in model.named_parameters()) else None
+
+
+@torch.no_grad()
+def packing_gap(model, forward: Callable[[Pack], Tensor], prompt: Prompt, temperature: float) -> float:
+    """Mean difference, in nats, of packed or of decoded log-probs, the larger, from those of the unmodified
+    model, on a prompt's own words as responses: random tokens would be twice as noisy in bf16."""
+    suppressed, is_sharded = media_token_ids(model.config), hasattr(next(model.parameters()), "ds_id")
+    words = prompt.ids[~torch.isin(prompt.ids, torch.tensor(suppressed))]
+    tokens = words.repeat(24)[-24:].view(2, 12)
+    responses, prompts = [tokens[0], tokens[1, :7]], {0: prompt}
+    plain = [forward(plain_pack([(0, [b])], prompts, responses).to(model.device)) for b in (0, 1)]
+    expected = torch.cat(plain)  # (19,)
+    attention_before = switch_attention(model, "packed")
+    try:
+        packed = forward(build_pack([(0, [0, 1])], prompts, responses).to(model.device))
+        gap = (packed - expected).abs().mean()
+        if model.get_output_embeddings() is not None and not is_sharded:  # a policy that samples
+            decoder, decoded = Decoder(model, [prompt], 2), []
+            for token in tokens.T.to(model.device):
+                logp = next_logprobs(model, decoder.hidden, temperature)  # (2, V)
+                decoded.append(logp.gather(1, token[:, None])[:, 0])
+                decoder.step(token)
+            first, second = torch.stack(decoded, dim=1)  # (12,) each
+            gap = torch.maximum(gap, (torch.cat([first, second[:7]]) - expected).abs().mean())  # or NaN
+        return gap.item()
+    finally:
+        switch_attention(model, attention_before)
 
 
 # ---- decoding ----
@@ -424,16 +493,16 @@ class Decoder:
     prompt share its keys and values without a copy. Needs packed attention."""
 
     @torch.no_grad()
-    def __init__(self, model, prompts: list[dict], G: int):
+    def __init__(self, model, prompts: list[Prompt], G: int):
         from transformers import DynamicCache
 
         self.base, self.G, device = model.base_model, G, model.device
-        longest = max(len(p["prompt_ids"]) for p in prompts)
-        pad = [longest - len(p["prompt_ids"]) for p in prompts]
-        ids = torch.stack([F.pad(p["prompt_ids"], (n, 0)) for p, n in zip(prompts, pad)]).to(device)  # (S, P)
+        longest = max(prompt.length for prompt in prompts)
+        pad = [longest - prompt.length for prompt in prompts]
+        ids = torch.stack([F.pad(prompt.ids, (n, 0)) for prompt, n in zip(prompts, pad)]).to(device)  # (S, P)
         self.valid = (torch.arange(longest)[None] >= torch.tensor(pad)[:, None]).to(device)  # (S, P)
-        positions = torch.stack([F.pad(p["position_ids"], (n, 0)) for p, n in zip(prompts, pad)], dim=-2)
-        positions = positions.to(device)  # (S, P) or (3, S, P)
+        positions = [F.pad(prompt.positions, (n, 0)) for prompt, n in zip(prompts, pad)]
+        positions = torch.stack(positions, dim=-2).to(device)  # (S, P) or (3, S, P)
         vision = encode_media(self.base, media_of(prompts))
         mask = self.valid.long()
         out = self.base(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **vision)
@@ -462,7 +531,8 @@ class Decoder:
         """One new token per row attends to its prompt, whose keys and values are read once for all its rows,
         and to the row's own tokens so far. query (B, heads, 1, D), key and value (B, kv_heads, t, D)."""
         keys, values, G = self.keys[layer], self.values[layer], self.G
-        (S, kv_heads, P, D), (B, heads), t = keys.shape, query.shape[:2], key.shape[2]
+        S, kv_heads, P, D = keys.shape
+        B, heads, t = len(query), query.shape[1], key.shape[2]
 
         def by_prompt(x: Tensor) -> Tensor:  # (B, heads, n) -> (S, kv_heads, G * heads per kv head, n)
             slots = x.new_zeros(S * G, heads, x.shape[-1]).index_copy(0, self.rows, x)
@@ -484,19 +554,19 @@ class Decoder:
 
 @torch.no_grad()
 def generate_plain(
-    model, prompts: list[dict], G: int, max_length: int, end_ids: list[int], temperature: float
+    model, prompts: list[Prompt], G: int, max_length: int, end_ids: list[int], temperature: float
 ) -> tuple[list[Tensor], list[Tensor], list[bool]]:
     """The plain path: model.generate, by each prompt's `seed` -> S * G responses (R_b,), their log-probs, and
     which were cut."""
-    ids, logprobs, cut, suppressed = [], [], [], media_token_ids(model.config)
-    how = {"temperature": temperature, "top_p": 1.0, "num_return_sequences": G} if temperature else {}
-    how |= {"suppress_tokens": suppressed} if suppressed else {}
+    responses, logprobs, truncated = [], [], []
+    suppressed = media_token_ids(model.config)
     for prompt in prompts:
-        torch.manual_seed(prompt["seed"])
+        torch.manual_seed(prompt.seed)
         out = model.generate(
-            **_cast(prompt["inputs"], model), **how, do_sample=temperature > 0, top_k=0,
-            repetition_penalty=1.0, max_new_tokens=max_length, eos_token_id=end_ids,
-            pad_token_id=end_ids[0], return_dict_in_generate=True, output_logits=True,
+            **_to_model(prompt.inputs, model), do_sample=temperature > 0, temperature=temperature or 1.0,
+            top_p=1.0, top_k=0, repetition_penalty=1.0, num_return_sequences=G, max_new_tokens=max_length,
+            suppress_tokens=suppressed or None, eos_token_id=end_ids, pad_token_id=end_ids[0],
+            return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         tokens = out.sequences[:, -len(out.logits) :]  # (G, R)
         logits = torch.stack(out.logits, 1).float() / (temperature or 1.0)  # (G, R, V)
@@ -504,8 +574,10 @@ def generate_plain(
         for row, values in zip(tokens.cpu(), logp):
             ends = torch.isin(row, torch.tensor(end_ids)).nonzero()[:, 0].tolist()
             length = ends[0] + 1 if ends else len(row)
-            ids, logprobs, cut = [*ids, row[:length]], [*logprobs, values[:length]], [*cut, not ends]
-    return ids, logprobs, cut
+            responses.append(row[:length])
+            logprobs.append(values[:length])
+            truncated.append(not ends)
+    return responses, logprobs, truncated
 
 
 # ---- forward ----
@@ -515,7 +587,7 @@ def forward_hidden(model, pack: Pack, last: bool = False) -> Tensor:
     """Hidden states (M, H) that predict the response tokens of a pack, or with last=True those of each
     response's last token, (S, H), which a score head reads. model: a *ForCausalLM, *ForConditionalGeneration,
     or the backbone of one."""
-    inputs = _cast(pack.inputs, model) | encode_media(model.base_model, pack.media)
+    inputs = _to_model(pack.inputs, model) | encode_media(model.base_model, pack.media)
     hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
     return hidden.flatten(0, 1)[pack.last if last else pack.predict_from]
 
@@ -523,27 +595,28 @@ def forward_hidden(model, pack: Pack, last: bool = False) -> Tensor:
 def encode_media(base, media: dict[str, list[dict]]) -> dict:
     """The vision tower on each different picture and clip -> a keyword for the model: features by slot."""
     outputs = {}
-    for kind, encode in (("image", "get_image_features"), ("video", "get_video_features")):
+    for kind, method in (("image", "get_image_features"), ("video", "get_video_features")):
         if slots := media.get(kind):
             unique = {item["key"]: item for item in slots}
-            inputs = {
-                name: torch.cat([x[name] for x in unique.values()]) for name in slots[0] if name != "key"
-            }
-            features = getattr(base, encode)(**_cast(inputs, base), return_dict=True)
-            layers = getattr(features, "deepstack_features", None)  # Qwen3-VL: of each tapped layer
+            names = slots[0].keys() - {"key"}
+            inputs = {name: torch.cat([item[name] for item in unique.values()]) for name in names}
+            features = getattr(base, method)(**_to_model(inputs, base), return_dict=True)
             places = {key: place for place, key in enumerate(unique)}
             order = [places[item["key"]] for item in slots]
-            outputs[kind] = SimpleNamespace(
-                pooler_output=[features.pooler_output[i] for i in order],
-                deepstack_features=layers and [[layer[i] for i in order] for layer in layers],
-            )
+            features.pooler_output = [features.pooler_output[i] for i in order]
+            if layers := getattr(features, "deepstack_features", None):  # Qwen3-VL: of each tapped layer
+                features.deepstack_features = [[layer[i] for i in order] for layer in layers]
+            outputs[kind] = features
     return {"mm_encoder_outputs": outputs} if outputs else {}
 
 
-def _cast(inputs: dict, model) -> dict:
+def _to_model(inputs: dict, model) -> dict:
     """To the model's device, pixels in its precision."""
-    kinds = {True: model.dtype, False: None}
-    return tree_map_only(Tensor, lambda x: x.to(model.device, kinds[x.is_floating_point()]), inputs)
+
+    def move(x: Tensor) -> Tensor:
+        return x.to(model.device, model.dtype if x.is_floating_point() else x.dtype)
+
+    return tree_map_only(Tensor, move, inputs)
 
 
 def response_logprobs(
@@ -554,9 +627,9 @@ def response_logprobs(
     suppressed = media_token_ids(model.config)
     if "layout" in pack.inputs:
         hidden, weight = forward_hidden(model, pack), model.get_output_embeddings().weight  # (M, H), (V, H)
-        options = temperature / logit_scale(model), suppressed, with_entropy
-        return logprobs_from_hidden(hidden, weight, pack.targets, *options)
-    logits = model(**_cast(pack.inputs, model), use_cache=False).logits[0, pack.predict_from].float()
+        temperature = temperature / logit_scale(model)
+        return logprobs_from_hidden(hidden, weight, pack.targets, temperature, suppressed, with_entropy)
+    logits = model(**_to_model(pack.inputs, model), use_cache=False).logits[0, pack.predict_from].float()
     logp = _mask_media(logits / temperature, suppressed).log_softmax(-1)  # (M, V)
     entropy = -(logp.exp() * logp).sum(-1) if with_entropy else None
     return logp.gather(1, pack.targets[:, None])[:, 0], entropy
@@ -597,14 +670,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, suppressed, with_entropy):
         ctx.set_materialize_grads(False)  # an entropy that is a mere metric costs no backward
-        logprobs, entropy, ctx.kept = [], [], []
+        logprobs, entropy = [], []
+        ctx.kept = []  # of each chunk: its log-probs, or None where they are computed again
+        room = KEPT_LOGPROBS if any(ctx.needs_input_grad) else 0
         for h, target in zip(hidden.split(CHUNK), targets.split(CHUNK)):
             logp = _ChunkedLogProbs.chunk(h, weight, temperature, suppressed)
             logprobs.append(logp.gather(1, target[:, None])[:, 0])
             if with_entropy:
                 entropy.append(-(logp.exp() * logp).sum(-1))
-            room = KEPT_LOGPROBS - sum(x.numel() for x in ctx.kept) if any(ctx.needs_input_grad) else 0
-            ctx.kept += [logp] if logp.numel() <= room else []
+            fits = logp.numel() <= room
+            ctx.kept.append(logp if fits else None)
+            room -= logp.numel() if fits else 0
         entropy = torch.cat(entropy) if with_entropy else None
         ctx.save_for_backward(hidden, weight, targets, entropy)
         ctx.options = temperature, suppressed
@@ -613,20 +689,25 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_entropy):
         hidden, weight, targets, entropy = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        temperature, suppressed = ctx.options
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = None
         if ctx.needs_input_grad[1]:  # fp32: hundreds of chunks are added up here
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for i, start in enumerate(range(0, len(targets), CHUNK)):
             rows = slice(start, start + CHUNK)
-            kept = i < len(ctx.kept)
-            logp = ctx.kept[i] if kept else _ChunkedLogProbs.chunk(hidden[rows], weight, *ctx.options)
+            logp = ctx.kept[i]
+            if logp is None:
+                logp = _ChunkedLogProbs.chunk(hidden[rows], weight, temperature, suppressed)
             p, g = logp.exp(), grad[rows, None]
             # d logprob_t / d logit_j = [j = t] - p_j     d entropy / d logit_j = -p_j (log p_j + entropy)
             grad_logits = (p * -g).scatter_add_(1, targets[rows, None], g)
             if grad_entropy is not None:
                 grad_logits -= p * (logp + entropy[rows, None]) * grad_entropy[rows, None]
-            grad_logits = (grad_logits / ctx.options[0]).to(hidden.dtype)
+            grad_logits = (grad_logits / temperature).to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[rows]
-        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 4
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
