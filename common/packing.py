@@ -21,7 +21,10 @@ Letters: N tokens, S responses and M response tokens in a pack, B responses in a
 response length, H hidden, V vocab.
 """
 
+import functools
 import hashlib
+import inspect
+import json
 import math
 import re
 from collections import defaultdict
@@ -33,12 +36,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
-MEDIA = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
-TEXT_INPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "second_per_grid_ts"}
-CHUNK = 256  # tokens whose logits live at a time
+from common.attention import CannotPack, ModelMask, is_packed, make_layout, switch_attention
+
+__all__ = ["is_packed", "switch_attention"]  # for the scripts
+ENCODERS = {"image": "get_image_features", "video": "get_video_features"}  # what these take is media
 KEPT_LOGPROBS = 2**26  # log-probs kept from forward to backward: 256 MB that save their recomputation
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # nats, mean of log-probs that count as equal
+CHUNK = 256  # tokens whose logits live at a time, on a CPU
 NEVER = -1e30  # logit of tokens that are never drawn; finite, so that p * log p is 0
 
 
@@ -55,13 +61,24 @@ class PromptInfo:
 
 
 @dataclass
+class Medium:
+    """A picture or a clip."""
+
+    inputs: dict[str, Tensor]  # its share of what the processor made: pixel_values, image_grid_thw, ...
+    key: bytes  # equal ones are encoded once
+
+
+@dataclass
 class Prompt(PromptInfo):
     """What the rank knows that runs it."""
 
     inputs: dict[str, Tensor]  # all that the processor made: input_ids (1, P), pixel_values, ...
     ids: Tensor  # (P,)
     positions: Tensor  # (P,), or (3, P) for M-RoPE
-    media: dict[str, list[dict]]  # "image" and "video": of each its share of the inputs, and a hash as key
+    media: dict[str, list[Medium]]  # "image" and "video", in the order of their places
+    token_inputs: tuple[str, ...]  # inputs with an entry per token that packs have too: token_type_ids
+    next_inputs: dict[str, Tensor]  # (1, 1): what `generate` gives for the token after the prompt
+    unpackable: tuple[str, ...]  # inputs that packs have no place for
     row: dict | None = None  # of the data set, for rewards
     messages: list[dict] | None = None  # the chat with opened media, for other samplers
     seed: int = 0  # of what is sampled for it
@@ -82,39 +99,85 @@ def encode_chat(processor, messages: list[dict], **template) -> dict:
 
 
 def make_prompt(model, inputs: dict, index: int = 0, row: dict | None = None, messages=None) -> Prompt:
-    """The processor's output for one prompt -> the prompt as the functions below take it."""
+    """The processor's output for one prompt -> the prompt as the functions below take it. What an input is
+    for, the signatures of the model's methods say."""
     inputs = {name: torch.as_tensor(value) for name, value in inputs.items()}
-    media = {"image": [], "video": []}
-    for kind, (pixels_name, grid_name) in MEDIA.items():
-        grids = inputs.get(grid_name)
-        sizes = 1 if grids is None else grids.prod(-1).tolist()
-        for i, pixels in enumerate(inputs[pixels_name].split(sizes) if pixels_name in inputs else ()):
-            item = {pixels_name: pixels} | ({} if grids is None else {grid_name: grids[i : i + 1]})
-            content = b"".join(x.contiguous().numpy().tobytes() for x in item.values())
-            media[kind].append(item | {"key": hashlib.blake2b(content).digest()})  # equal ones are run once
+    ids = inputs["input_ids"][0]
+    base = model.base_model
+    per_token = {name: x for name, x in inputs.items() if x.shape[:2] == (1, len(ids))}
+    others = inputs.keys() - per_token.keys()
+    media_names = {kind: _parameters(base, method) & others for kind, method in ENCODERS.items()}
+    of_positions = _parameters(base, "get_rope_index")
+    unpackable = others - of_positions - media_names["image"] - media_names["video"]
+    own_names = per_token.keys() - of_positions - {"input_ids", "attention_mask"}
     return Prompt(
-        index=index, length=inputs["input_ids"].shape[1], kinds=tuple(sorted(set(inputs) - TEXT_INPUTS)),
-        inputs=inputs, ids=inputs["input_ids"][0], positions=prompt_positions(model, inputs), media=media,
-        row=row, messages=messages,
-    )  # fmt: skip
+        index=index,
+        length=len(ids),
+        kinds=tuple(sorted(unpackable | media_names["image"] | media_names["video"])),
+        inputs=inputs,
+        ids=ids,
+        positions=_prompt_positions(model, inputs),
+        media={
+            kind: _split_media({n: inputs[n] for n in sorted(names)}) for kind, names in media_names.items()
+        },
+        token_inputs=tuple(sorted(own_names & _parameters(base, "forward"))),
+        next_inputs={name: x[:, -1:] for name, x in _extended(model, per_token).items()},
+        unpackable=tuple(sorted(unpackable)),
+        row=row,
+        messages=messages,
+    )
 
 
-def prompt_positions(model, inputs: dict) -> Tensor:
+def _parameters(base, method: str) -> set[str]:
+    """The names of a method's parameters; none where the model lacks it."""
+    return set(inspect.signature(getattr(base, method)).parameters) if hasattr(base, method) else set()
+
+
+def _extended(model, per_token: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs with an entry per token -> those of a text one token longer, by the rule of the model's own
+    generate: a new token is of type 0 for Gemma 3, and 1 for PaliGemma."""
+    from transformers import GenerationMixin
+
+    name = "_update_model_kwargs_for_generation"
+    extend = getattr(type(model), name, getattr(GenerationMixin, name))  # a backbone can't generate
+    return extend(model, {}, dict(per_token), is_encoder_decoder=False)
+
+
+def _split_media(inputs: dict[str, Tensor]) -> list[Medium]:
+    """Inputs of a prompt's pictures -> those of each, where each has a row, or patches by a grid; else of all
+    as one."""
+    count = min(map(len, inputs.values()), default=0)
+    grid = next((x for name, x in inputs.items() if name.endswith("grid_thw")), torch.empty(0, 3))
+    patches = grid.long().prod(-1).tolist()
+    sizes = {name: 1 if len(x) == count else patches for name, x in inputs.items()}
+    shares = [inputs] if inputs else []
+    if all(size == 1 or sum(size) == len(inputs[name]) for name, size in sizes.items()):
+        columns = [x.split(sizes[name]) for name, x in inputs.items()]
+        shares = [dict(zip(inputs, share)) for share in zip(*columns)]
+    media = []
+    for share in shares:
+        content = b"".join(x.contiguous().numpy().tobytes() for x in share.values())
+        media.append(Medium(inputs=share, key=hashlib.blake2b(content).digest()))
+    return media
+
+
+def _prompt_positions(model, inputs: dict) -> Tensor:
     """(P,), or (3, P) for M-RoPE models (Qwen-VL), from the model's own `get_rope_index`. Never feed 2-D ids
     to one: it would copy them to all axes, and train another function than the one that samples."""
-    ids, base = inputs["input_ids"], model.base_model
-    names = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"} & set(inputs)
+    ids = inputs["input_ids"]
+    base = model.base_model
     if not hasattr(base, "get_rope_index"):
         return torch.arange(ids.shape[1])
-    if not names:
+    known = {name: inputs[name] for name in _parameters(base, "get_rope_index") & inputs.keys()}
+    if not known.keys() - {"input_ids", "attention_mask", "mm_token_type_ids"}:
         return torch.arange(ids.shape[1]).expand(3, -1)
-    known = {name: inputs[name] for name in [*names, "mm_token_type_ids"]}
-    return base.get_rope_index(ids, attention_mask=torch.ones_like(ids), **known)[0][:, 0]
+    known["attention_mask"] = torch.ones_like(ids)
+    return base.get_rope_index(**known)[0][:, 0]
 
 
-def media_of(prompts: list[Prompt]) -> dict[str, list[dict]]:
+def media_of(prompts: list[Prompt]) -> dict[str, list[Medium]]:
     """The pictures and clips of some prompts."""
-    return {kind: [item for prompt in prompts for item in prompt.media[kind]] for kind in MEDIA}
+    return {kind: [medium for prompt in prompts for medium in prompt.media[kind]] for kind in ENCODERS}
 
 
 def media_token_ids(config) -> list[int]:
@@ -146,22 +209,28 @@ def plan_packs(
     pieces = []  # (cost, tokens, prompt index, response indices)
     for prompt, members in groups:
         P = prompt_lengths[prompt]
-        chunks, room = [[]], max_tokens - P
+        chunks = [[]]
+        room = max_tokens - P
         for member in members:
             R = response_lengths[member]
             assert P + R <= max_tokens, f"{P} + {R} tokens never fit into a pack"
             if R > room:
-                chunks, room = [*chunks, []], max_tokens - P
+                chunks.append([])
+                room = max_tokens - P
             chunks[-1].append(member)
             room -= R
         for chunk in chunks:
-            lengths = [response_lengths[m] for m in chunk]
-            pairs, tokens = P * P / 2 + sum(R * (P + R / 2) for R in lengths), P + sum(lengths)
+            lengths = [response_lengths[member] for member in chunk]
+            tokens = P + sum(lengths)
+            pairs = P * P / 2 + sum(R * (P + R / 2) for R in lengths)
             pieces.append((tokens + pairs / (6 * 2048), tokens, prompt, chunk))
     pieces.sort(key=lambda piece: -piece[0])
-    num_packs = max(1, math.ceil(sum(piece[1] for piece in pieces) / (max_tokens * world_size))) * world_size
+    total = sum(tokens for _, tokens, _, _ in pieces)
+    num_packs = max(1, math.ceil(total / (max_tokens * world_size))) * world_size
     while True:
-        packs, room, load = [[] for _ in range(num_packs)], [max_tokens] * num_packs, [0.0] * num_packs
+        packs = [[] for _ in range(num_packs)]
+        room = [max_tokens] * num_packs
+        load = [0.0] * num_packs
         for cost, tokens, prompt, members in pieces:
             fitting = [i for i in range(num_packs) if room[i] >= tokens]
             if not fitting:
@@ -215,31 +284,9 @@ def packs_of_rank(
 # ---- pack ----
 
 
-class Bucket(NamedTuple):
-    """Groups of a pack with similar lengths, which attend as one batch. Padding repeats the last token."""
-
-    prompts: Tensor  # (n, P): row positions
-    prompts_valid: Tensor  # (n, P): False where there is padding
-    responses: Tensor  # (S, R): row positions
-    responses_valid: Tensor  # (S, R)
-    owner: Tensor  # (S,): the prompt of each response, as its place in `prompts`
-
-
-class Layout(NamedTuple):
-    """Where the segments (prompts and responses) of a pack lie, for either kind of attention."""
-
-    buckets: list[Bucket]
-    order: Tensor  # (N,): where each row position lies in the buckets' outputs, one after the other
-    cu_q: Tensor  # (segments + 1,) int32: boundaries of the queries, as they lie
-    cu_k: Tensor  # (segments + 1,) int32: those of the gathered keys: a response's begin with its prompt's
-    kv_index: Tensor  # (K,): row position of every gathered key
-    max_q: int
-    max_k: int
-
-
 class Pack(NamedTuple):
     inputs: dict  # input_ids (1, N), position_ids (1, N) or (3, 1, N), layout; plain: the processor's
-    media: dict[str, list[dict]]  # of media_of: what each slot of the row shows
+    media: dict[str, list[Medium]]  # of media_of: what each slot of the row shows
     response_index: Tensor  # (S,): which of the B responses are here
     token_index: tuple[Tensor, Tensor]  # (M,), (M,): the places of their tokens in a (B, R) table
     owner: Tensor  # (M,): which of the S responses each token is of: lengths 2, 3 -> 0 0 1 1 1
@@ -261,295 +308,261 @@ class Pack(NamedTuple):
 
 def build_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tensor]) -> Pack:
     """Lay out the groups of one planned pack: prompts by prompt index, responses (each (R,)) by theirs."""
-    ids, positions, offset = [], [], 0
+    positions = []
     groups = []  # of each group the row positions of [prompt, response, ...]
+    offset = 0
     for g, members in pieces:
-        prompt, P = prompts[g], prompts[g].length
-        if unknown := set(prompt.kinds) - {name for names in MEDIA.values() for name in names}:
-            raise ValueError(f"packs have no place for {', '.join(unknown)}")
-        ids.append(prompt.ids)
+        prompt = prompts[g]
+        if prompt.unpackable:
+            raise CannotPack(f"packs have no place for its {', '.join(prompt.unpackable)}")
         positions.append(prompt.positions)
-        segments = [torch.arange(offset, offset + P)]
-        offset += P
         # All axes go on from the last token: the frames of a long video may lie beyond the text after it.
         next_position = int(prompt.positions[..., -1].max()) + 1
-        for b in members:
-            R = len(responses[b])
-            ids.append(responses[b])
+        segments = []
+        for length in [prompt.length, *(len(responses[b]) for b in members)]:
+            segments.append(torch.arange(offset, offset + length))
+            offset += length
+        for segment in segments[1:]:
+            R = len(segment)
             positions.append((next_position + torch.arange(R)).expand(*prompt.positions.shape[:-1], R))
-            segments.append(torch.arange(offset, offset + R))
-            offset += R
         groups.append(segments)
     position_ids = torch.cat(positions, dim=-1)  # (N,) or (3, N)
     position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids[:, None]
-    queries = [segment for group in groups for segment in group]
-    keys = []  # a response's are its prompt's and its own
-    for prompt, *answers in groups:
-        keys += [prompt, *(torch.cat([prompt, answer]) for answer in answers)]
-    buckets, order = _make_buckets(groups)
-    layout = Layout(
-        buckets=buckets, order=order, cu_q=_boundaries(queries), cu_k=_boundaries(keys),
-        kv_index=torch.cat(keys), max_q=max(map(len, queries)), max_k=max(map(len, keys)),
-    )  # fmt: skip
-    inputs = {"input_ids": torch.cat(ids)[None], "position_ids": position_ids, "layout": layout}
+    inputs = {"position_ids": position_ids, "layout": make_layout(groups)}
+    for name in ("input_ids", *{name for g, _ in pieces for name in prompts[g].token_inputs}):
+        rows = [_per_token(prompts[g], name, [responses[b] for b in members]) for g, members in pieces]
+        inputs[name] = torch.cat(rows, dim=1)  # (1, N)
+    # Without a mask transformers takes jumps of positions for boundaries between texts.
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     places = [torch.cat([prompt[-1:], answer]) for prompt, *answers in groups for answer in answers]
     return _make_pack(inputs, media_of([prompts[g] for g, _ in pieces]), pieces, responses, places)
 
 
-def _boundaries(segments: list[Tensor]) -> Tensor:
-    return torch.tensor([0, *map(len, segments)]).cumsum(0).int()
-
-
 def plain_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tensor]) -> Pack:
-    """The same for the plain path: one prompt, at most one response, all of the processor's inputs. What has
-    an entry per token goes on, token types with 0 and masks with their last entry."""
+    """The same for the plain path: one prompt, at most one response, all of the processor's inputs."""
     ((g, members),) = pieces
-    response = torch.cat([torch.empty(0, dtype=torch.long), *(responses[b] for b in members)])
-    inputs, P, R = dict(prompts[g].inputs), prompts[g].length, len(response)
-    for name, value in inputs.items():
-        if value.shape[:2] == (1, P):
-            last = torch.zeros_like(value[:, -1:]) if "type" in name else value[:, -1:]
-            more = response[None] if name == "input_ids" else last.repeat_interleave(R, dim=1)
-            inputs[name] = torch.cat([value, more], dim=1)
-    return _make_pack(inputs, {}, pieces, responses, [torch.arange(P - 1, P + R)] * len(members))
+    prompt = prompts[g]
+    own = [responses[b] for b in members]
+    inputs = dict(prompt.inputs)
+    for name in prompt.next_inputs:
+        inputs[name] = _per_token(prompt, name, own)
+    places = [torch.arange(len(ids) + 1) + prompt.length - 1 for ids in own]
+    return _make_pack(inputs, {}, pieces, responses, places)
+
+
+def _per_token(prompt: Prompt, name: str, responses: list[Tensor]) -> Tensor:
+    """An input of a prompt and of responses to it as in generate, (1, P + R); 0 where there is none."""
+    if name == "input_ids":
+        return torch.cat([prompt.ids, *responses])[None]
+    R = sum(map(len, responses))
+    if name not in prompt.inputs:
+        return torch.zeros(1, prompt.length + R, dtype=torch.long)
+    return torch.cat([prompt.inputs[name], prompt.next_inputs[name].repeat_interleave(R, dim=1)], dim=1)
 
 
 def _make_pack(inputs: dict, media: dict, pieces: Groups, responses: list, places: list[Tensor]) -> Pack:
     """places: row positions of the token before each response and of its R tokens, (R + 1,)."""
-    members, none = [b for _, own in pieces for b in own], torch.empty(0, dtype=torch.long)
-    ids = [responses[b] for b in members]
-    lengths = torch.tensor([len(x) for x in ids], dtype=torch.long)
-    response_index, owner = torch.tensor(members, dtype=torch.long), torch.repeat_interleave(lengths)
+    members = [b for _, own in pieces for b in own]
+    none = torch.empty(0, dtype=torch.long)
+    response_index = torch.tensor(members, dtype=torch.long)
+    lengths = torch.tensor([len(responses[b]) for b in members], dtype=torch.long)
+    owner = torch.repeat_interleave(lengths)
     columns = torch.cat([none, *map(torch.arange, lengths.tolist())])
     return Pack(
-        inputs=inputs, media=media, response_index=response_index, owner=owner,
-        token_index=(response_index[owner], columns), targets=torch.cat([none, *ids]),
-        predict_from=torch.cat([none, *(x[:-1] for x in places)]),
-        last=torch.cat([none, *(x[-1:] for x in places)]),
-    )  # fmt: skip
+        inputs=inputs,
+        media=media,
+        response_index=response_index,
+        token_index=(response_index[owner], columns),
+        owner=owner,
+        targets=torch.cat([none, *(responses[b] for b in members)]),
+        predict_from=torch.cat([none, *(place[:-1] for place in places)]),
+        last=torch.cat([none, *(place[-1:] for place in places)]),
+    )
 
 
-def _make_buckets(groups: list[list[Tensor]]) -> tuple[list[Bucket], Tensor]:
-    """Groups of similar lengths, up to powers of two: little padding, few calls."""
-    similar, buckets, order = defaultdict(list), [], []
-    for prompt, *responses in groups:
-        longest = max(map(len, responses), default=0)
-        similar[len(prompt).bit_length(), longest.bit_length()].append((prompt, responses))
-    for members in similar.values():
-        prompts, prompts_valid = _pad([prompt for prompt, _ in members])
-        responses, responses_valid = _pad([row for _, responses in members for row in responses])
-        owner = torch.repeat_interleave(torch.tensor([len(responses) for _, responses in members]))
-        buckets.append(Bucket(prompts, prompts_valid, responses, responses_valid, owner))
-        order += [prompts[prompts_valid], responses[responses_valid]]
-    return buckets, torch.cat(order).argsort()
-
-
-def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)
-    longest = int(lengths.max()) if rows else 0
-    padded = [F.pad(row, (0, longest - len(row)), value=int(row[-1])) for row in rows]
-    padded = torch.stack(padded) if rows else torch.empty(0, 0, dtype=torch.long)
-    return padded, torch.arange(longest)[None] < lengths[:, None]
-
-
-# ---- attention ----
-
-
-def packed_attention(module, query, key, value, mask, scaling=None, layout=None, decoder=None, **kwargs):
-    """Attention of a pack (layout), or of a decoding step (decoder), in the signature of transformers'
-    AttentionInterface; with neither ordinary SDPA. query (1, heads, N, D), key, value (1, kv_heads, N, D)."""
-    if decoder is not None:
-        return decoder.attend(module.layer_idx, query, key, value, scaling), None
-    if layout is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
-    fast = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    return (_varlen_attention if fast else _grouped_attention)(query, key, value, scaling, layout), None
-
-
-def _varlen_attention(query, key, value, scaling, layout: Layout) -> Tensor:
-    """One kernel call. Keys and values are gathered per response as [prompt; response]; a causal window that
-    is aligned at the bottom right then gives each response token its prompt and its own past."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (N, heads, D)
-    return varlen_attn(
-        q, k[layout.kv_index], v[layout.kv_index], layout.cu_q, layout.cu_k, layout.max_q, layout.max_k,
-        scale=scaling, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
-    )[None]  # fmt: skip
-
-
-def _grouped_attention(query, key, value, scaling, layout: Layout) -> Tensor:
-    """Two SDPA calls per bucket: its prompts, and its responses, each after its prompt's keys and values."""
-    outputs, options = [], {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    tokens = [x[0].transpose(0, 1) for x in (query, key, value)]  # (N, heads, D)
-    for bucket in layout.buckets:
-        q, k, v = (x[bucket.prompts].transpose(1, 2) for x in tokens)  # (n, heads, P, D)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
-        outputs.append(out.transpose(1, 2)[bucket.prompts_valid])
-        if len(bucket.owner) == 0:
-            continue
-        qr, kr, vr = (x[bucket.responses].transpose(1, 2) for x in tokens)  # (S, heads, R, D)
-        k, v = torch.cat([k[bucket.owner], kr], dim=2), torch.cat([v[bucket.owner], vr], dim=2)  # P + R
-        R = qr.shape[2]
-        own = torch.ones(R, R, dtype=torch.bool, device=q.device).tril()
-        to_prompt = bucket.prompts_valid[bucket.owner][:, None, None].expand(-1, 1, R, -1)  # (S, 1, R, P)
-        mask = torch.cat([to_prompt, own.expand(len(qr), 1, R, R)], dim=-1)
-        out = F.scaled_dot_product_attention(qr, k, v, attn_mask=mask, **options)
-        outputs.append(out.transpose(1, 2)[bucket.responses_valid])
-    return torch.cat(outputs)[layout.order][None]  # (1, N, heads, D)
-
-
-def switch_attention(model, name: str) -> str:
-    """Give the text model this attention, "packed" or one of transformers' (the vision tower keeps its own)
-    -> the name of the one before."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register("packed", packed_attention)
-    AttentionMaskInterface.register("packed", _skip_mask_of_packs)
-    before = model.config.get_text_config()._attn_implementation
-    vision = getattr(model.config, "vision_config", None)
-    names = {"text_config": name, "vision_config": vision._attn_implementation} if vision else name
-    model.set_attn_implementation(names)
-    return before
-
-
-def is_packed(model) -> bool:
-    return model.config.get_text_config()._attn_implementation == "packed"
-
-
-def _skip_mask_of_packs(*args, attention_mask=None, **kwargs):
-    """Ordinary masks for padded rows (prefill); none for packs, where (N, N) entries would be wasted."""
-    from transformers.masking_utils import sdpa_mask
-
-    return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+# ---- proof ----
 
 
 def enable_packing_if_exact(
-    model, forward: Callable, prompts: list[Prompt], max_length: int, max_tokens: int, temperature: float = 1.0
+    model,
+    forward: Callable,
+    prompts: list[Prompt],
+    max_length: int,
+    max_tokens: int,
+    temperature: float = 1.0,
 ) -> str:
     """Switch to packed attention, if it gives the log-probs of the unmodified model on some real prompts -> a
     line that says which path is taken, and why. forward: pack -> log-probs (M,), by an engine. max_length:
     tokens of prompt and response at most; max_tokens: of a pack. Collective."""
+    by_kind = defaultdict(list)
+    for prompt in sorted(prompts, key=lambda prompt: prompt.length):
+        by_kind[prompt.kinds].append(prompt)
+    probes = [prompt for alike in by_kind.values() for prompt in (alike[0], alike[-1])]  # short and long ones
     try:
-        if reason := _hidden_by_short_rows(model):
-            raise ValueError(f"this model has {reason}")
-        gap = torch.tensor([packing_gap(model, forward, prompt, temperature) for prompt in prompts]).max()
+        if max_length > (limit := _length_of_fixed_angles(model)):
+            raise CannotPack(f"texts of {limit} tokens and more change the RoPE of all others in a pack")
+        gap = packing_gap(model, forward, probes, max_tokens, temperature)
         if not gap < TOLERANCE[model.dtype]:  # or NaN
-            raise ValueError(f"log-probs are {gap:.1e} nats from those of the unmodified model")
-    except Exception as error:
-        return f"warning: no packing, one response at a time, exact but slow: {type(error).__name__}, {error}"
+            raise CannotPack(f"its log-probs are {gap:.1e} nats from those of the unmodified model")
+    except CannotPack as reason:
+        return f"warning: one response at a time, exact but slow, since this model can't be packed: {reason}"
     switch_attention(model, "packed")
     return f"packed = unmodified model within {gap:.0e} nats"
 
 
-def _hidden_by_short_rows(model) -> str | None:
-    """What changes the function beyond some length only, so that a comparison on short rows can't show it."""
+def _length_of_fixed_angles(model) -> float:
+    """Beyond it, RoPE of the kinds dynamic and longrope turns every token by other angles."""
     config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}  # of all layers, or of each kind of them
-    rope_types = {own.get("rope_type") for own in (rope, *rope.values()) if isinstance(own, dict)}
-    if getattr(config, "sliding_window", None):
-        return "a sliding window"
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        return "layers without full attention"
-    if rope_types & {"dynamic", "longrope"}:
-        return "RoPE that changes with the length"
-    return "attention sinks" if any("sink" in name for name, _ in model.named_parameters()) else None
+    rope = json.dumps(getattr(config, "rope_parameters", None), default=str)
+    if not re.search("dynamic|longrope", rope):
+        return math.inf
+    lengths = [int(n) for n in re.findall(r'"original_max_position_embeddings": (\d+)', rope)]
+    return min([config.max_position_embeddings, *lengths])
 
 
 @torch.no_grad()
-def packing_gap(model, forward: Callable[[Pack], Tensor], prompt: Prompt, temperature: float) -> float:
-    """Mean difference, in nats, of packed or of decoded log-probs, the larger, from those of the unmodified
-    model, on a prompt's own words as responses: random tokens would be twice as noisy in bf16."""
-    suppressed, is_sharded = media_token_ids(model.config), hasattr(next(model.parameters()), "ds_id")
-    words = prompt.ids[~torch.isin(prompt.ids, torch.tensor(suppressed))]
-    tokens = words.repeat(24)[-24:].view(2, 12)
-    responses, prompts = [tokens[0], tokens[1, :7]], {0: prompt}
-    plain = [forward(plain_pack([(0, [b])], prompts, responses).to(model.device)) for b in (0, 1)]
-    expected = torch.cat(plain)  # (19,)
-    attention_before = switch_attention(model, "packed")
+def packing_gap(
+    model, forward: Callable, prompts: list[Prompt], max_tokens: int, temperature: float = 1.0
+) -> float:
+    """Difference, in nats, of packed and of decoded log-probs from those of the unmodified model, the mean
+    over a prompt's two responses, of the worst prompt. The responses are the prompt's own words: random
+    tokens would be twice as noisy in bf16. The prompts are the last ones of a pack of about max_tokens, so
+    that a model that depends on places in a row is found out."""
+    never = torch.tensor(media_token_ids(model.config), dtype=torch.long)
+    responses = []
+    for prompt in prompts:
+        words = prompt.ids[~torch.isin(prompt.ids, never)].repeat(24)[-24:]
+        responses += [words[:12], words[12:19]]
+    by_place = dict(enumerate(prompts))
+    groups = [(i, [2 * i, 2 * i + 1]) for i in by_place]
+    singles = [(i, [b]) for i, members in groups for b in members]
+    plain = [forward(plain_pack([single], by_place, responses).to(model.device)) for single in singles]
+    expected = torch.cat(plain).view(-1, 19)  # (prompts, 12 + 7)
+
+    before = switch_attention(model, "packed")
+    if not is_packed(model):
+        raise CannotPack("its attention is not one of transformers' AttentionInterface")
     try:
-        packed = forward(build_pack([(0, [0, 1])], prompts, responses).to(model.device))
-        gap = (packed - expected).abs().mean()
+        filling = [(0, [])] * ((max_tokens - sum(p.length + 19 for p in prompts)) // prompts[0].length)
+        pack = build_pack([*filling, *groups], by_place, responses).to(model.device)
+        gap = (forward(pack).view(-1, 19) - expected).abs().mean(1).max()
+        is_sharded = hasattr(next(model.parameters()), "ds_id")
         if model.get_output_embeddings() is not None and not is_sharded:  # a policy that samples
-            decoder, decoded = Decoder(model, [prompt], 2), []
-            for token in tokens.T.to(model.device):
-                logp = next_logprobs(model, decoder.hidden, temperature)  # (2, V)
-                decoded.append(logp.gather(1, token[:, None])[:, 0])
+            table = torch.nn.utils.rnn.pad_sequence(responses, batch_first=True).to(model.device)  # (B, 12)
+            decoder = Decoder(model, prompts, 2)
+            decoded = torch.zeros(table.shape, device=model.device)
+            for t, token in enumerate(table.T):
+                logp = next_logprobs(model, decoder.hidden, temperature)  # (B, V)
+                decoded[:, t] = logp.gather(1, token[:, None])[:, 0]
                 decoder.step(token)
-            first, second = torch.stack(decoded, dim=1)  # (12,) each
-            gap = torch.maximum(gap, (torch.cat([first, second[:7]]) - expected).abs().mean())  # or NaN
+            decoded = decoded[pack.token_index].view(-1, 19)
+            gap = torch.maximum(gap, (decoded - expected).abs().mean(1).max())  # or NaN
         return gap.item()
+    except (TypeError, AttributeError, NotImplementedError) as error:  # the model's code takes no packs
+        raise CannotPack(f"{type(error).__name__}, {error}") from error
     finally:
-        switch_attention(model, attention_before)
+        switch_attention(model, before)
 
 
 # ---- decoding ----
 
 
 class Decoder:
-    """Token-by-token decoding of G rows for each of S prompts, which are run once, left-padded. The rows of a
+    """Token-by-token decoding of G rows for each of n prompts, which are run once, as a pack. The rows of a
     prompt share its keys and values without a copy. Needs packed attention."""
 
     @torch.no_grad()
     def __init__(self, model, prompts: list[Prompt], G: int):
         from transformers import DynamicCache
 
-        self.base, self.G, device = model.base_model, G, model.device
-        longest = max(prompt.length for prompt in prompts)
-        pad = [longest - prompt.length for prompt in prompts]
-        ids = torch.stack([F.pad(prompt.ids, (n, 0)) for prompt, n in zip(prompts, pad)]).to(device)  # (S, P)
-        self.valid = (torch.arange(longest)[None] >= torch.tensor(pad)[:, None]).to(device)  # (S, P)
-        positions = [F.pad(prompt.positions, (n, 0)) for prompt, n in zip(prompts, pad)]
-        positions = torch.stack(positions, dim=-2).to(device)  # (S, P) or (3, S, P)
-        vision = encode_media(self.base, media_of(prompts))
-        mask = self.valid.long()
-        out = self.base(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **vision)
-        last = out.last_hidden_state[:, -1]
-        self.hidden = last.repeat_interleave(G, 0)  # (S * G, H): predicts the next token of each row
-        self.keys = [layer.keys for layer in out.past_key_values.layers]  # per layer (S, kv_heads, P, D)
-        self.values = [layer.values for layer in out.past_key_values.layers]
+        self.base = model.base_model
+        self.G = G
+        device = model.device
+        lengths = torch.tensor([prompt.length for prompt in prompts])  # (n,)
+        ends = lengths.cumsum(0)
+        column = torch.arange(int(lengths.max()))
+        self.valid = (column < lengths[:, None]).to(device)  # (n, P): False where there is padding
+        self.places = ((ends - lengths)[:, None] + column).clamp(max=int(ends[-1]) - 1).to(device)  # (n, P)
+        self.keys = {}  # of each layer (n, kv_heads, P, D)
+        self.values = {}
+        pack = build_pack([(i, []) for i in range(len(prompts))], dict(enumerate(prompts)), [])
+        hidden = _run(model, pack.to(device), decoder=self)  # (N, H)
+        self.hidden = hidden[ends.to(device) - 1].repeat_interleave(
+            G, 0
+        )  # (n * G, H): predicts the next token
         self.cache = DynamicCache()  # of the rows' own tokens
         self.rows = torch.arange(len(prompts) * G, device=device)  # row b: response rows[b] % G of its prompt
+        self.lengths = lengths.to(device).repeat_interleave(G)  # (n * G,)
         # Not the largest: the frames of a long video may lie beyond the text after it.
-        self.next_position = positions[..., -1].repeat_interleave(G, -1)[..., None] + 1  # ([3,] S * G, 1)
+        last = torch.stack([prompt.positions[..., -1] for prompt in prompts], dim=-1)  # ([3,] n)
+        self.next_position = last.repeat_interleave(G, -1)[..., None].to(device) + 1  # ([3,] n * G, 1)
+
+    def remember(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Of the prompts' pack, (1, kv_heads, N, D)."""
+        self.keys[layer] = key[0][:, self.places].transpose(0, 1)
+        self.values[layer] = value[0][:, self.places].transpose(0, 1)
 
     def keep(self, alive: Tensor) -> None:
         """Go on with some rows only: their places in the present batch."""
         self.cache.batch_select_indices(alive)
-        self.rows, self.next_position = self.rows[alive], self.next_position[..., alive, :]
+        self.rows = self.rows[alive]
+        self.next_position = self.next_position[..., alive, :]
 
     @torch.no_grad()
     def step(self, token: Tensor) -> None:
         """Append one token per row, (rows,); `hidden` then predicts the next one."""
-        past = {"past_key_values": self.cache, "use_cache": True, "decoder": self}
-        out = self.base(input_ids=token[:, None], position_ids=self.next_position, **past)
-        self.hidden, self.next_position = out.last_hidden_state[:, -1], self.next_position + 1
+        out = self.base(
+            input_ids=token[:, None],
+            position_ids=self.next_position,
+            past_key_values=self.cache,
+            use_cache=True,
+            decoder=self,
+        )
+        self.hidden = out.last_hidden_state[:, -1]
+        self.next_position = self.next_position + 1
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    def seen(self, mask: ModelMask, t: int) -> Tensor:
+        """(B, P + t): what each row's t-th token sees of its prompt and of the row's own tokens."""
+        valid = F.pad(self.valid[self.rows // self.G], (0, t), value=True)
+        if mask.is_causal:
+            return valid
+        of_prompt = torch.arange(self.valid.shape[1], device=valid.device).expand(len(valid), -1)
+        of_row = self.lengths[self.rows][:, None] + torch.arange(t, device=valid.device)
+        own = torch.cat([of_prompt, of_row], dim=1)
+        return mask.ask(own[:, -1:], own)[:, 0, 0] & valid
+
+    def attend(
+        self, layer: int, query, key, value, mask: ModelMask, scaling: float | None, eager: Callable | None
+    ) -> Tensor:
         """One new token per row attends to its prompt, whose keys and values are read once for all its rows,
         and to the row's own tokens so far. query (B, heads, 1, D), key and value (B, kv_heads, t, D)."""
         keys, values, G = self.keys[layer], self.values[layer], self.G
-        S, kv_heads, P, D = keys.shape
-        B, heads, t = len(query), query.shape[1], key.shape[2]
+        n, kv_heads, P, D = keys.shape
+        B, heads, _, _ = query.shape
+        t = key.shape[2]
+        seen = mask.once("step", lambda: self.seen(mask, t))[:, None]  # (B, 1, P + t)
+        if eager:  # with a copy
+            owner = self.rows // G
+            k, v = torch.cat([keys[owner], key], dim=2), torch.cat([values[owner], value], dim=2)
+            return eager(query, k, v, seen[:, None])
 
-        def by_prompt(x: Tensor) -> Tensor:  # (B, heads, n) -> (S, kv_heads, G * heads per kv head, n)
-            slots = x.new_zeros(S * G, heads, x.shape[-1]).index_copy(0, self.rows, x)
-            return slots.view(S, G, kv_heads, -1, x.shape[-1]).transpose(1, 2).flatten(2, 3)
+        def by_prompt(x: Tensor) -> Tensor:  # (B, heads, d) -> (n, kv_heads, G * heads per kv head, d)
+            slots = x.new_zeros(n * G, heads, x.shape[-1]).index_copy(0, self.rows, x)
+            return slots.view(n, G, kv_heads, -1, x.shape[-1]).transpose(1, 2).flatten(2, 3)
 
         def by_row(x: Tensor) -> Tensor:  # and back
-            x = x.view(S, kv_heads, G, heads // kv_heads, -1).transpose(1, 2)
-            return x.reshape(S * G, heads, -1)[self.rows]
+            x = x.view(n, kv_heads, G, heads // kv_heads, -1).transpose(1, 2)
+            return x.reshape(n * G, heads, -1)[self.rows]
 
         q = query[:, :, 0] * (D**-0.5 if scaling is None else scaling)  # (B, heads, D)
         to_prompt = by_row(by_prompt(q) @ keys.transpose(-1, -2))  # (B, heads, P)
-        to_prompt = to_prompt.masked_fill(~self.valid[self.rows // G][:, None], float("-inf"))
         to_own = (q.view(B, kv_heads, -1, D) @ key.transpose(-1, -2)).flatten(1, 2)  # (B, heads, t)
-        weights = torch.cat([to_prompt, to_own], dim=-1).float().softmax(-1).to(query.dtype)
+        scores = torch.cat([to_prompt, to_own], dim=-1).masked_fill(~seen, float("-inf"))
+        weights = scores.float().softmax(-1).to(query.dtype)
         on_prompt, on_own = weights.split([P, t], dim=-1)
-        out = by_row(by_prompt(on_prompt) @ values) + (on_own.view(B, kv_heads, -1, t) @ value).flatten(1, 2)
-        return out[:, None]  # (B, 1, heads, D)
+        of_prompt = by_row(by_prompt(on_prompt) @ values)  # (B, heads, D)
+        of_own = (on_own.view(B, kv_heads, -1, t) @ value).flatten(1, 2)
+        return (of_prompt + of_own)[:, None]  # (B, 1, heads, D)
 
 
 @torch.no_grad()
@@ -569,8 +582,9 @@ def generate_plain(
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         tokens = out.sequences[:, -len(out.logits) :]  # (G, R)
-        logits = torch.stack(out.logits, 1).float() / (temperature or 1.0)  # (G, R, V)
-        logp = _mask_media(logits, suppressed).log_softmax(-1).gather(2, tokens[..., None])[..., 0].cpu()
+        logits = torch.stack(out.logits, dim=1).float()  # (G, R, V)
+        logp = temper_(logits, temperature or 1.0, suppressed).log_softmax(-1)
+        logp = logp.gather(2, tokens[..., None])[..., 0].cpu()
         for row, values in zip(tokens.cpu(), logp):
             ends = torch.isin(row, torch.tensor(end_ids)).nonzero()[:, 0].tolist()
             length = ends[0] + 1 if ends else len(row)
@@ -587,27 +601,65 @@ def forward_hidden(model, pack: Pack, last: bool = False) -> Tensor:
     """Hidden states (M, H) that predict the response tokens of a pack, or with last=True those of each
     response's last token, (S, H), which a score head reads. model: a *ForCausalLM, *ForConditionalGeneration,
     or the backbone of one."""
+    return _run(model, pack)[pack.last if last else pack.predict_from]
+
+
+def _run(model, pack: Pack, **options) -> Tensor:
+    """-> hidden states of the whole row, (N, H)"""
     inputs = _to_model(pack.inputs, model) | encode_media(model.base_model, pack.media)
-    hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
-    return hidden.flatten(0, 1)[pack.last if last else pack.predict_from]
+    return model.base_model(**inputs, **options, use_cache=False).last_hidden_state.flatten(0, 1)
 
 
-def encode_media(base, media: dict[str, list[dict]]) -> dict:
+@dataclass
+class Features:
+    """What a vision tower says of the slots of a pack, as models take it: a list of tensors, or one."""
+
+    pooler_output: list[Tensor] | Tensor
+    deepstack_features: list | None = None  # Qwen3-VL: of each tapped layer
+
+
+def encode_media(base, media: dict[str, list[Medium]]) -> dict:
     """The vision tower on each different picture and clip -> a keyword for the model: features by slot."""
     outputs = {}
-    for kind, method in (("image", "get_image_features"), ("video", "get_video_features")):
-        if slots := media.get(kind):
-            unique = {item["key"]: item for item in slots}
-            names = slots[0].keys() - {"key"}
-            inputs = {name: torch.cat([item[name] for item in unique.values()]) for name in names}
-            features = getattr(base, method)(**_to_model(inputs, base), return_dict=True)
-            places = {key: place for place, key in enumerate(unique)}
-            order = [places[item["key"]] for item in slots]
-            features.pooler_output = [features.pooler_output[i] for i in order]
-            if layers := getattr(features, "deepstack_features", None):  # Qwen3-VL: of each tapped layer
-                features.deepstack_features = [[layer[i] for i in order] for layer in layers]
-            outputs[kind] = features
+    for kind, slots in media.items():
+        if not slots:
+            continue
+        of_one_shape = defaultdict(dict)  # these run together
+        for medium in slots:
+            shape = tuple((name, x.shape[1:]) for name, x in medium.inputs.items())
+            of_one_shape[shape][medium.key] = medium.inputs
+        encoded = {}
+        for different in of_one_shape.values():
+            encoded |= zip(different, _encode(base, ENCODERS[kind], list(different.values())))
+        first, *deepstack = (_join(parts) for parts in zip(*(encoded[medium.key] for medium in slots)))
+        outputs[kind] = Features(pooler_output=first, deepstack_features=deepstack or None)
     return {"mm_encoder_outputs": outputs} if outputs else {}
+
+
+def _encode(base, method: str, items: list[dict]) -> list[list]:
+    """Inputs of some media -> of each its features, and those of tapped layers."""
+    n = len(items)
+    inputs = {name: torch.cat([item[name] for item in items]) for name in items[0]}
+    out = getattr(base, method)(**_to_model(inputs, base), return_dict=True)
+    layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+    if n == 1:
+        return [layers]
+    # A list has an entry per medium, a tensor equally many rows (pictures, tiles) of tokens.
+    for layer in layers:
+        is_by_row = torch.is_tensor(layer) and layer.dim() > 2 and len(layer) % n == 0
+        if len(layer) != n and not is_by_row:
+            return [_encode(base, method, [item])[0] for item in items]
+    shares = []
+    for i in range(n):
+        shares.append([layer[len(layer) // n * i : len(layer) // n * (i + 1)] for layer in layers])
+    return shares
+
+
+def _join(parts: tuple) -> list | Tensor:
+    if not torch.is_tensor(parts[0]):
+        return [x for part in parts for x in part]
+    alike = len({x.shape[1:] for x in parts}) == 1
+    return torch.cat(parts if alike else [x.flatten(0, -2) for x in parts])
 
 
 def _to_model(inputs: dict, model) -> dict:
@@ -626,88 +678,94 @@ def response_logprobs(
     distribution, in nats, fp32, of the policy at a temperature, without the placeholders of pictures."""
     suppressed = media_token_ids(model.config)
     if "layout" in pack.inputs:
-        hidden, weight = forward_hidden(model, pack), model.get_output_embeddings().weight  # (M, H), (V, H)
-        temperature = temperature / logit_scale(model)
-        return logprobs_from_hidden(hidden, weight, pack.targets, temperature, suppressed, with_entropy)
+        head = model.get_output_embeddings()
+        factor, softcap = after_head(model)
+        return logprobs_from_hidden(
+            hidden=forward_hidden(model, pack),  # (M, H)
+            weight=head.weight,  # (V, H)
+            bias=getattr(head, "bias", None),  # (V,)
+            targets=pack.targets,
+            temperature=temperature / factor,
+            softcap=softcap,
+            suppressed=suppressed,
+            with_entropy=with_entropy,
+        )
     logits = model(**_to_model(pack.inputs, model), use_cache=False).logits[0, pack.predict_from].float()
-    logp = _mask_media(logits / temperature, suppressed).log_softmax(-1)  # (M, V)
-    entropy = -(logp.exp() * logp).sum(-1) if with_entropy else None
+    logp = temper_(logits, temperature, suppressed).log_softmax(-1)  # (M, V)
+    entropy = -torch.linalg.vecdot(logp.exp(), logp) if with_entropy else None
     return logp.gather(1, pack.targets[:, None])[:, 0], entropy
 
 
 def next_logprobs(model, hidden: Tensor, temperature: float) -> Tensor:
     """The same of all tokens, from the hidden states of a Decoder: (rows, H) -> (rows, V)."""
-    logits = model.get_output_embeddings()(hidden).float() * (logit_scale(model) / temperature)
-    return _mask_media(logits, media_token_ids(model.config)).log_softmax(-1)
+    factor, softcap = after_head(model)
+    logits = bend(model.get_output_embeddings()(hidden).float(), softcap)
+    return temper_(logits, temperature / factor, media_token_ids(model.config)).log_softmax(-1)
 
 
-def logit_scale(model) -> float:
-    """What some models multiply their logits with (Cohere), or divide by (Granite)."""
-    text = model.config.get_text_config()
-    return (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
+@functools.cache
+def _source_of_forward(kind: type) -> str:
+    return inspect.getsource(kind.forward)
 
 
-def _mask_media(logits: Tensor, suppressed: list[int]) -> Tensor:
-    return logits.index_fill(-1, torch.tensor(suppressed, dtype=torch.long, device=logits.device), NEVER)
+def after_head(model) -> tuple[float, float | None]:
+    """What the model's own forward, by its source, does to logits: a factor (Cohere, Granite), and before it
+    a soft cap (Gemma)."""
+    config = model.config.get_text_config()
+    source = _source_of_forward(type(model))
+
+    def number(name: str) -> float | None:
+        return getattr(config, name, None) if name in source else None
+
+    factor = (number("logit_scale") or 1.0) / (number("logits_scaling") or 1.0)
+    softcap = number("final_logit_softcapping")
+    return factor, softcap / factor if softcap else None
 
 
-def logprobs_from_hidden(hidden, weight, targets, temperature=1.0, suppressed=(), with_entropy=False):
-    """log_softmax(hidden @ weight.T / temperature) at `targets`, without the `suppressed` ids, and entropies:
-    hidden (M, H), weight (V, H), targets (M,) -> (M,), (M,) or None, both differentiable. Peak memory does
-    not grow with M x V: logits live for CHUNK tokens at a time, in forward and, recomputed, in backward."""
-    return _ChunkedLogProbs.apply(hidden, weight, targets, float(temperature), list(suppressed), with_entropy)
+def logprobs_from_hidden(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, suppressed=(),
+    with_entropy: bool = False, bias: Tensor | None = None, softcap: float | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """log_softmax(logits / temperature) at `targets`, without the `suppressed` ids, and entropies, where
+    logits = hidden @ weight.T + bias, bent by softcap * tanh(logits / softcap).
+
+    hidden (M, H), weight (V, H), targets (M,), bias (V,) -> (M,), (M,) or None. Peak memory does not grow
+    with M x V: logits live for a chunk of tokens at a time, in forward and, computed again, in backward. What
+    the first chunks leave for backward is kept, up to KEPT_LOGPROBS numbers.
+    """
+
+    def of_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = bend(F.linear(hidden, weight, bias).float(), softcap)  # (chunk, V)
+        logp = temper_(logits, temperature, suppressed).log_softmax(-1)
+        entropy = -torch.linalg.vecdot(logp.exp(), logp) if with_entropy else None
+        return logp.gather(1, targets[:, None])[:, 0], entropy
+
+    # On a GPU fewer chunks: each reads and writes the whole gradient of the head.
+    size = 4 * CHUNK if hidden.is_cuda else CHUNK
+    num_kept = KEPT_LOGPROBS // (size * len(weight))
+    logprobs = []
+    entropies = []
+    for i, chunk in enumerate(zip(hidden.split(size), targets.split(size))):
+        if i < num_kept:
+            logprob, entropy = of_chunk(*chunk)
+        else:
+            logprob, entropy = checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+        logprobs.append(logprob)
+        entropies.append(entropy)
+    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
 
-class _ChunkedLogProbs(torch.autograd.Function):
-    @staticmethod
-    def chunk(hidden, weight, temperature, suppressed) -> Tensor:
-        logits = (hidden @ weight.T).float()  # (chunk, V)
-        logits = logits.div_(temperature) if temperature != 1 else logits
-        if suppressed:
-            logits[:, suppressed] = NEVER
-        return logits.log_softmax(-1)
+def bend(logits: Tensor, softcap: float | None) -> Tensor:
+    return softcap * (logits / softcap).tanh() if softcap else logits
 
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, suppressed, with_entropy):
-        ctx.set_materialize_grads(False)  # an entropy that is a mere metric costs no backward
-        logprobs, entropy = [], []
-        ctx.kept = []  # of each chunk: its log-probs, or None where they are computed again
-        room = KEPT_LOGPROBS if any(ctx.needs_input_grad) else 0
-        for h, target in zip(hidden.split(CHUNK), targets.split(CHUNK)):
-            logp = _ChunkedLogProbs.chunk(h, weight, temperature, suppressed)
-            logprobs.append(logp.gather(1, target[:, None])[:, 0])
-            if with_entropy:
-                entropy.append(-(logp.exp() * logp).sum(-1))
-            fits = logp.numel() <= room
-            ctx.kept.append(logp if fits else None)
-            room -= logp.numel() if fits else 0
-        entropy = torch.cat(entropy) if with_entropy else None
-        ctx.save_for_backward(hidden, weight, targets, entropy)
-        ctx.options = temperature, suppressed
-        return torch.cat(logprobs), entropy
 
-    @staticmethod
-    def backward(ctx, grad, grad_entropy):
-        hidden, weight, targets, entropy = ctx.saved_tensors
-        temperature, suppressed = ctx.options
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:  # fp32: hundreds of chunks are added up here
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for i, start in enumerate(range(0, len(targets), CHUNK)):
-            rows = slice(start, start + CHUNK)
-            logp = ctx.kept[i]
-            if logp is None:
-                logp = _ChunkedLogProbs.chunk(hidden[rows], weight, temperature, suppressed)
-            p, g = logp.exp(), grad[rows, None]
-            # d logprob_t / d logit_j = [j = t] - p_j     d entropy / d logit_j = -p_j (log p_j + entropy)
-            grad_logits = (p * -g).scatter_add_(1, targets[rows, None], g)
-            if grad_entropy is not None:
-                grad_logits -= p * (logp + entropy[rows, None]) * grad_entropy[rows, None]
-            grad_logits = (grad_logits / temperature).to(hidden.dtype)
-            grad_hidden[rows] = grad_logits @ weight
-            if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[rows]
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+def temper_(logits: Tensor, temperature: float, suppressed: list[int]) -> Tensor:
+    """In place, and the suppressed ids out of reach."""
+    if temperature != 1:
+        logits.div_(temperature)
+    if suppressed:  # one by one: a list of them as an index would be a copy that the GPU waits for
+        never = logits.new_zeros(logits.shape[-1])
+        for i in suppressed:
+            never[i] = NEVER
+        logits.add_(never)
+    return logits
