@@ -50,7 +50,7 @@ from tqdm import tqdm
 
 from common import packing
 from common.kl import kl_estimate
-from common.packing import Prompt, PromptInfo
+from common.packing import Prompt, PromptInfo, Response
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -141,7 +141,12 @@ def compute_advantages(rewards: Tensor, mask: Tensor, normalize: bool) -> Tensor
 
 
 def compute_rloo_loss(
-    new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, owner: Tensor, clip_low: float, clip_high: float
+    new_logprobs: Tensor,
+    logprobs: Tensor,
+    advantages: Tensor,
+    owner: Tensor,
+    clip_low: float,
+    clip_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss of each response (S,), to be averaged, and metrics (S,).
 
@@ -261,7 +266,7 @@ def main(args: Args) -> dict[str, float]:
         # A sampler that computes another function than the trainer would spoil the run without a sign.
         gap = (rollout.sampler_logprobs - rollout.logprobs).abs() * rollout.mask  # (B, R)
         gap = gap.sum(1) / rollout.mask.sum(1)  # (B,): nats per token
-        if gap.mean() > packing.TOLERANCE[run.dtype]:
+        if not gap.mean() <= packing.TOLERANCE[run.dtype]:  # or NaN
             worst = rollout.prompts[int(gap.argmax()) // G].index
             fail(f"the sampler's log-probs are {gap.mean():.2g} nats from the trainer's, most at row {worst}")
         time_scored = time.perf_counter()
@@ -271,8 +276,7 @@ def main(args: Args) -> dict[str, float]:
         kl = kl.sum(1).view(-1, G)  # (n, G)
         scores = rollout.scores
         if args.reward_clip:
-            lowest, highest = args.reward_clip
-            scores = scores.clamp(lowest, highest)
+            scores = scores.clamp(min=args.reward_clip[0], max=args.reward_clip[1])
         rewards = scores - args.kl_coef * kl  # (n, G)
         rollout.trained = ~scores.isnan()
         if args.mask_truncated:
@@ -307,7 +311,7 @@ def main(args: Args) -> dict[str, float]:
                         clip_high=clip_high,
                     )
                     loss = losses.sum() / num_responses
-                    # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
+                    # DeepSpeed averages over ranks, hence the factor; it must not divide by packs too.
                     actor.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
                     for name, values in loss_metrics.items():
                         update_metrics[name].append(values)
@@ -359,7 +363,7 @@ def main(args: Args) -> dict[str, float]:
 
         # --- 8. evaluate, log, save ---
         is_last = step == args.total_steps
-        if run.eval_data and (is_last or is_due(step, args.eval_steps)):
+        if run.eval_data and (is_last or (args.eval_steps and step % args.eval_steps == 0)):
             eval_metrics, eval_samples = evaluate(args, run)
             metrics |= eval_metrics
             samples += eval_samples
@@ -372,10 +376,10 @@ def main(args: Args) -> dict[str, float]:
         run.state["step"] = step
         all_skipped = bool(grad_norms) and not finite_norms
         stopped = sum_over_ranks(torch.tensor(len(signals)), run.device).item() > 0 and not is_last
-        if is_last or stopped or all_skipped or is_due(step, args.save_steps):
+        if is_last or stopped or all_skipped or (args.save_steps and step % args.save_steps == 0):
             run.checkpoint = save_checkpoint(args, run)
         if all_skipped:
-            fail(f"step {step}: no update had finite gradients; {run.checkpoint} has the weights from before it")
+            fail(f"step {step}: no update had finite gradients; {run.checkpoint} has the weights before it")
         if stopped:
             tell(f"stopped by a signal after step {step}; go on with --resume {run.checkpoint}")
             break
@@ -393,16 +397,11 @@ def main(args: Args) -> dict[str, float]:
     return metrics
 
 
-def is_due(step: int, every: int) -> bool:
-    """every: --eval-steps or --save-steps, 0 for never."""
-    return every != 0 and step % every == 0
-
-
 # ---- setup ----
 
 
 def setup(args: Args) -> Run:
-    """Load what the steps need, and prove what they rely on. Bad input ends the run here, with one sentence."""
+    """Load what the steps need, and prove what they rely on."""
     transformers.utils.logging.disable_progress_bar()
     check_args(args)
     device = init_distributed()
@@ -428,14 +427,12 @@ def setup(args: Args) -> Run:
     open_folder(args, folder, last_step=state["step"])
     tell(f"{folder}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
 
-    tell(enable_packing(args, actor, reference, train_data))
+    enable_packing(args, actor, reference, train_data)
     sampler = make_sampler(args, model, end_token_ids(model, train_data.tokenizer), folder)
     sampler.sync()
     # With packing, sampling was proved to give the log-probs of the packed forward. Another engine, sharded
     # weights or the rounding of bf16 make a difference, so there the policy is asked again.
-    sampler_is_exact = (
-        args.rollout == "hf" and is_fp32 and args.zero_stage < 3 and packing.is_packed(model)
-    )
+    sampler_is_exact = args.rollout == "hf" and is_fp32 and args.zero_stage < 3 and packing.is_packed(model)
     return Run(
         folder=folder,
         device=device,
@@ -454,19 +451,12 @@ def setup(args: Args) -> Run:
 
 
 def check_args(args: Args) -> None:
+    """What a user is likely to get wrong, in one sentence each."""
     G = args.num_samples_per_prompt
     longest = args.max_prompt_length + args.max_response_length
     names = [name_of(source) for source in args.rewards]
-    counts = [
-        args.rollout_batch_size,
-        args.num_samples_per_prompt,
-        args.train_batch_size,
-        args.total_steps,
-        args.num_iterations,
-        args.eval_samples,
-        args.eval_num_samples,
-    ]
-    if min(counts) < 1:
+    counts = [args.rollout_batch_size, G, args.train_batch_size, args.total_steps, args.num_iterations]
+    if min([*counts, args.eval_samples, args.eval_num_samples]) < 1:
         fail("counts must be at least 1")
     if G < 2 or args.train_batch_size % G:
         fail("--num-samples-per-prompt must be 2 or more, and divide --train-batch-size")
@@ -474,10 +464,8 @@ def check_args(args: Args) -> None:
         fail("--rollout-batch-size must be a multiple of --train-batch-size")
     if args.micro_batch_tokens < longest:
         fail(f"--micro-batch-tokens must hold prompt + response, {longest}")
-    if len(args.rewards) != len(args.reward_weights):
-        fail("--reward-weights needs one weight per reward")
-    if len(set(names)) < len(names):
-        fail("--rewards: equal names")
+    if len(args.rewards) != len(args.reward_weights) or len(set(names)) < len(names):
+        fail("--rewards need different names, and --reward-weights one weight per reward")
     if args.temperature <= 0:
         fail("--temperature must be more than 0")
     if args.offload_optimizer and args.zero_stage == 0:
@@ -516,30 +504,30 @@ def plug_in(flag: str, source: str, known: dict[str, Callable]) -> Callable:
     return defined[name]
 
 
-def enable_packing(args: Args, actor, reference, data: "Data") -> str:
-    """Pack if that is exact for some rows of the data, one of each kind: text, with a picture, ..."""
+def enable_packing(args: Args, actor, reference, data: "Data") -> None:
+    """Pack if that is exact for some rows of the data."""
     some_rows = range(0, len(data.rows), len(data.rows) // 16 + 1)
     prompts = [prompt for row in some_rows if (prompt := data.encode(row))]
     if not prompts:
         fail(f"{data.source}: no row can be used")
     model = actor.module.model
-    result = packing.enable_packing_if_exact(
+    told = packing.enable_packing_if_exact(
         model=model,
         forward=lambda pack: actor(pack)[0],
-        prompts=list({prompt.kinds: prompt for prompt in prompts}.values()),
+        prompts=prompts,
         max_length=args.max_prompt_length + args.max_response_length,
         max_tokens=args.micro_batch_tokens,
         temperature=args.temperature,
     )
+    tell(told)
     if packing.is_packed(model) and isinstance(reference, nn.Module):
         packing.switch_attention(getattr(reference, "module", reference).model, "packed")
-    return result
 
 
 def end_token_ids(model, tokenizer) -> list[int]:
     end_ids = model.generation_config.eos_token_id  # one, several or None
-    end_ids = set(end_ids) if isinstance(end_ids, list) else {end_ids}
-    return sorted((end_ids | {tokenizer.eos_token_id}) - {None})
+    end_ids = end_ids if isinstance(end_ids, list) else [end_ids]
+    return sorted({*end_ids, tokenizer.eos_token_id} - {None})
 
 
 def catch_signals() -> list[int]:
@@ -556,8 +544,8 @@ def catch_signals() -> list[int]:
 def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
     """Entries start ... start + count - 1 of an endless stream of shuffled epochs.
 
-    An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and so on: the same
-    row in another epoch is another entry, and gets other responses.
+    An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and so on: the
+    same row in another epoch is another entry, and gets other responses.
     """
     first_epoch = start // num_rows
     last_epoch = (start + count - 1) // num_rows
@@ -572,32 +560,27 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
 def roll_out(
     args: Args, run: Run, data: "Data", entries: list[int], num_samples: int, temperature: float, step: int
 ) -> Rollout:
-    """num_samples scored responses to each entry of batch_indices, dealt out to the ranks, gathered on all."""
+    """num_samples scored responses to each entry of batch_indices: dealt out to ranks, gathered on all."""
     # --- this rank's share ---
     own_entries = np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()
-    prompts, response_ids, logprobs, truncated = sample_responses(
-        args, run, data, own_entries, num_samples, temperature, step
-    )
-    texts = data.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    prompts, responses = sample_responses(args, run, data, own_entries, num_samples, temperature, step)
+    texts = data.tokenizer.batch_decode([response.ids for response in responses], skip_special_tokens=True)
     rewards, logged = score_responses(
         functions=run.reward_functions,
         prompts=[prompt for prompt in prompts for _ in range(num_samples)],
+        responses=responses,
         texts=texts,
-        response_ids=response_ids,
         trainer_state=transformers.TrainerState(global_step=step, max_steps=args.total_steps),
     )
-    samples = []
-    for i, prompt in enumerate(prompts):
-        b = i * num_samples
+    samples = []  # the first response to each prompt
+    for b, prompt in zip(range(0, len(texts), num_samples), prompts):
         readable = {name: value for name, value in prompt.row.items() if isinstance(value, str | int | float)}
         scores = {f"reward/{name}": values[b] for name, values in rewards.items()}
         samples.append({"row": prompt.index, **readable, "response": texts[b], **scores})
 
     # --- the whole rollout ---
     infos = gather([PromptInfo(prompt.index, prompt.length, prompt.kinds) for prompt in prompts])
-    response_ids = gather(response_ids)
-    logprobs = gather(logprobs)
-    truncated = gather(truncated)
+    responses = gather(responses)
     samples = gather(samples)
     rewards = {name: gather(values) for name, values in rewards.items()}
     logged_values = defaultdict(list)
@@ -608,12 +591,13 @@ def roll_out(
         fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
     values = torch.tensor(list(rewards.values())).view(-1, n, num_samples)  # (rewards, n, G)
     weighted = values * torch.tensor(args.reward_weights)[:, None, None]
-    lengths = torch.tensor([len(ids) for ids in response_ids])  # (B,)
+    lengths = torch.tensor([len(response.ids) for response in responses])  # (B,)
+    logprobs = [response.logprobs for response in responses]
     return Rollout(
         prompts=infos,
-        response_ids=response_ids,
-        mask=torch.arange(int(lengths.max()))[None] < lengths[:, None],
-        truncated=torch.tensor(truncated).view(n, num_samples),
+        response_ids=[response.ids for response in responses],
+        mask=torch.arange(int(lengths.max())) < lengths[:, None],
+        truncated=torch.tensor([response.truncated for response in responses]).view(n, num_samples),
         rewards=dict(zip(rewards, values)),
         scores=weighted.nansum(0).masked_fill(weighted.isnan().all(0), math.nan),
         sampler_logprobs=nn.utils.rnn.pad_sequence(logprobs, batch_first=True),
@@ -624,10 +608,10 @@ def roll_out(
 
 def sample_responses(
     args: Args, run: Run, data: "Data", entries: list[int], num_samples: int, temperature: float, step: int
-) -> tuple[list[Prompt], list[Tensor], list[Tensor], list[bool]]:
-    """-> the usable prompts, and what the sampler says to them: num_samples responses to each."""
-    prompts, response_ids, logprobs, truncated = [], [], [], []
-    batch_size = max(1, args.generation_batch_size // num_samples)
+) -> tuple[list[Prompt], list[Response]]:
+    """-> the usable prompts, and num_samples responses to each, prompt by prompt."""
+    prompts, responses = [], []
+    batch_size = max(1, args.generation_batch_size // args.num_samples_per_prompt)  # prompts
     for start in range(0, len(entries), batch_size):
         batch = []
         for entry in entries[start : start + batch_size]:
@@ -638,12 +622,9 @@ def sample_responses(
             seed = np.random.default_rng([args.seed, step, entry]).integers(2**31)
             batch.append(replace(prompt, seed=int(seed)))
         if batch:
-            batch_ids, batch_logprobs, batch_truncated = run.sampler.sample(batch, num_samples, temperature)
             prompts += batch
-            response_ids += batch_ids
-            logprobs += batch_logprobs
-            truncated += batch_truncated
-    return prompts, response_ids, logprobs, truncated
+            responses += run.sampler.sample(batch, num_samples, temperature)
+    return prompts, responses
 
 
 def gather(own: list) -> list:
@@ -670,24 +651,24 @@ class ModelSampler:
             self.sampled = load_model(args.model, model.dtype).to(model.device)
             packing.switch_attention(self.sampled, model.config.get_text_config()._attn_implementation)
 
+    @torch.no_grad()
     def sync(self) -> None:
         """Take over the trained model's weights."""
         if self.sampled is not self.model:
-            self.sampled.load_state_dict(merged_state_dict(self.model))
+            own = self.sampled.state_dict()
+            for name, weight in merged_weights(self.model):
+                own[name].copy_(weight)
 
-    def sample(self, prompts: list[Prompt], num_samples: int, temperature: float):
+    def sample(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
+        """num_samples responses to each prompt, by its seed; temperature 0: greedy."""
         return generate(self.args, self.sampled, prompts, num_samples, temperature, self.end_ids)
 
 
 @torch.no_grad()
 def generate(
     args: Args, model, prompts: list[Prompt], num_samples: int, temperature: float, end_ids: list[int]
-) -> tuple[list[Tensor], list[Tensor], list[bool]]:
-    """num_samples responses to each prompt, by its seed; temperature 0: greedy -> their tokens (R_b,), on the
-    CPU, the tokens' log-probs (R_b,), and whether the length limit cut them.
-
-    Placeholders of pictures are never drawn: log-probs mask them too.
-    """
+) -> list[Response]:
+    """Placeholders of pictures are never drawn: log-probs mask them too."""
     R = args.max_response_length
     if not packing.is_packed(model):
         return packing.generate_plain(model, prompts, num_samples, R, end_ids, temperature)
@@ -716,11 +697,12 @@ def generate(
 
     lengths = (tokens >= 0).sum(1).tolist()
     cut = set(active.tolist())
-    return (
-        [row[:length].clone() for row, length in zip(tokens.cpu(), lengths)],
-        [row[:length].clone() for row, length in zip(logprobs.cpu(), lengths)],
-        [b in cut for b in range(len(lengths))],
-    )
+    tokens, logprobs = tokens.cpu(), logprobs.cpu()
+    responses = []
+    for b, length in enumerate(lengths):
+        own_ids, own_logprobs = tokens[b, :length].clone(), logprobs[b, :length].clone()
+        responses.append(Response(ids=own_ids, logprobs=own_logprobs, truncated=b in cut))
+    return responses
 
 
 def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
@@ -739,11 +721,15 @@ class VllmSampler:
 
         self.model = model
         self.on_cuda = torch.cuda.is_available()
+        if self.on_cuda:
+            check_memory_for_vllm(args, model)
+        max_length = args.max_prompt_length + args.max_response_length
         self.llm = LLM(
             model=args.model,
             dtype=str(model.dtype).removeprefix("torch."),
             seed=args.seed,
-            max_model_len=args.max_prompt_length + args.max_response_length,
+            max_model_len=max_length,
+            max_num_batched_tokens=max(4096, max_length),  # of a prefill; its memory is the trainer's too
             max_num_seqs=args.generation_batch_size,
             gpu_memory_utilization=args.vllm_gpu_memory,
             enable_sleep_mode=self.on_cuda,
@@ -763,29 +749,31 @@ class VllmSampler:
 
     def sync(self) -> None:
         """The newest weights; what it remembers of the old ones is forgotten."""
-        weights = iter(merged_state_dict(self.model).items())
-        if self.on_cuda:
-            self.llm.wake_up()
+        if self.on_cuda:  # weights first: room for keys and values is taken when theirs is settled
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+        weights = merged_weights(self.model)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if self.on_cuda:
+            self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def sample(self, prompts: list[Prompt], num_samples: int, temperature: float):
+    def sample(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
         chats = [self.to_chat(prompt) for prompt in prompts]
         params = [self.make_params(n=num_samples, temperature=temperature, seed=p.seed) for p in prompts]
         outputs = self.llm.chat(chats, params, use_tqdm=False)
-        response_ids, logprobs, truncated = [], [], []
+        responses = []
         for prompt, output in zip(prompts, outputs):
             if output.prompt_token_ids != prompt.ids.tolist():
                 fail(f"row {prompt.index}: vLLM reads other tokens than the trainer; use --rollout hf")
-            for response in output.outputs:
-                ids = list(response.token_ids)
-                of_drawn = [step[token].logprob for step, token in zip(response.logprobs, ids)]
-                response_ids.append(torch.tensor(ids))
-                logprobs.append(torch.tensor(of_drawn))
-                truncated.append(response.finish_reason == "length")
-        return response_ids, logprobs, truncated
+            for sampled in output.outputs:
+                ids = list(sampled.token_ids)
+                logprobs = [by_token[token].logprob for by_token, token in zip(sampled.logprobs, ids)]
+                truncated = sampled.finish_reason == "length"
+                responses.append(Response(torch.tensor(ids), torch.tensor(logprobs), truncated))
+        return responses
 
     def to_chat(self, prompt: Prompt) -> list[dict]:
         """The messages with pictures as vLLM wants them."""
@@ -795,15 +783,26 @@ class VllmSampler:
             for part in message["content"]:
                 if part["type"] == "video":  # vLLM would take other frames
                     fail(f"row {prompt.index} has a video: use --rollout hf")
-                if part["type"] == "image":
-                    part = {"type": "image_pil", "image_pil": part["image"]}
-                parts.append(part)
+                is_image = part["type"] == "image"
+                parts.append({"type": "image_pil", "image_pil": part["image"]} if is_image else part)
             chat.append({**message, "content": parts})
         return chat
 
     def sleep(self) -> None:
         if self.on_cuda:
             self.llm.sleep(level=2)  # the next sync brings the weights
+
+
+def check_memory_for_vllm(args: Args, model) -> None:
+    """AdamW's moments come with the first step, when vLLM has its share already."""
+    trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+    moments = 0 if args.offload_optimizer else 8 * trained // (WORLD_SIZE if args.zero_stage else 1)  # bytes
+    free, total = torch.cuda.mem_get_info()
+    needed = args.vllm_gpu_memory * total + moments
+    if free < needed:
+        fail(
+            f"vLLM and the optimizer need {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free: --vllm-gpu-memory"
+        )
 
 
 # Yours has __init__, sync and sample as these two have, and sleep if the trainer needs its memory.
@@ -836,7 +835,11 @@ REWARDS = {"accuracy": accuracy, "format": format_reward}
 
 
 def score_responses(
-    functions: dict[str, Callable], prompts: list[Prompt], texts: list[str], response_ids: list, trainer_state
+    functions: dict[str, Callable],
+    prompts: list[Prompt],
+    responses: list[Response],
+    texts: list[str],
+    trainer_state,
 ) -> tuple[dict[str, list[float]], list[tuple[str, float]]]:
     """-> {reward: B values, NaN where it does not apply}, and what was logged. prompts: one per response.
 
@@ -855,7 +858,7 @@ def score_responses(
     keywords |= {
         "prompts": chats_or_texts,
         "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
-        "completion_ids": [ids.tolist() for ids in response_ids],
+        "completion_ids": [response.ids.tolist() for response in responses],
         "trainer_state": trainer_state,
         "log_metric": lambda name, value: logged.append((name, float(value))),
         "texts": texts,
@@ -948,7 +951,7 @@ def easy_vqa_rows(split: str):
     return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
 
 
-def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
+def to_messages(','# ---- forward ----','''def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
     """A row's string or chat, pictures and videos -> messages whose contents are lists of parts, media opened
     and in their places: where <image> and <video> stand, or parts of such types; without any, in front."""
     chat = row.get("messages") or row["prompt"]
@@ -982,14 +985,15 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     waiting = {f"<{kind}>": iter(items) for kind, items in media.items()}
     for message in messages:
-        can_hold_media = message["role"] != "assistant"
-        pieces = re.split("(<image>|<video>)", message["content"]) if can_hold_media else [message["content"]]
+        holds_media = message["role"] != "assistant"
+        pieces = re.split("(<image>|<video>)", message["content"]) if holds_media else [message["content"]]
         message["content"] = []
-        for piece in pieces:
-            if piece in waiting and can_hold_media:
-                message["content"].append(open_media(piece[1:-1], next(waiting[piece]), folder, args.video_fps))
-            elif piece:
-                message["content"].append({"type": "text", "text": defuse(piece, special_tokens)})
+        for piece in filter(None, pieces):
+            if piece in waiting and holds_media:
+                part = open_media(piece[1:-1], next(waiting[piece]), folder, args.video_fps)
+            else:
+                part = {"type": "text", "text": defuse(piece, special_tokens)}
+            message["content"].append(part)
     if args.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": args.system_prompt}]})
     return messages
@@ -1014,11 +1018,10 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
 
 def defuse(text: str, special_tokens: list[str]) -> str:
     """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-    while True:  # what is left of one may be another
-        token = next((token for token in special_tokens if token in text), None)
-        if token is None:
-            return text
+    while found := [token for token in special_tokens if token in text]:  # what is left of one may be another
+        token = found[0]
         text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
+    return text
 
 
 # ---- forward ----
@@ -1124,15 +1127,20 @@ def make_policies(args: Args, device: torch.device, dtype: torch.dtype) -> tuple
 def load_model(name: str, dtype: torch.dtype):
     """A vision-language or text model, by what its config says, without dropout."""
     try:
-        is_vision = hasattr(transformers.AutoConfig.from_pretrained(name), "vision_config")
+        config = transformers.AutoConfig.from_pretrained(name)
+        is_vision = hasattr(config, "vision_config")
         kind = transformers.AutoModelForImageTextToText if is_vision else transformers.AutoModelForCausalLM
-        model = kind.from_pretrained(name, dtype=dtype)
+        # SDPA would leave out a soft cap on attention scores (Gemma 2) without a word.
+        has_softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+        attention = "eager" if has_softcap else None
+        model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
         fail(f"--model {name} can't be loaded: {error}")
     # Rollout, old and new log-probs must be of one function: no Dropout.p, attention_dropout, layerdrop, ...
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
-            if isinstance(value, float) and (attribute == "p" or "drop" in attribute):
+            is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
+            if is_dropout and isinstance(value, float):
                 setattr(module, attribute, 0.0)
     return model
 
@@ -1147,27 +1155,31 @@ def add_adapters(args: Args, model) -> None:
     model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets))
 
 
-def merged_state_dict(model) -> dict[str, Tensor]:
-    """Weights of the plain model, tied ones under each name: gathered under ZeRO-3 (collective), adapters
+@torch.no_grad()
+def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of the plain model, one after the other: gathered under ZeRO-3 (collective), adapters
     added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
     import deepspeed
 
     saved_names = set(model.state_dict())
     lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    weights = {name: buffer for name, buffer in model.named_buffers() if name in saved_names}
+    for name, buffer in model.named_buffers():
+        if name in saved_names:
+            yield name, buffer
     for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
         is_sharded = hasattr(parameter, "ds_id")
         layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
         adapters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
         with deepspeed.zero.GatheredParameters([parameter, *adapters], enabled=is_sharded):
-            weight = parameter.detach().clone() if is_sharded else parameter.detach()
+            weight = parameter.detach()
             if layer:
-                lora_a, lora_b = (adapter.detach().float() for adapter in adapters)  # (rank, in), (out, rank)
+                lora_a, lora_b = (adapter.float() for adapter in adapters)  # (rank, in), (out, rank)
                 weight = (weight.float() + layer.scaling["default"] * (lora_b @ lora_a)).to(weight.dtype)
-        if ".lora_" not in name:
-            weights[name.replace(".base_layer.", ".")] = weight.cpu() if is_sharded else weight
-    tied = {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
-    return weights | tied
+            elif is_sharded:
+                weight = weight.clone()
+        yield name.replace(".base_layer.", "."), weight
 
 
 # ---- DeepSpeed ----
@@ -1180,6 +1192,8 @@ def init_distributed() -> torch.device:
     device = torch.device("cuda", int(local_rank)) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
+        # Of SDPA's backends the first on sm90: NaN gradients with masks (torch 2.13, huggingface/trl#7181).
+        torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "nccl" if on_cuda else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -1224,8 +1238,7 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
         groups = [{"params": matrices, "weight_decay": args.weight_decay}]
         if vectors:  # LoRA has none
             groups.append({"params": vectors, "weight_decay": 0.0})
-        fused = torch.cuda.is_available() and not args.offload_optimizer
-        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=args.adam_betas, fused=fused)
+        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=args.adam_betas, fused=True)
         schedule = transformers.get_scheduler(
             name="cosine_warmup_with_min_lr",
             optimizer=optimizer,
@@ -1236,6 +1249,9 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
     engine, _, _, _ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, lr_scheduler=schedule, dist_init_required=False
     )
+    if optimizer is not None:  # in bf16 without ZeRO it has made a step without gradients
+        for state in optimizer.state.values():
+            state["step"].zero_()
     return engine
 
 
@@ -1335,8 +1351,12 @@ def save_checkpoint(args: Args, run: Run) -> Path:
     run.actor.save_checkpoint(
         str(unfinished / "state" / "actor"), tag="engine", client_state={"ours": run.state}
     )
-    weights = {name: weight.cpu() for name, weight in merged_state_dict(model).items()}
+    weights = {}
+    for name, weight in merged_weights(model):  # collective; one rank holds them
+        if RANK == 0:
+            weights[name] = weight.cpu()
     if RANK == 0:
+        weights |= {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
         with torch.device("meta"):  # the same architecture, without adapters
             plain = type(model)(model.config)
         plain.generation_config = model.generation_config

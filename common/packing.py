@@ -84,6 +84,15 @@ class Prompt(PromptInfo):
     seed: int = 0  # of what is sampled for it
 
 
+@dataclass
+class Response:
+    """What a sampler says to a prompt."""
+
+    ids: Tensor  # (R,), on the CPU, with EOS where it was drawn
+    logprobs: Tensor  # (R,): of each token, as it was drawn
+    truncated: bool  # cut by the length limit
+
+
 def encode_chat(processor, messages: list[dict], **template) -> dict:
     """Messages of parts -> what the processor, or a text model's tokenizer, makes of them. A video's part has
     its frames and their metadata: which of how many, at what rate."""
@@ -568,10 +577,9 @@ class Decoder:
 @torch.no_grad()
 def generate_plain(
     model, prompts: list[Prompt], G: int, max_length: int, end_ids: list[int], temperature: float
-) -> tuple[list[Tensor], list[Tensor], list[bool]]:
-    """The plain path: model.generate, by each prompt's `seed` -> S * G responses (R_b,), their log-probs, and
-    which were cut."""
-    responses, logprobs, truncated = [], [], []
+) -> list[Response]:
+    """The plain path: model.generate, by each prompt's `seed` -> G responses to each."""
+    responses = []
     suppressed = media_token_ids(model.config)
     for prompt in prompts:
         torch.manual_seed(prompt.seed)
@@ -585,13 +593,11 @@ def generate_plain(
         logits = torch.stack(out.logits, dim=1).float()  # (G, R, V)
         logp = temper_(logits, temperature or 1.0, suppressed).log_softmax(-1)
         logp = logp.gather(2, tokens[..., None])[..., 0].cpu()
-        for row, values in zip(tokens.cpu(), logp):
-            ends = torch.isin(row, torch.tensor(end_ids)).nonzero()[:, 0].tolist()
-            length = ends[0] + 1 if ends else len(row)
-            responses.append(row[:length])
-            logprobs.append(values[:length])
-            truncated.append(not ends)
-    return responses, logprobs, truncated
+        for ids, logprobs in zip(tokens.cpu(), logp):
+            ends = torch.isin(ids, torch.tensor(end_ids)).nonzero()[:, 0].tolist()
+            length = ends[0] + 1 if ends else len(ids)
+            responses.append(Response(ids[:length], logprobs[:length], truncated=not ends))
+    return responses
 
 
 # ---- forward ----

