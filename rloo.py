@@ -951,7 +951,7 @@ def easy_vqa_rows(split: str):
     return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
 
 
-def to_messages(','# ---- forward ----','''def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
+def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
     """A row's string or chat, pictures and videos -> messages whose contents are lists of parts, media opened
     and in their places: where <image> and <video> stand, or parts of such types; without any, in front."""
     chat = row.get("messages") or row["prompt"]
