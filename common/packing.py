@@ -115,8 +115,8 @@ def make_prompt(model, inputs: dict, index: int = 0, row: dict | None = None, me
     base = model.base_model
     per_token = {name: x for name, x in inputs.items() if x.shape[:2] == (1, len(ids))}
     others = inputs.keys() - per_token.keys()
-    media_names = {kind: _parameters(base, method) & others for kind, method in ENCODERS.items()}
-    of_positions = _parameters(base, "get_rope_index")
+    media_names = {kind: _parameters(type(base), method) & others for kind, method in ENCODERS.items()}
+    of_positions = _parameters(type(base), "get_rope_index")
     unpackable = others - of_positions - media_names["image"] - media_names["video"]
     own_names = per_token.keys() - of_positions - {"input_ids", "attention_mask"}
     return Prompt(
@@ -129,7 +129,7 @@ def make_prompt(model, inputs: dict, index: int = 0, row: dict | None = None, me
         media={
             kind: _split_media({n: inputs[n] for n in sorted(names)}) for kind, names in media_names.items()
         },
-        token_inputs=tuple(sorted(own_names & _parameters(base, "forward"))),
+        token_inputs=tuple(sorted(own_names & _parameters(type(base), "forward"))),
         next_inputs={name: x[:, -1:] for name, x in _extended(model, per_token).items()},
         unpackable=tuple(sorted(unpackable)),
         row=row,
@@ -137,9 +137,11 @@ def make_prompt(model, inputs: dict, index: int = 0, row: dict | None = None, me
     )
 
 
-def _parameters(base, method: str) -> set[str]:
+@functools.cache
+def _parameters(model_class: type, method: str) -> frozenset[str]:
     """The names of a method's parameters; none where the model lacks it."""
-    return set(inspect.signature(getattr(base, method)).parameters) if hasattr(base, method) else set()
+    function = getattr(model_class, method, None)
+    return frozenset(inspect.signature(function).parameters) if function else frozenset()
 
 
 def _extended(model, per_token: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -177,7 +179,7 @@ def _prompt_positions(model, inputs: dict) -> Tensor:
     base = model.base_model
     if not hasattr(base, "get_rope_index"):
         return torch.arange(ids.shape[1])
-    known = {name: inputs[name] for name in _parameters(base, "get_rope_index") & inputs.keys()}
+    known = {name: inputs[name] for name in _parameters(type(base), "get_rope_index") & inputs.keys()}
     if not known.keys() - {"input_ids", "attention_mask", "mm_token_type_ids"}:
         return torch.arange(ids.shape[1]).expand(3, -1)
     known["attention_mask"] = torch.ones_like(ids)
@@ -616,16 +618,10 @@ def _run(model, pack: Pack, **options) -> Tensor:
     return model.base_model(**inputs, **options, use_cache=False).last_hidden_state.flatten(0, 1)
 
 
-@dataclass
-class Features:
-    """What a vision tower says of the slots of a pack, as models take it: a list of tensors, or one."""
-
-    pooler_output: list[Tensor] | Tensor
-    deepstack_features: list | None = None  # Qwen3-VL: of each tapped layer
-
-
 def encode_media(base, media: dict[str, list[Medium]]) -> dict:
     """The vision tower on each different picture and clip -> a keyword for the model: features by slot."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
     outputs = {}
     for kind, slots in media.items():
         if not slots:
@@ -637,8 +633,9 @@ def encode_media(base, media: dict[str, list[Medium]]) -> dict:
         encoded = {}
         for different in of_one_shape.values():
             encoded |= zip(different, _encode(base, ENCODERS[kind], list(different.values())))
-        first, *deepstack = (_join(parts) for parts in zip(*(encoded[medium.key] for medium in slots)))
-        outputs[kind] = Features(pooler_output=first, deepstack_features=deepstack or None)
+        features, *of_layers = (_join(parts) for parts in zip(*(encoded[medium.key] for medium in slots)))
+        outputs[kind] = BaseModelOutputWithPooling(pooler_output=features)
+        outputs[kind].deepstack_features = of_layers or None  # Qwen3-VL: of each tapped layer
     return {"mm_encoder_outputs": outputs} if outputs else {}
 
 

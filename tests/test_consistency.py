@@ -8,8 +8,8 @@ from itertools import combinations
 import pytest
 from conftest import ROOT, SCRIPTS
 
-BANNERS = ["args", "data", "rewards", "model", "pure math: tensors in, tensors and metrics out", "rollout"]
-BANNERS += ["DeepSpeed", "update", "evaluate", "save, resume, log", "main"]
+BANNERS = ["args", "the algorithm: tensors in, tensors and metrics out", "the data of a step", "main", "setup"]
+BANNERS += ["rollout", "samplers", "rewards", "data", "forward", "evaluation", "model", "DeepSpeed", "files"]
 # Blocks that have one name and differ, because the algorithm differs.
 OWN = {"Args", "check_args", "load_data", "evaluate", "save_checkpoint", "main"}
 OWN_FLAGS = """
@@ -84,10 +84,9 @@ def test_exceptions_are_needed():
 def test_sections_and_phases_stand_in_the_house_order(script):
     banners = re.findall(r"^# ---- (.+) ----$", source_of(script), re.M)
     assert banners == [banner for banner in BANNERS if banner in banners]
-    needed = {"args", "data", "model", "DeepSpeed", "update", "evaluate", "save, resume, log", "main"}
-    assert {*banners} >= needed
+    assert {*banners} >= {*BANNERS} - {"rollout", "samplers", "rewards"}
     phases = [int(n) for n in re.findall(r"^ +# --- (\d+)\. ", source_of(script), re.M)]
-    assert phases == sorted({*phases}) and phases[:3] == [1, 2, 3] and phases[-1] == 11
+    assert phases == sorted({*phases}) and {1, 5, 7, 8, 9} <= {*phases}
 
 
 @each_script
