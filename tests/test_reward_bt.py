@@ -28,14 +28,13 @@ CPU = torch.device("cpu")
 
 
 def ranking(K: int, margin: float = 0.0, weight: float = 1.0) -> Ranking:
-    info, responses = PromptInfo(index=0, length=1, kinds=()), [torch.zeros(1)] * K
-    return Ranking(info, responses, num_tokens=1 + K, texts=[], margin=margin, weight=weight, columns={})
+    prompt, responses = PromptInfo(0, 1, ()), [torch.zeros(1)] * K
+    return Ranking(prompt, responses, 1 + K, texts=[], margin=margin, weight=weight, columns={})
 
 
 def mean_loss(scores: torch.Tensor, rankings: list[Ranking], smoothing: float, center: float) -> torch.Tensor:
     pairs = make_pairs(rankings, CPU)
-    losses, _ = compute_bt_loss(scores, pairs, smoothing, center)
-    return (pairs.weights * losses).sum()
+    return (pairs.weights * compute_bt_loss(scores, pairs, smoothing, center)[0]).sum()
 
 
 # --- loss and metrics ---
@@ -219,17 +218,14 @@ class Engine:
 
     def __init__(self, module):
         self.module, self.train, self.eval = module, module.train, module.eval
+        self.set_gradient_accumulation_boundary = lambda last: None
+        self.get_lr = lambda: [0.0]
 
     def __call__(self, pack):
         return self.module(pack)
 
-    def set_gradient_accumulation_boundary(self, last: bool) -> None: ...
-
     def backward(self, loss, scale_wrt_gas: bool) -> None:
         loss.backward()
-
-    def get_lr(self) -> list[float]:
-        return [0.0]
 
 
 def with_media(family: str, folder) -> list[dict]:
@@ -269,43 +265,41 @@ def by_transformers(row: dict, folder, model, processor, weight) -> list[torch.T
 
 
 @pytest.mark.parametrize("family", "qwen2_5_vl qwen3_vl llava gemma3 llama qwen2 gpt2 mistral".split())
-def test_scores_and_gradients_are_those_of_the_unmodified_model(family, folder_of, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """main, packed where the family allows it, one response at a time, and with rankings that don't fit into a pack."""
+def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """Packed where the family allows it, one response at a time, and with rankings that don't fit into a pack."""
     folder = folder_of(family)
-    rows, args = with_media(family, folder), Args(model=str(folder), center_coef=0.1)
+    rows, modules = with_media(family, folder), []
+    source, flags = str(folder / "pairs.jsonl"), {"total_steps": 1, "train_batch_size": len(rows)}
+    flags |= {"dataset": source, "eval_datasets": (f"x={source}",), "output_dir": str(tmp_path)}
+    args = Args(model=str(folder), center_coef=0.1, **flags)
     processor = transformers.AutoProcessor.from_pretrained(folder)
     plain = reward_bt.load_model(args.model, torch.float32).base_model.train()  # its dropout is 0
     torch.manual_seed(args.seed)
     weight = reward_bt.RewardModel(plain).score.weight[0].detach().clone().requires_grad_()
-    expected = [by_transformers(row, folder, plain, processor, weight) for row in rows]
-    expected = torch.stack(sum(expected, []))
-    source = str(folder / "pairs.jsonl")
+    expected = torch.stack(sum([by_transformers(row, folder, plain, processor, weight) for row in rows], []))
+    assert expected.std() > 0.1
     data = reward_bt.load_data(args, source, "train", 0, plain, processor)
     rankings = [data.encode(i) for i in range(len(rows))]
     mean_loss(expected, rankings, args.label_smoothing, args.center_coef).backward()
-    known_metrics = ranking_metrics(args, rankings, expected.detach())
+    known = ranking_metrics(args, rankings, expected.detach())
     largest = max(r.prompt.length + max(map(len, r.responses)) for r in rankings)
     assert largest < max(r.num_tokens for r in rankings), "the second pass splits a ranking"
     monkeypatch.setattr(reward_bt, "make_engine", lambda args, module, dtype, total_updates: Engine(module))
     monkeypatch.setattr(reward_bt, "optimizer_step", lambda engine: 0.0)
-    modules = []
     monkeypatch.setattr(reward_bt, "save_checkpoint", lambda args, run: modules.append(run.engine.module))
     for budget in (8192, largest):
-        flags = {"model": args.model, "dataset": source, "eval_datasets": (f"x={source}",), "center_coef": 0.1}
-        flags |= {"total_steps": 1, "train_batch_size": len(rows), "seed": args.seed, "run_name": str(budget)}
-        metrics = run(tmp_path, **flags, max_length=largest, micro_batch_tokens=budget)[-1]
+        flags = {"max_length": largest, "micro_batch_tokens": budget, "run_name": str(budget)}
+        metrics = run(tmp_path, **vars(args) | flags)[-1]
         assert ("warning: no packing" in capsys.readouterr().out) == (family in ("gemma3", "mistral"))
-        assert {name: metrics[name] for name in known_metrics} == pytest.approx(known_metrics, rel=1e-4, abs=1e-4)
-        samples = [s for s in read_jsonl(tmp_path / str(budget) / "samples.jsonl") if s["train/step"] == 1]
-        pairs = make_pairs(rankings, CPU)
-        for side, numbers in (("chosen", pairs.chosen), ("rejected", pairs.rejected)):
-            scores = torch.tensor([s[f"{side}_reward"] for s in samples])
-            assert (scores - expected.detach()[numbers]).abs().max() < 1e-4 and expected.std() > 0.1
+        assert {name: metrics[name] for name in known} == pytest.approx(known, rel=1e-4, abs=1e-4)
+        chosen = expected[make_pairs(rankings, CPU).chosen].tolist()
+        pairs = read_jsonl(tmp_path / str(budget) / "samples.jsonl")[len(chosen) :]
+        assert [pair["chosen_reward"] for pair in pairs] == pytest.approx(chosen, abs=1e-4)
         own = [*modules[-1].model.parameters(), modules[-1].score.weight]
         for ours, theirs in zip(own, [*plain.parameters(), weight], strict=True):
-            known = torch.zeros_like(ours) if theirs.grad is None else theirs.grad.view_as(ours)
+            exact = torch.zeros_like(ours) if theirs.grad is None else theirs.grad.view_as(ours)
             grad = torch.zeros_like(ours) if ours.grad is None else ours.grad
-            assert (grad - known).abs().max() < 1e-4 * max(1, known.abs().max())
+            assert (grad - exact).abs().max() < 1e-4 * max(1, exact.abs().max())
 
 
 # --- runs ---
@@ -405,12 +399,12 @@ def test_gradients_that_are_not_finite_stop_the_run(tmp_path, capsys):
 
 def test_bf16_makes_no_ties(tmp_path):
     """128 responses to 64 prompts have 128 scores: the head works in fp32."""
-    rows = [{"prompt": f"what is {i}?", "chosen": f"one {i % 7}", "rejected": "two or three"} for i in range(64)]
+    rows = [{"prompt": f"what is {i}?", "chosen": "one", "rejected": "two or three"} for i in range(64)]
     source = write_jsonl(tmp_path / "rows.jsonl", rows)
     flags = {"dataset": source, "eval_datasets": (f"x={source}",), "eval_samples": 64, "total_steps": 1}
     run(tmp_path, **flags, dtype="bfloat16")
-    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")[:64]
-    assert len({s[f"{side}_reward"] for s in samples for side in ("chosen", "rejected")}) == 128
+    pairs = read_jsonl(tmp_path / "run" / "samples.jsonl")[:64]
+    assert len({pair[f"{side}_reward"] for pair in pairs for side in ("chosen", "rejected")}) == 128
 
 
 # --- what a saved folder gives ---
