@@ -4,10 +4,16 @@ A head on a language model's last hidden state learns which of two responses is 
 
     d = score(chosen) - score(rejected) - margin      loss = -log sigmoid(d)
 
-Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md lists what differs from the RewardTrainers of TRL
-(huggingface/trl@f2cd577) and EasyDeL.
+Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md lists what differs from the reward
+trainers of TRL (huggingface/trl@f2cd577) and EasyDeL, docs/forking.md has a diff to another loss.
 
-    python reward_bt.py              # tiny VLM on easy-VQA, minutes on two CPU cores
+Read to the end of main: the flags, the algorithm, the data that a step works on, and the method.
+Below stands what main calls, in the order of use, to be looked up.
+
+Shapes: K responses in a ranking, B in all, Q pairs; a pack (common/packing.py) is one forward, with
+S of the responses.
+
+    python reward_bt.py              # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --learning-rate 5e-6
     torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...
 """
@@ -22,11 +28,11 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import safetensors.torch
@@ -40,8 +46,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from common import packing
+from common.packing import Prompt, PromptInfo
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 # ---- args ----
@@ -91,16 +99,284 @@ class Args:
     track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too
 
 
+# ---- the algorithm: tensors in, tensors and metrics out ----
+
+
+def make_pairs(rankings: list["Ranking"], device: torch.device) -> "Pairs":
+    """All pairs; those of a ranking share its weight, https://arxiv.org/abs/2203.02155 eq. (1)
+
+    2 and 3 responses, margins 0 and .5, weights 3 and 1
+    -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4], margins [0, .5, .5, .5], weights [3/4, 1/12, 1/12, 1/12]
+    """
+    total_weight = sum(ranking.weight for ranking in rankings)
+    rows = []
+    start = 0  # the ranking's first response among all B
+    for ranking in rankings:
+        K = len(ranking.responses)
+        weight = ranking.weight / total_weight * 2 / (K * (K - 1))
+        for i, j in combinations(range(start, start + K), 2):
+            rows.append((i, j, ranking.margin, weight))
+        start += K
+    chosen, rejected, margins, weights = (torch.tensor(x, device=device) for x in zip(*rows))
+    return Pairs(chosen=chosen, rejected=rejected, margins=margins, weights=weights)
+
+
+def compute_bt_loss(
+    scores: Tensor, pairs: "Pairs", label_smoothing: float, center_coef: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of each pair (Q,) and metrics (Q,), to be averaged by the pairs' weights. scores (B,).
+
+    d = chosen - rejected - margin, https://arxiv.org/abs/2307.09288 eq. (2)
+    bt = -(1 - label_smoothing) log sigmoid(d) - label_smoothing log sigmoid(-d)
+    L = bt + center_coef (chosen + rejected)^2, https://arxiv.org/abs/2312.09244
+
+    scores [1, 0, 0, 2], margins [0, .5], no smoothing, center_coef .1
+    -> d [1, -2.5], bt [.3133, 2.5789], L [.4133, 2.9789]
+    """
+    chosen = scores[pairs.chosen]  # (Q,)
+    rejected = scores[pairs.rejected]  # (Q,)
+    gap = chosen - rejected
+    d = gap - pairs.margins
+    bt = -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)
+    center = (chosen + rejected) ** 2
+    losses = bt + center_coef * center
+    metrics = {
+        "rm/loss": losses,
+        "rm/bt_loss": bt,
+        "rm/center_loss": center,
+        "rm/chosen_rewards": chosen,
+        "rm/rejected_rewards": rejected,
+        "rm/margin": gap,
+        "rm/accuracy": (gap.sign() + 1) / 2,  # ties are one half
+    }
+    return losses, metrics
+
+
+def calibration_error(gap: Tensor, weights: Tensor) -> Tensor:
+    """Expected calibration error, https://arxiv.org/abs/1706.04599: over ten bins of the confidence
+    sigmoid(|gap|), |accuracy - confidence| by weight. gap = chosen - rejected (Q,), weights (Q,)
+
+    gap [2, -2, 0], weights 1/3 -> confidence [.881, .881, .5], right [1, 0, .5],
+    2 / 3 * |.5 - .881| + 1 / 3 * 0 = .2539
+    """
+    confidence = gap.abs().sigmoid()
+    right = (gap.sign() + 1) / 2
+    bins = (confidence * 20 - 10).long().clamp(0, 9)
+    errors = torch.zeros(10).to(gap).index_add(0, bins, weights * (right - confidence))
+    return errors.abs().sum()
+
+
+# ---- the data of a step ----
+
+
+@dataclass
+class Ranking:
+    """A row: responses to a prompt, best first."""
+
+    prompt: PromptInfo  # a whole Prompt on the rank that has encoded it
+    responses: list[Tensor]  # K of them, (R,)
+    num_tokens: int  # of the prompt and all responses
+    texts: list[str]  # K of them, to read
+    margin: float  # that scores should be apart
+    weight: float  # of the row in the loss
+    columns: dict  # of the row: strings and numbers, to read
+
+
+@dataclass
+class Pairs:
+    chosen: Tensor  # (Q,): which of the B responses
+    rejected: Tensor  # (Q,): which other one of the same prompt
+    margins: Tensor  # (Q,)
+    weights: Tensor  # (Q,): their sum is 1
+
+
+@dataclass
+class Run:
+    """What setup makes, and all steps use."""
+
+    folder: Path
+    device: torch.device
+    processor: Any  # of transformers, or a text model's tokenizer
+    engine: Any  # DeepSpeed's around the trained RewardModel
+    train_data: "Data"
+    eval_sets: dict[str, "Data"]  # by name
+    checkpoint: Path | None  # the newest
+    state: dict  # stands in every checkpoint: add what must survive a resume
+
+
+# ---- main ----
+
+
+def main(args: Args) -> dict[str, float]:
+    # --- 1. setup ---
+    time_begin = time.perf_counter()
+    run = setup(args)
+    engine = run.engine
+    signals = catch_signals()
+    stopped = False
+    metrics = {}
+
+    if run.eval_sets and not run.state["before"]:  # a resumed run has it
+        run.state["before"], samples = evaluate(args, run)
+        log(args, run.folder, {"train/step": 0, **run.state["before"]}, samples)
+
+    first_step = run.state["step"] + 1
+    steps = range(first_step, args.total_steps + 1)
+    no_bar = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
+    bar = tqdm(steps, "reward", total=args.total_steps, initial=first_step - 1, disable=no_bar)
+    for step in bar:
+        # --- 5. update: one optimizer step on all pairs of some rankings ---
+        time_start = time.perf_counter()
+        entries = batch_indices(
+            start=(step - 1) * args.train_batch_size,
+            count=args.train_batch_size,
+            num_rows=len(run.train_data.rows),
+            seed=args.seed,
+        )
+        rankings = gather_rankings(run.train_data, entries)  # of all ranks
+        pairs = make_pairs(rankings, run.device)
+        packs = list(packs_of(args, run, run.train_data, rankings))  # this rank's share
+        B = sum(len(ranking.responses) for ranking in rankings)
+        largest = max(ranking.num_tokens for ranking in rankings)
+        known_scores = torch.zeros(B, device=run.device)
+        if not packing.is_packed(engine.module.model) or largest > args.micro_batch_tokens:
+            # A pack may lack some of a prompt's responses: their scores are constants to it.
+            known_scores = compute_scores(args, run, run.train_data, rankings).to(run.device)
+
+        engine.train()
+        scores = torch.zeros(B, device=run.device)
+        for k, pack in enumerate(packs):
+            engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
+            pack_scores = engine(pack)  # (S,)
+            scores[pack.response_index] = pack_scores.detach()
+            losses, _ = compute_bt_loss(
+                scores=known_scores.index_put((pack.response_index,), pack_scores),  # (B,)
+                pairs=pairs,
+                label_smoothing=args.label_smoothing,
+                center_coef=args.center_coef,
+            )
+            loss = (pairs.weights * losses).sum()  # pairs of other packs add a constant
+            # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
+            engine.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
+        grad_norm = optimizer_step(engine)  # None: left out, the gradients were not finite
+        engine.eval()
+        scores = sum_over_ranks(scores, run.device)  # (B,)
+        seconds = time.perf_counter() - time_start
+
+        # --- 7. metrics ---
+        metrics = {
+            "train/step": step,
+            "train/learning_rate": engine.get_lr()[0],
+            "train/grad_norm": 0.0 if grad_norm is None else grad_norm,
+            "train/skipped_updates": int(grad_norm is None),
+            "rollout/prompts_dropped": len(entries) - len(rankings),
+            "time/total": seconds,
+        }
+        metrics |= ranking_metrics(args, rankings, scores)
+        samples = []
+        shown = {name: f"{metrics[f'rm/{name}']:.3f}" for name in ("loss", "accuracy")}
+
+        # --- 8. evaluate, log, save ---
+        is_last = step == args.total_steps
+        if run.eval_sets and (is_last or is_due(step, args.eval_steps)):
+            eval_metrics, samples = evaluate(args, run)
+            metrics |= eval_metrics
+            for name in run.eval_sets:
+                shown[name] = f"{eval_metrics[f'eval/{name}/accuracy']:.3f}"
+        log(args, run.folder, metrics, samples)
+        bar.set_postfix(shown)
+        if no_bar:
+            tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
+
+        run.state["step"] = step
+        run.state["skipped"] = run.state["skipped"] + 1 if grad_norm is None else 0  # in a row
+        is_hopeless = run.state["skipped"] >= 5
+        stopped = sum_over_ranks(torch.tensor(len(signals)), run.device).item() > 0 and not is_last
+        if is_last or stopped or is_hopeless or is_due(step, args.save_steps):
+            run.checkpoint = save_checkpoint(args, run)
+        if is_hopeless:
+            fail(f"step {step}: 5 times no finite gradients; the weights before: {run.checkpoint}")
+        if stopped:
+            tell(f"stopped by a signal after step {step}; go on with --resume {run.checkpoint}")
+            break
+
+    # --- 9. finish ---
+    if not stopped:
+        summary = []
+        for name, before in run.state["before"].items():
+            if "/accuracy" in name and name in metrics:
+                summary.append(f"{name} {before:.3f} -> {metrics[name]:.3f}")
+        tell(" · ".join([*summary, f"{time.perf_counter() - time_begin:.0f} s", str(run.checkpoint)]))
+        tell(f"to see it: python tools/report.py {run.folder}")
+    dist.destroy_process_group()
+    return metrics
+
+
+# ---- setup ----
+
+
+def setup(args: Args) -> Run:
+    """Load what the steps need, and prove what they rely on. Bad input ends the run here."""
+    transformers.utils.logging.disable_progress_bar()
+    check_args(args)
+    device = init_distributed()
+    folder, checkpoint = find_run(args)
+    is_fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
+    dtype = torch.float32 if is_fp32 else torch.bfloat16
+
+    model = load_model(args.model, dtype).base_model
+    torch.manual_seed(args.seed)  # of the head and LoRA
+    module = RewardModel(model)
+    saved_head = Path(args.model) / "score.safetensors"  # of an own checkpoint
+    if saved_head.is_file():
+        module.load_state_dict(safetensors.torch.load_file(saved_head), strict=False)
+    if args.lora_rank > 0:
+        add_adapters(args, model)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    engine = make_engine(args, module, dtype, args.total_steps)
+    engine.eval()
+    state = {"step": 0, "before": {}, "skipped": 0}  # before: the evaluation at step 0
+    if checkpoint is not None:
+        _, client_state = engine.load_checkpoint(str(checkpoint / "state" / "reward"), tag="engine")
+        state = client_state["ours"]
+
+    processor = transformers.AutoProcessor.from_pretrained(args.model)
+    train_data = load_data(args, args.dataset, args.dataset_split, args.seed, model, processor)
+    eval_sets = {}
+    own_eval_sets = ["easy-vqa=easy-vqa"] if args.dataset == "easy-vqa" else []
+    for item in args.eval_datasets or own_eval_sets:
+        name, _, source = item.partition("=")
+        eval_sets[name] = load_data(args, source, args.eval_dataset_split, 0, model, processor)
+    open_folder(args, folder, last_step=state["step"])
+    tell(f"{folder}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
+
+    tell(enable_packing(args, engine, train_data))
+    if not hasattr(processor, "tokenizer"):
+        set_pad_token(model, processor, train_data)
+    return Run(
+        folder=folder,
+        device=device,
+        processor=processor,
+        engine=engine,
+        train_data=train_data,
+        eval_sets=eval_sets,
+        checkpoint=checkpoint,
+        state=state,
+    )
+
+
 def check_args(args: Args) -> None:
-    for is_bad, message in (
-        (min(args.train_batch_size, args.total_steps, args.eval_samples) < 1, "counts must be at least 1"),
-        (args.micro_batch_tokens < args.max_length, "--micro-batch-tokens must hold --max-length"),
-        (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
-        (not all("=" in x for x in args.eval_datasets), "--eval-datasets takes name=source"),
-        (args.resume == "auto" and args.run_name is None, "--resume auto needs --run-name"),
-    ):
-        if is_bad:
-            fail(message)
+    if min(args.train_batch_size, args.total_steps, args.eval_samples) < 1:
+        fail("counts must be at least 1")
+    if args.micro_batch_tokens < args.max_length:
+        fail("--micro-batch-tokens must hold --max-length")
+    if args.offload_optimizer and args.zero_stage == 0:
+        fail("--offload-optimizer needs --zero-stage 1 to 3")
+    if not all("=" in item for item in args.eval_datasets):
+        fail("--eval-datasets takes name=source")
+    if args.resume == "auto" and args.run_name is None:
+        fail("--resume auto needs --run-name")
 
 
 def fail(message: str) -> NoReturn:
@@ -109,7 +385,95 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def tell(message: str) -> None:
+    if RANK == 0:
+        tqdm.write(message)  # also under a progress bar
+        sys.stdout.flush()
+
+
+def enable_packing(args: Args, engine, data: "Data") -> str:
+    """Pack if that is exact for some rows of the data, one of each kind: text, with a picture, ..."""
+    some_rows = range(0, len(data.rows), len(data.rows) // 16 + 1)
+    prompts = [ranking.prompt for row in some_rows if (ranking := data.encode(row))]
+    if not prompts:
+        fail(f"{data.source}: no row can be used")
+    return packing.enable_packing_if_exact(
+        model=engine.module.model,
+        forward=engine,
+        prompts=list({prompt.kinds: prompt for prompt in prompts}.values()),
+        max_length=args.max_length,
+        max_tokens=args.micro_batch_tokens,
+    )
+
+
+def set_pad_token(model, tokenizer, data: "Data") -> None:
+    """transformers' classifier reads the last token that is not pad: pad must not end a chat."""
+    ranking = next(filter(None, map(data.encode, range(len(data.rows)))))
+    end = int(ranking.responses[0][-1])
+    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    free = next((i for i in special if i != end), None)
+    if free is None:
+        fail(f"{tokenizer.name_or_path}: all chats end with the only special token, so none can pad")
+    model.config.pad_token_id = free
+    tokenizer.pad_token_id = free
+
+
+def catch_signals() -> list[int]:
+    """-> the signals that have come: instead of dying, the run saves after its step, and ends."""
+    received = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: received.append(number))
+    return received
+
+
+def is_due(step: int, every: int) -> bool:
+    """every: --eval-steps or --save-steps, 0 for never."""
+    return every != 0 and step % every == 0
+
+
 # ---- data ----
+
+
+@dataclass
+class Data:
+    source: str
+    rows: Any  # a datasets.Dataset
+    encode: Callable[[int], Ranking | None]  # row -> ranking, or None and a warning
+
+
+def load_data(args: Args, source: str, split: str, seed: int, model, processor) -> Data:
+    """Columns: `chosen` and `rejected`, or `responses`, best first: strings or messages that follow
+    `prompt` or `messages`, or whole chats; `image(s)`, `video(s)`, see to_messages; `margin`, `weight`."""
+    rows = load_rows(source, split)
+    if source == "easy-vqa":
+        rows = add_pairs(rows, seed)
+    tokenizer = getattr(processor, "tokenizer", processor)
+
+    # A step asks for the same rows again and again.
+    @functools.lru_cache(maxsize=2 * args.train_batch_size)
+    def encode(index: int) -> Ranking | None:
+        try:
+            row = rows[index]
+            messages, answers = split_row(args, row, Path(source).parent, tokenizer)
+            prompt, responses = encode_ranking(model, processor, messages, answers, index)
+            longest = prompt.length + max(map(len, responses))
+            if longest > args.max_length:
+                raise ValueError(f"{longest} tokens are more than --max-length")
+            columns = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
+            return Ranking(
+                prompt=prompt,
+                responses=responses,
+                num_tokens=prompt.length + sum(map(len, responses)),
+                texts=[" ".join(p["text"] for m in answer for p in m["content"]) for answer in answers],
+                margin=float(columns.get("margin", 0.0)),
+                weight=float(columns.get("weight", 1.0)),
+                columns=columns,
+            )
+        except Exception as error:
+            tqdm.write(f"warning: {source} row {index} is left out: {error!s:.300}", file=sys.stderr)
+            return None
+
+    return Data(source=source, rows=rows, encode=encode)
 
 
 def load_rows(source: str, split: str):
@@ -117,17 +481,12 @@ def load_rows(source: str, split: str):
     import datasets
 
     datasets.disable_progress_bars()
-    kind = Path(source).suffix[1:].replace("jsonl", "json")
+    file_format = Path(source).suffix[1:].replace("jsonl", "json")
     try:
-        if source == "easy-vqa":  # 64 x 64 drawings with questions, inside the package
-            import easy_vqa
-
-            questions, answers, numbers = getattr(easy_vqa, f"get_{split}_questions")()
-            paths = getattr(easy_vqa, f"get_{split}_image_paths")()
-            columns = {"prompt": questions, "image": [str(paths[i]) for i in numbers], "answer": answers}
-            return datasets.Dataset.from_dict(columns)
-        if kind in ("json", "csv", "parquet"):
-            return datasets.load_dataset(kind, data_files=source, split="train")
+        if source == "easy-vqa":
+            return easy_vqa_rows(split)
+        if file_format in ("json", "csv", "parquet"):
+            return datasets.load_dataset(file_format, data_files=source, split="train")
         if not Path(source).is_dir():
             return datasets.load_dataset(source, split=split)
         rows = datasets.load_from_disk(source)
@@ -136,168 +495,284 @@ def load_rows(source: str, split: str):
         fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
 
 
+def easy_vqa_rows(split: str):
+    """64 x 64 drawings with questions, inside the package of that name."""
+    import datasets
+    import easy_vqa
+
+    questions, answers, image_numbers = getattr(easy_vqa, f"get_{split}_questions")()
+    paths = getattr(easy_vqa, f"get_{split}_image_paths")()
+    images = [str(paths[number]) for number in image_numbers]
+    return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
+
+
 def add_pairs(rows, seed: int):
     """easy-vqa: the answer is preferred to another one of its kind."""
-    kinds = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
-    others = {x: [y for y in kind.split() if y != x] for kind in kinds for x in kind.split()}
-    rng, right = np.random.default_rng(seed), rows["answer"]
-    wrong = [others[answer][rng.integers(len(others[answer]))] for answer in right]
-    for name, answers in (("chosen", right), ("rejected", wrong)):
+    colours = "black blue brown gray green red teal yellow"
+    kinds = ["yes no".split(), "circle rectangle triangle".split(), colours.split()]
+    rng = np.random.default_rng(seed)
+    wrong = []
+    for answer in rows["answer"]:
+        kind = next(kind for kind in kinds if answer in kind)
+        others = [other for other in kind if other != answer]
+        wrong.append(others[rng.integers(len(others))])
+    for name, answers in (("chosen", rows["answer"]), ("rejected", wrong)):
         rows = rows.add_column(name, [f"<answer>{answer}</answer>" for answer in answers])
     return rows
 
 
-def load_data(args: Args, source: str, split: str, seed: int, model, processor) -> SimpleNamespace:
-    """-> source, rows, tokenizer, encode(indices): usable rows as prompts of common/packing.py, and their
-    `ranking`s, for all ranks. Columns: `chosen` and `rejected`, or `responses`, best first: strings or
-    messages after `prompt` or `messages`; or whole chats; `image(s)`, `video(s)`; `margin`, `weight`."""
-    rows, tokenizer = load_rows(source, split), getattr(processor, "tokenizer", processor)
-    rows = add_pairs(rows, seed) if source == "easy-vqa" else rows
-    read = functools.partial(to_messages, args, folder=Path(source).parent, tokenizer=tokenizer)
-
-    @functools.lru_cache(2 * args.train_batch_size)  # a step asks repeatedly
-    def encode(index: int) -> dict | None:
-        try:
-            row = rows[index]
-            answers = row.get("responses") or [row["chosen"], row["rejected"]]
-            answers = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
-            if answers[0][0]["role"] != "assistant":  # whole chats
-                shared = len(os.path.commonprefix([[*map(str, chat)] for chat in answers]))
-                row, answers = row | {"messages": answers[0][:shared]}, [chat[shared:] for chat in answers]
-            answers = [read({"messages": x})[-len(x) :] for x in answers]
-            if len(answers) < 2 or any(x["type"] != "text" for a in answers for m in a for x in m["content"]):
-                raise ValueError("a ranking needs two responses of text")
-            prompt, responses = encode_ranking(model, processor, read(row), *answers)
-            P, R = prompt["length"], [len(response) for response in responses]
-            if P + max(R) > args.max_length:
-                raise ValueError(f"{P} + {max(R)} tokens are more than --max-length")
-            shown = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
-            ranking = {"index": index, "length": P, "kinds": prompt["kinds"], "tokens": P + sum(R)}
-            ranking = {"margin": 0.0, "weight": 1.0} | shown | ranking | {"responses": responses}
-            return prompt | {"ranking": ranking}
-        except Exception as error:
-            tqdm.write(f"warning: {source} row {index} is left out: {error!s:.300}", file=sys.stderr)
-
-    usable = {"encode": lambda indices: [p for i in indices if (p := encode(i % len(rows)))]}
-    return SimpleNamespace(source=source, rows=rows, tokenizer=tokenizer, **usable)
+def split_row(args: Args, row: dict, folder: Path, tokenizer) -> tuple[list[dict], list[list[dict]]]:
+    """-> the messages of the prompt, with opened media, and of each response, best first."""
+    chats = []
+    for answer in row.get("responses") or [row["chosen"], row["rejected"]]:
+        is_text = isinstance(answer, str)
+        chats.append([{"role": "assistant", "content": answer}] if is_text else answer)
+    if chats[0][0]["role"] != "assistant":  # whole chats: what all begin with is the prompt
+        shared = count_shared(chats)
+        row = {**row, "messages": chats[0][:shared]}
+        chats = [chat[shared:] for chat in chats]
+    answers = []
+    for chat in chats:
+        messages = to_messages(args, {"messages": chat}, folder, tokenizer)
+        answers.append(messages[-len(chat) :])  # without a system prompt in front
+    parts = [part for answer in answers for message in answer for part in message["content"]]
+    if len(answers) < 2 or any(part["type"] != "text" for part in parts):
+        raise ValueError("a ranking needs two responses of text")
+    return to_messages(args, row, folder, tokenizer), answers
 
 
-def encode_ranking(model, processor, messages: list[dict], *answers: list[dict]) -> tuple[dict, list[Tensor]]:
-    """-> the tokens that the whole chats begin with, as a prompt, and the rest of each, (R,) with R >= 1."""
-    text = [m | {"content": [part for part in m["content"] if part["type"] == "text"]} for m in messages]
+def count_shared(sequences: list[list]) -> int:
+    """How many items all begin with: [[1, 2, 3], [1, 2, 4]] -> 2"""
+    for i, items in enumerate(zip(*sequences)):
+        if any(item != items[0] for item in items):
+            return i
+    return min(map(len, sequences))
+
+
+def encode_ranking(
+    model, processor, messages: list[dict], answers: list[list[dict]], index: int
+) -> tuple[Prompt, list[Tensor]]:
+    """-> the tokens that all whole chats begin with, as a prompt, and the rest of each, (R,), R >= 1."""
+    text = []  # without pictures: they stand in what all chats share
+    for message in messages:
+        parts = [part for part in message["content"] if part["type"] == "text"]
+        text.append({**message, "content": parts})
     encoded = [packing.encode_chat(processor, text + answer) for answer in answers]
     ids = [inputs["input_ids"][0].tolist() for inputs in encoded]
-    shared = min(len(os.path.commonprefix(ids)), min(map(len, ids)) - 1)
-    responses = [torch.tensor(x[shared:]) for x in ids]
-    first = encoded[0] if text == messages else packing.encode_chat(processor, messages + answers[0])
-    inputs, (_, T) = {name: torch.as_tensor(x) for name, x in first.items()}, first["input_ids"].shape
-    inputs = {k: x[:, : -len(responses[0])] if x.shape[:2] == (1, T) else x for k, x in inputs.items()}
-    return packing.make_prompt(model, inputs), responses
+    shared = min(count_shared(ids), min(map(len, ids)) - 1)
+    responses = [torch.tensor(own[shared:]) for own in ids]
+
+    inputs = encoded[0]
+    if text != messages:  # pictures are encoded once, with the first answer
+        inputs = packing.encode_chat(processor, messages + answers[0])
+    inputs = {name: torch.as_tensor(value) for name, value in inputs.items()}
+    T = inputs["input_ids"].shape[1]
+    for name, value in inputs.items():
+        if value.shape[:2] == (1, T):
+            inputs[name] = value[:, : T - len(responses[0])]
+    return packing.make_prompt(model, inputs, index=index), responses
 
 
 def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
     """A row's string or chat, pictures and videos -> messages whose contents are lists of parts, media opened
     and in their places: where <image> and <video> stand, or parts of such types; without any, in front."""
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    chat = row.get("messages") or row["prompt"]
+    if isinstance(chat, str):
+        chat = [{"role": "user", "content": chat}]
+    media = {}
+    for kind in ("image", "video"):
+        items = row.get(kind) or row.get(f"{kind}s") or []
+        media[kind] = list(items) if isinstance(items, list) else [items]
 
-    def defuse(text: str) -> str:
-        """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-        while found := [token for token in special if token in text]:
-            text = text.replace(found[0], f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " ")
-        return text
-
-    given, messages, places = row.get("messages") or row["prompt"], [], {"image": [], "video": []}
-    columns = {kind: row.get(kind) or row.get(f"{kind}s") or [] for kind in places}
-    media = {kind: [*items] if isinstance(items, list) else [items] for kind, items in columns.items()}
-    for message in [{"role": "user", "content": given}] if isinstance(given, str) else given:
-        text, parts = message["content"], []
-        if not isinstance(text, str):  # what parts hold themselves goes to the places that they mark
-            for kind in media:
-                media[kind] += [part[kind] for part in text if part.get(kind) is not None]
-            text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in text)
-        marks = ("<image>", "<video>") if message["role"] != "assistant" else ()
-        for piece in filter(None, re.split("(<image>|<video>)", text) if marks else [text]):
-            kind = piece[1:-1] if piece in marks else "text"
-            parts.append({"type": kind} | ({"text": defuse(piece)} if kind == "text" else {}))
-            places.get(kind, []).append(parts[-1])
-        messages.append({"role": message["role"], "content": parts})
+    # First every content becomes a text with marks, <image> and <video>, and all media lie in two lists.
+    messages = []
+    for message in chat:
+        text = message["content"]
+        if not isinstance(text, str):
+            parts = message["content"]
+            for kind, items in media.items():
+                items += [part[kind] for part in parts if part.get(kind) is not None]
+            text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
+        messages.append({"role": message["role"], "content": text})
     for kind, items in media.items():
-        if items and not places[kind]:
-            places[kind] = [{"type": kind} for _ in items]
-            next(m for m in messages if m["role"] == "user")["content"][:0] = places[kind]
-        if len(places[kind]) != len(items):
-            raise ValueError(f"{len(places[kind])} places for {kind}s, but {len(items)} {kind}s")
-        for place, item in zip(places[kind], items):
-            place |= open_media(kind, item, folder, args.video_fps)
+        mark = f"<{kind}>"
+        places = sum(m["content"].count(mark) for m in messages if m["role"] != "assistant")
+        if items and places == 0:
+            first_user = next(m for m in messages if m["role"] == "user")
+            first_user["content"] = mark * len(items) + first_user["content"]
+        elif places != len(items):
+            raise ValueError(f"{places} places for {kind}s, but {len(items)} {kind}s")
+
+    # Then each mark becomes a part with the next picture or video.
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    waiting = {f"<{kind}>": iter(items) for kind, items in media.items()}
+    for message in messages:
+        can_hold_media = message["role"] != "assistant"
+        pieces = re.split("(<image>|<video>)", message["content"]) if can_hold_media else [message["content"]]
+        message["content"] = []
+        for piece in pieces:
+            if piece in waiting and can_hold_media:
+                message["content"].append(
+                    open_media(piece[1:-1], next(waiting[piece]), folder, args.video_fps)
+                )
+            elif piece:
+                message["content"].append({"type": "text", "text": defuse(piece, special_tokens)})
     if args.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": args.system_prompt}]})
     return messages
 
 
 def open_media(kind: str, source, folder: Path, fps: float) -> dict:
-    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> a picture in RGB. A video's
-    path -> fps frames a second, (F, height, width, 3), and when they were taken."""
+    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> the part of a message: a
+    picture in RGB, or of a video fps frames a second, (F, height, width, 3), and when they were taken."""
     if kind == "video":
-        frames, taken = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
-        names = "total_num_frames", "fps", "frames_indices"
-        return {"video": frames, "taken": {name: taken[name] for name in names}}
-    source = (source["bytes"] or source["path"]) if isinstance(source, dict) else source
-    source = io.BytesIO(source) if isinstance(source, bytes) else source
-    source = folder / source if isinstance(source, str) else source
-    return {"image": (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")}
+        frames, metadata = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
+        needed = {name: metadata[name] for name in ("total_num_frames", "fps", "frames_indices")}
+        return {"type": "video", "video": frames, "metadata": needed}
+    if isinstance(source, dict):
+        source = source["bytes"] or source["path"]
+    if isinstance(source, bytes):
+        source = io.BytesIO(source)
+    elif isinstance(source, str):
+        source = folder / source
+    image = source if isinstance(source, Image.Image) else Image.open(source)
+    return {"type": "image", "image": image.convert("RGB")}
+
+
+def defuse(text: str, special_tokens: list[str]) -> str:
+    """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
+    while True:  # what is left of one may be another
+        token = next((token for token in special_tokens if token in text), None)
+        if token is None:
+            return text
+        text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
 
 
 def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
-    """Entries start ... start + count - 1 of an endless stream of shuffled epochs: row + epoch * num_rows."""
-    epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
-    order = [np.random.default_rng([seed, e]).permutation(num_rows) + e * num_rows for e in epochs]
-    return np.concatenate(order)[start - epochs[0] * num_rows :][:count].tolist()
+    """Entries start ... start + count - 1 of an endless stream of shuffled epochs.
+
+    An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and so on: the same
+    row in another epoch is another entry, and gets other responses.
+    """
+    first_epoch = start // num_rows
+    last_epoch = (start + count - 1) // num_rows
+    stream = []
+    for epoch in range(first_epoch, last_epoch + 1):
+        rows = np.random.default_rng([seed, epoch]).permutation(num_rows)
+        stream += (rows + epoch * num_rows).tolist()
+    offset = start - first_epoch * num_rows
+    return stream[offset : offset + count]
+
+
+def gather_rankings(data: Data, entries: list[int]) -> list[Ranking]:
+    """Entries of batch_indices -> the usable ones, each encoded on one rank, on all ranks."""
+    rankings = []
+    for entry in np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist():
+        ranking = data.encode(entry % len(data.rows))
+        if ranking is not None:  # else its warning has been printed
+            prompt = ranking.prompt
+            info = PromptInfo(prompt.index, prompt.length, prompt.kinds)  # pictures stay here
+            rankings.append(replace(ranking, prompt=info))
+    rankings = gather(rankings)
+    if len(rankings) * 2 < len(entries):
+        fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
+    return rankings
+
+
+def gather(own: list) -> list:
+    """The lists of all ranks as one list, on every rank."""
+    if WORLD_SIZE == 1:
+        return own
+    lists = [None] * WORLD_SIZE
+    dist.all_gather_object(lists, own)
+    return [item for part in lists for item in part]
+
+
+# ---- forward ----
+
+
+def packs_of(args: Args, run: Run, data: Data, rankings: list[Ranking]) -> Iterator[packing.Pack]:
+    """This rank's packs of some rankings, whose responses are numbered through."""
+    responses = [x for ranking in rankings for x in ranking.responses]  # B of them
+    indices = torch.arange(len(responses)).split([len(ranking.responses) for ranking in rankings])
+    packs = packing.packs_of_rank(
+        groups=[(g, own.tolist()) for g, own in enumerate(indices)],
+        prompts=[ranking.prompt for ranking in rankings],
+        encode=lambda index: data.encode(index).prompt,
+        responses=responses,
+        max_tokens=args.micro_batch_tokens,
+        rank=RANK,
+        world_size=WORLD_SIZE,
+        packed=packing.is_packed(run.engine.module.model),
+        media_everywhere=args.zero_stage > 0,
+    )
+    for pack in packs:
+        yield pack.to(run.device)
+
+
+@torch.no_grad()
+def compute_scores(args: Args, run: Run, data: Data, rankings: list[Ranking]) -> Tensor:
+    """Scores of all responses, (B,), on all ranks."""
+    scores = torch.zeros(sum(len(ranking.responses) for ranking in rankings), device=run.device)
+    for pack in packs_of(args, run, data, rankings):
+        scores[pack.response_index] = run.engine(pack)
+    return sum_over_ranks(scores, run.device)
+
+
+# ---- evaluation ----
+
+
+def ranking_metrics(args: Args, rankings: list[Ranking], scores: Tensor) -> dict[str, float]:
+    """Means over the pairs by weight, in float64. scores (B,), on the CPU."""
+    pairs = make_pairs(rankings, scores.device)
+    _, tables = compute_bt_loss(scores.double(), pairs, args.label_smoothing, args.center_coef)
+    metrics = {name: float((pairs.weights * values).sum()) for name, values in tables.items()}
+    metrics["rm/ece"] = float(calibration_error(tables["rm/margin"], pairs.weights))
+    return metrics
+
+
+def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
+    """A fixed subset of each held-out set -> metrics, all pairs with their scores."""
+    metrics = {}
+    samples = []
+    for name, data in run.eval_sets.items():
+        rows = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples]
+        num_batches = math.ceil(len(rows) / args.train_batch_size)
+        rankings = []
+        scores = []
+        for batch in np.array_split(np.sort(rows), num_batches):  # alike in size
+            some = gather_rankings(data, batch.tolist())
+            scores.append(compute_scores(args, run, data, some))
+            rankings += some
+        scores = torch.cat(scores)  # (B,)
+        for key, value in ranking_metrics(args, rankings, scores).items():
+            metrics[key.replace("rm/", f"eval/{name}/")] = value
+        for sample in samples_of(rankings, scores):
+            samples.append({**sample, "phase": f"eval_{name}"})
+    return metrics, samples
+
+
+def samples_of(rankings: list[Ranking], scores: Tensor) -> list[dict]:
+    """All pairs with their scores, to read."""
+    samples = []
+    scores_by_ranking = scores.split([len(ranking.responses) for ranking in rankings])
+    for ranking, own_scores in zip(rankings, scores_by_ranking):
+        judged = zip(ranking.texts, own_scores.tolist())
+        for (chosen, chosen_reward), (rejected, rejected_reward) in combinations(judged, 2):
+            sample = {
+                **ranking.columns,
+                "row": ranking.prompt.index,
+                "chosen": chosen,
+                "rejected": rejected,
+                "chosen_reward": chosen_reward,
+                "rejected_reward": rejected_reward,
+                "margin": chosen_reward - rejected_reward,
+            }
+            samples.append(sample)
+    return samples
 
 
 # ---- model ----
-
-
-def load_model(name: str, dtype: torch.dtype):
-    """A vision-language or text model, by what its config says, without dropout."""
-    try:
-        is_vision = hasattr(transformers.AutoConfig.from_pretrained(name), "vision_config")
-        kind = "AutoModelForImageTextToText" if is_vision else "AutoModelForCausalLM"
-        model = getattr(transformers, kind).from_pretrained(name, dtype=dtype)
-    except Exception as error:
-        fail(f"--model {name} can't be loaded: {error}")
-    for module in model.modules():  # rollout, old and new log-probs must be of one function
-        for name in [n for n, x in vars(module).items() if type(x) is float and (n == "p" or "drop" in n)]:
-            setattr(module, name, 0.0)
-    return model
-
-
-def add_adapters(args: Args, model) -> None:
-    """LoRA on the language model's linear layers; B starts at 0, so nothing changes yet."""
-    from peft import LoraConfig
-
-    inside = set(getattr(model.base_model, "language_model", model.base_model).modules())
-    names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
-    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=names))
-
-
-def merged_state_dict(model) -> dict[str, Tensor]:
-    """Weights of the plain model, tied ones under each name: gathered under ZeRO-3 (collective), adapters
-    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
-    import deepspeed
-
-    names, layers = set(model.state_dict()), {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
-    weights = {name: buffer for name, buffer in model.named_buffers() if name in names}
-    for name, parameter in model.named_parameters():
-        sharded, layer = hasattr(parameter, "ds_id"), layers.get(name.removesuffix(".base_layer.weight"))
-        adapters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
-        with deepspeed.zero.GatheredParameters([parameter, *adapters], enabled=sharded):
-            weight = parameter.detach().clone() if sharded else parameter.detach()
-            if adapters:
-                A, B = (adapter.detach().float() for adapter in adapters)  # (rank, in), (out, rank)
-                weight = (weight.float() + layer.scaling["default"] * (B @ A)).to(weight.dtype)
-        if ".lora_" not in name:
-            weights[name.replace(".base_layer.", ".")] = weight.cpu() if sharded else weight
-    return weights | {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
 
 
 class RewardModel(nn.Module):
@@ -308,72 +783,62 @@ class RewardModel(nn.Module):
     def __init__(self, model):
         super().__init__()
         H = model.config.get_text_config().hidden_size
-        self.model, self.score = model, nn.Linear(H, 1, bias=False, dtype=model.dtype)
+        self.model = model
+        self.score = nn.Linear(H, 1, bias=False, dtype=model.dtype)
         nn.init.normal_(self.score.weight, std=(H + 1) ** -0.5)  # https://arxiv.org/abs/2009.01325
 
-    def forward(self, pack) -> Tensor:
+    def forward(self, pack: packing.Pack) -> Tensor:
         hidden = packing.forward_hidden(self.model, pack, last=True)  # (S, H)
         return hidden.float() @ self.score.weight[0].float()  # bf16 would make ties
 
 
-# ---- pure math: tensors in, tensors and metrics out ----
+def load_model(name: str, dtype: torch.dtype):
+    """A vision-language or text model, by what its config says, without dropout."""
+    try:
+        is_vision = hasattr(transformers.AutoConfig.from_pretrained(name), "vision_config")
+        kind = transformers.AutoModelForImageTextToText if is_vision else transformers.AutoModelForCausalLM
+        model = kind.from_pretrained(name, dtype=dtype)
+    except Exception as error:
+        fail(f"--model {name} can't be loaded: {error}")
+    # Rollout, old and new log-probs must be of one function: no Dropout.p, attention_dropout, layerdrop, ...
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, float) and (attribute == "p" or "drop" in attribute):
+                setattr(module, attribute, 0.0)
+    return model
 
 
-def ranking_pairs(rankings: list[dict]) -> list[Tensor]:
-    """All pairs of rankings with `responses`, best first, `margin`, `weight` -> (B,) each: chosen, rejected
-    (among all S responses), margins, weights, which a prompt's pairs share; their sum is 1. Source:
-    https://arxiv.org/abs/2203.02155 eq. (1).
+def add_adapters(args: Args, model) -> None:
+    """LoRA on the language model's linear layers; B starts at 0, so nothing changes yet."""
+    from peft import LoraConfig
 
-    2 and 3 responses, margins 0 and .5, weights 3 and 1 -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4],
-    margins [0, .5, .5, .5], weights [3/4, 1/12, 1/12, 1/12]
-    """
-    pairs, start, total = [], 0, sum(ranking["weight"] for ranking in rankings)
-    for ranking in rankings:
-        K = len(ranking["responses"])
-        own = float(ranking["margin"]), ranking["weight"] / total * 2 / (K * (K - 1))
-        pairs += [(start + i, start + j, *own) for i, j in combinations(range(K), 2)]
-        start += K
-    return [*map(torch.tensor, zip(*pairs))]
+    language_model = getattr(model.base_model, "language_model", model.base_model)
+    inside = set(language_model.modules())
+    targets = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
+    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets))
 
 
-def bradley_terry(rewards: Tensor, pairs: list[Tensor], label_smoothing: float, center_coef: float) -> dict:
-    """The loss, and what else is a mean over pairs by weight. rewards (S,), pairs: of ranking_pairs.
+def merged_state_dict(model) -> dict[str, Tensor]:
+    """Weights of the plain model, tied ones under each name: gathered under ZeRO-3 (collective), adapters
+    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
+    import deepspeed
 
-    d = chosen - rejected - margin, https://arxiv.org/abs/2307.09288 eq. (2)
-    bt = -(1 - label_smoothing) log sigmoid(d) - label_smoothing log sigmoid(-d)
-    center = (chosen + rejected)^2, https://arxiv.org/abs/2312.09244
-
-    rewards [1, 0, 0, 2], margins [0, .5], weights [3/4, 1/4], no smoothing, center_coef .1
-    -> d [1, -2.5], bt [.3133, 2.5789], center [1, 4]: loss .8797 + .1 * 1.75 = 1.0547
-    """
-    chosen, rejected, margins, weights = rewards[pairs[0]], rewards[pairs[1]], *pairs[2:]  # (B,) each
-    gap, center = chosen - rejected, (chosen + rejected) ** 2
-    d, right = gap - margins, (gap.sign() + 1) / 2  # ties are one half
-    bt = -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)
-    tables = {"rm/loss": bt + center_coef * center, "rm/bt_loss": bt, "rm/center_loss": center}
-    tables |= {"rm/chosen_rewards": chosen, "rm/rejected_rewards": rejected}
-    tables |= {"rm/accuracy": right, "rm/margin": gap}
-    return {name: (weights * x).sum() for name, x in tables.items()}
-
-
-def ranking_metrics(rewards: Tensor, rankings: list[dict], smoothing: float, center_coef: float) -> dict:
-    """All metrics of scores (S,). ece, expected calibration error: over ten bins of the confidence
-    sigmoid(|chosen - rejected|), |accuracy - confidence| by weight, https://arxiv.org/abs/1706.04599
-
-    rewards [2, 0, 0, 2, 1, 1] of three pairs -> confidence [.881, .881, .5], right [1, 0, .5],
-    ece 2 / 3 * |.5 - .881| + 1 / 3 * 0 = .2539
-    """
-    rewards, pairs = rewards.double(), ranking_pairs(rankings)
-    metrics = bradley_terry(rewards, pairs, smoothing, center_coef)
-    gap = rewards[pairs[0]] - rewards[pairs[1]]
-    confidence, right = gap.abs().sigmoid(), (gap.sign() + 1) / 2
-    bins, error = (confidence * 20 - 10).long().clamp(0, 9), pairs[3] * (right - confidence)
-    metrics["rm/ece"] = torch.zeros(10).to(error).index_add(0, bins, error).abs().sum()
-    lengths = [torch.tensor([len(x) for x in ranking["responses"]]).double() for ranking in rankings]
-    # Their means are 0 then: cosine is Pearson's correlation.
-    within = [[x - x.mean() for x in table] for table in (rewards.split([*map(len, lengths)]), lengths)]
-    metrics["rm/length_correlation"] = F.cosine_similarity(*map(torch.cat, within), dim=0, eps=1e-12)
-    return {name: float(value) for name, value in metrics.items()}
+    saved_names = set(model.state_dict())
+    lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    weights = {name: buffer for name, buffer in model.named_buffers() if name in saved_names}
+    for name, parameter in model.named_parameters():
+        is_sharded = hasattr(parameter, "ds_id")
+        layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
+        adapters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
+        with deepspeed.zero.GatheredParameters([parameter, *adapters], enabled=is_sharded):
+            weight = parameter.detach().clone() if is_sharded else parameter.detach()
+            if layer:
+                lora_a, lora_b = (adapter.detach().float() for adapter in adapters)  # (rank, in), (out, rank)
+                weight = (weight.float() + layer.scaling["default"] * (lora_b @ lora_a)).to(weight.dtype)
+        if ".lora_" not in name:
+            weights[name.replace(".base_layer.", ".")] = weight.cpu() if is_sharded else weight
+    tied = {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
+    return weights | tied
 
 
 # ---- DeepSpeed ----
@@ -381,13 +846,17 @@ def ranking_metrics(rewards: Tensor, rankings: list[dict], smoothing: float, cen
 
 def init_distributed() -> torch.device:
     """Without a launcher: one process and no port, so that runs never collide."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
+    on_cuda = torch.cuda.is_available()
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    device = torch.device("cuda", int(local_rank)) if on_cuda else torch.device("cpu")
+    if on_cuda:
         torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if cuda else "gloo", **alone)
-    os.environ |= {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"), "DS_ACCELERATOR": device.type}
+    backend = "nccl" if on_cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    os.environ |= {"LOCAL_RANK": local_rank, "DS_ACCELERATOR": device.type}
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
@@ -396,16 +865,10 @@ def init_distributed() -> torch.device:
     return device
 
 
-def sum_over_ranks(table: Tensor, device) -> Tensor:
-    if WORLD_SIZE > 1:  # alone, gloo would copy in a thread of its own, and slow down OpenMP's
-        dist.all_reduce(table := table.to(device))
-    return table.cpu()
-
-
-def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither. A pack is
-    a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step, batch sizes stay
-    1 here, and the losses carry their own global denominators."""
+def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int):
+    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a frozen module's, it
+    has neither. A pack is a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a
+    step, batch sizes stay 1 here, and the losses carry their own global denominators."""
     import deepspeed
 
     config = {
@@ -423,156 +886,136 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
         deepspeed.zero.register_external_parameter(module, head.weight)  # read outside its own forward
-    optimizer = schedule = None
-    if total_updates:
-        trained = [p for p in module.parameters() if p.requires_grad]
-        vectors, matrices = ([p for p in trained if (p.dim() > 1) == kind] for kind in (False, True))
+    optimizer = None
+    schedule = None
+    if total_updates > 0:
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in trained if parameter.dim() > 1]
+        vectors = [parameter for parameter in trained if parameter.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": args.weight_decay}]
-        groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []  # LoRA has none
+        if vectors:  # LoRA has none
+            groups.append({"params": vectors, "weight_decay": 0.0})
         fused = torch.cuda.is_available() and not args.offload_optimizer
         optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=args.adam_betas, fused=fused)
-        name, shape = "cosine_warmup_with_min_lr", {"min_lr_rate": args.min_lr_ratio}
-        schedule = transformers.get_scheduler(name, optimizer, args.warmup_steps, total_updates, shape)
-    how = {"config": config, "optimizer": optimizer, "lr_scheduler": schedule}
-    return deepspeed.initialize(model=module, dist_init_required=False, **how)[0]
+        schedule = transformers.get_scheduler(
+            name="cosine_warmup_with_min_lr",
+            optimizer=optimizer,
+            num_warmup_steps=args.warmup_steps,
+            num_training_steps=total_updates,
+            scheduler_specific_kwargs={"min_lr_rate": args.min_lr_ratio},
+        )
+    engine, _, _, _ = deepspeed.initialize(
+        model=module, config=config, optimizer=optimizer, lr_scheduler=schedule, dist_init_required=False
+    )
+    return engine
 
 
-def optimizer_step(engine) -> tuple[float, bool]:
-    """Clip, step, advance the schedule -> gradient norm before clipping, and whether the step was taken: all
-    ranks decide alike, by the reduced gradients."""
+def optimizer_step(engine) -> float | None:
+    """Clip, step, advance the schedule -> gradient norm before clipping, or None where it was not finite and
+    the step was left out: all ranks decide alike, by the reduced gradients."""
     if not engine.zero_optimization() and not engine.bfloat16_enabled():  # this path has no check of its own
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        engine.step() if norm.isfinite() else engine.zero_grad()
-        return float(norm), bool(norm.isfinite())
+        if not norm.isfinite():
+            engine.zero_grad()
+            return None
+        engine.step()
+        return float(norm)
     engine.step()
-    taken, optimizer = engine.was_step_applied(), engine.optimizer
+    optimizer = engine.optimizer
     # A parameter without gradients in the next step, as a vision tower's without pictures, would have those
     # of this step again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
     kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         kept += [group.grad for group in getattr(optimizer, name, [])]
-    for gradients in filter(torch.is_tensor, kept):
-        gradients.zero_()
-    return float(engine.get_global_grad_norm()) if taken else math.nan, taken
+    for gradients in kept:
+        if torch.is_tensor(gradients):
+            gradients.zero_()
+    return float(engine.get_global_grad_norm()) if engine.was_step_applied() else None
 
 
-# ---- update ----
+def sum_over_ranks(table: Tensor, device: torch.device) -> Tensor:
+    if WORLD_SIZE > 1:  # alone, gloo would copy in a thread of its own, and slow down OpenMP's
+        table = table.to(device)
+        dist.all_reduce(table)
+    return table.cpu()
 
 
-def score_rows(args: Args, indices: list[int], data, engine, train: bool = False) -> tuple[list, Tensor]:
-    """Some rows -> on all ranks their rankings, and scores of all responses, (S,); train: and gradients."""
-    prompts, device = data.encode(np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist()), engine.device
-    gathered = [[prompt["ranking"] for prompt in prompts]] * WORLD_SIZE
-    if WORLD_SIZE > 1:  # alone it would start threads in gloo, see sum_over_ranks
-        dist.all_gather_object(gathered, gathered[0])
-    rankings = sum(gathered, [])
-    if len(rankings) * 2 < len(indices):
-        fail(f"more than half of {len(indices)} rows of {data.source} can't be used: see the warnings")
-    responses, groups = [], []
-    for g, ranking in enumerate(rankings):
-        start, responses = len(responses), responses + ranking["responses"]
-        groups.append((g, [*range(start, len(responses))]))
-    given = groups, rankings, data.encode, responses, args.micro_batch_tokens, RANK, WORLD_SIZE
-    packed = packing.is_packed(engine.module.model)
-    packs = [*packing.packs_of_rank(*given, packed, media_everywhere=args.zero_stage > 0)]
-    pairs = [x.to(device) for x in ranking_pairs(rankings)]
-    others, rewards = torch.zeros(2, len(responses), device=device)
-    if train and (not packed or max(ranking["tokens"] for ranking in rankings) > args.micro_batch_tokens):
-        # A pack may lack some of a prompt's responses: their scores are constants to it.
-        others = score_rows(args, indices, data, engine)[1].to(device)
-    engine.train(train)
-    for k, pack in enumerate(packs):
-        with torch.set_grad_enabled(train):
-            own = engine(pack := pack.to(device))
-        rewards[pack.rows] = own.detach()
-        if train:
-            known = others.index_put((pack.rows,), own)  # (S,)
-            loss = bradley_terry(known, pairs, args.label_smoothing, args.center_coef)["rm/loss"]
-            engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
-            # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
-            engine.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
-    return rankings, sum_over_ranks(rewards, device)
-
-
-# ---- evaluate ----
-
-
-def evaluate(args: Args, engine, eval_sets: dict) -> tuple[dict[str, float], list[dict]]:
-    """A fixed subset of each held-out set -> metrics, all pairs with their scores."""
-    metrics, samples, n = {}, [], args.train_batch_size
-    for name, data in eval_sets.items():
-        indices = np.sort(np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples])
-        rankings, rewards = [], torch.empty(0)
-        for part in np.array_split(indices, -(-len(indices) // n)):  # alike in size
-            found = score_rows(args, part.tolist(), data, engine)
-            rankings, rewards = rankings + found[0], torch.cat([rewards, found[1]])
-        found = ranking_metrics(rewards, rankings, args.label_smoothing, args.center_coef)
-        metrics |= {key.replace("rm/", f"eval/{name}/"): value for key, value in found.items()}
-        scores = iter(rewards.tolist())
-        for ranking in rankings:
-            texts = data.tokenizer.batch_decode(ranking["responses"])
-            for (chosen, x), (rejected, y) in combinations([*zip(texts, scores)], 2):
-                sample = {"chosen": chosen, "rejected": rejected} | ranking | {"responses": texts}
-                sample |= {"chosen_reward": x, "rejected_reward": y, "margin": x - y}
-                samples.append(sample | {"phase": f"eval_{name}", "row": ranking["index"]})
-    return metrics, samples
-
-
-# ---- save, resume, log ----
-
-
-def tell(message: str) -> None:
-    if RANK == 0:
-        tqdm.write(message)  # also under a progress bar
-        sys.stdout.flush()
-
-
-def checkpoints(run_dir: Path) -> list[Path]:
-    """By step."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda p: int(p.name[11:]))
+# ---- files ----
 
 
 def find_run(args: Args) -> tuple[Path, Path | None]:
     """-> the run's folder, and the checkpoint to go on from."""
-    name = f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    found = [Path(args.output_dir) / (args.run_name or name), None]
-    dist.broadcast_object_list(found)  # the name holds a time: all ranks take rank 0's
-    if args.resume == "auto":
-        found[1] = next(reversed(checkpoints(found[0])), None)
-    elif args.resume is not None:
-        found = [Path(args.resume).resolve().parent, Path(args.resume)]
-        if not (found[1] / "state").is_dir():
+    if args.resume not in (None, "auto"):
+        checkpoint = Path(args.resume)
+        if not (checkpoint / "state").is_dir():
             fail(f"--resume {args.resume} is no checkpoint: it has no folder named state")
-    elif RANK == 0 and found[0].exists():
-        fail(f"{found[0]} exists already: choose another --run-name, or go on with --resume auto")
-    return found[0], found[1]
+        return checkpoint.resolve().parent, checkpoint
+    script = Path(__file__).stem
+    now = time.strftime("%Y%m%d-%H%M%S")
+    names = [args.run_name or f"{script}-{Path(args.model).name}-seed{args.seed}-{now}"]
+    dist.broadcast_object_list(names)  # all ranks take rank 0's time
+    folder = Path(args.output_dir) / names[0]
+    if args.resume == "auto":
+        found = checkpoints(folder)
+        return folder, found[-1] if found else None
+    if RANK == 0 and folder.exists():
+        fail(f"{folder} exists already: choose another --run-name, or go on with --resume auto")
+    return folder, None
 
 
-def save_checkpoint(args: Args, run_dir: Path, engine, processor, state: dict) -> Path:
+def checkpoints(run_dir: Path) -> list[Path]:
+    """By step."""
+    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name[11:]))
+
+
+def open_folder(args: Args, folder: Path, last_step: int) -> None:
+    """Make the run's folder; of a resumed run, drop what was logged after its checkpoint."""
+    if RANK > 0:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--output-dir {args.output_dir} can't be written: {error}")
+    (folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
+    for path in folder.glob("*.jsonl"):
+        kept = []
+        for line in path.read_text().splitlines(keepends=True):
+            is_whole = line.endswith("\n")  # a kill may have cut the last one
+            if is_whole and 0 < last_step >= json.loads(line)["train/step"]:
+                kept.append(line)
+        path.write_text("".join(kept))
+
+
+def save_checkpoint(args: Args, run: Run) -> Path:
     """checkpoint-N: transformers' classifier, or a vision-language backbone; score.safetensors; state/ for
     --resume. Collective."""
-    final, config = run_dir / f"checkpoint-{state['step']}", engine.module.model.config
-    folder = final.with_suffix(".tmp")  # renamed when all of it is written
+    module = run.engine.module
+    final = run.folder / f"checkpoint-{run.state['step']}"
+    unfinished = final.with_suffix(".tmp")  # renamed when all of it is written
     if RANK == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     dist.barrier()
-    engine.save_checkpoint(str(folder / "state" / "reward"), tag="engine", client_state={"ours": state})
-    weights = {name: weight.cpu() for name, weight in merged_state_dict(engine.module).items()}
+    run.engine.save_checkpoint(
+        str(unfinished / "state" / "reward"), tag="engine", client_state={"ours": run.state}
+    )
+    weights = {name: weight.cpu() for name, weight in merged_state_dict(module).items()}
     if RANK == 0:
-        head, config.num_labels = {"score.weight": weights.pop("score.weight")}, 1
-        safetensors.torch.save_file(head, folder / "score.safetensors")
+        head = {"score.weight": weights.pop("score.weight")}
+        safetensors.torch.save_file(head, unfinished / "score.safetensors")
+        config = module.model.config
+        config.num_labels = 1
         is_text = not hasattr(config, "vision_config")
         kind = transformers.AutoModelForSequenceClassification if is_text else transformers.AutoModel
         with torch.device("meta"):  # the same architecture, without adapters
             plain = kind.from_config(config)
-        prefix, head = (f"{plain.base_model_prefix}.", head) if is_text else ("", {})
+        prefix = f"{plain.base_model_prefix}." if is_text else ""
         weights = {name.replace("model.", prefix, 1): weight for name, weight in weights.items()}
-        plain.save_pretrained(folder, state_dict=weights | head)
-        processor.save_pretrained(folder)
+        plain.save_pretrained(unfinished, state_dict=weights | head if is_text else weights)
+        run.processor.save_pretrained(unfinished)
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed before it
-        folder.rename(final)
-        for old in checkpoints(run_dir)[: -max(1, args.save_total_limit)]:
+        unfinished.rename(final)
+        for old in checkpoints(run.folder)[: -max(1, args.save_total_limit)]:
             shutil.rmtree(old)
     dist.barrier()
     return final
@@ -583,15 +1026,15 @@ def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    files = ("metrics", [metrics]), ("samples", [{"train/step": step} | sample for sample in samples])
-    for name, lines in files:
-        with (run_dir / f"{name}.jsonl").open("a") as file:
-            file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
+    append_lines(run_dir / "metrics.jsonl", [metrics])
+    append_lines(run_dir / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
     if args.track == "wandb":
         import wandb
 
-        known = {"id": run_dir.name, "name": run_dir.name, "config": asdict(args), "dir": run_dir}
-        (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=step)
+        name = run_dir.name
+        if wandb.run is None:
+            wandb.init(id=name, name=name, config=asdict(args), dir=run_dir, resume="allow")
+        wandb.run.log(metrics, step=step)
     if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -600,108 +1043,12 @@ def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict
                 writer.add_scalar(name, value, step)
 
 
-# ---- main ----
-
-
-def main(args: Args) -> dict[str, float]:
-    # --- 1. setup ---
-    started = time.perf_counter()
-    transformers.utils.logging.disable_progress_bar()
-    check_args(args)
-    device, n = init_distributed(), args.train_batch_size
-    run_dir, checkpoint = find_run(args)
-    fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
-    dtype = torch.float32 if fp32 else torch.bfloat16
-
-    # --- 2. models and engines ---
-    model = load_model(args.model, dtype).base_model
-    processor = transformers.AutoProcessor.from_pretrained(args.model)
-    torch.manual_seed(args.seed)  # of the head and LoRA
-    module = RewardModel(model)
-    if (head := Path(args.model) / "score.safetensors").is_file():
-        module.load_state_dict(safetensors.torch.load_file(head), strict=False)
-    if args.lora_rank:
-        add_adapters(args, model)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    engine = make_engine(args, module, dtype, args.total_steps)
-    state = {"step": 0, "before": {}, "skipped": 0}
-    if checkpoint is not None:
-        state = engine.load_checkpoint(str(checkpoint / "state" / "reward"), tag="engine")[1]["ours"]
-
-    # --- 3. data ---
-    data = load_data(args, args.dataset, args.dataset_split, args.seed, model, processor)
-    sources = args.eval_datasets or ("easy-vqa=easy-vqa",) * (args.dataset == "easy-vqa")
-    eval_sets = {}
-    for name, _, source in (item.partition("=") for item in sources):
-        eval_sets[name] = load_data(args, source, args.eval_dataset_split, 0, model, processor)
-    if RANK == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        for path in run_dir.glob("*.jsonl"):  # without what was logged after the checkpoint
-            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
-            path.write_text("".join(lines))
-    tell(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
-    some = range(0, len(data.rows), len(data.rows) // 16 + 1)
-    prompts = data.encode(some) or fail(f"{args.dataset}: no row can be used")
-    probes = [*{prompt["kinds"]: prompt for prompt in prompts}.values()]
-    tell(packing.prove_packing(model, engine, probes))
-    if not hasattr(processor, "tokenizer"):  # its classifier reads the last token that is not pad
-        last = int(prompts[0]["ranking"]["responses"][0][-1])
-        free = [i for i, t in processor.added_tokens_decoder.items() if t.special and i != last]
-        model.config.pad_token_id = processor.pad_token_id = free[0]
-    metrics, received, stopped, saved = {}, [], False, checkpoint
-    for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
-        signal.signal(number, lambda number, frame: received.append(number))
-    if eval_sets and not state["before"]:  # a resumed run has it
-        state["before"], samples = evaluate(args, engine, eval_sets)
-        log(args, run_dir, {"train/step": 0, **state["before"]}, samples)
-    steps = range(state["step"] + 1, args.total_steps + 1)
-    for step in tqdm(steps, "reward", args.total_steps, initial=steps.start - 1, disable=RANK > 0 or None):
-        # --- 7. update ---
-        start = time.perf_counter()
-        indices = batch_indices((step - 1) * n, n, len(data.rows), args.seed)
-        rankings, rewards = score_rows(args, indices, data, engine, train=True)
-        norm, taken = optimizer_step(engine)
-        state |= {"step": step, "skipped": 0 if taken else state["skipped"] + 1}
-        seconds = time.perf_counter() - start
-
-        # --- 9. log ---
-        metrics = ranking_metrics(rewards, rankings, args.label_smoothing, args.center_coef)
-        metrics |= {"train/step": step, "train/learning_rate": engine.get_lr()[0]}
-        metrics |= {"train/grad_norm": norm if taken else 0.0, "train/skipped_updates": int(not taken)}
-        metrics |= {"rollout/prompts_dropped": n - len(rankings), "time/total": seconds}
-        samples, told = [], [f"{key} {metrics[f'rm/{key}']:.3f}" for key in ("loss", "accuracy")]
-
-        # --- 10. eval and save ---
-        last, hopeless = step == args.total_steps, state["skipped"] >= 5
-        if eval_sets and (last or (args.eval_steps and step % args.eval_steps == 0)):
-            evaluated, samples = evaluate(args, engine, eval_sets)
-            metrics |= evaluated
-            told += [f"{name} {evaluated[f'eval/{name}/accuracy']:.3f}" for name in eval_sets]
-        log(args, run_dir, metrics, samples)
-        tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {', '.join(told)}")
-        stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike
-        if last or stopped or hopeless or (args.save_steps and step % args.save_steps == 0):
-            saved = save_checkpoint(args, run_dir, engine, processor, state)
-        if hopeless:
-            fail(f"step {step}: 5 times in a row no finite gradients; the weights before: {saved}")
-        if stopped:
-            break
-
-    # --- 11. finish ---
-    if stopped:
-        tell(f"stopped by a signal after step {step}; go on with --resume {saved}")
-    else:
-        before = state["before"].items()
-        told = [f"{k} {x:.3f} -> {metrics[k]:.3f}" for k, x in before if "/accuracy" in k and k in metrics]
-        tell(" · ".join([*told, f"{time.perf_counter() - started:.0f} s", str(saved)]))
-        tell(f"to see it: python tools/report.py {run_dir}")
-    dist.destroy_process_group()
-    return metrics
+def append_lines(path: Path, lines: list[dict]) -> None:
+    with path.open("a") as file:
+        for line in lines:
+            file.write(json.dumps(line, default=str) + "\n")
 
 
 if __name__ == "__main__":
-    argv = [x for x in sys.argv[1:] if not x.startswith("--local_rank")]  # the deepspeed launcher's
+    argv = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # the deepspeed launcher's
     main(tyro.cli(Args, args=argv, description=__doc__))

@@ -23,7 +23,8 @@ MAX_TOKENS = 8192  # of one forward
 @functools.cache
 def load(folder: str):
     """-> model and processor, or a text model's tokenizer."""
-    device, head = "cuda" if torch.cuda.is_available() else "cpu", Path(folder) / "score.safetensors"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    head = Path(folder) / "score.safetensors"
     is_vision = hasattr(transformers.AutoConfig.from_pretrained(folder), "vision_config")
     kind = transformers.AutoModel if is_vision else transformers.AutoModelForSequenceClassification
     model = kind.from_pretrained(folder, dtype="auto" if device == "cuda" else torch.float32)
@@ -37,20 +38,31 @@ def load(folder: str):
 def score(chats: list, texts: list[str], **columns) -> list[float]:
     """The score at the last token of each whole chat. Responses to one prompt are neighbours."""
     module, processor = load(os.environ["REWARD_MODEL"])
-    model, prompts, responses, groups = module.model, [], [], []
+    model = module.model
+    prompts, responses, groups = [], [], []
     for _, own in itertools.groupby(range(len(chats)), key=lambda b: id(chats[b])):
         own = list(own)
         answers = [[{"role": "assistant", "content": [{"type": "text", "text": texts[b]}]}] for b in own]
-        prompt, rests = encode_ranking(model, processor, chats[own[0]], *answers)
+        prompt, own_responses = encode_ranking(model, processor, chats[own[0]], answers, index=len(prompts))
         groups.append((len(prompts), own))
-        prompts.append(prompt | {"index": len(prompts)})
-        responses += rests
+        prompts.append(prompt)
+        responses += own_responses
+    longest = max(prompt.length for prompt in prompts) + max(map(len, responses))
+    max_tokens = max(MAX_TOKENS, longest)
     if not hasattr(model, "line"):  # decided once, by a comparison on the first prompt
-        model.line = packing.prove_packing(model, module, prompts[:1])
+        model.line = packing.enable_packing_if_exact(
+            model=model, forward=module, prompts=prompts[:1], max_length=longest, max_tokens=max_tokens
+        )
         print(f"reward model: {model.line}", file=sys.stderr)
-    longest = max(prompt["length"] for prompt in prompts) + max(map(len, responses))
-    given = groups, prompts, lambda indices: [prompts[i] for i in indices], responses
+    packs = packing.packs_of_rank(
+        groups=groups,
+        prompts=prompts,
+        encode=prompts.__getitem__,
+        responses=responses,
+        max_tokens=max_tokens,
+        packed=packing.is_packed(model),
+    )
     scores = torch.zeros(len(texts), device=model.device)
-    for pack in packing.packs_of_rank(*given, max(MAX_TOKENS, longest), packed=packing.is_packed(model)):
-        scores[pack.rows] = module(pack.to(model.device))
+    for pack in packs:
+        scores[pack.response_index] = module(pack.to(model.device))
     return scores.tolist()

@@ -226,14 +226,10 @@ def adaptive_lambda(run) -> bool:
 
 
 def hinge(run) -> bool:
-    pair = [
-        torch.tensor([0]),
-        torch.tensor([1]),
-        torch.zeros(1),
-        torch.ones(1),
-    ]  # chosen, rejected, margin, weight
-    found = [run.module.bradley_terry(torch.tensor([x, 0.0]), pair, 0.0, 0.0)["rm/loss"] for x in (0.25, 2.0)]
-    return near(list(map(float, found)), [0.75, 0])
+    chosen, rejected = torch.tensor([0, 2]), torch.tensor([1, 3])
+    pairs = run.module.Pairs(chosen, rejected, margins=torch.zeros(2), weights=torch.ones(2) / 2)
+    losses, _ = run.module.compute_bt_loss(torch.tensor([0.25, 0.0, 2.0, 0.0]), pairs, 0.0, 0.0)
+    return near(losses.tolist(), [0.75, 0])
 
 
 CHECKS = {

@@ -2,7 +2,6 @@
 one and two ranks, resumed and killed, and what a saved folder gives."""
 
 import ast
-import copy
 import re
 import runpy
 import signal
@@ -22,29 +21,36 @@ from safetensors.torch import load_file
 from test_families import folder_of  # noqa: F401
 
 import reward_bt
-from common import packing
-from reward_bt import bradley_terry, ranking_metrics, ranking_pairs
+from common.packing import PromptInfo
+from reward_bt import Args, Ranking, calibration_error, compute_bt_loss, make_pairs, ranking_metrics
+
+CPU = torch.device("cpu")
 
 
-def ranking(K: int, margin: float = 0.0, weight: float = 1.0, lengths=None) -> dict:
-    lengths = lengths or [1] * K
-    return {"responses": [torch.zeros(n) for n in lengths], "margin": margin, "weight": weight}
+def ranking(K: int, margin: float = 0.0, weight: float = 1.0) -> Ranking:
+    prompt, responses = PromptInfo(0, 1, ()), [torch.zeros(1)] * K
+    return Ranking(prompt, responses, 1 + K, texts=[], margin=margin, weight=weight, columns={})
+
+
+def mean_loss(scores: torch.Tensor, rankings: list[Ranking], smoothing: float, center: float) -> torch.Tensor:
+    pairs = make_pairs(rankings, CPU)
+    return (pairs.weights * compute_bt_loss(scores, pairs, smoothing, center)[0]).sum()
 
 
 # --- loss and metrics ---
 
 
 def test_worked_examples_of_the_docstrings():
-    chosen, rejected, margins, weights = ranking_pairs([ranking(2, 0, 3), ranking(3, 0.5, 1)])
-    assert (chosen.tolist(), rejected.tolist()) == ([0, 2, 2, 3], [1, 3, 4, 4])
-    assert margins.tolist() == [0, 0.5, 0.5, 0.5]
-    assert weights.tolist() == pytest.approx([3 / 4, *[1 / 12] * 3])
-    pairs = ranking_pairs([ranking(2, 0, 3), ranking(2, 0.5, 1)])
-    metrics = bradley_terry(torch.tensor([1.0, 0, 0, 2]), pairs, 0.0, 0.1)
-    assert metrics["rm/loss"] == pytest.approx(1.0547, abs=1e-4)
-    assert metrics["rm/bt_loss"] == pytest.approx(0.8797, abs=1e-4) and metrics["rm/center_loss"] == 1.75
-    metrics = ranking_metrics(torch.tensor([2.0, 0, 0, 2, 1, 1]), [ranking(2)] * 3, 0.0, 0.0)
-    assert metrics["rm/ece"] == pytest.approx(0.2539, abs=1e-4)
+    pairs = make_pairs([ranking(2, 0, 3), ranking(3, 0.5, 1)], CPU)
+    assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([0, 2, 2, 3], [1, 3, 4, 4])
+    assert pairs.margins.tolist() == [0, 0.5, 0.5, 0.5]
+    assert pairs.weights.tolist() == pytest.approx([3 / 4, *[1 / 12] * 3])
+    pairs = make_pairs([ranking(2, 0, 3), ranking(2, 0.5, 1)], CPU)
+    losses, metrics = compute_bt_loss(torch.tensor([1.0, 0, 0, 2]), pairs, 0.0, 0.1)
+    assert losses.tolist() == pytest.approx([0.4133, 2.9789], abs=1e-4)
+    assert metrics["rm/bt_loss"].tolist() == pytest.approx([0.3133, 2.5789], abs=1e-4)
+    assert metrics["rm/center_loss"].tolist() == [1, 4]
+    assert calibration_error(torch.tensor([2.0, -2, 0]), torch.ones(3) / 3) == pytest.approx(0.2539, abs=1e-4)
 
 
 @pytest.mark.parametrize("smoothing, center", [(0.0, 0.0), (0.0, 0.3), (0.2, 0.0), (0.1, 0.05)])
@@ -52,61 +58,55 @@ def test_loss_and_gradient_equal_the_closed_form(smoothing, center):
     """Rankings of 2, 4 and 3 responses with margins and weights, pair by pair by hand."""
     rankings = [ranking(2, 0.5, 1.0), ranking(4, 0.0, 0.5), ranking(3, -0.25, 2.0)]
     rewards = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    loss = bradley_terry(rewards, ranking_pairs(rankings), smoothing, center)["rm/loss"]
+    loss = mean_loss(rewards, rankings, smoothing, center)
     (gradient,) = torch.autograd.grad(loss, rewards)
     expected, by_hand, start, r = 0.0, np.zeros(9), 0, rewards.detach().numpy()
     for own in rankings:
-        pairs = list(combinations(range(start, start + len(own["responses"])), 2))
+        pairs = list(combinations(range(start, start + len(own.responses)), 2))
         for i, j in pairs:
-            w, d, total = own["weight"] / 3.5 / len(pairs), r[i] - r[j] - own["margin"], r[i] + r[j]
+            w, d, total = own.weight / 3.5 / len(pairs), r[i] - r[j] - own.margin, r[i] + r[j]
             p = 1 / (1 + np.exp(-d))
             expected += w * (-(1 - smoothing) * np.log(p) - smoothing * np.log(1 - p) + center * total**2)
             slope = -(1 - smoothing) * (1 - p) + smoothing * p  # of the loss in d
             by_hand[i] += w * (slope + 2 * center * total)
             by_hand[j] += w * (-slope + 2 * center * total)
-        start += len(own["responses"])
+        start += len(own.responses)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-6)
     assert gradient.numpy() == pytest.approx(by_hand, rel=1e-5, abs=1e-8)
-    shifted = bradley_terry(rewards + 7.5, ranking_pairs(rankings), smoothing, center)["rm/loss"]
+    shifted = mean_loss(rewards + 7.5, rankings, smoothing, center)
     assert (abs(float(shifted.detach()) - expected) < 1e-6) == (center == 0), "only centering sees a shift"
 
 
-def metrics_of(rewards: list[float], lengths: list[int], sizes: list[int]) -> dict[str, float]:
-    starts = np.cumsum([0, *sizes])
-    rankings = [ranking(K, lengths=lengths[s : s + K]) for K, s in zip(sizes, starts)]
-    return ranking_metrics(torch.tensor(rewards), rankings, 0.0, 0.5)
+def metrics_of(scores: list[float], sizes: list[int]) -> dict[str, float]:
+    args = Args(label_smoothing=0.0, center_coef=0.5)
+    return ranking_metrics(args, [ranking(K) for K in sizes], torch.tensor(scores))
 
 
 def test_metrics_count_each_prompt_once_and_ties_as_one_half():
     # prompt 0: tie; prompt 1: right; prompt 2, three responses: 2 of 3 pairs right
-    m = metrics_of([1.0, 1.0, 2.0, 0.0, 3.0, 1.0, 2.0], [5, 5, 7, 3, 4, 4, 4], [2, 2, 3])
+    m = metrics_of([1.0, 1.0, 2.0, 0.0, 3.0, 1.0, 2.0], [2, 2, 3])
     assert m["rm/accuracy"] == pytest.approx((0.5 + 1 + 2 / 3) / 3)
     assert m["rm/margin"] == pytest.approx((0 + 2 + (2 + 1 - 1) / 3) / 3)
     assert m["rm/chosen_rewards"] == pytest.approx((1 + 2 + (3 + 3 + 1) / 3) / 3)
     assert m["rm/rejected_rewards"] == pytest.approx((1 + 0 + (1 + 2 + 2) / 3) / 3)
     assert m["rm/loss"] == pytest.approx(m["rm/bt_loss"] + 0.5 * m["rm/center_loss"])
-    scores, lengths = [0, 0, 1, -1, 1, -1, 0], [0, 0, 2, -2, 0, 0, 0]  # minus the prompts' means
-    assert m["rm/length_correlation"] == pytest.approx(np.corrcoef(scores, lengths)[0, 1])
-    flat = metrics_of([0.0] * 8, [1, 2] * 4, [2] * 4)
+    flat = metrics_of([0.0] * 8, [2] * 4)
     assert flat["rm/bt_loss"] == pytest.approx(0.6931, abs=1e-4)
-    assert (flat["rm/accuracy"], flat["rm/ece"], flat["rm/length_correlation"]) == (0.5, 0.0, 0.0)
-    sure = metrics_of([9.0, -9.0, -9.0, 9.0], [4, 2, 2, 4], [2, 2])
-    assert sure["rm/ece"] == pytest.approx(0.5, abs=1e-3)
-    assert sure["rm/length_correlation"] == pytest.approx(1.0)
+    assert (flat["rm/accuracy"], flat["rm/ece"]) == (0.5, 0.0)
+    assert metrics_of([9.0, -9.0, -9.0, 9.0], [2, 2])["rm/ece"] == pytest.approx(0.5, abs=1e-3)
 
 
 def test_calibration_error_against_a_plain_loop():
     rng = np.random.default_rng(0)
-    rewards, weights = rng.normal(size=(500, 2)), rng.dirichlet(np.ones(500))
-    gap = rewards[:, 0] - rewards[:, 1]
+    gap, weights = rng.normal(size=500), rng.dirichlet(np.ones(500))
     confidence, expected = 1 / (1 + np.exp(-abs(gap))), 0.0
     for low in np.arange(0.5, 1, 0.05):
         inside = (confidence >= low) & (confidence < low + 0.05)
         if w := weights[inside].sum():
             accuracy = (weights * (gap > 0))[inside].sum() / w
             expected += w * abs(accuracy - (weights * confidence)[inside].sum() / w)
-    found = ranking_metrics(torch.tensor(rewards).flatten(), [ranking(2, 0, w) for w in weights], 0.0, 0.0)
-    assert found["rm/ece"] == pytest.approx(expected, abs=1e-6)
+    found = calibration_error(torch.tensor(gap), torch.tensor(weights))
+    assert float(found) == pytest.approx(expected, abs=1e-6)
 
 
 # --- data ---
@@ -121,15 +121,16 @@ def text(tiny_text_model):
 
 @pytest.fixture
 def encode(text, tmp_path):
-    """Rows -> their encoded prompts, and the texts of prompt and response together."""
+    """Rows -> their rankings, and the texts of prompt and response together."""
 
     def build(*rows: dict, **flags):
         args, model, tokenizer = text
         source = write_jsonl(tmp_path / "data.jsonl", list(rows))
         args = reward_bt.Args(**vars(args) | flags)
-        prompts = reward_bt.load_data(args, source, "train", 0, model, tokenizer).encode(range(len(rows)))
-        whole = [[torch.cat([p["prompt_ids"], x]) for x in p["ranking"]["responses"]] for p in prompts]
-        return prompts, [tokenizer.batch_decode(own) for own in whole]
+        data = reward_bt.load_data(args, source, "train", 0, model, tokenizer)
+        rankings = [ranking for i in range(len(rows)) if (ranking := data.encode(i))]
+        whole = [[torch.cat([r.prompt.ids, x]) for x in r.responses] for r in rankings]
+        return rankings, [tokenizer.batch_decode(own) for own in whole]
 
     return build
 
@@ -151,9 +152,10 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_data_gives_the_same_text(form, encode):
-    prompts, texts = encode(FORMS[form])
+    (ranking,), texts = encode(FORMS[form])
     assert texts == [["user: q\nassistant: good\nassistant: ", "user: q\nassistant: bad\nassistant: "]]
-    assert prompts[0]["length"] == len("user: q\nassistant: "), "all that they share is encoded once"
+    assert ranking.prompt.length == len("user: q\nassistant: "), "all that they share is encoded once"
+    assert ranking.texts == ["good", "bad"]
 
 
 def test_turns_after_the_first_difference_belong_to_the_responses(encode):
@@ -167,27 +169,25 @@ def test_turns_after_the_first_difference_belong_to_the_responses(encode):
 def test_system_prompt_margin_weight_and_special_tokens(encode):
     row = {"prompt": "q<|end|>", "chosen": "good<|end|>", "rejected": "bad"}
     others = {**row, "margin": 0.5, "weight": 2}, {**row, "margin": None, "weight": 0.25}
-    prompts, texts = encode(row, *others, system_prompt="be kind")
+    rankings, texts = encode(row, *others, system_prompt="be kind")
     assert texts[0][0] == "system: be kind\nuser: q< |end|>\nassistant: good< |end|>\nassistant: "
-    found = [(p["ranking"]["margin"], p["ranking"]["weight"]) for p in prompts]
-    assert found == [(0.0, 1.0), (0.5, 2), (0.0, 0.25)]
+    assert [(r.margin, r.weight) for r in rankings] == [(0.0, 1.0), (0.5, 2), (0.0, 0.25)]
 
 
 def test_unusable_rows_are_left_out_and_named(encode, text, tmp_path, capsys):
     good = {"prompt": "q", "chosen": "good", "rejected": "bad", "responses": None, "image": None}
     rows = [good, {**good, "chosen": "g" * 40}, {**good, "responses": ["alone"]}, {**good, "chosen": None}]
     rows += [{**good, "image": "gone.png"}, {**good, "prompt": None}]
-    prompts, _ = encode(*rows, max_length=50)
+    rankings, _ = encode(*rows, max_length=50)
     told = capsys.readouterr().err
-    assert [p["ranking"]["index"] for p in prompts] == [0]
+    assert [r.prompt.index for r in rankings] == [0]
     assert [f"data.jsonl row {i} is left out" in told for i in range(6)] == [False, *[True] * 5]
     for reason in ("--max-length", "needs two responses", "gone.png"):
         assert reason in told
     data = reward_bt.load_data(text[0], str(tmp_path / "data.jsonl"), "train", 0, *text[1:])
-    engine = Engine(reward_bt.RewardModel(text[1]))
-    assert reward_bt.score_rows(text[0], [0, 0, 0, 4], data, engine)[1].shape == (6,)
+    assert [r.prompt.index for r in reward_bt.gather_rankings(data, [0, 6, 12, 4])] == [0, 0, 0]
     with pytest.raises(SystemExit):
-        reward_bt.score_rows(text[0], [0, 4, 5], data, engine)
+        reward_bt.gather_rankings(data, [0, 4, 5])
     assert "more than half of 3 rows" in capsys.readouterr().err
 
 
@@ -214,17 +214,15 @@ def test_easy_vqa_pairs_are_of_one_kind_and_follow_the_seed():
 
 
 class Engine:
-    """What score_rows asks of a DeepSpeed engine, without one."""
-
-    device = torch.device("cpu")
+    """What main asks of a DeepSpeed engine, without one: gradients stay in the module."""
 
     def __init__(self, module):
-        self.module, self.train = module, module.train
+        self.module, self.train, self.eval = module, module.train, module.eval
+        self.set_gradient_accumulation_boundary = lambda last: None
+        self.get_lr = lambda: [0.0]
 
     def __call__(self, pack):
         return self.module(pack)
-
-    def set_gradient_accumulation_boundary(self, last: bool) -> None: ...
 
     def backward(self, loss, scale_wrt_gas: bool) -> None:
         loss.backward()
@@ -267,38 +265,41 @@ def by_transformers(row: dict, folder, model, processor, weight) -> list[torch.T
 
 
 @pytest.mark.parametrize("family", "qwen2_5_vl qwen3_vl llava gemma3 llama qwen2 gpt2 mistral".split())
-def test_scores_and_gradients_are_those_of_the_unmodified_model(family, folder_of, request):  # noqa: F811
+def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_path, monkeypatch, capsys):  # noqa: F811
     """Packed where the family allows it, one response at a time, and with rankings that don't fit into a pack."""
     folder = folder_of(family)
-    rows, args = with_media(family, folder), reward_bt.Args(model=str(folder), center_coef=0.1)
+    rows, modules = with_media(family, folder), []
+    source, flags = str(folder / "pairs.jsonl"), {"total_steps": 1, "train_batch_size": len(rows)}
+    flags |= {"dataset": source, "eval_datasets": (f"x={source}",), "output_dir": str(tmp_path)}
+    args = Args(model=str(folder), center_coef=0.1, **flags)
     processor = transformers.AutoProcessor.from_pretrained(folder)
     plain = reward_bt.load_model(args.model, torch.float32).base_model.train()  # its dropout is 0
-    torch.manual_seed(0)
-    module = reward_bt.RewardModel(copy.deepcopy(plain))
-    weight = module.score.weight[0].detach().clone().requires_grad_()
-    expected = [by_transformers(row, folder, plain, processor, weight) for row in rows]
-    expected = torch.stack(sum(expected, []))
-    data = reward_bt.load_data(args, str(folder / "pairs.jsonl"), "train", 0, module.model, processor)
-    rankings, _ = reward_bt.score_rows(args, [*range(len(rows))], data, Engine(module))
-    pairs = ranking_pairs(rankings)
-    bradley_terry(expected, pairs, args.label_smoothing, args.center_coef)["rm/loss"].backward()
-    prompts = data.encode(list(range(len(rows))))
-    line = packing.prove_packing(module.model, module, [*{p["kinds"]: p for p in prompts}.values()])
-    assert line.startswith("warning") == (family in ("gemma3", "mistral"))
-    largest = max(r["length"] + max(map(len, r["responses"])) for r in rankings)
-    assert largest < max(r["tokens"] for r in rankings), "the second pass splits a ranking"
+    torch.manual_seed(args.seed)
+    weight = reward_bt.RewardModel(plain).score.weight[0].detach().clone().requires_grad_()
+    expected = torch.stack(sum([by_transformers(row, folder, plain, processor, weight) for row in rows], []))
+    assert expected.std() > 0.1
+    data = reward_bt.load_data(args, source, "train", 0, plain, processor)
+    rankings = [data.encode(i) for i in range(len(rows))]
+    mean_loss(expected, rankings, args.label_smoothing, args.center_coef).backward()
+    known = ranking_metrics(args, rankings, expected.detach())
+    largest = max(r.prompt.length + max(map(len, r.responses)) for r in rankings)
+    assert largest < max(r.num_tokens for r in rankings), "the second pass splits a ranking"
+    monkeypatch.setattr(reward_bt, "make_engine", lambda args, module, dtype, total_updates: Engine(module))
+    monkeypatch.setattr(reward_bt, "optimizer_step", lambda engine: 0.0)
+    monkeypatch.setattr(reward_bt, "save_checkpoint", lambda args, run: modules.append(run.engine.module))
     for budget in (8192, largest):
-        module.zero_grad()
-        args.micro_batch_tokens = budget
-        _, rewards = reward_bt.score_rows(args, [*range(len(rows))], data, Engine(module), train=True)
-        assert (rewards - expected.detach()).abs().max() < 1e-4 and expected.std() > 0.1
-        own = [*module.model.parameters(), module.score.weight]
+        flags = {"max_length": largest, "micro_batch_tokens": budget, "run_name": str(budget)}
+        metrics = run(tmp_path, **vars(args) | flags)[-1]
+        assert ("warning: no packing" in capsys.readouterr().out) == (family in ("gemma3", "mistral"))
+        assert {name: metrics[name] for name in known} == pytest.approx(known, rel=1e-4, abs=1e-4)
+        chosen = expected[make_pairs(rankings, CPU).chosen].tolist()
+        pairs = read_jsonl(tmp_path / str(budget) / "samples.jsonl")[len(chosen) :]
+        assert [pair["chosen_reward"] for pair in pairs] == pytest.approx(chosen, abs=1e-4)
+        own = [*modules[-1].model.parameters(), modules[-1].score.weight]
         for ours, theirs in zip(own, [*plain.parameters(), weight], strict=True):
-            known = torch.zeros_like(ours) if theirs.grad is None else theirs.grad.view_as(ours)
+            exact = torch.zeros_like(ours) if theirs.grad is None else theirs.grad.view_as(ours)
             grad = torch.zeros_like(ours) if ours.grad is None else ours.grad
-            assert (grad - known).abs().max() < 1e-4 * max(1, known.abs().max())
-    _, again = reward_bt.score_rows(args, [*range(len(rows))], data, Engine(module))
-    assert (again - rewards).abs().max() < 1e-5
+            assert (grad - exact).abs().max() < 1e-4 * max(1, exact.abs().max())
 
 
 # --- runs ---
@@ -394,6 +395,16 @@ def test_gradients_that_are_not_finite_stop_the_run(tmp_path, capsys):
     start = reward_bt.load_model(TINY, torch.float32).base_model.state_dict()
     saved = weights_of(tmp_path / "run" / "checkpoint-5")
     assert all(torch.equal(start[name], saved[name]) for name in start)
+
+
+def test_bf16_makes_no_ties(tmp_path):
+    """128 responses to 64 prompts have 128 scores: the head works in fp32."""
+    rows = [{"prompt": f"what is {i}?", "chosen": "one", "rejected": "two or three"} for i in range(64)]
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+    flags = {"dataset": source, "eval_datasets": (f"x={source}",), "eval_samples": 64, "total_steps": 1}
+    run(tmp_path, **flags, dtype="bfloat16")
+    pairs = read_jsonl(tmp_path / "run" / "samples.jsonl")[:64]
+    assert len({pair[f"{side}_reward"] for pair in pairs for side in ("chosen", "rejected")}) == 128
 
 
 # --- what a saved folder gives ---
