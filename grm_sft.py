@@ -195,7 +195,7 @@ def main(args: Args) -> dict[str, float]:
         samples = load_samples(run.train_data, entries)  # of all ranks
         num_tokens = sum(len(sample.response_ids) - sample.start for sample in samples)
         judge.train()
-        loss_sum = torch.zeros((), device=run.device)  # of this rank's packs
+        step_loss = torch.zeros((), device=run.device)  # of this rank's packs
         packs = list(packs_of(args, run, samples))  # this rank's share
         for k, pack in enumerate(packs):
             judge.set_gradient_accumulation_boundary(k == len(packs) - 1)
@@ -203,10 +203,10 @@ def main(args: Args) -> dict[str, float]:
             loss = next_token_loss(logprobs, num_tokens)
             # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
             judge.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
-            loss_sum += loss.detach()
+            step_loss += loss.detach()
         grad_norm = optimizer_step(judge)  # None: left out, its gradients were not finite
         judge.eval()
-        loss = float(sum_over_ranks(loss_sum, run.device))
+        step_loss = sum_over_ranks(step_loss, run.device).item()  # of all ranks
         seconds = time.perf_counter() - time_start
 
         # --- 7. metrics ---
@@ -216,12 +216,12 @@ def main(args: Args) -> dict[str, float]:
             "train/grad_norm": grad_norm or 0.0,
             "train/skipped_updates": int(grad_norm is None),
             "train/trained_tokens": num_tokens,
-            "loss/sft": loss,
+            "loss/sft": step_loss,
             "rollout/prompts_dropped": len(set(entries) - {sample.entry for sample in samples}),
             "time/total": seconds,
         }
         judgements = []
-        shown = {"loss": f"{loss:.4f}"}
+        shown = {"loss": f"{step_loss:.4f}"}
 
         # --- 8. evaluate, log, save ---
         is_last = step == args.total_steps
