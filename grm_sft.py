@@ -1,11 +1,17 @@
-"""GRM SFT: a vision-language model learns to write verdicts on two candidates:
-"<think>image 1 has no triangle</think><answer>Image 2 is better</answer>".
+"""GRM SFT: a vision-language model learns to be a judge, which writes a verdict on two candidates.
 
-Pairs are shown in both orders; verdicts are written, their probabilities asked for. Papers:
-https://arxiv.org/abs/2408.15240, https://arxiv.org/abs/2505.03318. docs/grm_sft.md lists what differs from
-GRMTrainerVL (opendilab/LightRFT@49e62cb). Start reading at main.
+It reads a question and two pictures, videos or texts; next-token prediction teaches it to write
 
-    python grm_sft.py                   # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
+    <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
+
+Pairs are shown in both orders, so that a side alone says nothing. The probabilities of its verdicts
+serve as a reward: examples/judge_reward.py. Papers: https://arxiv.org/abs/2408.15240 and 2505.03318.
+What differs from GRMTrainerVL (opendilab/LightRFT@49e62cb): docs/grm_sft.md.
+
+Read to the end of main; below stands what it calls, in the order of use. Letters: B samples, R tokens
+in the longest response, M trained tokens in a pack (common/packing.py), which is one forward.
+
+    python grm_sft.py                   # tiny VLM on easy-VQA, minutes on two CPU cores
     python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-5
     torchrun --standalone --nproc_per_node=8 grm_sft.py --zero-stage 3 ...  # or: deepspeed grm_sft.py ...
 """
@@ -22,10 +28,10 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -37,8 +43,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from common import packing
+from common.packing import Prompt, PromptInfo
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 # ---- args ----
@@ -92,15 +100,230 @@ class Args:
     track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too
 
 
+# ---- the algorithm: tensors in, tensors and metrics out ----
+
+
+def next_token_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
+    """L = -sum over t of log p(token t | those before) / num_tokens: logprobs (M,) of a pack, num_tokens
+    of the step, so that its packs, on all ranks, add up to the mean. [-1, -3], 8 -> 0.5"""
+    return -logprobs.sum() / num_tokens
+
+
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
+    """95 % interval of a rate p, E. B. Wilson 1927. 9 of 10 -> (0.596, 0.982)
+
+    (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+    """
+    p = successes / n
+    z = 1.96
+    middle = p + z * z / (2 * n)
+    spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+
+
+# ---- the data of a step ----
+
+
+@dataclass
+class Sample:
+    """An assistant's turn, and all before it: a prompt, which samples with the same pictures share, and
+    the response that follows. The prompt ends with the last picture (in an evaluation where the turn
+    begins); of the response the turn alone is trained."""
+
+    entry: int  # of batch_entries
+    prompt: PromptInfo  # a whole Prompt on the rank that encodes the entry
+    prompt_key: bytes  # equal where the prompts are
+    response_ids: Tensor  # (R_b,): all behind the prompt, up to the turn's EOS
+    start: int  # the turn is response_ids[start:]
+
+
+@dataclass
+class Data:
+    source: str
+    tokenizer: Any
+    groups: list[list[int]]  # all entries, those with the same pictures together
+    encode: Callable[[int], "Example | None"]  # None, and a warning, where it can't be used
+
+
+@dataclass
+class Run:
+    """What setup makes, and all steps use."""
+
+    folder: Path
+    device: torch.device
+    processor: Any  # of transformers, or a text model's tokenizer
+    judge: Any  # DeepSpeed's engine around the trained Judge
+    writer: Any  # the model that writes judgements: the trained one, under ZeRO-3 its copy
+    train_data: Data
+    eval_data: Data | None
+    checkpoint: Path | None  # the newest
+    state: dict  # stands in every checkpoint: add what must survive a resume
+
+
+# ---- main ----
+
+
+def main(args: Args) -> dict[str, float]:
+    # --- 1. setup ---
+    time_begin = time.perf_counter()
+    run = setup(args)
+    judge = run.judge
+    state = run.state
+    best_key = f"eval/{args.best_metric}"
+    signals = catch_signals()
+    stopped = False
+    metrics = {}
+
+    if run.eval_data and not state["before"]:  # a resumed run has it
+        state["before"], judgements = evaluate(args, run)
+        if best_key not in state["before"]:
+            fail(f"--best-metric: {run.eval_data.source} gives {', '.join(state['before'])}")
+        log(args, run.folder, {"train/step": 0, **state["before"]}, judgements)
+
+    first_step = state["step"] + 1
+    steps = range(first_step, args.total_steps + 1)
+    no_bar = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
+    bar = tqdm(steps, "grm_sft", total=args.total_steps, initial=first_step - 1, disable=no_bar)
+    for step in bar:
+        # --- 5. update: the gradients of all packs, and one optimizer step ---
+        time_start = time.perf_counter()
+        first_entry = (step - 1) * args.train_batch_size
+        entries = batch_entries(
+            run.train_data.groups, start=first_entry, count=args.train_batch_size, seed=args.seed
+        )
+        samples = load_samples(run.train_data, entries)  # of all ranks
+        num_tokens = sum(len(sample.response_ids) - sample.start for sample in samples)
+        judge.train()
+        step_loss = torch.zeros((), device=run.device)  # of this rank's packs
+        packs = list(packs_of(args, run, samples))  # this rank's share
+        for k, pack in enumerate(packs):
+            judge.set_gradient_accumulation_boundary(k == len(packs) - 1)
+            logprobs = judge(pack)  # (M,)
+            loss = next_token_loss(logprobs, num_tokens)
+            # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
+            judge.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
+            step_loss += loss.detach()
+        grad_norm = optimizer_step(judge)  # None: left out, its gradients were not finite
+        judge.eval()
+        step_loss = sum_over_ranks(step_loss, run.device).item()  # of all ranks
+        seconds = time.perf_counter() - time_start
+
+        # --- 7. metrics ---
+        metrics = {
+            "train/step": step,
+            "train/learning_rate": judge.get_lr()[0],
+            "train/grad_norm": grad_norm or 0.0,
+            "train/skipped_updates": int(grad_norm is None),
+            "train/trained_tokens": num_tokens,
+            "loss/sft": step_loss,
+            "rollout/prompts_dropped": len(set(entries) - {sample.entry for sample in samples}),
+            "time/total": seconds,
+        }
+        judgements = []
+        shown = {"loss": f"{step_loss:.4f}"}
+
+        # --- 8. evaluate, log, save ---
+        is_last = step == args.total_steps
+        is_best = False
+        if run.eval_data and (is_last or is_due(step, args.eval_steps)):
+            eval_metrics, judgements = evaluate(args, run)
+            metrics |= eval_metrics
+            shown[f"held-out {args.best_metric}"] = f"{eval_metrics[best_key]:.3f}"
+            goodness = eval_metrics[best_key] * (-1 if args.best_metric == "loss" else 1)
+            is_best = goodness > state["best"]
+            state["best"] = max(goodness, state["best"])
+        log(args, run.folder, metrics, judgements)
+        bar.set_postfix(shown)
+        if no_bar:
+            tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
+
+        state["step"] = step
+        state["skipped"] = state["skipped"] + 1 if grad_norm is None else 0
+        is_hopeless = state["skipped"] >= 5
+        stopped = sum_over_ranks(torch.tensor(len(signals)), run.device).item() > 0 and not is_last
+        if is_last or is_best or stopped or is_hopeless or is_due(step, args.save_steps):
+            run.checkpoint = save_checkpoint(args, run, is_best)
+        if is_hopeless:
+            fail(f"step {step}: no finite gradients, 5 times; the weights before: {run.checkpoint}")
+        if stopped:
+            tell(f"stopped by a signal after step {step}; go on with --resume {run.checkpoint}")
+            break
+
+    # --- 9. finish ---
+    if not stopped:
+        summary = []
+        for name, before in state["before"].items():
+            if name in metrics:
+                summary.append(f"{name} {before:.3f} -> {metrics[name]:.3f}")
+        tell(" · ".join([*summary, f"{time.perf_counter() - time_begin:.0f} s", str(run.checkpoint)]))
+        tell(f"to see it: python tools/report.py {run.folder}")
+    dist.destroy_process_group()
+    return metrics
+
+
+def is_due(step: int, every: int) -> bool:
+    """every: --eval-steps or --save-steps, 0 for never."""
+    return every != 0 and step % every == 0
+
+
+# ---- setup ----
+
+
+def setup(args: Args) -> Run:
+    """Load what the steps need, and prove what they rely on. Bad input ends the run here."""
+    transformers.utils.logging.disable_progress_bar()
+    check_args(args)
+    device = init_distributed()
+    folder, checkpoint = find_run(args)
+    is_fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
+    dtype = torch.float32 if is_fp32 else torch.bfloat16
+
+    torch.manual_seed(args.seed)  # of LoRA's first weights
+    model = load_model(args.model, dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (args.freeze and re.search(args.freeze, name)))
+    if args.lora_rank > 0:
+        add_adapters(args, model)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    judge = make_engine(args, Judge(model), dtype, args.total_steps)
+    judge.eval()
+    # before: the evaluation at step 0; best: so far; skipped: updates in a row
+    state = {"step": 0, "before": {}, "best": -math.inf, "skipped": 0}
+    if checkpoint is not None:
+        _, client_state = judge.load_checkpoint(str(checkpoint / "state" / "judge"), tag="engine")
+        state = client_state["ours"]
+
+    processor = transformers.AutoProcessor.from_pretrained(args.model)
+    train_data = load_data(args, args.dataset, args.dataset_split, model, processor, training=True)
+    eval_source = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None)
+    eval_data = None
+    if eval_source:
+        eval_data = load_data(args, eval_source, args.eval_dataset_split, model, processor, training=False)
+    open_folder(args, folder, last_step=state["step"])
+    tell(f"{folder}: {sum(map(len, train_data.groups))} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
+
+    tell(enable_packing(args, judge, train_data))
+    writer = model
+    if args.zero_stage == 3:
+        writer = load_model(args.model, dtype).to(device)
+        packing.switch_attention(writer, model.config.get_text_config()._attn_implementation)
+    return Run(
+        folder=folder, device=device, processor=processor, judge=judge, writer=writer,
+        train_data=train_data, eval_data=eval_data, checkpoint=checkpoint, state=state,
+    )  # fmt: skip
+
+
 def check_args(args: Args) -> None:
-    for is_bad, message in (
-        (min(args.train_batch_size, args.total_steps) < 1, "counts must be at least 1"),
-        (args.micro_batch_tokens < args.max_length, "--micro-batch-tokens must hold --max-length"),
-        (args.offload_optimizer and args.zero_stage == 0, "--offload-optimizer needs --zero-stage 1 to 3"),
-        (args.resume == "auto" and args.run_name is None, "--resume auto needs --run-name"),
-    ):
-        if is_bad:
-            fail(message)
+    if min(args.train_batch_size, args.total_steps) < 1:
+        fail("counts must be at least 1")
+    if args.micro_batch_tokens < args.max_length:
+        fail("--micro-batch-tokens must hold --max-length")
+    if args.offload_optimizer and args.zero_stage == 0:
+        fail("--offload-optimizer needs --zero-stage 1 to 3")
+    if args.resume == "auto" and args.run_name is None:
+        fail("--resume auto needs --run-name")
 
 
 def fail(message: str) -> NoReturn:
@@ -109,7 +332,44 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def tell(message: str) -> None:
+    if RANK == 0:
+        tqdm.write(message)  # also under a progress bar
+        sys.stdout.flush()
+
+
+def enable_packing(args: Args, judge, data: Data) -> str:
+    """Pack if that is exact for some rows of the data, one of each kind: text, with a picture, ..."""
+    some_groups = data.groups[:: len(data.groups) // 16 + 1]
+    examples = [example for group in some_groups if (example := data.encode(group[0]))]
+    if not examples:
+        fail(f"{data.source}: no row can be used")
+    prompts = [sample.prompt for example in examples for sample in example.samples]
+    return packing.enable_packing_if_exact(
+        model=judge.module.model,
+        forward=judge,
+        prompts=list({prompt.kinds: prompt for prompt in prompts}.values()),
+        max_length=args.max_length,
+        max_tokens=args.micro_batch_tokens,
+    )
+
+
+def end_token_ids(model, tokenizer) -> list[int]:
+    end_ids = model.generation_config.eos_token_id  # one, several or None
+    end_ids = set(end_ids) if isinstance(end_ids, list) else {end_ids}
+    return sorted((end_ids | {tokenizer.eos_token_id}) - {None})
+
+
+def catch_signals() -> list[int]:
+    """-> the signals that have come: instead of dying, the run saves after its step, and ends."""
+    received = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: received.append(number))
+    return received
+
+
 # ---- data ----
+
 
 EASY_VQA_KINDS = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
 VERDICTS = {"1": "{} 1 is better", "2": "{} 2 is better", "tie": "Both are equally good"}
@@ -117,22 +377,113 @@ SWAPPED = {"1": "2", "2": "1", "tie": "tie", "first": "second", "second": "first
 SIDE = r"(?i)(?<=\b{0} )[12]\b|\b(?:first|second)(?= {0}\b)"  # in reasoning
 
 
+@dataclass
+class Example:
+    """An entry as the model reads it."""
+
+    entry: int  # 2 * row; + 1: a pair with its sides exchanged
+    row: dict  # of the data set
+    samples: list[Sample]  # of each assistant's turn; a pair has one
+    noun: str  # what the candidates are called: Image, Video or Answer; empty for a chat
+    truth: str | None  # the verdict, one of VERDICTS; None for a chat
+
+
+def batch_entries(groups: list[list[int]], start: int, count: int, seed: int) -> list[int]:
+    """Entries start ... start + count - 1 of one endless stream of epochs of shuffled groups."""
+    epoch_size = sum(len(group) for group in groups)
+    stream = []
+    for epoch in range(start // epoch_size, (start + count - 1) // epoch_size + 1):
+        for g in np.random.default_rng([seed, epoch]).permutation(len(groups)).tolist():
+            stream += groups[g]
+    return stream[start % epoch_size :][:count]
+
+
+def load_samples(data: Data, entries: list[int]) -> list[Sample]:
+    """Some entries, dealt out to the ranks -> their samples on all ranks, without pictures."""
+    own = []
+    for entry in np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist():
+        example = data.encode(entry)
+        for sample in example.samples if example else []:
+            prompt = sample.prompt
+            info = PromptInfo(prompt.index, prompt.length, prompt.kinds)
+            own.append(replace(sample, prompt=info))
+    samples = gather(own)
+    if len({sample.entry for sample in samples}) * 2 < len(set(entries)):
+        fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
+    return samples
+
+
+def gather(own: list) -> list:
+    """The lists of all ranks as one list, on every rank."""
+    if WORLD_SIZE == 1:
+        return own
+    lists = [None] * WORLD_SIZE
+    dist.all_gather_object(lists, own)
+    return [item for part in lists for item in part]
+
+
+def load_data(args: Args, source: str, split: str, model, processor, training: bool) -> Data:
+    """Columns of pairs: `prompt`; `image_0`, `image_1` or `video_0`, `video_1` or texts, `answer_0`,
+    `answer_1`; `verdict`: 1, 2 or tie; optional `reasoning`, `image(s)`, `video(s)` of the prompt.
+    Chats: `messages`, `image(s)`, `video(s)`. From `answer` alone, as in easy-VQA, pairs are made."""
+    rows = load_rows(source, split)
+    columns = set(rows.column_names)
+    if not columns & {"messages", "verdict", "answer"}:
+        fail(f"{source} has columns {', '.join(rows.column_names)}: it needs messages, or a verdict")
+    makes_pairs = not columns & {"messages", "verdict"}
+    folder = Path(source).parent
+    seed = args.seed if training else 0
+    previous = None  # the newest sample: rows with the same pictures follow each other
+
+    @functools.lru_cache(maxsize=2 * args.train_batch_size)  # a step asks twice
+    def encode(entry: int) -> Example | None:
+        nonlocal previous
+        index = entry // 2
+        try:
+            row = rows[index]
+            if makes_pairs:
+                row = make_pair(row, np.random.default_rng([seed, index]))
+            example = encode_row(
+                args, model, processor, row, entry, folder, share=training, previous=previous
+            )
+            previous = example.samples[-1]
+            return example
+        except Exception as error:
+            tqdm.write(f"warning: {source} row {index} is left out: {error!s:.300}", file=sys.stderr)
+            return None
+
+    limit = args.train_samples if training else args.eval_samples
+    chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[: limit or None]).tolist()
+    groups = group_entries(rows, chosen, makes_pairs)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    return Data(source=source, tokenizer=tokenizer, groups=groups, encode=encode)
+
+
+def group_entries(rows, chosen: list[int], makes_pairs: bool) -> list[list[int]]:
+    """Of a chat one entry, of a pair two; those whose pictures have the same paths stand together."""
+    media = ("image", "images", "video", "videos")
+    names = [name for name in ("messages", "verdict", "answer") if name in rows.column_names]
+    names += [x for x in media if re.match("(List|Value).*string", str(rows.features.get(x)))]
+    groups = defaultdict(list)
+    for index, row in zip(chosen, rows.select(chosen).select_columns(names)):
+        is_pair = makes_pairs or (row.get("verdict") is not None and not row.get("messages"))
+        paths = [row.get(name) for name in media]
+        key = str(paths) if any(paths) else index
+        groups[key] += [2 * index, 2 * index + 1] if is_pair else [2 * index]
+    return list(groups.values())
+
+
 def load_rows(source: str, split: str):
     """A `datasets.Dataset` from easy-vqa, a local file or folder, or the hub."""
     import datasets
 
     datasets.disable_progress_bars()
-    kind = Path(source).suffix[1:].replace("jsonl", "json")
+    file_format = Path(source).suffix[1:].replace("jsonl", "json")
     try:
-        if source == "easy-vqa":  # 64 x 64 drawings with questions, inside the package
-            import easy_vqa
-
-            questions, answers, numbers = getattr(easy_vqa, f"get_{split}_questions")()
-            paths = getattr(easy_vqa, f"get_{split}_image_paths")()
-            columns = {"prompt": questions, "image": [str(paths[i]) for i in numbers], "answer": answers}
-            return datasets.Dataset.from_dict(columns)
-        if kind in ("json", "csv", "parquet"):
-            return datasets.load_dataset(kind, data_files=source, split="train")
+        if source == "easy-vqa":
+            return easy_vqa_rows(split)
+        if file_format in ("json", "csv", "parquet"):
+            return datasets.load_dataset(file_format, data_files=source, split="train")
         if not Path(source).is_dir():
             return datasets.load_dataset(source, split=split)
         rows = datasets.load_from_disk(source)
@@ -141,86 +492,99 @@ def load_rows(source: str, split: str):
         fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
 
 
+def easy_vqa_rows(split: str):
+    """64 x 64 drawings with questions, inside the package of that name."""
+    import datasets
+    import easy_vqa
+
+    questions, answers, image_numbers = getattr(easy_vqa, f"get_{split}_questions")()
+    paths = getattr(easy_vqa, f"get_{split}_image_paths")()
+    images = [str(paths[number]) for number in image_numbers]
+    return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
+
+
 def make_pair(row: dict, rng: np.random.Generator) -> dict:
     """easy-VQA: the answer against a wrong one of its kind, on drawn sides."""
-    kind = next(kind.split() for kind in EASY_VQA_KINDS if row["answer"] in kind.split())
-    sides = [row["answer"], str(rng.choice([other for other in kind if other != row["answer"]]))]
-    first = int(rng.integers(2))
-    sides = {"answer_0": sides[first], "answer_1": sides[1 - first], "verdict": str(1 + first)}
-    return row | sides | {"reasoning": row["answer"]}
+    right = row["answer"]
+    kind = next(kind.split() for kind in EASY_VQA_KINDS if right in kind.split())
+    wrong = str(rng.choice([other for other in kind if other != right]))
+    pair = {"answer_0": right, "answer_1": wrong, "verdict": "1"}
+    if rng.integers(2) == 1:
+        pair = {"answer_0": wrong, "answer_1": right, "verdict": "2"}
+    return {**row, **pair, "reasoning": right}
 
 
-def load_data(args: Args, source: str, split: str, model, processor, training: bool) -> SimpleNamespace:
-    """-> source, tokenizer, encode, groups of entries (2 * row; + 1: a pair with its sides exchanged).
-
-    Columns of pairs: `prompt`; `image_0`, `image_1` or `video_0`, `video_1` or texts, `answer_0`, `answer_1`;
-    `verdict`: 1, 2 or tie; optional `reasoning`, `image(s)`, `video(s)` of the prompt. Chats: `messages`, all
-    of whose assistant turns are trained, `image(s)`, `video(s)`."""
-    rows, groups, begun = load_rows(source, split), defaultdict(list), {"whole": not training}
-    known = {"messages", "verdict", "answer"} & {*rows.column_names}  # the last alone: easy-vqa
-    if not known:
-        fail(f"{source} has columns {', '.join(rows.column_names)}: it needs messages, or a verdict")
-    limit = (args.train_samples if training else args.eval_samples) or None
-    few = rows.select(chosen := np.sort(np.random.default_rng(0).permutation(len(rows))[:limit]))
-    verdicts = few["verdict"] if "verdict" in known else [known == {"answer"} or None] * len(few)
-    kinds = {name: str(rows.features.get(name)) for name in ("image", "images", "video", "videos")}
-    media = [few[name] for name, kind in kinds.items() if re.match("(List|Value).*string", kind)]
-    for i, verdict, *names in zip(chosen.tolist(), verdicts, *media):
-        groups[str(names) if any(names) else i] += [2 * i] if verdict is None else [2 * i, 2 * i + 1]
-
-    @functools.lru_cache(2 * args.train_batch_size)
-    def encode(entry: int) -> dict | None:
-        try:
-            row, rng = rows[entry // 2], np.random.default_rng([args.seed if training else 0, entry // 2])
-            row = make_pair(row, rng) if known == {"answer"} else row
-            return encode_row(args, model, processor, row, entry, Path(source).parent, begun)
-        except Exception as error:
-            tqdm.write(f"warning: {source} row {entry // 2} is left out: {error!s:.300}", file=sys.stderr)
-
-    usable = {"encode": lambda entries: [row for row in map(encode, entries) if row]}
+def encode_row(
+    args: Args, model, processor, row: dict, entry: int, folder: Path, share: bool, previous: Sample | None
+) -> Example:
+    """folder: of relative paths. share: prompts end with the last picture, if there is one. previous: a
+    sample whose prompt serves again where it is equal: a picture goes through the processor once."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    return SimpleNamespace(source=source, tokenizer=tokenizer, groups=[*groups.values()], **usable)
-
-
-def encode_row(args: Args, model, processor, row: dict, entry: int, folder: Path, begun: dict) -> dict:
-    """-> index, row, noun, truth (the verdict), samples: of each answer a prompt of begin_prompt, and the ids
-    (R,) that follow, trained from `start` on."""
-    chat, tokenizer = make_chat(row, entry % 2 == 1), getattr(processor, "tokenizer", processor)
-    messages, samples = to_messages(args, chat, folder, tokenizer), []
-    for n, start, ids in split_chat(processor, messages, end_token_ids(model, tokenizer)):
-        k = begin_prompt(model, processor, messages[:n], ids[:start], begun)
-        own = {"index": (entry, len(samples)), "ids": torch.tensor(ids[k:]), "start": start - k}
-        samples.append(begun | own)
-        if (length := begun["length"] + len(ids) - k) > args.max_length:
+    chat, noun, truth = make_chat(row, swap=entry % 2 == 1)
+    messages = to_messages(args, chat, folder, tokenizer)
+    media_ids = packing.media_token_ids(model.config) if share else []
+    samples = []
+    for n, ids, start in split_chat(processor, messages, end_token_ids(model, tokenizer)):
+        ends = [t + 1 for t in range(start) if ids[t] in media_ids]
+        end = ends[-1] if ends else start  # of the prompt
+        key = key_of(ids[:end], messages[:n])
+        if previous is None or previous.prompt_key != key:
+            inputs = packing.encode_chat(processor, messages[:n], add_generation_prompt=True)
+            N = inputs["input_ids"].shape[1]  # a picture is several tokens here
+            P = N - (start - end)
+            if inputs["input_ids"][0, P:].tolist() != ids[end:start]:
+                end, P = start, N  # the processor has rewritten it: nothing is shared
+                key = key_of(ids[:end], messages[:n])
+            inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
+            inputs = {k: x[:, :P] if x.shape[:2] == (1, N) else x for k, x in inputs.items()}
+            prompt = packing.make_prompt(model, inputs, index=entry)
+        else:
+            prompt = previous.prompt
+        response_ids = torch.tensor(ids[end:])
+        length = prompt.length + len(response_ids)
+        if length > args.max_length:
             raise ValueError(f"{length} tokens are more than --max-length")
+        previous = Sample(
+            entry=entry, prompt=prompt, prompt_key=key, response_ids=response_ids, start=start - end
+        )
+        samples.append(previous)
     if not samples:
         raise ValueError("no assistant's turn")
-    known = {"noun": chat.get("noun", ""), "truth": chat.get("verdict")}
-    return {"index": entry, "row": row, "samples": samples, **known}
+    return Example(entry=entry, row=row, samples=samples, noun=noun, truth=truth)
 
 
-def make_chat(row: dict, swap: bool) -> dict:
-    """A pair -> a chat, its verdict, and noun: what the candidates are called."""
+def make_chat(row: dict, swap: bool) -> tuple[dict, str, str | None]:
+    """A pair, its sides exchanged or not -> a chat, what the candidates are called, the verdict."""
     if row.get("messages"):
-        return row
+        return row, "", None
     kinds = [kind for kind in ("image", "video", "answer") if row.get(f"{kind}_0") is not None]
-    if not kinds or (verdict := str(row["verdict"])) not in VERDICTS:
+    verdict = str(row["verdict"])
+    if not kinds or verdict not in VERDICTS:
         raise ValueError("a pair needs two candidates, a verdict: 1, 2 or tie")
-    sides, noun = [row[f"{kinds[0]}_0"], row[f"{kinds[0]}_1"]], kinds[0].capitalize()
-    prompt, thought, media = row["prompt"], row.get("reasoning") or "", {}
+    kind = kinds[0]
+    noun = kind.capitalize()
+    sides = [row[f"{kind}_0"], row[f"{kind}_1"]]
+    thought = row.get("reasoning") or ""
     if swap:
-        sides, verdict = sides[::-1], SWAPPED[verdict]
-        thought = re.sub(SIDE.format(noun), lambda found: SWAPPED[found[0].lower()], thought)
-    for name in packing.MEDIA:
+        sides.reverse()
+        verdict = SWAPPED[verdict]
+        thought = re.sub(SIDE.format(noun), lambda side: SWAPPED[side[0].lower()], thought)
+
+    question = row["prompt"]
+    media = {}
+    for name in ("image", "video"):
         items = row.get(name) or row.get(f"{name}s") or []
         items = items if isinstance(items, list) else [items]
-        prompt = prompt if f"<{name}>" in prompt else f"<{name}>" * len(items) + prompt
-        media[f"{name}s"] = items + (sides if name == kinds[0] else [])
-    shown = [re.sub("<(image|video)>", r"< \1>", x) if noun == "Answer" else f"<{kinds[0]}>" for x in sides]
-    asked = f"{prompt}\n{noun} 1: {shown[0]}\n{noun} 2: {shown[1]}"
+        if f"<{name}>" not in question:
+            question = f"<{name}>" * len(items) + question
+        media[f"{name}s"] = items + sides if name == kind else items
+    shown = [f"<{kind}>", f"<{kind}>"]
+    if kind == "answer":  # a text can't show pictures
+        shown = [re.sub("<(image|video)>", r"< \1>", text) for text in sides]
+    asked = f"{question}\n{noun} 1: {shown[0]}\n{noun} 2: {shown[1]}"
     said = (f"<think>{thought}</think>" if thought else "") + write_verdict(verdict, noun)
     turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-    return media | {"messages": turns, "noun": noun, "verdict": verdict}
+    return {"messages": turns, **media}, noun, verdict
 
 
 def write_verdict(verdict: str, noun: str) -> str:
@@ -237,129 +601,292 @@ def read_verdict(text: str) -> str | None:
 def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
     """A row's string or chat, pictures and videos -> messages whose contents are lists of parts, media opened
     and in their places: where <image> and <video> stand, or parts of such types; without any, in front."""
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    chat = row.get("messages") or row["prompt"]
+    if isinstance(chat, str):
+        chat = [{"role": "user", "content": chat}]
+    media = {}
+    for kind in ("image", "video"):
+        items = row.get(kind) or row.get(f"{kind}s") or []
+        media[kind] = list(items) if isinstance(items, list) else [items]
 
-    def defuse(text: str) -> str:
-        """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-        while found := [token for token in special if token in text]:
-            text = text.replace(found[0], f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " ")
-        return text
-
-    given, messages, places = row.get("messages") or row["prompt"], [], {"image": [], "video": []}
-    columns = {kind: row.get(kind) or row.get(f"{kind}s") or [] for kind in places}
-    media = {kind: [*items] if isinstance(items, list) else [items] for kind, items in columns.items()}
-    for message in [{"role": "user", "content": given}] if isinstance(given, str) else given:
-        text, parts = message["content"], []
-        if not isinstance(text, str):  # what parts hold themselves goes to the places that they mark
-            for kind in media:
-                media[kind] += [part[kind] for part in text if part.get(kind) is not None]
-            text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in text)
-        marks = ("<image>", "<video>") if message["role"] != "assistant" else ()
-        for piece in filter(None, re.split("(<image>|<video>)", text) if marks else [text]):
-            kind = piece[1:-1] if piece in marks else "text"
-            parts.append({"type": kind} | ({"text": defuse(piece)} if kind == "text" else {}))
-            places.get(kind, []).append(parts[-1])
-        messages.append({"role": message["role"], "content": parts})
+    # First every content becomes a text with marks, <image> and <video>, and all media lie in two lists.
+    messages = []
+    for message in chat:
+        text = message["content"]
+        if not isinstance(text, str):
+            parts = message["content"]
+            for kind, items in media.items():
+                items += [part[kind] for part in parts if part.get(kind) is not None]
+            text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
+        messages.append({"role": message["role"], "content": text})
     for kind, items in media.items():
-        if items and not places[kind]:
-            places[kind] = [{"type": kind} for _ in items]
-            next(m for m in messages if m["role"] == "user")["content"][:0] = places[kind]
-        if len(places[kind]) != len(items):
-            raise ValueError(f"{len(places[kind])} places for {kind}s, but {len(items)} {kind}s")
-        for place, item in zip(places[kind], items):
-            place |= open_media(kind, item, folder, args.video_fps)
+        mark = f"<{kind}>"
+        places = sum(m["content"].count(mark) for m in messages if m["role"] != "assistant")
+        if items and places == 0:
+            first_user = next(m for m in messages if m["role"] == "user")
+            first_user["content"] = mark * len(items) + first_user["content"]
+        elif places != len(items):
+            raise ValueError(f"{places} places for {kind}s, but {len(items)} {kind}s")
+
+    # Then each mark becomes a part with the next picture or video.
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    waiting = {f"<{kind}>": iter(items) for kind, items in media.items()}
+    for message in messages:
+        can_hold_media = message["role"] != "assistant"
+        pieces = re.split("(<image>|<video>)", message["content"]) if can_hold_media else [message["content"]]
+        message["content"] = []
+        for piece in pieces:
+            if piece in waiting and can_hold_media:
+                message["content"].append(open_media(piece[1:-1], next(waiting[piece]), folder, args.video_fps))
+            elif piece:
+                message["content"].append({"type": "text", "text": defuse(piece, special_tokens)})
     if args.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": args.system_prompt}]})
     return messages
 
 
 def open_media(kind: str, source, folder: Path, fps: float) -> dict:
-    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> a picture in RGB. A video's
-    path -> fps frames a second, (F, height, width, 3), and when they were taken."""
+    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> the part of a message: a
+    picture in RGB, or of a video fps frames a second, (F, height, width, 3), and when they were taken."""
     if kind == "video":
-        frames, taken = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
-        names = "total_num_frames", "fps", "frames_indices"
-        return {"video": frames, "taken": {name: taken[name] for name in names}}
-    source = (source["bytes"] or source["path"]) if isinstance(source, dict) else source
-    source = io.BytesIO(source) if isinstance(source, bytes) else source
-    source = folder / source if isinstance(source, str) else source
-    return {"image": (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")}
+        frames, metadata = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
+        needed = {name: metadata[name] for name in ("total_num_frames", "fps", "frames_indices")}
+        return {"type": "video", "video": frames, "metadata": needed}
+    if isinstance(source, dict):
+        source = source["bytes"] or source["path"]
+    if isinstance(source, bytes):
+        source = io.BytesIO(source)
+    elif isinstance(source, str):
+        source = folder / source
+    image = source if isinstance(source, Image.Image) else Image.open(source)
+    return {"type": "image", "image": image.convert("RGB")}
 
 
-def end_token_ids(model, tokenizer) -> list[int]:
-    ids = model.generation_config.eos_token_id
-    return sorted({*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None})
+def defuse(text: str, special_tokens: list[str]) -> str:
+    """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
+    while True:  # what is left of one may be another
+        token = next((token for token in special_tokens if token in text), None)
+        if token is None:
+            return text
+        text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
 
 
-def split_chat(processor, chat: list[dict], end_ids: list[int]) -> list[tuple[int, int, list[int]]]:
-    """A chat -> of each assistant message its number, start, and the tokens up to the EOS after it (which the
-    last one always gets), a picture being one. Found by counting: the tokens of the chat up to an answer, and
-    up to its end, must be how the whole begins."""
-    tokenizer, answers = getattr(processor, "tokenizer", processor), []
-    texts = [m | {"content": "".join(p.get("text", "") for p in m["content"])} for m in chat]
-
-    def tokens(n: int, prompted: bool) -> list[int]:
-        given = (texts if tokenizer is processor else chat)[:n]
-        how = {"chat_template": processor.chat_template, "add_generation_prompt": prompted}
-        return tokenizer.apply_chat_template(given, return_dict=False, **how)
-
-    whole = [*tokens(len(chat), False), tokenizer.eos_token_id]
-    for n, message in enumerate(chat):
-        if message["role"] == "assistant":
-            last, head = n == len(chat) - 1, tokens(n, True)
-            body = whole[:-1] if last else tokens(n + 1, False)
-            if whole[: len(head)] != head or whole[: len(body)] != body:
-                raise ValueError(f"the chat template writes message {n} differently if others follow")
-            ends = [t + 1 for t in range(len(head), len(body)) if whole[t] in end_ids]
-            answers.append((n, len(head), whole[: ends[0] if ends else len(body) + last]))
-    return answers
-
-
-def begin_prompt(model, processor, messages: list[dict], head: list[int], begun: dict) -> int:
-    """begun becomes a prompt of common/packing.py, if it isn't yet: messages up to the last picture, or all
-    (without one, or begun["whole"]) -> its part of head, their tokens with pictures as one."""
-    media_ids = packing.media_token_ids(model.config)
-    places = [t + 1 for t, token in enumerate(head) if token in media_ids]
-    n = places[-1] if places and not begun["whole"] else len(head)
-    key = hashlib.blake2b(str(head[:n]).encode())
-    for part in (part for message in messages for part in message["content"] if part["type"] != "text"):
-        x = np.asarray(part[part["type"]])
-        key.update(f"{x.shape} {part.get('taken')}".encode() + x.tobytes())
-    if begun.get("key") != key.digest():
-        inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
-        (_, P), ids = inputs["input_ids"].shape, inputs["input_ids"][0].tolist()
-        if ids[P - len(head) + n :] != head[n:]:  # rewritten by the processor
-            begun["whole"] = True
-            return begin_prompt(model, processor, messages, head, begun)
-        inputs, end = {name: torch.as_tensor(x) for name, x in inputs.items()}, P - len(head) + n
-        inputs = {k: x[:, :end] if x.shape[:2] == (1, P) else x for k, x in inputs.items()}
-        begun |= packing.make_prompt(model, inputs) | {"key": key.digest()}
-    return n
+def split_chat(processor, messages: list[dict], end_ids: list[int]) -> list[tuple[int, list[int], int]]:
+    """A chat -> of each assistant's turn its number, the tokens of the chat up to its EOS (which the last
+    one always gets), a picture being one, and where in these it starts. Found by counting: the tokens up
+    to a turn, and up to its end, must be how the whole begins."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if tokenizer is processor:  # a text model's template takes strings
+        messages = [m | {"content": "".join(part["text"] for part in m["content"])} for m in messages]
+    tokenize = functools.partial(
+        tokenizer.apply_chat_template, chat_template=processor.chat_template, return_dict=False
+    )
+    whole = tokenize(messages)
+    turns = []
+    for n, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = tokenize(messages[:n], add_generation_prompt=True)
+        ids = tokenize(messages[: n + 1])
+        if whole[: len(before)] != before or whole[: len(ids)] != ids:
+            raise ValueError(f"the chat template writes message {n} differently if others follow")
+        ends = [t for t in range(len(before), len(ids)) if ids[t] in end_ids]
+        if ends:
+            ids = ids[: ends[0] + 1]
+        elif n == len(messages) - 1:
+            ids = [*ids, tokenizer.eos_token_id]
+        turns.append((n, ids, len(before)))
+    return turns
 
 
-def batch_entries(start: int, count: int, groups: list[list[int]], seed: int) -> list[int]:
-    """Entries start ... start + count - 1 of one endless stream of epochs of shuffled groups."""
-    size, entries = sum(map(len, groups)), []
-    for epoch in range(start // size, (start + count - 1) // size + 1):
-        order = np.random.default_rng([seed, epoch]).permutation(len(groups))
-        entries += [entry for g in order.tolist() for entry in groups[g]]
-    return entries[start % size :][:count]
+def key_of(ids: list[int], messages: list[dict]) -> bytes:
+    """A hash of tokens and of the pictures and videos that they stand for."""
+    key = hashlib.blake2b(str(ids).encode())
+    for message in messages:
+        for part in message["content"]:
+            if part["type"] != "text":
+                content = np.asarray(part[part["type"]])
+                key.update(f"{content.shape} {part.get('metadata')}".encode() + content.tobytes())
+    return key.digest()
+
+
+# ---- forward ----
+
+
+def packs_of(args: Args, run: Run, samples: list[Sample]) -> Iterator[packing.Pack]:
+    """This rank's packs of a step's samples, with the trained tokens alone as targets."""
+    sharing = defaultdict(list)  # key of a prompt -> the samples that have it
+    for b, sample in enumerate(samples):
+        sharing[sample.prompt_key].append(b)
+
+    def encode(b: int) -> Prompt:
+        own = run.train_data.encode(samples[b].entry).samples
+        return next(x.prompt for x in own if x.prompt_key == samples[b].prompt_key)
+
+    packs = packing.packs_of_rank(
+        groups=[(members[0], members) for members in sharing.values()],
+        prompts=[replace(sample.prompt, index=b) for b, sample in enumerate(samples)],
+        encode=encode, responses=[sample.response_ids for sample in samples],
+        max_tokens=args.micro_batch_tokens, rank=RANK, world_size=WORLD_SIZE,
+        packed=packing.is_packed(run.judge.module.model), media_everywhere=args.zero_stage > 0,
+    )  # fmt: skip
+    starts = torch.tensor([sample.start for sample in samples])  # (B,)
+    for pack in packs:
+        b, t = pack.token_index
+        trained = t >= starts[b]  # of all response tokens of the pack
+        targets = pack.targets[trained]
+        predict_from = pack.predict_from[trained]
+        yield pack._replace(targets=targets, predict_from=predict_from).to(run.device)
+
+
+# ---- evaluation ----
+
+
+def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
+    """Held-out rows, dealt out to the ranks -> metrics, and the judgements of the first orders."""
+    data = run.eval_data
+    if run.writer is not run.judge.module.model:
+        run.writer.load_state_dict(merged_state_dict(run.judge.module.model))
+    entries = [entry for group in data.groups for entry in group]
+    own_entries = np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()
+    own = []  # (entry, judgement)
+    for start in range(0, len(own_entries), args.generation_batch_size):
+        batch = own_entries[start : start + args.generation_batch_size]
+        examples = [example for entry in batch if (example := data.encode(entry))]
+        if examples:
+            judgements = write_judgements(args, run.writer, data.tokenizer, examples)
+            own += zip([example.entry for example in examples], judgements)
+    judged = dict(sorted(gather(own)))
+    if not judged:
+        fail(f"{data.source}: no row can be used")
+
+    for entry, judgement in judged.items():
+        other = judged.get(entry ^ 1)  # a chat has none
+        expected = SWAPPED.get(judgement["verdict"], "unreadable")
+        judgement["swap_consistency"] = other["verdict"] == expected if other else None
+        judgement["swapped_response"] = other["response"] if other else None
+    in_first_order = [judgement for entry, judgement in judged.items() if entry % 2 == 0]
+    return judge_metrics(in_first_order), in_first_order
+
+
+@torch.no_grad()
+def write_judgements(args: Args, model, tokenizer, examples: list[Example]) -> list[dict]:
+    """What the model as a judge writes to each example, and how likely it finds each verdict: softmax
+    over verdicts of log p(own reasoning, verdict | prompt)."""
+    end_ids = end_token_ids(model, tokenizer)
+    samples = [example.samples[-1] for example in examples]
+    prompts = [replace(sample.prompt, index=i) for i, sample in enumerate(samples)]
+    written = generate_greedily(args, model, prompts, end_ids)
+    texts = tokenizer.batch_decode(written, skip_special_tokens=True)
+
+    responses = []  # to each prompt the true one, and the judge's own reasoning with each verdict
+    for example, sample, text in zip(examples, samples, texts):
+        reasoning = text.partition("<answer>")[0]
+        verdicts = [reasoning + write_verdict(verdict, example.noun) for verdict in VERDICTS]
+        verdict_ids = tokenizer(verdicts, add_special_tokens=False)["input_ids"]
+        responses += [sample.response_ids, *map(torch.tensor, verdict_ids)]
+    logprobs = sum_logprobs(args, model, prompts, responses)  # (n, 1 + verdicts)
+
+    judgements = []
+    for i, example in enumerate(examples):
+        truth = example.truth
+        verdict = read_verdict(texts[i])
+        soft = dict(zip(VERDICTS, logprobs[i, 1:].softmax(0).tolist()))
+        likeliest = max(soft, key=soft.get)
+        readable = {k: x for k, x in example.row.items() if isinstance(x, str | int | float)}
+        judgements.append({
+            **readable, "phase": "eval", "row": example.entry // 2,
+            "response": texts[i], "verdict": verdict, "truth": truth, "probabilities": soft,
+            "accuracy": None if truth is None else verdict == truth,  # unreadable: wrong
+            "soft_accuracy": None if truth is None else likeliest == truth,
+            "parse_rate": verdict is not None, "tie_rate": verdict == "tie",
+            "length": len(written[i]), "truncated_frac": int(written[i][-1]) not in end_ids,
+            "loss": -float(logprobs[i, 0]), "tokens": len(samples[i].response_ids),
+        })  # fmt: skip
+    return judgements
+
+
+def generate_greedily(args: Args, model, prompts: list[Prompt], end_ids: list[int]) -> list[Tensor]:
+    """The likeliest tokens after each prompt (R_b,), up to an EOS or the length limit."""
+    R = args.max_response_length
+    if not packing.is_packed(model):
+        responses, _, _ = packing.generate_plain(model, prompts, 1, R, end_ids, temperature=0.0)
+        return responses
+    decoder = packing.Decoder(model, prompts, 1)
+    ends = torch.tensor(end_ids, device=model.device)
+    tokens = ends.new_empty(len(prompts), 0)
+    while tokens.shape[1] < R:
+        token = packing.next_logprobs(model, decoder.hidden, 1.0).argmax(-1)  # (n,)
+        tokens = torch.cat([tokens, token[:, None]], dim=1)  # (n, t)
+        is_end = torch.isin(tokens, ends)
+        if is_end.any(1).all():
+            break
+        decoder.step(token)
+    is_kept = is_end.cumsum(1) - is_end.long() == 0  # up to the first EOS
+    return [row[kept] for row, kept in zip(tokens.cpu(), is_kept.cpu())]
+
+
+def sum_logprobs(args: Args, model, prompts: list[Prompt], responses: list[Tensor]) -> Tensor:
+    """log p of whole responses, k to each of n prompts -> (n, k), in float64."""
+    n = len(prompts)
+    k = len(responses) // n
+    packs = packing.packs_of_rank(
+        groups=[(i, list(range(i * k, (i + 1) * k))) for i in range(n)], prompts=prompts,
+        encode=prompts.__getitem__, responses=responses, packed=packing.is_packed(model),
+        max_tokens=args.micro_batch_tokens + 2 * args.max_response_length,
+    )  # fmt: skip
+    table = torch.zeros(n * k, max(map(len, responses)), dtype=torch.float64)  # (n * k, R)
+    for pack in packs:
+        logprobs, _ = packing.response_logprobs(model, pack.to(model.device))
+        table[pack.token_index] = logprobs.double().cpu()
+    return table.sum(1).view(n, k)
+
+
+def judge_metrics(judgements: list[dict]) -> dict[str, float]:
+    """Means over the judgements that have what it takes: a verdict, two sides."""
+    metrics = {}
+    names = "accuracy soft_accuracy swap_consistency parse_rate tie_rate length truncated_frac"
+    for name in names.split():
+        values = [float(x[name]) for x in judgements if x[name] is not None]
+        if values:
+            metrics[f"eval/{name}"] = float(np.mean(values))
+        if values and name == "accuracy":
+            low, high = wilson_interval(sum(values), len(values))
+            metrics |= {"eval/accuracy_low": low, "eval/accuracy_high": high}
+    num_tokens = sum(x["tokens"] for x in judgements)
+    metrics["eval/loss"] = sum(x["loss"] for x in judgements) / num_tokens
+    metrics["eval/num_samples"] = len(judgements)
+    return metrics
 
 
 # ---- model ----
+
+
+class Judge(nn.Module):
+    """The model as DeepSpeed runs it: pack -> log-probs (M,) of its targets."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pack: packing.Pack) -> Tensor:
+        logprobs, _ = packing.response_logprobs(self.model, pack)
+        return logprobs
 
 
 def load_model(name: str, dtype: torch.dtype):
     """A vision-language or text model, by what its config says, without dropout."""
     try:
         is_vision = hasattr(transformers.AutoConfig.from_pretrained(name), "vision_config")
-        kind = "AutoModelForImageTextToText" if is_vision else "AutoModelForCausalLM"
-        model = getattr(transformers, kind).from_pretrained(name, dtype=dtype)
+        kind = transformers.AutoModelForImageTextToText if is_vision else transformers.AutoModelForCausalLM
+        model = kind.from_pretrained(name, dtype=dtype)
     except Exception as error:
         fail(f"--model {name} can't be loaded: {error}")
-    for module in model.modules():  # rollout, old and new log-probs must be of one function
-        for name in [n for n, x in vars(module).items() if type(x) is float and (n == "p" or "drop" in n)]:
-            setattr(module, name, 0.0)
+    # Rollout, old and new log-probs must be of one function: no Dropout.p, attention_dropout, layerdrop, ...
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, float) and (attribute == "p" or "drop" in attribute):
+                setattr(module, attribute, 0.0)
     return model
 
 
@@ -367,9 +894,10 @@ def add_adapters(args: Args, model) -> None:
     """LoRA on the language model's linear layers; B starts at 0, so nothing changes yet."""
     from peft import LoraConfig
 
-    inside = set(getattr(model.base_model, "language_model", model.base_model).modules())
-    names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
-    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=names))
+    language_model = getattr(model.base_model, "language_model", model.base_model)
+    inside = set(language_model.modules())
+    targets = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
+    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets))
 
 
 def merged_state_dict(model) -> dict[str, Tensor]:
@@ -377,95 +905,22 @@ def merged_state_dict(model) -> dict[str, Tensor]:
     added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
     import deepspeed
 
-    names, layers = set(model.state_dict()), {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
-    weights = {name: buffer for name, buffer in model.named_buffers() if name in names}
+    saved_names = set(model.state_dict())
+    lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    weights = {name: buffer for name, buffer in model.named_buffers() if name in saved_names}
     for name, parameter in model.named_parameters():
-        sharded, layer = hasattr(parameter, "ds_id"), layers.get(name.removesuffix(".base_layer.weight"))
+        is_sharded = hasattr(parameter, "ds_id")
+        layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
         adapters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
-        with deepspeed.zero.GatheredParameters([parameter, *adapters], enabled=sharded):
-            weight = parameter.detach().clone() if sharded else parameter.detach()
-            if adapters:
-                A, B = (adapter.detach().float() for adapter in adapters)  # (rank, in), (out, rank)
-                weight = (weight.float() + layer.scaling["default"] * (B @ A)).to(weight.dtype)
+        with deepspeed.zero.GatheredParameters([parameter, *adapters], enabled=is_sharded):
+            weight = parameter.detach().clone() if is_sharded else parameter.detach()
+            if layer:
+                lora_a, lora_b = (adapter.detach().float() for adapter in adapters)  # (rank, in), (out, rank)
+                weight = (weight.float() + layer.scaling["default"] * (lora_b @ lora_a)).to(weight.dtype)
         if ".lora_" not in name:
-            weights[name.replace(".base_layer.", ".")] = weight.cpu() if sharded else weight
-    return weights | {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
-
-
-class Judge(nn.ModuleDict):
-    """{"model": the model} as DeepSpeed runs it: pack -> log-probs (M,) of its targets."""
-
-    def forward(self, pack) -> Tensor:
-        return packing.response_logprobs(self.model, pack)[0]
-
-
-# ---- pure math: tensors in, tensors and metrics out ----
-
-
-def next_token_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
-    """L = -sum over t of log p(token t | those before) / num_tokens: logprobs (M,) of a pack, num_tokens of
-    the step, so that its packs, on all ranks, add up to the mean. [-1, -3], 8 -> 0.5"""
-    return -logprobs.sum() / num_tokens
-
-
-def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
-    """95 % interval of a rate p: (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n),
-    E. B. Wilson 1927. 9 of 10 -> (0.596, 0.982)"""
-    p, n, z = successes / trials, trials, 1.96
-    middle, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, (middle - spread) / (1 + z * z / n)), min(1.0, (middle + spread) / (1 + z * z / n))
-
-
-# ---- rollout ----
-
-
-def generate_greedily(args: Args, model, prompts: list[dict], end_ids: list[int]) -> list[Tensor]:
-    """The likeliest tokens after each prompt (R_b,), up to an EOS or the length limit."""
-    if not packing.is_packed(model):
-        return packing.generate_plain(model, prompts, 1, args.max_response_length, end_ids, 0.0)[0]
-    decoder, end = packing.Decoder(model, prompts, 1), torch.tensor(end_ids, device=model.device)
-    tokens = end.new_empty(len(prompts), 0)
-    while tokens.shape[1] < args.max_response_length:
-        token = packing.next_logprobs(model, decoder.hidden, 1.0).argmax(-1)  # (S,)
-        tokens = torch.cat([tokens, token[:, None]], dim=1)  # (S, t)
-        ended = torch.isin(tokens, end)
-        if ended.any(1).all():
-            break
-        decoder.step(token)
-    kept = ended.cumsum(1) - ended.long() == 0  # up to the first EOS
-    return [row[mask] for row, mask in zip(tokens.cpu(), kept.cpu())]
-
-
-@torch.no_grad()
-def write_judgements(args: Args, model, tokenizer, rows: list[dict]) -> list[dict]:
-    """The model as a judge -> per row of encode_row what it writes, its verdict, the summed loss of the true
-    one, and p(verdict) = softmax over verdicts of log p(own reasoning, verdict | prompt)."""
-    prompts = [row["samples"][-1] | {"index": i, "seed": 0} for i, row in enumerate(rows)]
-    end_ids, k, responses, judged = end_token_ids(model, tokenizer), 1 + len(VERDICTS), [], []
-    written = generate_greedily(args, model, prompts, end_ids)
-    texts = tokenizer.batch_decode(written, skip_special_tokens=True)
-    for row, prompt, text in zip(rows, prompts, texts):  # k responses each: the truth, all verdicts
-        said = [text.partition("<answer>")[0] + write_verdict(verdict, row["noun"]) for verdict in VERDICTS]
-        ids = tokenizer(said, add_special_tokens=False)["input_ids"]
-        responses += [prompt["ids"], *map(torch.tensor, ids)]
-    groups = [(i, [*range(k * i, k * i + k)]) for i in range(len(rows))]
-    room = args.micro_batch_tokens + 2 * args.max_response_length
-    given = groups, prompts, lambda indices: [prompts[i] for i in indices], responses, room
-    logprobs = torch.zeros(len(responses), max(map(len, responses)), dtype=torch.float64)  # (B, R)
-    for pack in packing.packs_of_rank(*given, packed=packing.is_packed(model)):
-        logprobs[pack.index] = packing.response_logprobs(model, pack.to(model.device))[0].double().cpu()
-    for row, prompt, own, ids, text in zip(rows, prompts, logprobs.split(k), written, texts):
-        verdict, truth = read_verdict(text), row["truth"]
-        soft = dict(zip(VERDICTS, own[1:].sum(1).softmax(0).tolist()))
-        judged.append({
-            "response": text, "verdict": verdict, "truth": truth, "probabilities": soft,
-            "accuracy": None if truth is None else verdict == truth,  # unreadable: wrong
-            "soft_accuracy": None if truth is None else max(soft, key=soft.get) == truth,
-            "parse_rate": verdict is not None, "tie_rate": verdict == "tie",
-            "length": len(ids), "truncated_frac": int(ids[-1]) not in end_ids,
-            "loss": -float(own[0].sum()), "tokens": len(prompt["ids"]),
-        })  # fmt: skip
-    return judged
+            weights[name.replace(".base_layer.", ".")] = weight.cpu() if is_sharded else weight
+    tied = {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
+    return weights | tied
 
 
 # ---- DeepSpeed ----
@@ -473,13 +928,17 @@ def write_judgements(args: Args, model, tokenizer, rows: list[dict]) -> list[dic
 
 def init_distributed() -> torch.device:
     """Without a launcher: one process and no port, so that runs never collide."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
+    on_cuda = torch.cuda.is_available()
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    device = torch.device("cuda", int(local_rank)) if on_cuda else torch.device("cpu")
+    if on_cuda:
         torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if cuda else "gloo", **alone)
-    os.environ |= {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"), "DS_ACCELERATOR": device.type}
+    backend = "nccl" if on_cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    os.environ |= {"LOCAL_RANK": local_rank, "DS_ACCELERATOR": device.type}
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
@@ -488,23 +947,10 @@ def init_distributed() -> torch.device:
     return device
 
 
-def sum_over_ranks(table: Tensor, device) -> Tensor:
-    if WORLD_SIZE > 1:  # alone, gloo would copy in a thread of its own, and slow down OpenMP's
-        dist.all_reduce(table := table.to(device))
-    return table.cpu()
-
-
-def gather(own: list) -> list:
-    gathered = [own] * WORLD_SIZE
-    if WORLD_SIZE > 1:  # alone: see sum_over_ranks
-        dist.all_gather_object(gathered, own)
-    return sum(gathered, [])
-
-
-def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; a frozen module has neither. A pack is
-    a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a step, batch sizes stay
-    1 here, and the losses carry their own global denominators."""
+def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int):
+    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a frozen module's, it
+    has neither. A pack is a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a
+    step, batch sizes stay 1 here, and the losses carry their own global denominators."""
     import deepspeed
 
     config = {
@@ -522,153 +968,135 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
         deepspeed.zero.register_external_parameter(module, head.weight)  # read outside its own forward
-    optimizer = schedule = None
-    if total_updates:
-        trained = [p for p in module.parameters() if p.requires_grad]
-        vectors, matrices = ([p for p in trained if (p.dim() > 1) == kind] for kind in (False, True))
+    optimizer = None
+    schedule = None
+    if total_updates > 0:
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in trained if parameter.dim() > 1]
+        vectors = [parameter for parameter in trained if parameter.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": args.weight_decay}]
-        groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []  # LoRA has none
+        if vectors:  # LoRA has none
+            groups.append({"params": vectors, "weight_decay": 0.0})
         fused = torch.cuda.is_available() and not args.offload_optimizer
         optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=args.adam_betas, fused=fused)
-        name, shape = "cosine_warmup_with_min_lr", {"min_lr_rate": args.min_lr_ratio}
-        schedule = transformers.get_scheduler(name, optimizer, args.warmup_steps, total_updates, shape)
-    how = {"config": config, "optimizer": optimizer, "lr_scheduler": schedule}
-    return deepspeed.initialize(model=module, dist_init_required=False, **how)[0]
+        schedule = transformers.get_scheduler(
+            name="cosine_warmup_with_min_lr",
+            optimizer=optimizer,
+            num_warmup_steps=args.warmup_steps,
+            num_training_steps=total_updates,
+            scheduler_specific_kwargs={"min_lr_rate": args.min_lr_ratio},
+        )
+    engine, _, _, _ = deepspeed.initialize(
+        model=module, config=config, optimizer=optimizer, lr_scheduler=schedule, dist_init_required=False
+    )
+    return engine
 
 
-def optimizer_step(engine) -> tuple[float, bool]:
-    """Clip, step, advance the schedule -> gradient norm before clipping, and whether the step was taken: all
-    ranks decide alike, by the reduced gradients."""
+def optimizer_step(engine) -> float | None:
+    """Clip, step, advance the schedule -> gradient norm before clipping, or None where it was not finite and
+    the step was left out: all ranks decide alike, by the reduced gradients."""
     if not engine.zero_optimization() and not engine.bfloat16_enabled():  # this path has no check of its own
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        engine.step() if norm.isfinite() else engine.zero_grad()
-        return float(norm), bool(norm.isfinite())
+        if not norm.isfinite():
+            engine.zero_grad()
+            return None
+        engine.step()
+        return float(norm)
     engine.step()
-    taken, optimizer = engine.was_step_applied(), engine.optimizer
+    optimizer = engine.optimizer
     # A parameter without gradients in the next step, as a vision tower's without pictures, would have those
     # of this step again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
     kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         kept += [group.grad for group in getattr(optimizer, name, [])]
-    for gradients in filter(torch.is_tensor, kept):
-        gradients.zero_()
-    return float(engine.get_global_grad_norm()) if taken else math.nan, taken
+    for gradients in kept:
+        if torch.is_tensor(gradients):
+            gradients.zero_()
+    return float(engine.get_global_grad_norm()) if engine.was_step_applied() else None
 
 
-# ---- update ----
+def sum_over_ranks(table: Tensor, device: torch.device) -> Tensor:
+    if WORLD_SIZE > 1:  # alone, gloo would copy in a thread of its own, and slow down OpenMP's
+        table = table.to(device)
+        dist.all_reduce(table)
+    return table.cpu()
 
 
-def train_rows(args: Args, data, entries: list[int], engine) -> tuple[float, int, int]:
-    """Gradients of some entries -> loss, trained tokens, usable entries, of all ranks. Equal prompts are
-    shared: pictures and first tokens."""
-    own, alike = data.encode(np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()), defaultdict(list)
-    names = ("index", "key", "length", "kinds", "ids", "start")  # no pictures
-    samples = gather([{name: sample[name] for name in names} for row in own for sample in row["samples"]])
-    if (usable := len({sample["index"][0] for sample in samples})) * 2 < len({*entries}):
-        fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
-    for b, sample in enumerate(samples):
-        alike[sample["key"]].append(b)
-    groups, responses = [(own[0], own) for own in alike.values()], [sample["ids"] for sample in samples]
-    starts = torch.tensor([sample["start"] for sample in samples])  # (B,)
-    num_tokens, total = sum(map(len, responses)) - int(starts.sum()), torch.zeros((), device=engine.device)
-    whole = lambda indices: [data.encode([e])[0]["samples"][part] for e, part in indices]  # noqa: E731
-    given = groups, samples, whole, responses, args.micro_batch_tokens, RANK, WORLD_SIZE
-    packed = packing.is_packed(engine.module.model)
-    packs = [*packing.packs_of_rank(*given, packed, media_everywhere=args.zero_stage > 0)]
-    for k, pack in enumerate(packs):
-        trained = pack.index[1] >= starts[pack.index[0]]  # (M,)
-        pack = pack._replace(targets=pack.targets[trained], predict_from=pack.predict_from[trained])
-        loss = next_token_loss(engine(pack.to(engine.device)), num_tokens)
-        engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
-        # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
-        engine.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
-        total += loss.detach()
-    return float(sum_over_ranks(total, engine.device)), num_tokens, usable
-
-
-# ---- evaluate ----
-
-
-def evaluate(args: Args, model, judge, data) -> tuple[dict[str, float], list[dict]]:
-    """Held-out rows, dealt to the ranks -> metrics, records. judge: the model or its unsharded copy."""
-    if judge is not model:
-        judge.load_state_dict(merged_state_dict(model))
-    own, judged = np.array_split(np.array(sum(data.groups, [])), WORLD_SIZE)[RANK].tolist(), []
-    for start in range(0, len(own), args.generation_batch_size):
-        rows = data.encode(own[start : start + args.generation_batch_size])
-        for row, record in zip(rows, write_judgements(args, judge, data.tokenizer, rows) if rows else []):
-            shown = {name: x for name, x in row["row"].items() if isinstance(x, str | int | float)}
-            judged.append((row["index"], shown | {"phase": "eval", "row": row["index"] // 2} | record))
-    judged = dict(sorted(gather(judged))) or fail(f"{data.source}: no row can be used")
-    for entry, record in judged.items():
-        other = judged.get(entry ^ 1, {})
-        follows = other.get("verdict") == SWAPPED.get(record["verdict"], "unreadable")
-        record |= {"swapped_response": other.get("response"), "swap_consistency": follows if other else None}
-    records = [record for entry, record in judged.items() if entry % 2 == 0]
-    return judge_metrics(records), records
-
-
-def judge_metrics(records: list[dict]) -> dict[str, float]:
-    """Means over the records that have what it takes: a verdict, two sides."""
-    names = "accuracy soft_accuracy swap_consistency parse_rate tie_rate length truncated_frac".split()
-    columns = {name: [float(r[name]) for r in records if r[name] is not None] for name in names}
-    metrics = {f"eval/{name}": float(np.mean(values)) for name, values in columns.items() if values}
-    if right := columns["accuracy"]:
-        metrics["eval/accuracy_low"], metrics["eval/accuracy_high"] = wilson_interval(sum(right), len(right))
-    loss = sum(r["loss"] for r in records) / sum(r["tokens"] for r in records)
-    return metrics | {"eval/loss": loss, "eval/num_samples": len(records)}
-
-
-# ---- save, resume, log ----
-
-
-def tell(message: str) -> None:
-    if RANK == 0:
-        tqdm.write(message)  # also under a progress bar
-        sys.stdout.flush()
-
-
-def checkpoints(run_dir: Path) -> list[Path]:
-    """By step."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda p: int(p.name[11:]))
+# ---- files ----
 
 
 def find_run(args: Args) -> tuple[Path, Path | None]:
     """-> the run's folder, and the checkpoint to go on from."""
-    name = f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    found = [Path(args.output_dir) / (args.run_name or name), None]
-    dist.broadcast_object_list(found)  # the name holds a time: all ranks take rank 0's
-    if args.resume == "auto":
-        found[1] = next(reversed(checkpoints(found[0])), None)
-    elif args.resume is not None:
-        found = [Path(args.resume).resolve().parent, Path(args.resume)]
-        if not (found[1] / "state").is_dir():
+    if args.resume not in (None, "auto"):
+        checkpoint = Path(args.resume)
+        if not (checkpoint / "state").is_dir():
             fail(f"--resume {args.resume} is no checkpoint: it has no folder named state")
-    elif RANK == 0 and found[0].exists():
-        fail(f"{found[0]} exists already: choose another --run-name, or go on with --resume auto")
-    return found[0], found[1]
+        return checkpoint.resolve().parent, checkpoint
+    script = Path(__file__).stem
+    now = time.strftime("%Y%m%d-%H%M%S")
+    names = [args.run_name or f"{script}-{Path(args.model).name}-seed{args.seed}-{now}"]
+    dist.broadcast_object_list(names)  # all ranks take rank 0's time
+    folder = Path(args.output_dir) / names[0]
+    if args.resume == "auto":
+        found = checkpoints(folder)
+        return folder, found[-1] if found else None
+    if RANK == 0 and folder.exists():
+        fail(f"{folder} exists already: choose another --run-name, or go on with --resume auto")
+    return folder, None
 
 
-def save_checkpoint(args: Args, run_dir: Path, engines: dict, processor, state: dict) -> Path:
-    """checkpoint-N: a Hugging Face folder that loads by itself, and state/ for --resume. Collective."""
-    final, model = run_dir / f"checkpoint-{state['step']}", engines["actor"].module.model
-    folder = final.with_suffix(".tmp")  # renamed when all of it is written
+def checkpoints(run_dir: Path) -> list[Path]:
+    """By step."""
+    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name[11:]))
+
+
+def open_folder(args: Args, folder: Path, last_step: int) -> None:
+    """Make the run's folder; of a resumed run, drop what was logged after its checkpoint."""
+    if RANK > 0:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--output-dir {args.output_dir} can't be written: {error}")
+    (folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
+    for path in folder.glob("*.jsonl"):
+        kept = []
+        for line in path.read_text().splitlines(keepends=True):
+            is_whole = line.endswith("\n")  # a kill may have cut the last one
+            if is_whole and 0 < last_step >= json.loads(line)["train/step"]:
+                kept.append(line)
+        path.write_text("".join(kept))
+
+
+def save_checkpoint(args: Args, run: Run, is_best: bool) -> Path:
+    """checkpoint-N: a Hugging Face folder that loads by itself, and state/ for --resume; without that also
+    checkpoint-best. Collective."""
+    model = run.judge.module.model
+    final = run.folder / f"checkpoint-{run.state['step']}"
+    unfinished = final.with_suffix(".tmp")  # renamed when all of it is written
     if RANK == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     dist.barrier()
-    for name, engine in engines.items():
-        engine.save_checkpoint(str(folder / "state" / name), tag="engine", client_state={"ours": state})
+    run.judge.save_checkpoint(
+        str(unfinished / "state" / "judge"), tag="engine", client_state={"ours": run.state}
+    )
     weights = {name: weight.cpu() for name, weight in merged_state_dict(model).items()}
     if RANK == 0:
         with torch.device("meta"):  # the same architecture, without adapters
             plain = type(model)(model.config)
         plain.generation_config = model.generation_config
-        plain.save_pretrained(folder, state_dict=weights)
-        processor.save_pretrained(folder)
+        plain.save_pretrained(unfinished, state_dict=weights)
+        run.processor.save_pretrained(unfinished)
+        if is_best:  # before the rename: a run that is killed in between does this step again
+            best = run.folder / "checkpoint-best"
+            ignore = shutil.ignore_patterns("state")
+            shutil.copytree(unfinished, run.folder / "best.tmp", ignore=ignore, dirs_exist_ok=True)
+            shutil.rmtree(best, ignore_errors=True)
+            (run.folder / "best.tmp").rename(best)
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed before it
-        folder.rename(final)
-        for old in checkpoints(run_dir)[: -max(1, args.save_total_limit)]:
+        unfinished.rename(final)
+        for old in checkpoints(run.folder)[: -max(1, args.save_total_limit)]:
             shutil.rmtree(old)
     dist.barrier()
     return final
@@ -679,15 +1107,15 @@ def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    files = ("metrics", [metrics]), ("samples", [{"train/step": step} | sample for sample in samples])
-    for name, lines in files:
-        with (run_dir / f"{name}.jsonl").open("a") as file:
-            file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
+    append_lines(run_dir / "metrics.jsonl", [metrics])
+    append_lines(run_dir / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
     if args.track == "wandb":
         import wandb
 
-        known = {"id": run_dir.name, "name": run_dir.name, "config": asdict(args), "dir": run_dir}
-        (wandb.run or wandb.init(**known, resume="allow")).log(metrics, step=step)
+        name = run_dir.name
+        if wandb.run is None:
+            wandb.init(id=name, name=name, config=asdict(args), dir=run_dir, resume="allow")
+        wandb.run.log(metrics, step=step)
     if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -696,112 +1124,12 @@ def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict
                 writer.add_scalar(name, value, step)
 
 
-# ---- main ----
-
-
-def main(args: Args) -> dict[str, float]:
-    # --- 1. setup ---
-    started = time.perf_counter()
-    transformers.utils.logging.disable_progress_bar()
-    check_args(args)
-    device = init_distributed()
-    run_dir, checkpoint = find_run(args)
-    fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
-    dtype = torch.float32 if fp32 else torch.bfloat16
-    torch.manual_seed(args.seed)
-
-    # --- 2. models and engines ---
-    model = load_model(args.model, dtype)
-    processor = transformers.AutoProcessor.from_pretrained(args.model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not (args.freeze and re.search(args.freeze, name)))
-    if args.lora_rank:
-        add_adapters(args, model)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    engine = make_engine(args, Judge({"model": model}), dtype, args.total_steps)
-    engine.eval()
-    state = {"step": 0, "before": {}, "best": -math.inf, "skipped": 0}
-    if checkpoint is not None:
-        state = engine.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")[1]["ours"]
-
-    # --- 3. data ---
-    data = load_data(args, args.dataset, args.dataset_split, model, processor, True)
-    source = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None)
-    eval_data = load_data(args, source, args.eval_dataset_split, model, processor, False) if source else None
-    if RANK == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        for path in run_dir.glob("*.jsonl"):  # without what was logged after the checkpoint
-            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            lines = [line for line in lines if 0 < state["step"] >= json.loads(line)["train/step"]]
-            path.write_text("".join(lines))
-    tell(f"{run_dir}: {sum(map(len, data.groups))} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
-    some = [own[0] for own in data.groups[:: len(data.groups) // 16 + 1]]
-    rows = data.encode(some) or fail(f"{args.dataset}: no row can be used")
-    probes = {sample["kinds"]: sample for row in rows for sample in row["samples"]}
-    tell(packing.prove_packing(model, engine, [*probes.values()]))
-    judge = load_model(args.model, dtype).to(device) if args.zero_stage == 3 else model
-    packing.switch_attention(judge, model.config.get_text_config()._attn_implementation)
-    received, stopped, saved = [], False, checkpoint
-    for number in (signal.SIGTERM, signal.SIGINT):  # save after this step, and end
-        signal.signal(number, lambda number, frame: received.append(number))
-    if eval_data and not state["before"]:
-        state["before"], samples = evaluate(args, model, judge, eval_data)
-        if f"eval/{args.best_metric}" not in state["before"]:
-            fail(f"--best-metric: {source} gives {', '.join(state['before'])}")
-        log(args, run_dir, {"train/step": 0, **state["before"]}, samples)
-    metrics, steps = state["before"], range(state["step"] + 1, args.total_steps + 1)
-    for step in tqdm(steps, "grm_sft", args.total_steps, initial=steps.start - 1, disable=RANK > 0 or None):
-        # --- 7. update ---
-        start, n = time.perf_counter(), args.train_batch_size
-        entries = batch_entries((step - 1) * n, n, data.groups, args.seed)
-        engine.train()
-        loss, num_tokens, usable = train_rows(args, data, entries, engine)
-        norm, taken = optimizer_step(engine)
-        engine.eval()
-        state |= {"step": step, "skipped": 0 if taken else state["skipped"] + 1}
-        seconds = time.perf_counter() - start
-
-        # --- 9. log ---
-        metrics = {"train/step": step, "train/learning_rate": engine.get_lr()[0]}
-        metrics |= {"loss/sft": loss, "train/trained_tokens": num_tokens, "time/total": seconds}
-        metrics |= {"train/grad_norm": norm if taken else 0.0, "train/skipped_updates": int(not taken)}
-        metrics["rollout/prompts_dropped"], samples = len({*entries}) - usable, []
-
-        # --- 10. eval and save ---
-        last, hopeless, better = step == args.total_steps, state["skipped"] >= 5, False
-        if eval_data and (last or (args.eval_steps and step % args.eval_steps == 0)):
-            evaluated, samples = evaluate(args, model, judge, eval_data)
-            metrics |= evaluated
-            value = metrics[f"eval/{args.best_metric}"] * (-1 if args.best_metric == "loss" else 1)
-            better, state["best"] = value > state["best"], max(value, state["best"])
-            tell(f"held-out {args.best_metric} {abs(value):.3f}")
-        log(args, run_dir, metrics, samples)
-        tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: loss {loss:.4f}")
-        stopped = bool(sum_over_ranks(torch.tensor(len(received)), device)) and not last  # on all ranks alike
-        if last or stopped or hopeless or better or (args.save_steps and step % args.save_steps == 0):
-            saved = save_checkpoint(args, run_dir, {"actor": engine}, processor, state)
-        if better and RANK == 0:
-            shutil.copytree(saved, run_dir / "best.tmp", ignore=lambda *_: ["state"], dirs_exist_ok=True)
-            shutil.rmtree(run_dir / "checkpoint-best", ignore_errors=True)
-            (run_dir / "best.tmp").rename(run_dir / "checkpoint-best")
-        if hopeless:
-            fail(f"step {step}: 5 times in a row no finite gradients; the weights before: {saved}")
-        if stopped:
-            break
-
-    # --- 11. finish ---
-    if stopped:
-        tell(f"stopped by a signal after step {step}; go on with --resume {saved}")
-    else:
-        told = [f"{key} {x:.3f} -> {metrics[key]:.3f}" for key, x in state["before"].items()]
-        tell(" · ".join([*told, f"{time.perf_counter() - started:.0f} s", str(saved)]))
-        tell(f"to see it: python tools/report.py {run_dir}")
-    dist.destroy_process_group()
-    return metrics
+def append_lines(path: Path, lines: list[dict]) -> None:
+    with path.open("a") as file:
+        for line in lines:
+            file.write(json.dumps(line, default=str) + "\n")
 
 
 if __name__ == "__main__":
-    argv = [x for x in sys.argv[1:] if not x.startswith("--local_rank")]  # the deepspeed launcher's
+    argv = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # the deepspeed launcher's
     main(tyro.cli(Args, args=argv, description=__doc__))

@@ -48,13 +48,21 @@ def judge_pairs(pairs: list[dict]) -> list[float]:
         batch = [
             (pairs[i // 2] | {"verdict": "1"}, i) for i in range(start, min(start + size, 2 * len(pairs)))
         ]
-        rows = [
-            grm_sft.encode_row(ARGS, model, processor, row, i, Path(), {"whole": True}) for row, i in batch
+        examples = [
+            grm_sft.encode_row(
+                ARGS, model, processor, row=row, entry=i, folder=Path(), share=False, previous=None
+            )
+            for row, i in batch
         ]
         if not grm_sft.packing.is_packed(model):
-            forward = grm_sft.Judge({"model": model})
-            grm_sft.packing.prove_packing(model, forward, rows[0]["samples"])
-        judged = grm_sft.write_judgements(ARGS, model, tokenizer, rows)
+            grm_sft.packing.enable_packing_if_exact(
+                model=model,
+                forward=grm_sft.Judge(model),
+                prompts=[sample.prompt for sample in examples[0].samples],
+                max_length=ARGS.max_length,
+                max_tokens=ARGS.micro_batch_tokens,
+            )
+        judged = grm_sft.write_judgements(ARGS, model, tokenizer, examples)
         p += [record["probabilities"] for record in judged]
     first = [x["1"] / (x["1"] + x["2"]) for x in p]  # without ties
     return [(first[i] + 1 - first[i + 1]) / 2 for i in range(0, len(p), 2)]

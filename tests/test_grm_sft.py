@@ -49,7 +49,7 @@ def make_rows(video: str) -> list[dict]:
         {"prompt": "Which colour?", **red, "answer_0": "red", "answer_1": "blue", "verdict": "2"},
         {"prompt": "What shape?", **red, "answer_0": "circle", "answer_1": "box", "verdict": "1"},
         {"messages": turns, "images": [cat_a, f"{SEE}/small.png"]},
-        {"messages": [say("user", "Say hello."), say("assistant", "Hello.")]},
+        {"messages": [say("user", "Say hello."), say("assistant", "Hello.")], "verdict": "1"},  # one entry
     ]
 
 
@@ -83,9 +83,8 @@ def grm(run, judgements):
     return lambda **flags: run("grm_sft", **on(judgements) | flags)
 
 
-def encode(tiny_vl, row: dict, entry: int = 0, whole: bool = True, begun: dict | None = None) -> dict:
-    begun = {"whole": whole} if begun is None else begun
-    return grm_sft.encode_row(ARGS, *tiny_vl[:2], row, entry, Path(), begun)
+def encode(tiny_vl, row: dict, entry: int = 0, share: bool = False, previous=None) -> grm_sft.Example:
+    return grm_sft.encode_row(ARGS, *tiny_vl[:2], row, entry, Path(), share, previous)
 
 
 # --- math ---
@@ -99,11 +98,11 @@ def test_worked_examples():
 
 def test_an_epoch_sees_every_row_once_and_groups_stay_whole():
     groups = [[0, 1, 2], [3], [4, 5], [6]]
-    epochs = [grm_sft.batch_entries(7 * e, 7, groups, seed=1) for e in range(4)]
+    epochs = [grm_sft.batch_entries(groups, 7 * e, 7, seed=1) for e in range(4)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs) and len(set(map(tuple, epochs))) > 1
-    assert grm_sft.batch_entries(5, 12, groups, seed=1) == epochs[0][5:] + epochs[1] + epochs[2][:3]
+    assert grm_sft.batch_entries(groups, 5, 12, seed=1) == epochs[0][5:] + epochs[1] + epochs[2][:3]
     assert all([e[e.index(0) + i] for i in range(3)] == [0, 1, 2] for e in epochs)
-    assert any(grm_sft.batch_entries(0, 7, groups, seed=s) != epochs[0] for s in (2, 3, 4))
+    assert any(grm_sft.batch_entries(groups, 0, 7, seed=s) != epochs[0] for s in (2, 3, 4))
 
 
 # --- rows ---
@@ -124,7 +123,8 @@ def test_verdicts_are_read_strictly_and_as_they_are_written():
 
 
 def test_sides_are_exchanged_everywhere(rows):
-    one, other = grm_sft.make_chat(rows[0], False), grm_sft.make_chat(rows[0], True)
+    (one, *known), (other, *swapped) = (grm_sft.make_chat(rows[0], swap) for swap in (False, True))
+    assert known == ["Image", "1"] and swapped == ["Image", "2"]
     assert other["images"] == one["images"][::-1] == [f"{SEE}/cat_b.png", f"{SEE}/cat_a.png"]
     asked, said = (one["messages"][i]["content"] for i in (0, 1))
     assert asked == other["messages"][0]["content"] == "a red ball\nImage 1: <image>\nImage 2: <image>"
@@ -132,18 +132,18 @@ def test_sides_are_exchanged_everywhere(rows):
     end = "<answer>Image {} is better</answer>"
     assert said == (thought + end).format(1, 2, "first", 1)
     assert other["messages"][1]["content"] == (thought + end).format(2, 1, "second", 2)
-    tie = [grm_sft.make_chat(rows[1], swap)["messages"][1]["content"] for swap in (False, True)]
+    tie = [grm_sft.make_chat(rows[1], swap)[0]["messages"][1]["content"] for swap in (False, True)]
     assert tie == ["<answer>Both are equally good</answer>"] * 2
-    texts = [grm_sft.make_chat(rows[4], swap)["messages"][0]["content"] for swap in (False, True)]
+    texts = [grm_sft.make_chat(rows[4], swap)[0]["messages"][0]["content"] for swap in (False, True)]
     assert texts[0] == "<image>Which colour?\nAnswer 1: red\nAnswer 2: blue"
     assert texts[1] == "<image>Which colour?\nAnswer 1: blue\nAnswer 2: red"
     row = rows[0] | {"images": [f"{SEE}/wide.png"], "prompt": "change <image> to a ball"}
-    assert grm_sft.make_chat(row, True)["images"] == [f"{SEE}/{x}.png" for x in ("wide", "cat_b", "cat_a")]
+    assert grm_sft.make_chat(row, True)[0]["images"] == [f"{SEE}/{x}.png" for x in ("wide", "cat_b", "cat_a")]
     said = {"verdict": "1", "reasoning": "Image 2 shows 12, so ANSWER 1 is, First answer."}
-    turn = grm_sft.make_chat(rows[4] | said, True)["messages"][1]["content"]  # the prompt's pictures stay
+    turn = grm_sft.make_chat(rows[4] | said, True)[0]["messages"][1]["content"]  # the prompt's pictures stay
     assert turn.startswith("<think>Image 2 shows 12, so ANSWER 2 is, second answer.</think>")
     text = rows[3] | {"answer_0": "<image><video>"}  # a candidate can't show pictures
-    assert "Answer 1: < image>< video>\n" in grm_sft.make_chat(text, False)["messages"][0]["content"]
+    assert "Answer 1: < image>< video>\n" in grm_sft.make_chat(text, False)[0]["messages"][0]["content"]
 
 
 def test_easy_vqa_becomes_fair_pairs_of_one_kind():
@@ -168,7 +168,7 @@ def test_rows_of_one_picture_form_a_group_in_both_orders(tiny_vl):
     assert len(sum(held_out.groups, [])) == 20, "an evaluation always asks in both orders"
     other = load(grm_sft.Args(eval_samples=10, seed=2), False)
     entries = sum(held_out.groups, [])
-    truths = [[row["truth"] for row in data.encode(entries)] for data in (held_out, other)]
+    truths = [[data.encode(entry).truth for entry in entries] for data in (held_out, other)]
     assert truths[0] == truths[1], "the held-out sides do not depend on the seed"
 
 
@@ -177,21 +177,21 @@ def test_rows_of_one_picture_form_a_group_in_both_orders(tiny_vl):
 
 def trained(tiny_vl, row: dict, **how) -> list[list[str]]:
     """The trained tokens of each sample."""
-    samples = encode(tiny_vl, row, **how)["samples"]
-    return [tiny_vl[2].convert_ids_to_tokens(s["ids"][s["start"] :].tolist()) for s in samples]
+    samples = encode(tiny_vl, row, **how).samples
+    return [tiny_vl[2].convert_ids_to_tokens(s.response_ids[s.start :].tolist()) for s in samples]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_masks(whole, tiny_vl, rows):
+@pytest.mark.parametrize("share", [True, False])
+def test_masks(share, tiny_vl, rows):
     want = "<think> red </think> <answer> Answer Ġ1 Ġis Ġbetter </answer>".split() + [END]
     row = rows[4] | {"verdict": "1", "reasoning": "red"}
-    (tokens,) = trained(tiny_vl, row, whole=whole)
+    (tokens,) = trained(tiny_vl, row, share=share)
     assert "".join(tokens) == "".join(want) and tokens[0] == "<think>" and tokens[-2:] == ["</answer>", END]
-    chat = ["".join(part) for part in trained(tiny_vl, rows[6], whole=whole)]
+    chat = ["".join(part) for part in trained(tiny_vl, rows[6], share=share)]
     assert chat == [f"<answer>8</answer>{END}", f"<think>less</think>{END}", f"yes{END}"], "one sample each"
-    samples = encode(tiny_vl, rows[6], whole=whole)["samples"]
-    assert [len(s["image"]) for s in samples] == [1, 2, 2] and [s["index"][1] for s in samples] == [0, 1, 2]
-    before = torch.cat([samples[2]["prompt_ids"], samples[2]["ids"][: samples[2]["start"]]])
+    samples = encode(tiny_vl, rows[6], share=share).samples
+    assert [len(s.prompt.media["image"]) for s in samples] == [1, 2, 2] and {s.entry for s in samples} == {0}
+    before = torch.cat([samples[2].prompt.ids, samples[2].response_ids[: samples[2].start]])
     before = tiny_vl[2].decode(before)
     assert "less</think>" in before and before.endswith(f"sure?{END}\n<|im_start|>assistant\n")
     # Data can't end a turn.
@@ -212,7 +212,7 @@ def test_masks_of_templates_with_and_without_eos(tiny_text_model):
         turns = ("user", "a"), ("assistant", "ok"), ("user", "b"), ("assistant", "no")
         chat = [say(role, [{"type": "text", "text": text}]) for role, text in turns]
         found = grm_sft.split_chat(tokenizer, chat, [tokenizer.eos_token_id])
-        return [tokenizer.decode(ids[start:]) for _, start, ids in found]
+        return [tokenizer.decode(ids[start:]) for _, ids, start in found]
 
     assert split(LINE + "<|end|>\n\n" + ASK) == ["ok<|end|>", "no<|end|>"]
     assert split(LINE + "\n" + ASK) == ["ok\n", "no\n<|end|>"]
@@ -223,43 +223,43 @@ def test_masks_of_templates_with_and_without_eos(tiny_text_model):
 # --- prompts and packs ---
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_samples_are_the_processors_tokens_and_positions(whole, tiny_vl, rows):
+@pytest.mark.parametrize("share", [True, False])
+def test_samples_are_the_processors_tokens_and_positions(share, tiny_vl, rows):
     for entry in (0, 1):
         for row in rows:
-            sample = encode(tiny_vl, row, entry, whole)["samples"][-1]
-            chat = grm_sft.to_messages(ARGS, grm_sft.make_chat(row, entry == 1), Path(), tiny_vl[2])
+            sample = encode(tiny_vl, row, entry, share).samples[-1]
+            chat = grm_sft.to_messages(ARGS, grm_sft.make_chat(row, entry == 1)[0], Path(), tiny_vl[2])
             inputs = packing.encode_chat(tiny_vl[1], chat)
-            ids = torch.cat([sample["prompt_ids"], sample["ids"]])
+            ids = torch.cat([sample.prompt.ids, sample.response_ids])
             assert ids.tolist() == inputs["input_ids"][0][: len(ids)].tolist()
             assert len(inputs["input_ids"][0]) - len(ids) <= 1, "but for the newline after the last EOS"
-            pack = packing.build_pack([(0, [0])], {0: sample}, [sample["ids"]])
-            want = packing.make_prompt(tiny_vl[0], inputs)["position_ids"][..., : len(ids)]
+            pack = packing.build_pack([(0, [0])], {0: sample.prompt}, [sample.response_ids])
+            want = packing.make_prompt(tiny_vl[0], inputs).positions[..., : len(ids)]
             assert torch.equal(pack.inputs["position_ids"].reshape(want.shape), want)
 
 
 def test_what_begins_alike_goes_through_the_processor_once(tiny_vl, rows, monkeypatch):
     calls, encode_chat = [], packing.encode_chat
     monkeypatch.setattr(packing, "encode_chat", lambda *a, **k: calls.append(1) or encode_chat(*a, **k))
-    begun = {"whole": False}
-    found = [encode(tiny_vl, row, entry, begun=begun) for row in rows[4:6] for entry in (0, 1)]
-    assert len(calls) == 1 and len({row["samples"][0]["key"] for row in found}) == 1
-    other = encode(tiny_vl, rows[4] | {"image": f"{SEE}/cat_a.png"}, begun=begun)
-    assert len(calls) == 2 and other["samples"][0]["key"] != found[0]["samples"][0]["key"]
-    swapped = [encode(tiny_vl, rows[0], entry, begun=begun)["samples"][0]["key"] for entry in (0, 1)]
-    assert swapped[0] != swapped[1], "the order of pictures counts"
+    sample, keys = None, []
+    for row in (rows[4], rows[5], rows[4] | {"image": f"{SEE}/cat_a.png"}, rows[0]):
+        for entry in (0, 1):
+            (sample,) = encode(tiny_vl, row, entry, True, sample).samples
+            keys.append(sample.prompt_key)
+    assert len({*keys[:4]}) == 1 and keys[4] == keys[5] != keys[0] and len(calls) == 4
+    assert keys[6] != keys[7], "the order of pictures counts"
 
 
 def losses_one_by_one(tiny_vl, rows: list[dict], entries: list[int]) -> tuple[torch.Tensor, int]:
     """The unmodified model's own forward on every whole chat -> sum of -log p of trained tokens, their number."""
     model, total, count = grm_sft.load_model(TINY, torch.float32).eval(), 0.0, 0
     for entry in entries:
-        for sample in encode(tiny_vl, rows[entry // 2], entry)["samples"]:
-            pack = packing.plain_pack([(0, [0])], [sample], [sample["ids"]])
-            logits = model(**pack.inputs).logits[0, sample["length"] - 1 : -1].float()  # (R, V)
+        for sample in encode(tiny_vl, rows[entry // 2], entry).samples:
+            pack = packing.plain_pack([(0, [0])], [sample.prompt], [sample.response_ids])
+            logits = model(**pack.inputs).logits[0, sample.prompt.length - 1 : -1].float()  # (R, V)
             logits[:, packing.media_token_ids(model.config)] = -math.inf
-            nll = torch.nn.functional.cross_entropy(logits, sample["ids"], reduction="none")
-            total, count = total + nll[sample["start"] :].sum(), count + len(nll) - sample["start"]
+            nll = torch.nn.functional.cross_entropy(logits, sample.response_ids, reduction="none")
+            total, count = total + nll[sample.start :].sum(), count + len(nll) - sample.start
     return model, total / count, count
 
 
@@ -269,30 +269,24 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return found
 
 
-class Engine(grm_sft.Judge):
-    """What train_rows takes of DeepSpeed's engine, and the packs that it runs."""
-
-    def __init__(self, attention: str):
-        super().__init__({"model": grm_sft.load_model(TINY, torch.float32).eval()})
-        packing.switch_attention(self.model, attention)
-        self.packs, self.device = [], self.model.device
-
-    module = property(lambda self: self)
-
-    def set_gradient_accumulation_boundary(self, last: bool): ...
-
-    def backward(self, loss, scale_wrt_gas):
-        loss.backward()
-
-    def forward(self, pack):
-        self.packs.append(pack)
-        return super().forward(pack)
+def make_judge(attention: str = "packed") -> grm_sft.Judge:
+    judge = grm_sft.Judge(grm_sft.load_model(TINY, torch.float32).eval())
+    packing.switch_attention(judge.model, attention)
+    return judge
 
 
-def train_rows(tiny_vl, judgements: str, entries: list[int], attention: str = "packed", **flags):
+def make_run(judge, **known) -> grm_sft.Run:
+    """What packs_of and evaluate take of a run."""
+    known |= {"judge": torch.nn.ModuleDict({"module": judge}), "writer": judge.model, "device": "cpu"}
+    return grm_sft.Run(**dict.fromkeys(grm_sft.Run.__dataclass_fields__) | known)
+
+
+def packs_of(tiny_vl, judge, judgements: str, entries: list[int], **flags) -> tuple[list, list]:
+    """The packs of a step of these entries, and its samples."""
     args = grm_sft.Args(video_fps=4.0, **flags)
-    data, engine = grm_sft.load_data(args, judgements, "train", *tiny_vl[:2], True), Engine(attention)
-    return engine, *grm_sft.train_rows(args, data, entries, engine)
+    data = grm_sft.load_data(args, judgements, "train", *tiny_vl[:2], True)
+    samples = grm_sft.load_samples(data, entries)
+    return [*grm_sft.packs_of(args, make_run(judge, train_data=data), samples)], samples
 
 
 @pytest.mark.slow
@@ -302,22 +296,26 @@ def test_packed_loss_and_gradient_are_those_of_one_row_at_a_time(tiny_vl, rows, 
     want.backward()
     want_gradients = gradients(plain)
     sizes = []
-    for flags in ({}, {"micro_batch_tokens": 320}, {"attention": "sdpa"}):
-        engine, got, num_tokens, usable = train_rows(tiny_vl, judgements, entries, **flags)
-        assert (num_tokens, usable) == (count, len(entries)) and abs(got - want.item()) < 1e-5, flags
-        found = gradients(engine.model)
+    for attention, flags in (("packed", {}), ("packed", {"micro_batch_tokens": 320}), ("sdpa", {})):
+        judge = make_judge(attention)
+        packs, samples = packs_of(tiny_vl, judge, judgements, entries, **flags)
+        assert {sample.entry for sample in samples} == {*entries}
+        got = sum(grm_sft.next_token_loss(judge(pack), count) for pack in packs)
+        got.backward()
+        assert abs(got.item() - want.item()) < 1e-5, flags
+        found = gradients(judge.model)
         assert found.keys() == want_gradients.keys()
         gap = sum((found[n] - g).norm() ** 2 for n, g in want_gradients.items())
         assert gap < 1e-8 * sum(g.norm() ** 2 for g in want_gradients.values()), flags
-        sizes.append(len(engine.packs))
+        sizes.append(len(packs))
     assert sizes[0] == 1 and sizes[1] >= 3 and sizes[2] == len(entries) + 2
 
 
 def test_rows_of_one_picture_share_it_in_a_pack(tiny_vl, rows, judgements):
-    (pack,) = train_rows(tiny_vl, judgements, [8, 9, 10, 11])[0].packs
-    assert len(pack.media["image"]) == 1 and len(pack.rows) == 4
-    alone = [encode(tiny_vl, rows[e // 2], e, whole=False)["samples"][0] for e in (8, 9, 10, 11)]
-    assert pack.inputs["input_ids"].numel() == alone[0]["length"] + sum(len(s["ids"]) for s in alone)
+    (pack,), _ = packs_of(tiny_vl, make_judge(), judgements, [8, 9, 10, 11])
+    assert len(pack.media["image"]) == 1 and len(pack.response_index) == 4
+    own = [encode(tiny_vl, rows[e // 2], e, share=True).samples[0] for e in (8, 9, 10, 11)]
+    assert pack.inputs["input_ids"].numel() == own[0].prompt.length + sum(len(s.response_ids) for s in own)
 
 
 # --- judgements ---
@@ -326,18 +324,18 @@ def test_rows_of_one_picture_share_it_in_a_pack(tiny_vl, rows, judgements):
 def test_judgements_and_soft_verdicts_are_those_of_the_plain_model(tiny_vl, rows):
     plain, processor, tokenizer = tiny_vl
     encoded = [encode(tiny_vl, rows[i], entry) for i in (0, 1, 2, 3, 4) for entry in (0, 1)]
-    judged = grm_sft.write_judgements(ARGS, Engine("packed").model, tokenizer, encoded)
+    judged = grm_sft.write_judgements(ARGS, make_judge().model, tokenizer, encoded)
     bad = packing.media_token_ids(plain.config)
     for row, record in zip(encoded, judged):
-        (sample,), sums = row["samples"], []
-        out = plain.generate(**sample["inputs"], do_sample=False, max_new_tokens=12, suppress_tokens=bad)
-        ids = out[0, sample["length"] :]
+        (sample,), sums = row.samples, []
+        greedy = {"do_sample": False, "max_new_tokens": 12, "suppress_tokens": bad}
+        ids = plain.generate(**sample.prompt.inputs, **greedy)[0, sample.prompt.length :]
         assert record["response"] == tokenizer.decode(ids, skip_special_tokens=True)
         assert (record["length"], record["truncated_frac"]) == (len(ids), ids[-1] != tokenizer.eos_token_id)
         reasoning = record["response"].split("<answer>")[0]
-        texts = [reasoning + grm_sft.write_verdict(verdict, row["noun"]) for verdict in grm_sft.VERDICTS]
-        for ids in [sample["ids"], *(torch.tensor(tokenizer(text)["input_ids"]) for text in texts)]:
-            pack = packing.plain_pack([(0, [0])], [sample], [ids])
+        texts = [reasoning + grm_sft.write_verdict(verdict, row.noun) for verdict in grm_sft.VERDICTS]
+        for ids in [sample.response_ids, *(torch.tensor(tokenizer(text)["input_ids"]) for text in texts)]:
+            pack = packing.plain_pack([(0, [0])], [sample.prompt], [ids])
             with torch.no_grad():
                 sums.append(packing.response_logprobs(plain, pack)[0].double().sum().item())
         assert record["loss"] == pytest.approx(-sums[0], abs=1e-3)
@@ -375,12 +373,12 @@ def test_both_orders_are_judged(said, consistent, tiny_vl, rows, tmp_path, monke
     data = grm_sft.load_data(args, source, "train", *tiny_vl[:2], False)
 
     def write(args, model, tokenizer, given):
-        assert [row["truth"] for row in given] == ["1", "2"]
-        found = [record(row["truth"], verdict) for row, verdict in zip(given, said)]
-        return [x | {"verdict": verdict, "response": verdict} for x, verdict in zip(found, said)]
+        assert [row.truth for row in given] == ["1", "2"]
+        found = [record(row.truth, verdict) for row, verdict in zip(given, said)]
+        return [x | {"verdict": verdict, "response": verdict, "row": 0} for x, verdict in zip(found, said)]
 
     monkeypatch.setattr(grm_sft, "write_judgements", write)
-    metrics, records = grm_sft.evaluate(args, None, None, data)
+    metrics, records = grm_sft.evaluate(args, make_run(make_judge(), eval_data=data))
     assert metrics["eval/swap_consistency"] == consistent and metrics["eval/num_samples"] == 1
     assert metrics["eval/accuracy"] == (said[0] == "1")
     assert records[0]["swapped_response"] == said[1] and records[0]["row"] == 0
@@ -453,6 +451,7 @@ def test_kills_do_no_harm(grm, start, tmp_path, judgements):
     assert start("grm_sft", run_name="killed", resume="auto", **flags).wait(timeout=300) == 0
     runs = [read_jsonl(path / "metrics.jsonl") for path in (whole, folder)]
     assert max(metrics_differ(*runs).values()) == 0
+    assert largest_difference(*(weights_of(path / "checkpoint-best") for path in (whole, folder))) == 0
 
 
 def test_a_text_model_on_the_plain_path_learns_texts(run, tiny_text_model, rows, tmp_path):
@@ -481,9 +480,10 @@ def test_rows_that_can_not_be_used_are_left_out_and_named(grm, rows, tmp_path, c
     ]  # fmt: skip
     folder = grm(dataset=write_jsonl(tmp_path / "bad.jsonl", rows + bad), total_steps=1, train_batch_size=24)
     assert read_jsonl(folder / "metrics.jsonl")[-1]["rollout/prompts_dropped"] == 10
-    found = capsys.readouterr().err
+    told, found = capsys.readouterr()
     for number, word in zip((8, 9, 10, 11, 13), ("verdict", "nope.png", "max-length", "places", "candid")):
         assert f"row {number} is left out" in found and word in found, (number, word, found)
+    assert ": 24 rows" in told
 
 
 CASES = {
@@ -531,7 +531,7 @@ def test_data_sets_are_converted(tmp_path, tiny_vl):
     assert [row["verdict"] for row in omni] == ["1", "tie", "2", "tie", "1", "2"]
     assert omni[0]["prompt"].endswith("Prompt: a ball\nIt should be red.")
     for row in hpd + omni:
-        assert encode(tiny_vl, row)["truth"] == row["verdict"]
+        assert encode(tiny_vl, row).truth == row["verdict"]
 
 
 @pytest.fixture
