@@ -351,7 +351,7 @@ def setup(args: Args) -> Run:
     open_folder(args, folder, last_step=state["step"])
     tell(f"{folder}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
 
-    tell(enable_packing(args, engine, train_data))
+    enable_packing(args, engine, train_data)
     if not hasattr(processor, "tokenizer"):
         set_pad_token(model, processor, train_data)
     return Run(
@@ -391,19 +391,20 @@ def tell(message: str) -> None:
         sys.stdout.flush()
 
 
-def enable_packing(args: Args, engine, data: "Data") -> str:
-    """Pack if that is exact for some rows of the data, one of each kind: text, with a picture, ..."""
+def enable_packing(args: Args, engine, data: "Data") -> None:
+    """Pack if that is exact for some rows of the data."""
     some_rows = range(0, len(data.rows), len(data.rows) // 16 + 1)
     prompts = [ranking.prompt for row in some_rows if (ranking := data.encode(row))]
     if not prompts:
         fail(f"{data.source}: no row can be used")
-    return packing.enable_packing_if_exact(
+    told = packing.enable_packing_if_exact(
         model=engine.module.model,
         forward=engine,
-        prompts=list({prompt.kinds: prompt for prompt in prompts}.values()),
+        prompts=prompts,
         max_length=args.max_length,
         max_tokens=args.micro_batch_tokens,
     )
+    tell(told)
 
 
 def set_pad_token(model, tokenizer, data: "Data") -> None:
@@ -607,16 +608,15 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     waiting = {f"<{kind}>": iter(items) for kind, items in media.items()}
     for message in messages:
-        can_hold_media = message["role"] != "assistant"
-        pieces = re.split("(<image>|<video>)", message["content"]) if can_hold_media else [message["content"]]
+        holds_media = message["role"] != "assistant"
+        pieces = re.split("(<image>|<video>)", message["content"]) if holds_media else [message["content"]]
         message["content"] = []
-        for piece in pieces:
-            if piece in waiting and can_hold_media:
-                message["content"].append(
-                    open_media(piece[1:-1], next(waiting[piece]), folder, args.video_fps)
-                )
-            elif piece:
-                message["content"].append({"type": "text", "text": defuse(piece, special_tokens)})
+        for piece in filter(None, pieces):
+            if piece in waiting and holds_media:
+                part = open_media(piece[1:-1], next(waiting[piece]), folder, args.video_fps)
+            else:
+                part = {"type": "text", "text": defuse(piece, special_tokens)}
+            message["content"].append(part)
     if args.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": args.system_prompt}]})
     return messages
@@ -641,18 +641,17 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
 
 def defuse(text: str, special_tokens: list[str]) -> str:
     """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-    while True:  # what is left of one may be another
-        token = next((token for token in special_tokens if token in text), None)
-        if token is None:
-            return text
+    while found := [token for token in special_tokens if token in text]:  # what is left of one may be another
+        token = found[0]
         text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
+    return text
 
 
 def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
     """Entries start ... start + count - 1 of an endless stream of shuffled epochs.
 
-    An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and so on: the same
-    row in another epoch is another entry, and gets other responses.
+    An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and so on: the
+    same row in another epoch is another entry, and gets other responses.
     """
     first_epoch = start // num_rows
     last_epoch = (start + count - 1) // num_rows
@@ -778,8 +777,6 @@ def samples_of(rankings: list[Ranking], scores: Tensor) -> list[dict]:
 class RewardModel(nn.Module):
     """A backbone with a scalar head: pack -> scores (S,), fp32, of its responses."""
 
-    all_tied_weights_keys = {}  # for merged_state_dict
-
     def __init__(self, model):
         super().__init__()
         H = model.config.get_text_config().hidden_size
@@ -795,15 +792,20 @@ class RewardModel(nn.Module):
 def load_model(name: str, dtype: torch.dtype):
     """A vision-language or text model, by what its config says, without dropout."""
     try:
-        is_vision = hasattr(transformers.AutoConfig.from_pretrained(name), "vision_config")
+        config = transformers.AutoConfig.from_pretrained(name)
+        is_vision = hasattr(config, "vision_config")
         kind = transformers.AutoModelForImageTextToText if is_vision else transformers.AutoModelForCausalLM
-        model = kind.from_pretrained(name, dtype=dtype)
+        # SDPA would leave out a soft cap on attention scores (Gemma 2) without a word.
+        has_softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+        attention = "eager" if has_softcap else None
+        model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
         fail(f"--model {name} can't be loaded: {error}")
     # Rollout, old and new log-probs must be of one function: no Dropout.p, attention_dropout, layerdrop, ...
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
-            if isinstance(value, float) and (attribute == "p" or "drop" in attribute):
+            is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
+            if is_dropout and isinstance(value, float):
                 setattr(module, attribute, 0.0)
     return model
 
@@ -818,27 +820,31 @@ def add_adapters(args: Args, model) -> None:
     model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets))
 
 
-def merged_state_dict(model) -> dict[str, Tensor]:
-    """Weights of the plain model, tied ones under each name: gathered under ZeRO-3 (collective), adapters
+@torch.no_grad()
+def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of the plain model, one after the other: gathered under ZeRO-3 (collective), adapters
     added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
     import deepspeed
 
     saved_names = set(model.state_dict())
     lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    weights = {name: buffer for name, buffer in model.named_buffers() if name in saved_names}
+    for name, buffer in model.named_buffers():
+        if name in saved_names:
+            yield name, buffer
     for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
         is_sharded = hasattr(parameter, "ds_id")
         layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
         adapters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
         with deepspeed.zero.GatheredParameters([parameter, *adapters], enabled=is_sharded):
-            weight = parameter.detach().clone() if is_sharded else parameter.detach()
+            weight = parameter.detach()
             if layer:
-                lora_a, lora_b = (adapter.detach().float() for adapter in adapters)  # (rank, in), (out, rank)
+                lora_a, lora_b = (adapter.float() for adapter in adapters)  # (rank, in), (out, rank)
                 weight = (weight.float() + layer.scaling["default"] * (lora_b @ lora_a)).to(weight.dtype)
-        if ".lora_" not in name:
-            weights[name.replace(".base_layer.", ".")] = weight.cpu() if is_sharded else weight
-    tied = {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
-    return weights | tied
+            elif is_sharded:
+                weight = weight.clone()
+        yield name.replace(".base_layer.", "."), weight
 
 
 # ---- DeepSpeed ----
@@ -851,6 +857,8 @@ def init_distributed() -> torch.device:
     device = torch.device("cuda", int(local_rank)) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
+        # Of SDPA's backends the first on sm90: NaN gradients with masks (torch 2.13, huggingface/trl#7181).
+        torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "nccl" if on_cuda else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -895,8 +903,7 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
         groups = [{"params": matrices, "weight_decay": args.weight_decay}]
         if vectors:  # LoRA has none
             groups.append({"params": vectors, "weight_decay": 0.0})
-        fused = torch.cuda.is_available() and not args.offload_optimizer
-        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=args.adam_betas, fused=fused)
+        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=args.adam_betas, fused=True)
         schedule = transformers.get_scheduler(
             name="cosine_warmup_with_min_lr",
             optimizer=optimizer,
@@ -907,6 +914,9 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
     engine, _, _, _ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, lr_scheduler=schedule, dist_init_required=False
     )
+    if optimizer is not None:  # in bf16 without ZeRO it has made a step without gradients
+        for state in optimizer.state.values():
+            state["step"].zero_()
     return engine
 
 
@@ -999,7 +1009,10 @@ def save_checkpoint(args: Args, run: Run) -> Path:
     run.engine.save_checkpoint(
         str(unfinished / "state" / "reward"), tag="engine", client_state={"ours": run.state}
     )
-    weights = {name: weight.cpu() for name, weight in merged_state_dict(module).items()}
+    weights = {}
+    for name, weight in merged_weights(module):  # collective; one rank holds them
+        if RANK == 0:
+            weights[name] = weight.cpu()
     if RANK == 0:
         head = {"score.weight": weights.pop("score.weight")}
         safetensors.torch.save_file(head, unfinished / "score.safetensors")

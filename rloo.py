@@ -363,7 +363,7 @@ def main(args: Args) -> dict[str, float]:
 
         # --- 8. evaluate, log, save ---
         is_last = step == args.total_steps
-        if run.eval_data and (is_last or (args.eval_steps and step % args.eval_steps == 0)):
+        if run.eval_data and (is_last or is_due(step, args.eval_steps)):
             eval_metrics, eval_samples = evaluate(args, run)
             metrics |= eval_metrics
             samples += eval_samples
@@ -376,7 +376,7 @@ def main(args: Args) -> dict[str, float]:
         run.state["step"] = step
         all_skipped = bool(grad_norms) and not finite_norms
         stopped = sum_over_ranks(torch.tensor(len(signals)), run.device).item() > 0 and not is_last
-        if is_last or stopped or all_skipped or (args.save_steps and step % args.save_steps == 0):
+        if is_last or stopped or all_skipped or is_due(step, args.save_steps):
             run.checkpoint = save_checkpoint(args, run)
         if all_skipped:
             fail(f"step {step}: no update had finite gradients; {run.checkpoint} has the weights before it")
@@ -395,6 +395,11 @@ def main(args: Args) -> dict[str, float]:
     if args.rollout != "vllm":  # the engine ends the process group by itself
         dist.destroy_process_group()
     return metrics
+
+
+def is_due(step: int, every: int) -> bool:
+    """every: --eval-steps or --save-steps, 0 for never."""
+    return every != 0 and step % every == 0
 
 
 # ---- setup ----
@@ -651,13 +656,12 @@ class ModelSampler:
             self.sampled = load_model(args.model, model.dtype).to(model.device)
             packing.switch_attention(self.sampled, model.config.get_text_config()._attn_implementation)
 
-    @torch.no_grad()
     def sync(self) -> None:
         """Take over the trained model's weights."""
         if self.sampled is not self.model:
-            own = self.sampled.state_dict()
+            weights = self.sampled.state_dict()
             for name, weight in merged_weights(self.model):
-                own[name].copy_(weight)
+                weights[name].copy_(weight)
 
     def sample(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
         """num_samples responses to each prompt, by its seed; temperature 0: greedy."""

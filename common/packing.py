@@ -403,7 +403,7 @@ def enable_packing_if_exact(
     temperature: float = 1.0,
 ) -> str:
     """Switch to packed attention, if it gives the log-probs of the unmodified model on some real prompts -> a
-    line that says which path is taken, and why. forward: pack -> log-probs (M,), by an engine. max_length:
+    line that says which path is taken, and why. forward: pack -> log-probs (M,) or scores (S,). max_length:
     tokens of prompt and response at most; max_tokens: of a pack. Collective."""
     by_kind = defaultdict(list)
     for prompt in sorted(prompts, key=lambda prompt: prompt.length):
@@ -448,7 +448,7 @@ def packing_gap(
     groups = [(i, [2 * i, 2 * i + 1]) for i in by_place]
     singles = [(i, [b]) for i, members in groups for b in members]
     plain = [forward(plain_pack([single], by_place, responses).to(model.device)) for single in singles]
-    expected = torch.cat(plain).view(-1, 19)  # (prompts, 12 + 7)
+    expected = torch.cat(plain).view(len(prompts), -1)  # 12 + 7 log-probs of each, or 2 scores
 
     before = switch_attention(model, "packed")
     if not is_packed(model):
@@ -456,7 +456,7 @@ def packing_gap(
     try:
         filling = [(0, [])] * ((max_tokens - sum(p.length + 19 for p in prompts)) // prompts[0].length)
         pack = build_pack([*filling, *groups], by_place, responses).to(model.device)
-        gap = (forward(pack).view(-1, 19) - expected).abs().mean(1).max()
+        gap = (forward(pack).view_as(expected) - expected).abs().mean(1).max()
         is_sharded = hasattr(next(model.parameters()), "ds_id")
         if model.get_output_embeddings() is not None and not is_sharded:  # a policy that samples
             table = torch.nn.utils.rnn.pad_sequence(responses, batch_first=True).to(model.device)  # (B, 12)
@@ -466,7 +466,7 @@ def packing_gap(
                 logp = next_logprobs(model, decoder.hidden, temperature)  # (B, V)
                 decoded[:, t] = logp.gather(1, token[:, None])[:, 0]
                 decoder.step(token)
-            decoded = decoded[pack.token_index].view(-1, 19)
+            decoded = decoded[pack.token_index].view_as(expected)
             gap = torch.maximum(gap, (decoded - expected).abs().mean(1).max())  # or NaN
         return gap.item()
     except (TypeError, AttributeError, NotImplementedError) as error:  # the model's code takes no packs

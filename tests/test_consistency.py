@@ -8,7 +8,13 @@ from itertools import combinations
 import pytest
 from conftest import ROOT, SCRIPTS
 
-BANNERS = ["args", "the algorithm: tensors in, tensors and metrics out", "the data of a step", "main", "setup"]
+BANNERS = [
+    "args",
+    "the algorithm: tensors in, tensors and metrics out",
+    "the data of a step",
+    "main",
+    "setup",
+]
 BANNERS += ["rollout", "samplers", "rewards", "data", "forward", "evaluation", "model", "DeepSpeed", "files"]
 # Blocks that have one name and differ, because the algorithm differs.
 OWN = {"Args", "check_args", "load_data", "evaluate", "save_checkpoint", "main"}

@@ -46,7 +46,11 @@ def functions_of(source: str) -> dict[str, tuple[int, int]]:
 
 def binds_unrelated_names(node: ast.AST) -> bool:
     """a, b = x, y: two statements in one. Unpacking a tuple that is one thing is fine."""
-    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+    )
 
 
 @pytest.mark.parametrize("pattern", CODE)
