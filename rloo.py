@@ -1369,8 +1369,9 @@ def save_checkpoint(args: Args, run: Run) -> Path:
             weights[name] = weight.cpu()
     if RANK == 0:
         weights |= {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
+        config = type(model.config).from_dict(model.config.to_dict())  # without packed attention
         with torch.device("meta"):  # the same architecture, without adapters
-            plain = type(model)(model.config)
+            plain = type(model)(config)
         plain.generation_config = model.generation_config
         plain.save_pretrained(unfinished, state_dict=weights)
         run.processor.save_pretrained(unfinished)
