@@ -436,7 +436,7 @@ def packing_gap(
     model, forward: Callable, prompts: list[Prompt], max_tokens: int, temperature: float = 1.0
 ) -> float:
     """Difference, in nats, of packed and of decoded log-probs from those of the unmodified model, the mean
-    over a prompt's two responses, of the worst prompt. The responses are the prompt's own words: random
+    over a response, of the worst of two to each prompt. The responses are the prompt's own words: random
     tokens would be twice as noisy in bf16. The prompts are the last ones of a pack of about max_tokens, so
     that a model that depends on places in a row is found out."""
     never = torch.tensor(media_token_ids(model.config), dtype=torch.long)
@@ -447,8 +447,12 @@ def packing_gap(
     by_place = dict(enumerate(prompts))
     groups = [(i, [2 * i, 2 * i + 1]) for i in by_place]
     singles = [(i, [b]) for i, members in groups for b in members]
-    plain = [forward(plain_pack([single], by_place, responses).to(model.device)) for single in singles]
-    expected = torch.cat(plain).view(len(prompts), -1)  # 12 + 7 log-probs of each, or 2 scores
+    # Of each response its log-probs, or its score:
+    expected = [forward(plain_pack([single], by_place, responses).to(model.device)) for single in singles]
+
+    def gap_of(found: Tensor) -> Tensor:
+        parts = found.split([len(x) for x in expected])
+        return torch.stack([(x - y).abs().mean() for x, y in zip(parts, expected)]).max()
 
     before = switch_attention(model, "packed")
     if not is_packed(model):
@@ -456,7 +460,7 @@ def packing_gap(
     try:
         filling = [(0, [])] * ((max_tokens - sum(p.length + 19 for p in prompts)) // prompts[0].length)
         pack = build_pack([*filling, *groups], by_place, responses).to(model.device)
-        gap = (forward(pack).view_as(expected) - expected).abs().mean(1).max()
+        gap = gap_of(forward(pack))
         is_sharded = hasattr(next(model.parameters()), "ds_id")
         if model.get_output_embeddings() is not None and not is_sharded:  # a policy that samples
             table = torch.nn.utils.rnn.pad_sequence(responses, batch_first=True).to(model.device)  # (B, 12)
@@ -466,8 +470,7 @@ def packing_gap(
                 logp = next_logprobs(model, decoder.hidden, temperature)  # (B, V)
                 decoded[:, t] = logp.gather(1, token[:, None])[:, 0]
                 decoder.step(token)
-            decoded = decoded[pack.token_index].view_as(expected)
-            gap = torch.maximum(gap, (decoded - expected).abs().mean(1).max())  # or NaN
+            gap = torch.maximum(gap, gap_of(decoded[pack.token_index]))  # or NaN
         return gap.item()
     except (TypeError, AttributeError, NotImplementedError) as error:  # the model's code takes no packs
         raise CannotPack(f"{type(error).__name__}, {error}") from error
