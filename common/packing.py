@@ -146,7 +146,7 @@ def _parameters(model_class: type, method: str) -> frozenset[str]:
 
 def _extended(model, per_token: dict[str, Tensor]) -> dict[str, Tensor]:
     """Inputs with an entry per token -> those of a text one token longer, by the rule of the model's own
-    generate: a new token is of type 0 for Gemma 3, and 1 for PaliGemma."""
+    generate: a new token is of type 0 for some models, and of 1 for others."""
     from transformers import GenerationMixin
 
     name = "_update_model_kwargs_for_generation"
@@ -173,7 +173,7 @@ def _split_media(inputs: dict[str, Tensor]) -> list[Medium]:
 
 
 def _prompt_positions(model, inputs: dict) -> Tensor:
-    """(P,), or (3, P) for M-RoPE models (Qwen-VL), from the model's own `get_rope_index`. Never feed 2-D ids
+    """(P,), or (3, P) for models with M-RoPE, from the model's own `get_rope_index`. Never feed 2-D ids
     to one: it would copy them to all axes, and train another function than the one that samples."""
     ids = inputs["input_ids"]
     base = model.base_model
@@ -635,7 +635,7 @@ def encode_media(base, media: dict[str, list[Medium]]) -> dict:
             encoded |= zip(different, _encode(base, ENCODERS[kind], list(different.values())))
         features, *of_layers = (_join(parts) for parts in zip(*(encoded[medium.key] for medium in slots)))
         outputs[kind] = BaseModelOutputWithPooling(pooler_output=features)
-        outputs[kind].deepstack_features = of_layers or None  # Qwen3-VL: of each tapped layer
+        outputs[kind].deepstack_features = of_layers or None  # of each tapped layer
     return {"mm_encoder_outputs": outputs} if outputs else {}
 
 
@@ -712,8 +712,7 @@ def _source_of_forward(kind: type) -> str:
 
 
 def after_head(model) -> tuple[float, float | None]:
-    """What the model's own forward, by its source, does to logits: a factor (Cohere, Granite), and before it
-    a soft cap (Gemma)."""
+    """What the model's own forward, by its source, does to logits: a factor, and before it a soft cap."""
     config = model.config.get_text_config()
     source = _source_of_forward(type(model))
 
