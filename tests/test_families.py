@@ -7,6 +7,7 @@ like, as long as they are right. tools/families.py asks the same of many more, w
 import functools
 import json
 import pickle
+import re
 import shutil
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import TINY, read_jsonl, write_jsonl
+from conftest import ROOT, TINY, read_jsonl, write_jsonl
 from PIL import Image
 
 import rloo
@@ -256,6 +257,17 @@ def test_what_generates_by_another_function_than_it_trains_ends_the_run(folder_o
     with pytest.raises(SystemExit):
         two_steps(folder_of("llama beyond"), tmp_path)
     assert "the sampler's log-probs are" in capsys.readouterr().err
+
+
+def test_common_knows_no_family_by_name():
+    """What is right is read from the model, so a family that nobody has thought of is packed all the same."""
+    auto = transformers.models.auto.modeling_auto
+    families = {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    names = {re.match("[a-z]+", family.lower())[0] for family in families}  # qwen2_vl, qwen3 -> qwen
+    names -= {"data", "flex", "seed", "step", "t", "video", "vision"}  # words of ours as well
+    assert {"qwen", "llama", "gemma", "gpt", "mistral", "internvl"} <= names
+    for path in (ROOT / "common").glob("*.py"):
+        assert not names & {*re.findall("[a-z]+", path.read_text().lower())}, path
 
 
 @pytest.mark.parametrize("kind", ["a pickle", "a class of its own"])
