@@ -411,7 +411,7 @@ def enable_packing_if_exact(
     probes = [prompt for alike in by_kind.values() for prompt in (alike[0], alike[-1])]  # short and long ones
     try:
         if max_length > (limit := _length_of_fixed_angles(model)):
-            raise CannotPack(f"texts of {limit} tokens and more change the RoPE of all others in a pack")
+            raise CannotPack(f"texts of more than {limit} tokens change the RoPE of all others in a pack")
         gap = packing_gap(model, forward, probes, max_tokens, temperature)
         if not gap < TOLERANCE[model.dtype]:  # or NaN
             raise CannotPack(f"its log-probs are {gap:.1e} nats from those of the unmodified model")
@@ -458,7 +458,8 @@ def packing_gap(
         pack = build_pack([*filling, *groups], by_place, responses).to(model.device)
         gap = (forward(pack).view_as(expected) - expected).abs().mean(1).max()
         is_sharded = hasattr(next(model.parameters()), "ds_id")
-        if model.get_output_embeddings() is not None and not is_sharded:  # a policy that samples
+        samples = model.get_output_embeddings() is not None and not is_sharded
+        if samples and gap < TOLERANCE[model.dtype]:  # decoding begins with a pack
             table = torch.nn.utils.rnn.pad_sequence(responses, batch_first=True).to(model.device)  # (B, 12)
             decoder = Decoder(model, prompts, 2)
             decoded = torch.zeros(table.shape, device=model.device)
