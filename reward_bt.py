@@ -1019,9 +1019,8 @@ def save_checkpoint(args: Args, run: Run) -> Path:
     if RANK == 0:
         head = {"score.weight": weights.pop("score.weight")}
         safetensors.torch.save_file(head, unfinished / "score.safetensors")
-        config = type(module.model.config).from_dict(
-            module.model.config.to_dict()
-        )  # without packed attention
+        config = module.model.config
+        config = type(config).from_dict(config.to_dict())  # without packed attention
         config.num_labels = 1
         is_text = not hasattr(config, "vision_config")
         kind = transformers.AutoModelForSequenceClassification if is_text else transformers.AutoModel
