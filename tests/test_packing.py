@@ -375,45 +375,47 @@ def test_log_probs_and_entropies_of_packs_are_those_of_the_plain_path(family, ba
 # ---- attention ----
 
 
-def slow_varlen(q, k, v, cu_q, cu_k, max_q, max_k, scaling, window):
-    """What torch documents of varlen_attn, one segment at a time, in plain matrix products."""
-    assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q[-1] == len(q) and cu_k[-1] == len(k)
-    assert max_q == cu_q.diff().max() and max_k == cu_k.diff().max() and window[1] == 0
-    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    outputs = []
-    for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
-        scores = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d]) * scaling
-        behind = torch.arange(b - a)[:, None] + (d - c - b + a) - torch.arange(d - c)  # bottom right
-        seen = (behind >= 0) & ((behind <= window[0]) | (window[0] < 0))
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
-        outputs.append(torch.einsum("hqk,khd->qhd", weights, v[c:d]))
-    return torch.cat(outputs)
+def text_by_text(q, k, v, scaling, groups, function) -> torch.Tensor:
+    """Attention of every prompt, and of every response behind its prompt, in plain matrix products."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[0] for x in (k, v))  # (heads, N, D)
+    out = torch.zeros_like(q[0])
+    for prompt, *responses in groups:
+        for segment in (prompt[:0], *responses):
+            text = torch.cat([prompt, segment])
+            index, zero = torch.arange(len(text)), torch.zeros(1, 1, dtype=torch.long)
+            seen = function(zero, zero, index[:, None], index[None])
+            scores = q[0][:, text] @ k[:, text].mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+            attended = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v[:, text]
+            own = slice(len(prompt), None) if len(segment) else slice(None)
+            out = out.index_copy(1, text[own], attended[:, own])
+    return out.transpose(0, 1)[None]
 
 
-@pytest.mark.parametrize("window", [0, 1, 6, 99])
+@pytest.mark.parametrize("form", ["causal", "window 1", "window 6", "window 99", "chunks"])
 @pytest.mark.parametrize("kv_heads, scaling", [(4, None), (2, 0.5), (1, None)])
-def test_varlen_and_grouped_attention_are_the_same(kv_heads, scaling, window, monkeypatch):
-    """Layouts and windows as the kernel takes them; here a slow one stands for it, and for its CPU loop."""
+def test_attention_is_that_of_texts_by_themselves(kv_heads, scaling, form):
     groups, offset = [], 0
     for lengths in ([5, 3, 1, 4], [1, 2], [9], [2, 1, 1, 1, 1], [3, 6, 6], [4, 0, 2]):
         groups.append([offset + sum(lengths[:i]) + torch.arange(n) for i, n in enumerate(lengths)])
         offset += sum(lengths)
     layout = attention.make_layout(groups)
-    causal = transformers.masking_utils.causal_mask_function
-    windowed = transformers.masking_utils.sliding_window_causal_mask_function(window)
-    mask = attention.ModelMask(mask_function=windowed if window else causal, device="cpu")
-    assert mask.window(layout.max_k) == min(window or layout.max_k, layout.max_k)
+    masks, size = transformers.masking_utils, int(form.partition(" ")[2] or 0)
+    chunks = masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
+    function = masks.sliding_window_causal_mask_function(size) if size else masks.causal_mask_function
+    mask = attention.ModelMask(mask_function=chunks if form == "chunks" else function, device="cpu")
+    window = mask.window(layout.max_k)
+    assert window == (0 if form == "chunks" else min(size or layout.max_k, layout.max_k))
+    assert layout.cu_q.dtype == layout.cu_k.dtype == torch.int32  # as the kernel wants it
     inputs = [torch.randn(1, heads, offset, 16) for heads in (4, kv_heads, kv_heads, 4)]
+    attend = partial(attention._attend_sdpa, scaling)
+    ways = [lambda *qkv: text_by_text(*qkv, scaling, groups, mask.function)]
+    ways += [lambda *qkv: attention._grouped_attention(attend, *qkv, layout, mask)]
+    if window:
+        ways += [lambda *qkv: attention._varlen_attention(*qkv, scaling, layout, window)]
     results = []
-    for varlen in (attention._varlen, slow_varlen, None):
+    for way in ways:
         *qkv, weight = (x.clone().requires_grad_() for x in inputs)
-        if varlen:
-            monkeypatch.setattr(attention, "_varlen", varlen)
-            out = attention._varlen_attention(*qkv, scaling, layout, mask.window(layout.max_k))
-        else:
-            attend = partial(attention._attend_sdpa, scaling)
-            out = attention._grouped_attention(attend, *qkv, layout, mask)
+        out = way(*qkv)
         results.append((out, *torch.autograd.grad((out * weight.transpose(1, 2)).sum(), qkv)))
     for other in results[1:]:
         torch.testing.assert_close(results[0], other, rtol=1e-4, atol=1e-5)
