@@ -1845,8 +1845,9 @@ def add_adapters(args: Args, model) -> None:
 
 @torch.no_grad()
 def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of the plain model, one after the other: gathered under ZeRO-3 (collective), adapters
-    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
+    """Names and weights of the plain model, one after the other, tied ones under each name: gathered under
+    ZeRO-3 (collective), adapters added out of place, W + alpha / rank B A: merging in place would wear bf16
+    weights down."""
     import deepspeed
 
     saved_names = set(model.state_dict())
@@ -1854,7 +1855,7 @@ def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         if name in saved_names:
             yield name, buffer
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if ".lora_" in name:
             continue
         is_sharded = hasattr(parameter, "ds_id")
@@ -2059,7 +2060,7 @@ def save_checkpoint(args: Args, run: Run) -> Path:
     )
     weights = {}
     for name, weight in merged_weights(model):  # collective; one rank holds them
-        if RANK == 0:
+        if RANK == 0 and name not in model.all_tied_weights_keys:
             weights[name] = weight.cpu()
     if RANK == 0:
         weights |= {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
