@@ -269,9 +269,7 @@ class PolicyLoss(NamedTuple):
     is_cut: Tensor  # (M,) bool: without gradient
 
 
-class Outputs(NamedTuple):
-    """Of the actor, for a pack."""
-
+class Outputs(NamedTuple):  # of the actor, for a pack
     logprobs: Tensor  # (M,)
     entropy: Tensor | None  # (M,), where asked for
     values: Tensor | None  # (M,), of a head on its backbone: --critic-share-backbone
@@ -407,16 +405,12 @@ def main(args: Args) -> dict[str, float]:
             rollout.advantages = whiten(rollout.advantages, rollout.trained_mask)
         if args.advantage_clip > 0:
             rollout.advantages = rollout.advantages.clamp(-args.advantage_clip, args.advantage_clip)
-        rollout.policy_mask = rollout.trained_mask
-        if args.entropy_token_ratio < 1:
-            rollout.policy_mask = high_entropy_mask(
-                rollout.entropy, rollout.trained_mask, args.entropy_token_ratio
-            )
+        rollout.policy_mask = high_entropy_mask(
+            rollout.entropy, rollout.trained_mask, args.entropy_token_ratio
+        )
 
         # --- 5. update: epochs over the rollout in shuffled mini-batches ---
-        trained_engines = {}  # by the name of their gradients' norm
-        if critic:
-            trained_engines["train/critic_grad_norm"] = critic
+        trained_engines = {"train/critic_grad_norm": critic} if critic else {}  # by their norm's name
         train_actor = step > args.freezing_actor_steps
         if train_actor:
             trained_engines["train/grad_norm"] = actor
@@ -437,9 +431,7 @@ def main(args: Args) -> dict[str, float]:
             for number, mini_batch in enumerate(mini_batches):
                 batch = [groups[i] for i in mini_batch]
                 weights = make_weights(args, rollout, batch)
-                packs = list(
-                    packs_of(args, run, batch, rollout.prompts, run.train_data.encode, rollout.response_ids)
-                )
+                packs = list(packs_of(args, run, rollout, batch))  # this rank's share
                 if run.turns and train_actor:
                     so_far = ((step - 1) * args.num_ppo_epochs + epoch) * updates_per_epoch + number
                     losses["loss/ptx"].append(backward_of_turns(args, run, so_far))
@@ -1368,20 +1360,13 @@ def defuse(text: str, special_tokens: list[str]) -> str:
 # ---- forward ----
 
 
-def packs_of(
-    args: Args,
-    run: Run,
-    groups: packing.Groups,
-    prompts: list[PromptInfo],
-    encode: Callable[[int], Prompt],
-    responses: list[Tensor],
-) -> Iterator[packing.Pack]:
+def packs_of(args: Args, run: Run, rollout: Rollout, groups: packing.Groups) -> Iterator[packing.Pack]:
     """This rank's packs of some groups: (prompt, its responses)."""
     packs = packing.packs_of_rank(
         groups=groups,
-        prompts=prompts,
-        encode=encode,
-        responses=responses,
+        prompts=rollout.prompts,
+        encode=run.train_data.encode,
+        responses=rollout.response_ids,
         max_tokens=args.micro_batch_tokens,
         rank=RANK,
         world_size=WORLD_SIZE,
@@ -1401,7 +1386,7 @@ def add_logprobs_and_values(args: Args, run: Run, rollout: Rollout) -> None:
     asks_actor = not run.sampler_is_exact or with_entropy or args.critic_share_backbone
     tables = defaultdict(lambda: torch.zeros(rollout.mask.shape, device=run.device))
     if asks_actor or run.reference or run.critic:
-        for pack in packs_of(args, run, groups, rollout.prompts, run.train_data.encode, rollout.response_ids):
+        for pack in packs_of(args, run, rollout, groups):
             if asks_actor:
                 outputs = run.actor(pack, with_entropy=with_entropy)
                 tables["logprobs"][pack.token_index] = outputs.logprobs
@@ -1476,8 +1461,8 @@ def other_terms(
 
 
 def backward_of_turns(args: Args, run: Run, number: int) -> Tensor:
-    """Add gradients of some assistant turns, for the run's optimizer step of this number, at temperature 1 ->
-    this rank's part of their loss."""
+    """Add gradients of some assistant turns, at temperature 1 -> this rank's part of their loss. number: of
+    the optimizer step in the run."""
     entries = batch_indices(
         start=number * args.ptx_batch_size,
         count=args.ptx_batch_size,
@@ -1490,17 +1475,21 @@ def backward_of_turns(args: Args, run: Run, number: int) -> Tensor:
     loss = torch.zeros((), device=run.device)
     if not turns:
         return loss
-    packs = packs_of(
-        args,
-        run,
+    packs = packing.packs_of_rank(
         groups=[(i, [i]) for i in range(len(turns))],
         prompts=[turn.prompt for turn in turns],
         encode=lambda index: run.turns.encode(index).prompt,
         responses=targets,
+        max_tokens=args.micro_batch_tokens,
+        rank=RANK,
+        world_size=WORLD_SIZE,
+        packed=packing.is_packed(run.actor.module.model),
+        media_everywhere=args.zero_stage > 0,
     )
-    for pack in packs:
-        run.actor.set_gradient_accumulation_boundary(False)  # an offloaded optimizer goes by the last pack
-        pack_loss = -run.actor(pack, temperature=1.0).logprobs.sum() / num_tokens
+    for pack in packs:  # an offloaded optimizer goes by the last pack, which is one of the rollout
+        run.actor.set_gradient_accumulation_boundary(False)
+        outputs = run.actor(pack.to(run.device), temperature=1.0)
+        pack_loss = -outputs.logprobs.sum() / num_tokens
         run.actor.backward(args.ptx_coef * pack_loss * WORLD_SIZE, scale_wrt_gas=False)
         loss += pack_loss.detach()
     return loss
@@ -1510,14 +1499,14 @@ def backward_of_turns(args: Args, run: Run, number: int) -> Tensor:
 
 
 def center_scores(scores: Tensor, mask: Tensor, advantage: str) -> Tensor:
-    """What an estimator makes of the scores of each prompt's responses: (n, G), mask (n, G): False is left
-    out -> (n, G), 0 there. In float64: a group of equal scores gives exactly 0 where it is centred."""
+    """What an estimator makes of the scores of each prompt's responses. scores (n, G), mask (n, G): False
+    is left out -> (n, G), 0 there. In float64: equal scores give exactly 0 where they are centred."""
     R = scores.double().masked_fill(~mask, 0.0)  # (n, G)
     return (ESTIMATORS[advantage](R, mask) * mask).to(scores.dtype)
 
 
 def keep_scores(R: Tensor, mask: Tensor) -> Tensor:
-    """With a critic, and REINFORCE++ https://arxiv.org/abs/2501.03262: [[1, 2, 6]] -> [[1, 2, 6]]"""
+    """With a critic, and REINFORCE++ https://arxiv.org/abs/2501.03262"""
     return R
 
 
@@ -1548,8 +1537,9 @@ def group_norm(R: Tensor, mask: Tensor) -> Tensor:
 
 
 def cpgd(R: Tensor, mask: Tensor) -> Tensor:
-    """(R - mean R) min(3, groups / groups whose scores differ), https://arxiv.org/abs/2505.12504 sec. 4
+    """(R - mean R) min(3, groups / groups whose scores differ)
 
+    https://arxiv.org/abs/2505.12504 sec. 4
     [[1, 2, 6], [1, 1, 1]] -> [[-4, -2, 6], [0, 0, 0]]"""
     centered = subtract_mean(R, mask)
     num_groups = int(mask.any(1).sum())
@@ -1574,8 +1564,8 @@ def is_whitened(args: Args) -> bool:
 
 
 def normalize_scores(scores: Tensor, trained: Tensor, moments: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """By the deviation of all training scores so far; kind "standardize": their mean is subtracted first.
-    scores, trained (n, G); moments (3,): count, sum, sum of squares -> scores, and moments with these."""
+    """By the deviation of all training scores so far; "standardize": their mean is subtracted first.
+    scores, trained (n, G); moments (3,): count, sum, sum of squares -> scores, moments with these."""
     new = scores[trained].double()
     moments = moments + torch.stack([new**0, new, new**2]).sum(1)
     _, mean, square = (moments / moments[0].clamp(min=1)).tolist()
@@ -1602,8 +1592,9 @@ def dual_clip_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Cl
 
 
 def cpg_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Clip) -> PolicyLoss:
-    """L = -min(log r A, clip(log r, log(1 - low), log(1 + high)) A). https://arxiv.org/abs/2505.12504 eq. (6)
+    """L = -min(log r A, clip(log r, log(1 - low), log(1 + high)) A)
 
+    https://arxiv.org/abs/2505.12504 eq. (6)
     low .2: r 1.5, A 1 -> -log 1.2 (clipped); r 1.5, A -1 -> log 1.5
     """
     lowest = math.log1p(-clip.low) if clip.low < 1 else -math.inf
@@ -1616,8 +1607,8 @@ def cpg_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Clip) ->
 
 
 def gspo_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Clip) -> PolicyLoss:
-    """clip_loss with one ratio per response, r = exp(mean of its tokens' logratio), whose gradient goes to
-    each token. https://arxiv.org/abs/2507.18071 eq. (13)
+    """clip_loss with one ratio per response, r = exp(mean of its tokens' logratio), whose gradient
+    goes to each token. https://arxiv.org/abs/2507.18071 eq. (13)
 
     one response, logratio [.1, .3], A 1, high .2 -> r e^.2, losses [-1.2, -1.2]
     """
@@ -1647,13 +1638,13 @@ def token_weights(mask: Tensor, loss_agg: str, limit: int) -> Tensor:
     return mask / divisors[loss_agg]
 
 
-def high_entropy_mask(entropy: Tensor, mask: Tensor, ratio: float) -> Tensor:
+def high_entropy_mask(entropy: Tensor | None, mask: Tensor, ratio: float) -> Tensor:
     """The share `ratio` of tokens with the highest entropy, ties included. (B, R), (B, R) -> (B, R)
 
     https://arxiv.org/abs/2506.01939 eq. (5)
     entropy [[1, 5, 2], [4, 0, 9]], mask [[1, 1, 1], [1, 1, 0]], ratio .4 -> [[0, 1, 0], [1, 0, 0]]
     """
-    if not mask.any():
+    if ratio == 1 or not mask.any():
         return mask
     ordered = entropy[mask].sort(descending=True).values
     num_kept = max(1, round(ratio * len(ordered)))
