@@ -278,7 +278,7 @@ def packs_of_rank(
     else:  # one response at a time; on all ranks, prompts with the same inputs side by side
         alike, plan = defaultdict(list), []
         for g, members in groups:
-            alike[prompts[g].kinds] += [(g, [b]) for b in members]
+            alike[prompts[g].kinds] += [(g, [b]) for b in members] or [(g, [])]
         for pieces in alike.values():
             pieces += [(pieces[0][0], [])] * (-len(pieces) % world_size)
             plan += [[piece] for piece in pieces[rank::world_size]]
