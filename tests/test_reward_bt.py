@@ -284,7 +284,7 @@ def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_p
     known = ranking_metrics(args, rankings, expected.detach())
     largest = max(r.prompt.length + max(map(len, r.responses)) for r in rankings)
     assert largest < max(r.num_tokens for r in rankings), "the second pass splits a ranking"
-    monkeypatch.setattr(reward_bt, "make_engine", lambda args, module, dtype, total_updates: Engine(module))
+    monkeypatch.setattr(reward_bt, "make_engine", lambda args, module, *rest: Engine(module))
     monkeypatch.setattr(reward_bt, "optimizer_step", lambda engine: 0.0)
     monkeypatch.setattr(reward_bt, "save_checkpoint", lambda args, run: modules.append(run.engine.module))
     for budget in (8192, largest):
