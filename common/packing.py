@@ -470,7 +470,9 @@ def packing_gap(
             decoded = decoded[pack.token_index].view_as(expected)
             gap = torch.maximum(gap, (decoded - expected).abs().mean(1).max())  # or NaN
         return gap.item()
-    except (TypeError, AttributeError, NotImplementedError) as error:  # the model's code takes no packs
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # of the model's code
         raise CannotPack(f"{type(error).__name__}, {error}") from error
     finally:
         switch_attention(model, before)
