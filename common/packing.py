@@ -473,7 +473,9 @@ def packing_gap(
                 decoder.step(token)
             gap = torch.maximum(gap, gap_of(decoded[pack.token_index]))  # or NaN
         return gap.item()
-    except (TypeError, AttributeError, NotImplementedError) as error:  # the model's code takes no packs
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # of the model's code
         raise CannotPack(f"{type(error).__name__}, {error}") from error
     finally:
         switch_attention(model, before)
