@@ -334,7 +334,7 @@ def setup(args: Args) -> Run:
         add_adapters(args, model)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    engine = make_engine(args, module, dtype, args.total_steps)
+    engine = make_engine(args, module, dtype, args.total_steps, args.learning_rate)
     engine.eval()
     state = {"step": 0, "before": {}, "skipped": 0}  # before: the evaluation at step 0
     if checkpoint is not None:
@@ -800,7 +800,7 @@ def load_model(name: str, dtype: torch.dtype):
         attention = "eager" if has_softcap else None
         model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
-        fail(f"--model {name} can't be loaded: {error}")
+        fail(f"the model {name} can't be loaded: {error}")
     # Rollout, old and new log-probs must be of one function: no Dropout.p, attention_dropout, layerdrop, ...
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
@@ -822,8 +822,9 @@ def add_adapters(args: Args, model) -> None:
 
 @torch.no_grad()
 def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of the plain model, one after the other: gathered under ZeRO-3 (collective), adapters
-    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
+    """Names and weights of the plain model, one after the other, tied ones under each name: gathered under
+    ZeRO-3 (collective), adapters added out of place, W + alpha / rank B A: merging in place would wear bf16
+    weights down."""
     import deepspeed
 
     saved_names = set(model.state_dict())
@@ -831,7 +832,7 @@ def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         if name in saved_names:
             yield name, buffer
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if ".lora_" in name:
             continue
         is_sharded = hasattr(parameter, "ds_id")
@@ -873,7 +874,9 @@ def init_distributed() -> torch.device:
     return device
 
 
-def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int):
+def make_engine(
+    args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0, learning_rate: float = 0.0
+):
     """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a frozen module's, it
     has neither. A pack is a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a
     step, batch sizes stay 1 here, and the losses carry their own global denominators."""
@@ -903,7 +906,7 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
         groups = [{"params": matrices, "weight_decay": args.weight_decay}]
         if vectors:  # LoRA has none
             groups.append({"params": vectors, "weight_decay": 0.0})
-        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=args.adam_betas, fused=True)
+        optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=args.adam_betas, fused=True)
         schedule = transformers.get_scheduler(
             name="cosine_warmup_with_min_lr",
             optimizer=optimizer,
@@ -1017,6 +1020,7 @@ def save_checkpoint(args: Args, run: Run) -> Path:
         head = {"score.weight": weights.pop("score.weight")}
         safetensors.torch.save_file(head, unfinished / "score.safetensors")
         config = module.model.config
+        config = type(config).from_dict(config.to_dict())  # without packed attention
         config.num_labels = 1
         is_text = not hasattr(config, "vision_config")
         kind = transformers.AutoModelForSequenceClassification if is_text else transformers.AutoModel

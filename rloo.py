@@ -1113,7 +1113,7 @@ def make_policies(args: Args, device: torch.device, dtype: torch.dtype) -> tuple
     if args.kl_coef > 0 and args.lora_rank == 0:
         reference = Policy(load_model(args.model, dtype), args.temperature).requires_grad_(False)
         if args.zero_stage == 3:
-            reference = make_engine(args, reference, dtype, total_updates=0)
+            reference = make_engine(args, reference, dtype)
         else:
             reference = reference.to(device)
     if args.lora_rank > 0:
@@ -1121,7 +1121,13 @@ def make_policies(args: Args, device: torch.device, dtype: torch.dtype) -> tuple
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     updates_per_step = args.rollout_batch_size // args.train_batch_size * args.num_iterations
-    actor = make_engine(args, Policy(model, args.temperature), dtype, args.total_steps * updates_per_step)
+    actor = make_engine(
+        args=args,
+        module=Policy(model, args.temperature),
+        dtype=dtype,
+        total_updates=args.total_steps * updates_per_step,
+        learning_rate=args.learning_rate,
+    )
     actor.eval()
     if args.kl_coef > 0 and args.lora_rank > 0:
         reference = functools.partial(actor, with_lora=False)
@@ -1139,7 +1145,7 @@ def load_model(name: str, dtype: torch.dtype):
         attention = "eager" if has_softcap else None
         model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
-        fail(f"--model {name} can't be loaded: {error}")
+        fail(f"the model {name} can't be loaded: {error}")
     # Rollout, old and new log-probs must be of one function: no Dropout.p, attention_dropout, layerdrop, ...
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
@@ -1161,8 +1167,9 @@ def add_adapters(args: Args, model) -> None:
 
 @torch.no_grad()
 def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of the plain model, one after the other: gathered under ZeRO-3 (collective), adapters
-    added out of place, W + alpha / rank B A: merging in place would wear bf16 weights down."""
+    """Names and weights of the plain model, one after the other, tied ones under each name: gathered under
+    ZeRO-3 (collective), adapters added out of place, W + alpha / rank B A: merging in place would wear bf16
+    weights down."""
     import deepspeed
 
     saved_names = set(model.state_dict())
@@ -1170,7 +1177,7 @@ def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         if name in saved_names:
             yield name, buffer
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if ".lora_" in name:
             continue
         is_sharded = hasattr(parameter, "ds_id")
@@ -1212,7 +1219,9 @@ def init_distributed() -> torch.device:
     return device
 
 
-def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int):
+def make_engine(
+    args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0, learning_rate: float = 0.0
+):
     """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a frozen module's, it
     has neither. A pack is a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a
     step, batch sizes stay 1 here, and the losses carry their own global denominators."""
@@ -1242,7 +1251,7 @@ def make_engine(args: Args, module: nn.Module, dtype: torch.dtype, total_updates
         groups = [{"params": matrices, "weight_decay": args.weight_decay}]
         if vectors:  # LoRA has none
             groups.append({"params": vectors, "weight_decay": 0.0})
-        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=args.adam_betas, fused=True)
+        optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=args.adam_betas, fused=True)
         schedule = transformers.get_scheduler(
             name="cosine_warmup_with_min_lr",
             optimizer=optimizer,
@@ -1357,12 +1366,13 @@ def save_checkpoint(args: Args, run: Run) -> Path:
     )
     weights = {}
     for name, weight in merged_weights(model):  # collective; one rank holds them
-        if RANK == 0:
+        if RANK == 0 and name not in model.all_tied_weights_keys:
             weights[name] = weight.cpu()
     if RANK == 0:
         weights |= {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
+        config = type(model.config).from_dict(model.config.to_dict())  # without packed attention
         with torch.device("meta"):  # the same architecture, without adapters
-            plain = type(model)(model.config)
+            plain = type(model)(config)
         plain.generation_config = model.generation_config
         plain.save_pretrained(unfinished, state_dict=weights)
         run.processor.save_pretrained(unfinished)

@@ -146,7 +146,7 @@ def _parameters(model_class: type, method: str) -> frozenset[str]:
 
 def _extended(model, per_token: dict[str, Tensor]) -> dict[str, Tensor]:
     """Inputs with an entry per token -> those of a text one token longer, by the rule of the model's own
-    generate: a new token is of type 0 for Gemma 3, and 1 for PaliGemma."""
+    generate: a new token is of type 0 for some models, and of 1 for others."""
     from transformers import GenerationMixin
 
     name = "_update_model_kwargs_for_generation"
@@ -173,7 +173,7 @@ def _split_media(inputs: dict[str, Tensor]) -> list[Medium]:
 
 
 def _prompt_positions(model, inputs: dict) -> Tensor:
-    """(P,), or (3, P) for M-RoPE models (Qwen-VL), from the model's own `get_rope_index`. Never feed 2-D ids
+    """(P,), or (3, P) for models with M-RoPE, from the model's own `get_rope_index`. Never feed 2-D ids
     to one: it would copy them to all axes, and train another function than the one that samples."""
     ids = inputs["input_ids"]
     base = model.base_model
@@ -411,7 +411,7 @@ def enable_packing_if_exact(
     probes = [prompt for alike in by_kind.values() for prompt in (alike[0], alike[-1])]  # short and long ones
     try:
         if max_length > (limit := _length_of_fixed_angles(model)):
-            raise CannotPack(f"texts of {limit} tokens and more change the RoPE of all others in a pack")
+            raise CannotPack(f"texts of more than {limit} tokens change the RoPE of all others in a pack")
         gap = packing_gap(model, forward, probes, max_tokens, temperature)
         if not gap < TOLERANCE[model.dtype]:  # or NaN
             raise CannotPack(f"its log-probs are {gap:.1e} nats from those of the unmodified model")
@@ -462,7 +462,8 @@ def packing_gap(
         pack = build_pack([*filling, *groups], by_place, responses).to(model.device)
         gap = gap_of(forward(pack))
         is_sharded = hasattr(next(model.parameters()), "ds_id")
-        if model.get_output_embeddings() is not None and not is_sharded:  # a policy that samples
+        samples = model.get_output_embeddings() is not None and not is_sharded
+        if samples and gap < TOLERANCE[model.dtype]:  # decoding begins with a pack
             table = torch.nn.utils.rnn.pad_sequence(responses, batch_first=True).to(model.device)  # (B, 12)
             decoder = Decoder(model, prompts, 2)
             decoded = torch.zeros(table.shape, device=model.device)
@@ -472,7 +473,8 @@ def packing_gap(
                 decoder.step(token)
             gap = torch.maximum(gap, gap_of(decoded[pack.token_index]))  # or NaN
         return gap.item()
-    except (TypeError, AttributeError, NotImplementedError) as error:  # the model's code takes no packs
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        # What the model's code has no place for; memory that is full, or a bug of ours, ends the run.
         raise CannotPack(f"{type(error).__name__}, {error}") from error
     finally:
         switch_attention(model, before)
@@ -638,7 +640,7 @@ def encode_media(base, media: dict[str, list[Medium]]) -> dict:
             encoded |= zip(different, _encode(base, ENCODERS[kind], list(different.values())))
         features, *of_layers = (_join(parts) for parts in zip(*(encoded[medium.key] for medium in slots)))
         outputs[kind] = BaseModelOutputWithPooling(pooler_output=features)
-        outputs[kind].deepstack_features = of_layers or None  # Qwen3-VL: of each tapped layer
+        outputs[kind].deepstack_features = of_layers or None  # of each tapped layer
     return {"mm_encoder_outputs": outputs} if outputs else {}
 
 
@@ -715,8 +717,7 @@ def _source_of_forward(kind: type) -> str:
 
 
 def after_head(model) -> tuple[float, float | None]:
-    """What the model's own forward, by its source, does to logits: a factor (Cohere, Granite), and before it
-    a soft cap (Gemma)."""
+    """What the model's own forward, by its source, does to logits: a factor, and before it a soft cap."""
     config = model.config.get_text_config()
     source = _source_of_forward(type(model))
 

@@ -239,7 +239,7 @@ BAD = [  # flags, words of the message
     ({"offload_optimizer": True}, "--offload-optimizer needs"),
     ({"resume": "auto", "run_name": None}, "--resume auto needs --run-name"),
     ({"resume": "nowhere"}, "is no checkpoint"),
-    ({"model": "nowhere/at-all"}, "--model nowhere/at-all can't be loaded"),
+    ({"model": "nowhere/at-all"}, "the model nowhere/at-all can't be loaded"),
     ({"dataset": "nowhere.jsonl"}, "can't be read as a dataset"),
     ({"dataset": "{tmp}/broken.jsonl"}, "can't be read as a dataset: JSON parse error"),
     ({"dataset": "{tmp}/columns.jsonl"}, "has columns question: rename yours"),
