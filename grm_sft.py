@@ -813,8 +813,8 @@ def generate_greedily(args: Args, model, prompts: list[Prompt], end_ids: list[in
     """The likeliest tokens after each prompt (R_b,), up to an EOS or the length limit."""
     R = args.max_response_length
     if not packing.is_packed(model):
-        responses, _, _ = packing.generate_plain(model, prompts, 1, R, end_ids, temperature=0.0)
-        return responses
+        responses = packing.generate_plain(model, prompts, 1, R, end_ids, temperature=0.0)
+        return [response.ids for response in responses]
     decoder = packing.Decoder(model, prompts, 1)
     ends = torch.tensor(end_ids, device=model.device)
     tokens = ends.new_empty(len(prompts), 0)

@@ -19,7 +19,8 @@ SEED = st.integers(0, 2**31)
 GROUP = st.tuples(st.integers(0, 99), st.lists(st.integers(0, 9), max_size=4))  # prompt, lengths of responses
 FLAG = st.booleans()
 TEMPERATURE = 0.7
-FAMILIES = ("mistral", "gemma2", "qwen2_5_vl")  # windows of 8; windows and soft caps; pictures and M-RoPE
+# Windows of 8; windows and soft caps; windows and pictures that see both ways; pictures and M-RoPE
+FAMILIES = ("mistral", "gemma2", "gemma3", "qwen2_5_vl")
 
 
 def cases(quick: int, slow: int):
@@ -49,13 +50,13 @@ def dense(hidden, weight, bias, targets, temperature, softcap=None, suppressed=(
     return logp.gather(1, column[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-@cases(quick=200, slow=5000)
+@cases(quick=200, slow=3000)
 def test_head(examples, monkeypatch):
     def property_(case: dict) -> None:
         M, V, chunk, random = case["M"], case["V"], case["chunk"], seeded(case["seed"])
         monkeypatch.setattr(packing, "CHUNK", chunk)
         monkeypatch.setattr(packing, "KEPT_LOGPROBS", int(case["kept"] * chunk * V))
-        suppressed = sorted({i % V for i in case["suppressed"]})[: V - 1]
+        suppressed = (torch.rand(V, generator=random) < case["suppressed"]).nonzero()[: V - 1, 0].tolist()
         possible = torch.tensor([i for i in range(V) if i not in suppressed])
         targets = possible[torch.randint(0, len(possible), (M,), generator=random)]
         how = {"temperature": case["temperature"], "softcap": case["softcap"], "suppressed": suppressed}
@@ -84,7 +85,7 @@ def test_head(examples, monkeypatch):
         V=st.integers(2, 60),
         chunk=st.integers(1, 16),
         kept=st.floats(0, 5),  # chunks
-        suppressed=st.lists(st.integers(0, 59), max_size=60),
+        suppressed=st.sampled_from([0.0, 0.1, 0.9]),  # share of V
         temperature=st.floats(0.2, 4.0),
         softcap=st.sampled_from([None, 2.0]),
         with_entropy=FLAG,
@@ -157,7 +158,7 @@ def gradients(model) -> dict:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@cases(quick=20, slow=700)
+@cases(quick=20, slow=300)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packs(family, examples, pool_of):
     pool, (plain, ours) = pool_of(family), models_of(family)
@@ -180,6 +181,8 @@ def test_packs(family, examples, pool_of):
             packs = list(packing.packs_of_rank(*given, **how))
             counts.add(len(packs))
             for pack in packs:
+                room = budget - pack.inputs["input_ids"].shape[1]
+                assert room >= 0 or case["media_everywhere"]
                 logp, _ = packing.response_logprobs(model, pack, TEMPERATURE)
                 table[pack.token_index] = logp.detach()
                 (logp * pack.tokens(weights)).sum().backward()
@@ -210,7 +213,7 @@ def test_packs(family, examples, pool_of):
     )
 
 
-@cases(quick=40, slow=1500)
+@cases(quick=40, slow=600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoder(family, examples, pool_of):
     """Log-probs of what is sampled are those of teacher forcing, and rows end where they should."""
