@@ -224,7 +224,7 @@ def main(args: Args) -> dict[str, float]:
     run = setup(args)
     actor = run.actor
     G = args.num_samples_per_prompt
-    prompts_per_rollout = args.rollout_batch_size // G
+    prompts_per_rollout = args.rollout_batch_size // G  # n, or more: unusable rows are left out
     updates_per_pass = args.rollout_batch_size // args.train_batch_size
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
     signals = catch_signals()  # a list, which grows when one comes
@@ -248,7 +248,6 @@ def main(args: Args) -> dict[str, float]:
             num_rows=len(run.train_data.rows),
             seed=args.seed,
         )
-        # Rows that can't be used are left out: n may be less than prompts_per_rollout.
         rollout = roll_out(args, run, run.train_data, entries, G, args.temperature, step)
         if hasattr(run.sampler, "sleep"):  # the trainer needs the memory; sync wakes it
             run.sampler.sleep()
