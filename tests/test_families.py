@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, read_jsonl, write_jsonl
+from conftest import ROOT, TINY, largest_difference, read_jsonl, weights_of, write_jsonl
 from PIL import Image
 
+import grm_sft
+import reward_bt
 import rloo
 from common import packing
 
@@ -302,6 +304,34 @@ def test_two_steps(family, folder_of, tmp_path, capsys):
     before, after = (rloo.load_model(str(folder), torch.float32) for folder in folders)
     changed = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
     assert sum(changed) > len(changed) / 2
+
+
+@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("script", [reward_bt, grm_sft], ids=["reward_bt", "grm_sft"])
+def test_one_step_is_the_same_packed_and_plain(script, family, folder_of, tmp_path, monkeypatch, capsys):
+    """On all rows, with the weights that come out of it: three answers, of which one is like another's start."""
+    folder = folder_of(family)
+    rows = read_jsonl(folder / "rows.jsonl")
+    answers = {"responses": ["Yes.", "No, it is a river.", "No"]}
+    if script == grm_sft:
+        answers = {"answer_0": "Yes.", "answer_1": "No, it is a river.", "verdict": "2"}
+    source = write_jsonl(folder / "answers.jsonl", [row | answers for row in rows])
+    flags = {"model": str(folder), "dataset": source, "output_dir": str(tmp_path), "total_steps": 1}
+    batch = len(rows) * (2 if script == grm_sft else 1)  # a pair is two entries
+    metrics, weights = [], []
+    for name in ("packed", "plain"):
+        script.main(script.Args(**flags, run_name=name, train_batch_size=batch, warmup_steps=0))
+        captured = capsys.readouterr()
+        assert ("packed = unmodified model" in captured.out) == (
+            name == "packed"
+        ) and "left out" not in captured.err
+        metrics.append(read_jsonl(tmp_path / name / "metrics.jsonl")[-1])
+        weights.append(weights_of(tmp_path / name / "checkpoint-1"))
+        monkeypatch.setattr(packing, "enable_packing_if_exact", lambda **given: "plain")
+    loss = "rm/loss" if script == reward_bt else "loss/sft"
+    for metric in (loss, "train/grad_norm"):
+        assert metrics[0][metric] == pytest.approx(metrics[1][metric], rel=1e-4)
+    assert metrics[0]["train/grad_norm"] > 0 and largest_difference(*weights) < 1e-4
 
 
 def test_what_generates_by_another_function_than_it_trains_ends_the_run(folder_of, tmp_path, capsys):
