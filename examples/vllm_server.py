@@ -3,9 +3,9 @@
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --port 8000      # one or more
     VLLM_URLS=http://localhost:8000 python rloo.py --model MODEL --rollout examples/vllm_server.py:Servers
 
-They read new weights from the run's folder, so they must see --output-dir; docs/vllm.md has the details. A
-sampler is any class with sync(), which takes over the model's weights, and sample(), which answers like
-`generate` of rloo.py. The rloo below is a second copy of the running script: it gives functions only.
+They read new weights from the run's folder, so they must see --output-dir. A sampler is any class with
+sync(), which takes over the model's weights, and sample(): prompts (common/packing.py) -> num_samples
+responses to each. The rloo below is a second copy of the running script: it gives functions only.
 """
 
 import base64
@@ -19,16 +19,19 @@ import torch
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from common.packing import media_token_ids
-from rloo import fail, merged_state_dict
+from common.packing import Prompt, Response, media_token_ids
+from rloo import fail, merged_weights
 
 
 class Servers:
     def __init__(self, args, model, end_ids: list[int], run_dir: Path):
         import httpx
 
-        self.args, self.model, self.end_ids = args, model, end_ids
-        self.folder, self.client = run_dir.resolve() / "server_weights", httpx.Client(timeout=600)
+        self.args = args
+        self.model = model
+        self.end_ids = end_ids
+        self.folder = run_dir.resolve() / "server_weights"
+        self.client = httpx.Client(timeout=600)
         self.urls = os.environ.get("VLLM_URLS", "http://localhost:8000").split(",")
         self.url = self.urls[dist.get_rank() % len(self.urls)]  # this rank's
         self.name = self.ask(self.url, "GET", "/v1/models")["data"][0]["id"]
@@ -44,10 +47,12 @@ class Servers:
     def sync(self) -> None:
         from safetensors.torch import save_file
 
-        weights = merged_state_dict(self.model)
+        weights = {}
+        for name, weight in merged_weights(self.model):  # collective; one rank holds them
+            if dist.get_rank() == 0:
+                weights[name] = weight.to("cpu", copy=True)
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            weights = {name: weight.cpu().clone() for name, weight in weights.items()}
             save_file(weights, self.folder / "model.safetensors")
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(self.folder)}}
             for url in self.urls:
@@ -56,26 +61,28 @@ class Servers:
                     self.ask(url, "POST", f"/reset_{cache}_cache")
         dist.barrier()
 
-    def sample(self, prompts: list[dict], num_samples: int, temperature: float):
-        bodies = [self.make_request(prompt, num_samples, temperature) for prompt in prompts]
+    def sample(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
+        requests = [self.make_request(prompt, num_samples, temperature) for prompt in prompts]
         with ThreadPoolExecutor(32) as pool:
-            answers = list(pool.map(lambda x: self.ask(self.url, "POST", "/v1/chat/completions", x), bodies))
-        ids, logprobs, truncated = [], [], []
+            answers = pool.map(
+                lambda body: self.ask(self.url, "POST", "/v1/chat/completions", body), requests
+            )
+        responses = []
         for prompt, answer in zip(prompts, answers):
-            if answer["prompt_token_ids"] != prompt["prompt_ids"].tolist():
-                fail(f"row {prompt['index']}: vLLM reads other tokens than the trainer; use --rollout hf")
+            if answer["prompt_token_ids"] != prompt.ids.tolist():
+                fail(f"row {prompt.index}: vLLM reads other tokens than the trainer; use --rollout hf")
             for choice in answer["choices"]:
-                ids.append(torch.tensor(choice["token_ids"]))
-                logprobs.append(torch.tensor([token["logprob"] for token in choice["logprobs"]["content"]]))
-                truncated.append(choice["finish_reason"] == "length")
-        return ids, logprobs, truncated
+                ids = torch.tensor(choice["token_ids"])
+                logprobs = torch.tensor([token["logprob"] for token in choice["logprobs"]["content"]])
+                responses.append(Response(ids, logprobs, truncated=choice["finish_reason"] == "length"))
+        return responses
 
-    def make_request(self, prompt: dict, num_samples: int, temperature: float) -> dict:
+    def make_request(self, prompt: Prompt, num_samples: int, temperature: float) -> dict:
         """In OpenAI's protocol, pictures as data URLs. The seed is the prompt's: batches change nothing."""
 
         def rename(part: dict) -> dict:
             if part["type"] == "video":  # vLLM counts the positions after one otherwise
-                fail(f"row {prompt['index']} has a video: use --rollout hf")
+                fail(f"row {prompt.index} has a video: use --rollout hf")
             if part["type"] == "text":
                 return part
             part["image"].save(buffer := io.BytesIO(), "PNG")
@@ -84,10 +91,10 @@ class Servers:
 
         return {
             "model": self.name,
-            "messages": [m | {"content": [*map(rename, m["content"])]} for m in prompt["messages"]],
+            "messages": [m | {"content": [*map(rename, m["content"])]} for m in prompt.messages],
             "n": num_samples,
             "temperature": temperature,
-            "seed": prompt["seed"],
+            "seed": prompt.seed,
             "max_tokens": self.args.max_response_length,
             "stop_token_ids": self.end_ids,
             "logit_bias": dict.fromkeys(media_token_ids(self.model.config), -100.0),

@@ -41,10 +41,9 @@ def test_cases_are_flags_of_the_scripts_and_the_same_work_for_trl(tmp_path, monk
     assert all(len(row["images"]) == x for x, case in points["images"] for row in case["rows"])
     ranked, pairs = cases["ranked_4"], cases["pairs_100"]
     assert len(ranked["rows"]) == 4 and len(ranked["trl_rows"]) == 4 * 6 and len(pairs["trl_rows"]) == 16
-    first = {"prompt": pairs["rows"][0]["prompt"]} | dict(
-        zip(("chosen", "rejected"), pairs["rows"][0]["responses"])
-    )
-    assert pairs["trl_rows"][0] == first
+    first = pairs["rows"][0]
+    chosen, rejected = first["responses"]
+    assert pairs["trl_rows"][0] == {"prompt": first["prompt"], "chosen": chosen, "rejected": rejected}
     shown = [len({row["image"] for row in cases[name]["rows"]}) for name in ("different", "by_picture")]
     assert shown[0] == 64 and shown[1] < 16
 
@@ -100,8 +99,8 @@ def test_sides_take_steps_and_the_bare_work_is_that_of_the_script():
     for ours, step in zip(*steps.values()):
         assert (ours["loss"], ours["grad_norm"]) == (step["loss"], step["grad_norm"])
         assert step["packs"] == 4  # two optimizer steps, twice
-        inside = sum(step[f"update_{part}"] for part in bench.PARTS)
-        assert 0.5 * step["update"] < inside < step["update"] < step["phase"] < step["seconds"]
-        assert 0 < step["bare_score"] < step["bare_update"]
+        inside = [step[f"update_{part}"] for part in bench.PARTS]
+        assert min(inside) > 0 and sum(inside) < step["update"] < step["phase"] < step["seconds"]
+        assert step["bare_score"] > 0 and step["bare_update"] > 0
         parameters = sum(p.numel() for p in rloo.load_model(TINY, torch.float32).parameters())
         assert 3 * parameters * step["tokens"] < step["flops"] < 60 * parameters * step["tokens"]

@@ -367,7 +367,7 @@ def test_models_bring_no_code(kind, folder_of, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *args: "")  # transformers asks at a terminal
     with pytest.raises(SystemExit):
         rloo.load_model(str(folder), torch.float32)
-    assert f"error: --model {folder} can't be loaded" in capsys.readouterr().err and not marker.exists()
+    assert f"error: the model {folder} can't be loaded" in capsys.readouterr().err and not marker.exists()
     pickle.loads(pickle.dumps(Marker(marker)))
     assert marker.exists()  # the pickle of this test is dangerous
 

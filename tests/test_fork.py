@@ -41,14 +41,14 @@ def apply(titles: list[str], folder: Path) -> Path:
     return target
 
 
-# --- a run of two steps, with what its functions were given ----------------------------------------------------------
+# --- a run of two steps, with its rollouts and losses --------------------------------------------------------------
 
 NOISY = """
+from dataclasses import replace
 from rloo import ModelSampler
 class Noisy(ModelSampler):
     def sample(self, *given):
-        ids, logprobs, truncated = super().sample(*given)
-        return ids, [x + 5e-4 for x in logprobs], truncated
+        return [replace(response, logprobs=response.logprobs + 5e-4) for response in super().sample(*given)]
 """
 DIFFERS = "def score(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
 FLAGS = {"total_steps": 2, "model": TINY, "seed": 3}
@@ -64,37 +64,35 @@ OF_SCRIPT = {
     "reward_bt": {"train_batch_size": 8, "eval_samples": 8},
     "grm_sft": {"train_batch_size": 8, "eval_samples": 8, "train_samples": 64},
 }
-WATCHED = "roll_out update_policy make_engine compute_gae".split()
 
 
 def two_steps(path: Path, folder: Path, **flags) -> SimpleNamespace:
-    """-> module, lines of metrics.jsonl, the arguments of watched functions, the losses that went backward."""
+    """-> module, lines of metrics.jsonl, the losses that went backward, and of each call of roll_out its arguments
+    and the rollout, with what main has written into it."""
     spec = importlib.util.spec_from_file_location(f"fork_{folder.name}", path)
-    run = SimpleNamespace(module=importlib.util.module_from_spec(spec), calls={}, losses=[])
-    sys.modules[spec.name] = run.module
-    spec.loader.exec_module(run.module)
+    module = importlib.util.module_from_spec(spec)
+    run = SimpleNamespace(module=module, rollouts=[], losses=[])
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    make_engine, roll_out = module.make_engine, getattr(module, "roll_out", None)
 
-    def watch(name: str, original):
-        def watched(*args, **kwargs):
-            bound = inspect.signature(original).bind(*args, **kwargs)
-            run.calls.setdefault(name, []).append(bound.arguments)
-            made = original(*args, **kwargs)
-            if name == "make_engine":
-                backward = made.backward
-                made.backward = lambda loss, **how: (
-                    run.losses.append(float(loss.detach())),
-                    backward(loss, **how),
-                )[1]
-            return made
+    def watched_engine(*args, **keywords):
+        engine = make_engine(*args, **keywords)
+        backward = engine.backward
+        engine.backward = lambda loss, **how: (run.losses.append(float(loss.detach())), backward(loss, **how))
+        return engine
 
-        return watched
+    def watched_roll_out(*args, **keywords):
+        given = inspect.signature(roll_out).bind(*args, **keywords).arguments
+        rollout = roll_out(*args, **keywords)
+        run.rollouts.append((given, rollout))
+        return rollout
 
-    for name in WATCHED:
-        if hasattr(run.module, name):
-            setattr(run.module, name, watch(name, getattr(run.module, name)))
+    module.make_engine = watched_engine
+    module.roll_out = watched_roll_out
     flags = FLAGS | {"output_dir": str(folder), "run_name": "run"} | OF_SCRIPT[path.stem] | flags
-    known = {field.name for field in dataclasses.fields(run.module.Args)}
-    run.module.main(run.module.Args(**{name: value for name, value in flags.items() if name in known}))
+    known = {field.name for field in dataclasses.fields(module.Args)}
+    module.main(module.Args(**{name: value for name, value in flags.items() if name in known}))
     run.metrics = read_jsonl(folder / "run" / "metrics.jsonl")
     return run
 
@@ -125,11 +123,17 @@ def advantages_of(run) -> list[float]:
     return run.module.compute_advantages(torch.tensor([[1.0, 2.0, 6.0]]), mask, False)[0].tolist()
 
 
-def loss_of(run, differences: list[float]) -> list[float]:
+def loss_of(run, differences: list[float]) -> float:
     """Of one response with advantage 1, whose tokens have become likelier by `differences`."""
-    new, owner = torch.tensor(differences), torch.zeros(len(differences), dtype=torch.long)
-    given = new, torch.zeros_like(new), torch.ones(1), owner, (0.2, 0.2)
-    return run.module.compute_rloo_loss(*given)[0].tolist()
+    losses, _ = run.module.compute_rloo_loss(
+        new_logprobs=torch.tensor(differences),
+        logprobs=torch.zeros(len(differences)),
+        advantages=torch.ones(1),
+        owner=torch.zeros(len(differences), dtype=torch.long),
+        clip_low=0.2,
+        clip_high=0.2,
+    )
+    return float(losses.sum())
 
 
 def near(one, other) -> bool:
@@ -138,15 +142,15 @@ def near(one, other) -> bool:
 
 def first_update(run) -> SimpleNamespace:
     """Step 1, where the ratio is 1: A (B,), lengths (B,), log-probs (B,), and the loss."""
-    given = run.calls["update_policy"][0]
-    lengths = given["rollout"].mask.sum(1)
-    logp = (given["logprobs"] * given["rollout"].mask).sum(1)
-    return SimpleNamespace(A=given["advantages"].flatten(), lengths=lengths, logp=logp, loss=run.losses[0])
+    rollout = run.rollouts[0][1]
+    logp = (rollout.logprobs * rollout.mask).sum(1)
+    lengths = rollout.mask.sum(1)
+    return SimpleNamespace(A=rollout.advantages.flatten(), lengths=lengths, logp=logp, loss=run.losses[0])
 
 
 def grpo(run) -> bool:
     scores = near(advantages_of(run), [-2 / math.sqrt(7), -1 / math.sqrt(7), 3 / math.sqrt(7)])
-    return scores and near(loss_of(run, [0.1, 0.3]), [-(math.exp(0.1) + 1.2) / 2])
+    return scores and near(loss_of(run, [0.1, 0.3]), -(math.exp(0.1) + 1.2) / 2)
 
 
 def dr_grpo(run) -> bool:
@@ -167,11 +171,11 @@ def cispo(run) -> bool:
 
 
 def gspo(run) -> bool:
-    return near(loss_of(run, [0.1, 0.2]), [-math.exp(0.15)])  # 1.16, inside the clip, and not e^.3
+    return near(loss_of(run, [0.1, 0.2]), -math.exp(0.15))  # 1.16, inside the clip, and not e^.3
 
 
 def remax(run) -> bool:
-    drawn = [(call["G"], call["temperature"]) for call in run.calls["roll_out"]]
+    drawn = [(given["num_samples"], given["temperature"]) for given, _ in run.rollouts]
     return drawn == [(4, 1.0), (1, 0.0)] * 2 and bool(
         (first_update(run).A.view(-1, 4).sum(1).abs() > 0.01).any()
     )
@@ -191,13 +195,10 @@ def entropy_bonus(run) -> bool:
 
 
 def dynamic_sampling(run) -> bool:
-    given = run.calls["update_policy"][0]
-    groups = given["trained"].any(1)
-    return (
-        len(groups) == 16
-        and int(groups.sum()) <= 8
-        and bool((given["rollout"].scores[groups].std(1) > 0).all())
-    )
+    rollout = run.rollouts[0][1]
+    groups = rollout.trained.any(1)
+    all_differ = bool((rollout.scores[groups].std(1) > 0).all())
+    return len(groups) == 16 and 0 < int(groups.sum()) <= 8 and all_differ
 
 
 def importance_weights(run) -> bool:
@@ -210,13 +211,15 @@ def reference_sync(run) -> bool:
 
 
 def new_metric(run) -> bool:
-    ids = [tuple(x.tolist()) for x in run.calls["update_policy"][0]["rollout"].response_ids]
+    ids = [tuple(x.tolist()) for x in run.rollouts[0][1].response_ids]
     distinct = sum(len({*ids[i : i + 4]}) for i in range(0, 32, 4))
     return run.metrics[0]["rollout/distinct_frac"] == distinct / 32
 
 
 def curriculum(run) -> bool:
-    return max(run.calls["roll_out"][0]["indices"]) < 20
+    of_first_step = {prompt.index for prompt in run.rollouts[0][1].prompts}
+    of_second_step = {prompt.index for prompt in run.rollouts[1][1].prompts}
+    return max(of_first_step) < 20 <= max(of_second_step) and len(of_first_step | of_second_step) > 8
 
 
 def adaptive_lambda(run) -> bool:

@@ -28,7 +28,7 @@ def test_inlined_file_has_everything_once_and_keeps_the_text(name, tmp_path):
     assert ast.get_docstring(tree) == ast.get_docstring(ast.parse(script))
     imports = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert len(imports) == len(set(imports)) and not re.search(r"^ *(from|import) common", source, re.M)
-    used = ["__init__", *re.findall(r"^from common(?:\.| import )(\w+)", script, re.M)]
+    used = ["__init__", "attention", *re.findall(r"^from common(?:\.| import )(\w+)", script, re.M)]
     for text in (script, *((ROOT / f"common/{module}.py").read_text() for module in used)):
         for node in ast.parse(text).body:  # with comments and docstrings, byte for byte
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

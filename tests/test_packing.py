@@ -1,15 +1,18 @@
 """Packed log-probs and gradients are those of one response at a time by the unmodified model, and packing
-that would be wrong is found out. What each family does through whichever path is in test_families.py."""
+that would be wrong is found out. What each family does through whichever path is in test_families.py; any
+lengths, budgets and ranks are in test_properties.py."""
 
 import copy
 import doctest
 import math
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import common  # noqa: F401  before transformers # isort: skip
 import pytest
 import torch
-import torch.nn.attention.varlen
 import transformers
 from conftest import TINY
 from hypothesis import given, settings
@@ -17,10 +20,13 @@ from hypothesis import strategies as st
 from test_families import QWEN_VL, SEVEN, TEMPERATURE, build, folder_of, one_by_one, two_steps  # noqa: F401
 
 import rloo
-from common import packing
-from common.packing import build_pack, logprobs_from_hidden, packs_of_rank, plan_packs, response_logprobs
+from common import attention, packing
+from common.packing import Medium, Prompt, build_pack, packs_of_rank, plan_packs, response_logprobs
 
-EOS, IMAGE, VIDEO = 500, packing.MEDIA["image"], packing.MEDIA["video"]
+EOS = 500
+# Windows, caps, sinks, blocks of pictures that see both ways, tiles, biases and factors of logits.
+MORE = "mistral gemma2 gemma3 gpt_oss idefics3 internvl granite cohere gpt2 phi".split()
+IMAGE, VIDEO = ("image_grid_thw", "pixel_values"), ("pixel_values_videos", "video_grid_thw")
 
 
 @pytest.fixture
@@ -32,7 +38,7 @@ def batch_of(folder_of):  # noqa: F811
         model, processor = build(family)
         args, folder = rloo.Args(rewards=()), folder_of(family)
         data = rloo.load_data(args, str(folder / "rows.jsonl"), "train", model, processor)
-        prompts, groups, responses = data.encode(range(len(data.rows))), [], []
+        prompts, groups, responses = [data.encode(i) for i in range(len(data.rows))], [], []
         lengths = [[5, 1, 2, 9, 3, 3, 1, 4], [4], [3, 3, 3], [1, 6], [2, 5, 1], [7]][: len(prompts)]
         for g, own in enumerate(lengths):
             groups.append((g, [*range(len(responses), len(responses) + len(own))]))
@@ -62,7 +68,7 @@ def unpacked(batch) -> tuple[list, dict]:
     model, logprobs = copy.deepcopy(batch.model), []
     never = packing.media_token_ids(model.config)
     for g, members in batch.groups:
-        chat = packing.encode_chat(batch.processor, batch.prompts[g]["messages"], add_generation_prompt=True)
+        chat = packing.encode_chat(batch.processor, batch.prompts[g].messages, add_generation_prompt=True)
         for b in members:
             logp = one_by_one(model, dict(chat), batch.responses[b], TEMPERATURE, never)
             loss_of(logp, b, batch.responses[b]).backward()
@@ -77,7 +83,7 @@ def packed(batch, max_tokens: int = 4096, is_packed: bool = True) -> tuple[list,
     batch.model.zero_grad()
     for pack in packs_of_rank(*given, packed=is_packed):
         logp, _ = response_logprobs(batch.model, pack, TEMPERATURE)
-        own = {b: logp[pack.owner == s] for s, b in enumerate(pack.rows.tolist())}
+        own = {b: logp[pack.owner == s] for s, b in enumerate(pack.response_index.tolist())}
         sum((loss_of(x, b, x) for b, x in own.items()), 0.0 * logp.sum()).backward()
         for b, x in own.items():
             logprobs[b] = x.detach()
@@ -104,7 +110,7 @@ def assert_same(result, expected) -> None:
 # ---- packed = one by one ----
 
 
-@pytest.mark.parametrize("family", [*SEVEN, "granite", "gpt2"])
+@pytest.mark.parametrize("family", [*SEVEN, *MORE])
 def test_packed_equals_one_by_one(family, batch_of):
     batch = batch_of(family)
     expected = unpacked(batch)
@@ -115,8 +121,8 @@ def test_packed_equals_one_by_one(family, batch_of):
     *whole, packs = packed(batch)
     assert len(packs) == 1  # text, pictures, one of them twice, and a clip in one row
     assert_same(whole, expected)
-    *split, packs = packed(batch, max(p["length"] for p in batch.prompts) + 10)
-    seen = sorted(b for pack in packs for b in pack.rows.tolist())
+    *split, packs = packed(batch, max(p.length for p in batch.prompts) + 10)
+    seen = sorted(b for pack in packs for b in pack.response_index.tolist())
     assert len(packs) > 2 and seen == [*range(len(batch.responses))]
     assert_same(split, expected)
 
@@ -144,7 +150,7 @@ def test_last_hidden_states(family, batch_of):
         given = batch.groups, batch.prompts, batch.encode, batch.responses, 80
         table = torch.zeros(len(batch.responses), 64)
         for pack in packs_of_rank(*given, packed=is_packed):
-            table[pack.rows] = packing.forward_hidden(batch.model, pack, last=True).detach()
+            table[pack.response_index] = packing.forward_hidden(batch.model, pack, last=True).detach()
         found.append(table)
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
     own = one_hidden(batch, 3)
@@ -153,7 +159,7 @@ def test_last_hidden_states(family, batch_of):
 
 def one_hidden(batch, b: int):
     """Of response b to prompt 0."""
-    chat = packing.encode_chat(batch.processor, batch.prompts[0]["messages"], add_generation_prompt=True)
+    chat = packing.encode_chat(batch.processor, batch.prompts[0].messages, add_generation_prompt=True)
     ids = torch.cat([chat["input_ids"], batch.responses[b][None]], 1)
     return build(batch.model.config.model_type)[0].base_model(input_ids=ids).last_hidden_state[0, -1].detach()
 
@@ -166,10 +172,11 @@ def test_each_picture_is_seen_once(family, batch_of):
     tower.register_forward_pre_hook(lambda _, *given: seen.append(len(first(*given))), with_kwargs=True)
     packing.switch_attention(batch.model, "packed")
     packed(batch)
-    clips = [p["video"][0]["pixel_values_videos"] for p in batch.prompts if p["video"]]
+    media = packing.media_of(batch.prompts)
+    clips = [clip.inputs["pixel_values_videos"] for clip in media["video"]]
     assert len(clips) == (family in QWEN_VL)
-    pictures = {item["key"]: item["pixel_values"] for p in batch.prompts for item in p["image"]}
-    assert len(pictures) == 3 < sum(len(p["image"]) for p in batch.prompts)
+    pictures = {item.key: item.inputs["pixel_values"] for item in media["image"]}
+    assert len(pictures) == 3 < len(media["image"])
     assert seen == [sum(map(len, pictures.values())), *map(len, clips)]
     seen.clear()
     batch.groups = batch.groups[:2]
@@ -192,32 +199,41 @@ def test_a_prompt_without_responses_takes_part_in_forward_and_backward(family, b
 
 def test_rollouts_do_not_depend_on_the_batch(batch_of):
     batch = batch_of("qwen2_5_vl")
-    prompts = [prompt | {"seed": i} for i, prompt in enumerate(batch.prompts)]
+    prompts = [replace(prompt, seed=i) for i, prompt in enumerate(batch.prompts)]
     args, ends = rloo.Args(max_response_length=8), [*range(4, 500, 8)]
     packing.switch_attention(batch.model, "packed")
-    ids, logprobs, cut = rloo.generate(args, batch.model, prompts, 4, 1.0, ends)
+    together = rloo.generate(args, batch.model, prompts, 4, 1.0, ends)
     alone = [rloo.generate(args, batch.model, [prompt], 4, 1.0, ends) for prompt in prompts[::-1]][::-1]
-    assert [x.tolist() for x in ids] == [x.tolist() for own, _, _ in alone for x in own]
-    assert difference(logprobs, [x for _, own, _ in alone for x in own]) < 1e-4
-    assert cut == [x for _, _, own in alone for x in own] and len({tuple(x.tolist()) for x in ids[:4]}) > 1
+    for ours, theirs in zip(together, [x for own in alone for x in own], strict=True):
+        assert ours.ids.tolist() == theirs.ids.tolist() and ours.truncated == theirs.truncated
+        torch.testing.assert_close(ours.logprobs, theirs.logprobs, atol=1e-4, rtol=0)
+    assert len({tuple(x.ids.tolist()) for x in together[:4]}) > 1
 
 
 # ---- packing that proves itself ----
 
+PLAIN = "warning: one response at a time, exact but slow, since this model can't be packed: "
 
-def proof(batch, which=slice(None)) -> str:
-    forward = lambda pack: response_logprobs(batch.model, pack, TEMPERATURE)[0]  # noqa: E731
-    return packing.prove_packing(batch.model, forward, batch.prompts[which], TEMPERATURE)
+
+def proof(batch, which=slice(None), max_tokens: int = 2048, max_length: int = 200) -> str:
+    return packing.enable_packing_if_exact(
+        model=batch.model,
+        forward=lambda pack: response_logprobs(batch.model, pack, TEMPERATURE)[0],
+        prompts=batch.prompts[which],
+        max_length=max_length,
+        max_tokens=max_tokens,
+        temperature=TEMPERATURE,
+    )
 
 
 def see_each_other(monkeypatch) -> None:
     """Responses of a group as one: later ones see those before."""
-    real = packing._make_buckets
+    real = packing.make_layout
 
     def merge(groups):
         return real([[group[0], torch.cat(group[1:])] if group[1:] else group for group in groups])
 
-    monkeypatch.setattr(packing, "_make_buckets", merge)
+    monkeypatch.setattr(packing, "make_layout", merge)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
@@ -227,33 +243,86 @@ def test_responses_that_see_each_other_are_found_out(family, batch_of, monkeypat
     with monkeypatch.context() as patch:
         see_each_other(patch)
         line = proof(batch)
-        assert line.startswith("warning: no packing") and "nats from those of the unmodified model" in line
+        assert line.startswith(PLAIN) and "nats from those of the unmodified model" in line
         assert not packing.is_packed(batch.model)
         assert_same(packed(batch, is_packed=False)[:2], expected)
         packing.switch_attention(batch.model, "packed")
         assert difference(packed(batch)[0], expected[0]) > 1e-2
+        packing.switch_attention(batch.model, "sdpa")
     assert proof(batch).startswith("packed = unmodified model within")
     assert packing.is_packed(batch.model)
 
 
 @pytest.mark.parametrize("family", QWEN_VL)
-def test_two_dimensional_positions_are_found_out(family, batch_of, monkeypatch):
+def test_two_dimensional_positions_are_found_out(family, batch_of):
     """The silent defect of M-RoPE training. Prompts of text alone can't show it."""
     batch = batch_of(family)
     for prompt in batch.prompts:
-        prompt["position_ids"] = torch.arange(prompt["length"]).expand(3, -1)
+        prompt.positions = torch.arange(prompt.length).expand(3, -1)
     assert proof(batch, slice(2)).startswith("packed = ")
     packing.switch_attention(batch.model, "sdpa")
-    assert proof(batch).startswith("warning: no packing") and not packing.is_packed(batch.model)
+    assert proof(batch).startswith(PLAIN) and not packing.is_packed(batch.model)
+
+
+def test_what_is_wrong_beyond_some_place_of_a_row_is_found_out(batch_of, monkeypatch):
+    """Prompts are far shorter: only a full pack can show it."""
+    real = attention.ModelMask.of_responses
+
+    def blind_beyond_200(self, own, bucket):
+        seen = real(self, own, bucket)
+        seen[..., :5] &= (bucket.responses < 200)[:, None, :, None]
+        return seen
+
+    batch = batch_of("llama")
+    assert max(prompt.length for prompt in batch.prompts) < 100
+    monkeypatch.setattr(attention.ModelMask, "of_responses", blind_beyond_200)
+    assert proof(batch, max_tokens=2048).startswith(PLAIN)
+    assert proof(batch, max_tokens=150).startswith("packed = ")  # where no pack is so long, nothing is wrong
 
 
 def test_a_broken_decoder_is_found_out(batch_of, monkeypatch):
-    batch, real = batch_of("llama"), packing.Decoder.step
-    for broken in (lambda self, x: real(self, x * 0), lambda self, x: self.hidden.fill_(math.nan)):
+    """One that is wrong for prompts of different lengths, one that reads other tokens, one that gives NaN."""
+    batch, step, remember = batch_of("llama"), packing.Decoder.step, packing.Decoder.remember
+
+    def without_padding(self, *given):
+        self.valid[:] = True
+        remember(self, *given)
+
+    broken = [("step", lambda self, x: step(self, x * 0)), ("remember", without_padding)]
+    broken += [("step", lambda self, x: self.hidden.fill_(math.nan))]
+    for name, function in broken:
         with monkeypatch.context() as patch:
-            patch.setattr(packing.Decoder, "step", broken)
-            assert proof(batch).startswith("warning: no packing") and not packing.is_packed(batch.model)
+            patch.setattr(packing.Decoder, name, function)
+            assert proof(batch).startswith(PLAIN), name
+            assert not packing.is_packed(batch.model)
     assert proof(batch).startswith("packed = ")
+
+
+def test_an_unexpected_error_in_the_proof_ends_the_run(batch_of, monkeypatch):
+    """A memory that is full, say, is no reason to train slowly. What the model's code can't take, is."""
+    batch = batch_of("llama")
+    for error, ends in ((RuntimeError("out of memory"), True), (TypeError("no such keyword"), False)):
+
+        def fails(*given, error=error):
+            raise error
+
+        monkeypatch.setattr(packing.Decoder, "step", fails)
+        with pytest.raises(RuntimeError, match="out of memory") if ends else nullcontext():
+            assert proof(batch) == PLAIN + "TypeError, no such keyword"
+        assert not packing.is_packed(batch.model)
+
+
+def test_reasons_for_the_plain_path_are_named(batch_of):
+    for family, limit in (("phi3 longrope", 200), ("llama dynamic", 2048)):
+        batch = batch_of(family)
+        words = f"texts of more than {limit} tokens change the RoPE of all others in a pack"
+        assert proof(batch, max_length=limit + 1) == PLAIN + words and not packing.is_packed(batch.model)
+        assert proof(batch, max_length=limit).startswith("packed = ")
+    batch = batch_of("qwen2_5_vl")
+    for prompt in batch.prompts:
+        prompt.unpackable = ("pixel_masks",)
+    assert proof(batch) == PLAIN + "packs have no place for its pixel_masks"
+    assert not packing.is_packed(batch.model)
 
 
 @pytest.mark.slow
@@ -261,81 +330,27 @@ def test_the_proof_in_bf16(vqa, monkeypatch):
     """Rounding is allowed for, wrong positions and responses that see each other are not."""
     model = rloo.load_model(TINY, torch.bfloat16).eval()
     processor = transformers.AutoProcessor.from_pretrained(TINY)
-    prompts = rloo.load_data(rloo.Args(), vqa, "train", model, processor).encode(range(12))
-    flat = [p | {"position_ids": torch.arange(p["length"]).expand(3, -1)} for p in prompts]
+    data = rloo.load_data(rloo.Args(), vqa, "train", model, processor)
+    prompts = [data.encode(i) for i in range(12)]
+    flat = [replace(p, positions=torch.arange(p.length).expand(3, -1)) for p in prompts]
     batch, wrong = SimpleNamespace(model=model, prompts=prompts), SimpleNamespace(model=model, prompts=flat)
     assert proof(batch).startswith("packed = ")
     packing.switch_attention(model, "sdpa")
-    assert proof(wrong).startswith("warning: no packing")
+    assert proof(wrong).startswith(PLAIN)
     see_each_other(monkeypatch)
-    assert proof(batch).startswith("warning: no packing")
+    assert proof(batch).startswith(PLAIN)
 
 
 @pytest.mark.slow
 def test_a_run_that_can_not_pack_says_so_and_is_exact(folder_of, tmp_path, monkeypatch, capsys):  # noqa: F811
     see_each_other(monkeypatch)
     steps = two_steps(folder_of("qwen2_vl"), tmp_path)
-    words = "warning: no packing, one response at a time, exact but slow: ValueError, log-probs"
-    assert words in capsys.readouterr().out
+    assert PLAIN + "its log-probs are" in capsys.readouterr().out
     for step in steps:
         assert step["rollout/engine_logprob_diff_max"] < 1e-4 > abs(step["policy/ratio"] - 1)
 
 
 # ---- log-probs of the head ----
-
-
-def head(dtype=torch.float32) -> tuple:
-    """-> hidden (11, 16), weight (50, 16), targets (11,), weights of log-probs and entropies in a loss."""
-    seeded = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 16, generator=seeded).to(dtype).requires_grad_() for n in (11, 50))
-    targets = torch.randint(0, 45, (11,), generator=seeded)
-    return hidden, weight, targets, *torch.randn(2, 11, generator=seeded)
-
-
-def reference(hidden, weight, targets, a, b, temperature, suppressed=()) -> list:
-    """Log-probs, entropies and both gradients in float64, over the tokens that are left."""
-    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    kept = torch.tensor([i for i in range(50) if i not in suppressed])
-    logp = (hidden @ weight[kept].T / temperature).log_softmax(-1)
-    logprobs = logp[torch.arange(11), [kept.tolist().index(t) for t in targets]]
-    entropy = -(logp.exp() * logp).sum(-1)
-    return [logprobs, entropy, *torch.autograd.grad((a * logprobs + b * entropy).sum(), (hidden, weight))]
-
-
-@pytest.mark.parametrize("kept", [0, 100, 2**26])  # log-probs recomputed in backward, some of them, none
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("suppressed", [(), (45, 46, 49)])
-@pytest.mark.parametrize("chunk", [1, 4, 256])
-def test_head(chunk, suppressed, temperature, kept, monkeypatch):
-    monkeypatch.setattr(packing, "CHUNK", chunk)
-    monkeypatch.setattr(packing, "KEPT_LOGPROBS", kept)
-    hidden, weight, targets, a, b = head()
-    logp, entropy = logprobs_from_hidden(hidden, weight, targets, temperature, suppressed, True)
-    found = [logp, entropy, *torch.autograd.grad((a * logp + b * entropy).sum(), (hidden, weight))]
-    for x, y in zip(found, reference(hidden, weight, targets, a, b, temperature, suppressed), strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
-
-
-def test_head_without_entropy_frozen_and_of_nothing():
-    hidden, weight, targets, a, _ = head()
-    expected = reference(hidden, weight, targets, a, 0 * a, 0.7)
-    for with_entropy in (False, True):  # an entropy that is in no loss costs no backward
-        logp, entropy = logprobs_from_hidden(hidden, weight.detach(), targets, 0.7, with_entropy=with_entropy)
-        assert (entropy is not None) is with_entropy
-        [grad] = torch.autograd.grad((a * logp).sum(), hidden)
-        torch.testing.assert_close(grad.double(), expected[2], rtol=1e-5, atol=1e-5)
-    logp, entropy = logprobs_from_hidden(hidden[:0], weight, targets[:0], with_entropy=True)
-    (logp.sum() + entropy.sum()).backward()
-    assert logp.shape == entropy.shape == (0,) and not weight.grad.any()
-
-
-def test_head_in_bf16():
-    hidden, weight, targets, a, b = head(torch.bfloat16)
-    logp, entropy = logprobs_from_hidden(hidden, weight, targets, 0.7, (), True)
-    assert logp.dtype == entropy.dtype == torch.float32
-    found = [logp, entropy, *torch.autograd.grad((a * logp + b * entropy).sum(), (hidden, weight))]
-    for x, y in zip(found, reference(hidden, weight, targets, a, b, 0.7), strict=True):
-        assert (x.double() - y).norm() < 0.02 * y.norm()
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "granite"])
@@ -348,7 +363,7 @@ def test_log_probs_and_entropies_of_packs_are_those_of_the_plain_path(family, ba
         given = batch.groups, batch.prompts, batch.encode, batch.responses, 4096
         for pack in packs_of_rank(*given, packed=is_packed):
             for x, values in zip(table, response_logprobs(batch.model, pack, TEMPERATURE, with_entropy=True)):
-                x[pack.index] = values.detach()
+                x[pack.token_index] = values.detach()
         found.append(table)
     torch.testing.assert_close(*found, atol=1e-4, rtol=0)
     never = packing.media_token_ids(batch.model.config)
@@ -357,55 +372,72 @@ def test_log_probs_and_entropies_of_packs_are_those_of_the_plain_path(family, ba
     assert not next_one.exp()[:, never].any() and next_one.exp().sum(-1).tolist() == pytest.approx([1] * 3)
 
 
-# ---- attention on CUDA ----
+# ---- attention ----
 
 
-def slow_varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """What torch documents of varlen_attn, one segment at a time, in plain matrix products."""
-    assert window_size == (-1, 0), "causal, aligned at the bottom right"
-    assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q[-1] == len(q) and cu_k[-1] == len(k)
-    assert max_q == cu_q.diff().max() and max_k == cu_k.diff().max()
-    assert enable_gqa or q.shape[1] == k.shape[1]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k, v, outputs = *(x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v)), []
-    for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
-        scores = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d]) * scale
-        mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(int(d - c - b + a))
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -math.inf).softmax(-1), v[c:d]))
-    return torch.cat(outputs)
+def text_by_text(q, k, v, scaling, groups, function) -> torch.Tensor:
+    """Attention of every prompt, and of every response behind its prompt, in plain matrix products."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[0] for x in (k, v))  # (heads, N, D)
+    out = torch.zeros_like(q[0])
+    for prompt, *responses in groups:
+        for segment in (prompt[:0], *responses):
+            text = torch.cat([prompt, segment])
+            index, zero = torch.arange(len(text)), torch.zeros(1, 1, dtype=torch.long)
+            seen = function(zero, zero, index[:, None], index[None])
+            scores = q[0][:, text] @ k[:, text].mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+            attended = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v[:, text]
+            own = slice(len(prompt), None) if len(segment) else slice(None)
+            out = out.index_copy(1, text[own], attended[:, own])
+    return out.transpose(0, 1)[None]
 
 
-def attend_both_ways(kv_heads: int, scaling, times: int, half: dict, full: dict) -> list:
-    """Outputs and gradients of _varlen_attention and _grouped_attention on the same random inputs."""
-    prompts, pieces, responses = {}, [], []
-    for g, (P, lengths) in enumerate([(5, [3, 1, 4]), (1, [2]), (9, []), (2, [1, 1, 1, 1]), (3, [6, 6])]):
-        ids = torch.arange(P * times)
-        prompts[g] = {"prompt_ids": ids, "position_ids": ids, "length": len(ids)}
-        prompts[g] |= {"kinds": (), "image": [], "video": []}
-        pieces.append((g, [*range(len(responses), len(responses) + len(lengths))]))
-        responses += [torch.randint(0, 300, (R * times,)) for R in lengths]
-    pack, results = build_pack(pieces, prompts, responses), []
-    N = pack.inputs["input_ids"].shape[1]
-    inputs = [torch.randn(1, heads, N, 16) for heads in (4, kv_heads, kv_heads, 4)]
-    for attention, how in ((packing._varlen_attention, half), (packing._grouped_attention, full)):
-        *qkv, grad = (x.detach().to(**how).requires_grad_() for x in inputs)
-        out = attention(*qkv, scaling, pack.to(qkv[0].device).inputs["layout"])
-        results.append((out, *torch.autograd.grad((out * grad.transpose(1, 2)).sum(), qkv)))
-    return results
-
-
+@pytest.mark.parametrize("form", ["causal", "window 1", "window 6", "window 99", "chunks"])
 @pytest.mark.parametrize("kv_heads, scaling", [(4, None), (2, 0.5), (1, None)])
-def test_varlen_indices(kv_heads, scaling, monkeypatch):
-    """On a slow stand-in for the kernel: what is checked is the arithmetic of the indices."""
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", slow_varlen_attn)
-    torch.testing.assert_close(*attend_both_ways(kv_heads, scaling, 1, {}, {}), rtol=1e-4, atol=1e-5)
+def test_attention_is_that_of_texts_by_themselves(kv_heads, scaling, form):
+    groups, offset = [], 0
+    for lengths in ([5, 3, 1, 4], [1, 2], [9], [2, 1, 1, 1, 1], [3, 6, 6], [4, 0, 2]):
+        groups.append([offset + sum(lengths[:i]) + torch.arange(n) for i, n in enumerate(lengths)])
+        offset += sum(lengths)
+    layout = attention.make_layout(groups)
+    masks, size = transformers.masking_utils, int(form.partition(" ")[2] or 0)
+    chunks = masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
+    function = masks.sliding_window_causal_mask_function(size) if size else masks.causal_mask_function
+    mask = attention.ModelMask(mask_function=chunks if form == "chunks" else function, device="cpu")
+    window = mask.window(layout.max_k)
+    assert window == (0 if form == "chunks" else min(size or layout.max_k, layout.max_k))
+    assert layout.cu_q.dtype == layout.cu_k.dtype == torch.int32  # as the kernel wants it
+    inputs = [torch.randn(1, heads, offset, 16) for heads in (4, kv_heads, kv_heads, 4)]
+    attend = partial(attention._attend_sdpa, scaling)
+    ways = [lambda *qkv: text_by_text(*qkv, scaling, groups, mask.function)]
+    ways += [lambda *qkv: attention._grouped_attention(attend, *qkv, layout, mask)]
+    if window:
+        ways += [lambda *qkv: attention._varlen_attention(*qkv, scaling, layout, window)]
+    results = []
+    for way in ways:
+        *qkv, weight = (x.clone().requires_grad_() for x in inputs)
+        out = way(*qkv)
+        results.append((out, *torch.autograd.grad((out * weight.transpose(1, 2)).sum(), qkv)))
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_varlen_on_cuda():
-    on = {"device": "cuda"}
-    for half, full in zip(*attend_both_ways(2, None, 20, on | {"dtype": torch.bfloat16}, on), strict=True):
-        assert (half.float() - full).norm() < 0.02 * full.norm()
+def test_the_vision_tower_attends_once_per_layer_in_bf16(batch_of, monkeypatch):
+    """Over all windows and pictures, where transformers would loop over them."""
+    batch, calls = batch_of("qwen2_5_vl"), []
+    real = attention.vision_attention
+    monkeypatch.setattr(attention, "vision_attention", lambda *x, **y: calls.append(1) or real(*x, **y))
+    media = packing.media_of(batch.prompts)
+    expected = packing.encode_media(batch.model.base_model, media)["mm_encoder_outputs"]
+    batch.model.bfloat16()
+    packing.switch_attention(batch.model, "packed")
+    found = packing.encode_media(batch.model.base_model, media)["mm_encoder_outputs"]
+    assert len(calls) == 2 * 2  # of pictures and clips, two layers
+    for kind, outputs in expected.items():
+        for ours, theirs in zip(found[kind].pooler_output, outputs.pooler_output, strict=True):
+            assert (ours.float() - theirs).norm() < 0.03 * theirs.norm()
+    packing.switch_attention(batch.model, "sdpa")
+    packing.encode_media(batch.model.base_model, media)
+    assert len(calls) == 4
 
 
 # ---- planning ----
@@ -469,15 +501,30 @@ def test_plan_refuses_what_cannot_fit():
     plan_packs([(0, [0, 1])], [30], [10, 10], 40)
 
 
+def bare_prompt(index: int, ids: torch.Tensor, kinds: tuple = ()) -> Prompt:
+    """Of text; to plan, it has media too."""
+    media = {
+        kind: [Medium({}, b"")] for kind, names in (("image", IMAGE), ("video", VIDEO)) if names == kinds
+    }
+    return Prompt(
+        index=index,
+        length=len(ids),
+        kinds=kinds,
+        inputs={"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]},
+        ids=ids,
+        positions=torch.arange(len(ids)),
+        media={"image": [], "video": []} | media,
+        token_inputs=(),
+        next_inputs={"attention_mask": torch.ones(1, 1, dtype=torch.long)},
+        unpackable=(),
+    )
+
+
 def ranks_of(world_size: int, is_packed: bool, groups, kinds: list[tuple], **how) -> list[list]:
     """Packs of each rank, of prompts with P = 5 and these kinds of inputs, responses of 3 tokens."""
-    ids = torch.arange(5)
-    prompts = [{"index": 10 + i, "length": 5, "kinds": own} for i, own in enumerate(kinds)]
-    for i, (prompt, own) in enumerate(zip(prompts, kinds)):
-        media = {kind: [{"key": i}] if names[0] in own else [] for kind, names in packing.MEDIA.items()}
-        prompt |= {"prompt_ids": ids, "position_ids": ids, "inputs": {"input_ids": ids[None]}, **media}
-    encode, responses = (lambda indices: [prompts[i - 10] for i in indices]), [torch.full((3,), EOS)] * 99
-    given = groups, prompts, encode, responses, 18
+    prompts = [bare_prompt(10 + i, torch.arange(5), own) for i, own in enumerate(kinds)]
+    responses = [torch.full((3,), EOS)] * 99
+    given = groups, prompts, lambda index: prompts[index - 10], responses, 18
     return [list(packs_of_rank(*given, rank, world_size, is_packed, **how)) for rank in range(world_size)]
 
 
@@ -488,14 +535,18 @@ def test_ranks_have_equally_many_packs_and_every_response_once(world_size, is_pa
     ranks = ranks_of(world_size, is_packed, groups, [IMAGE, (), VIDEO])
     assert len({len(packs) for packs in ranks}) == 1
     packs = [pack for own in ranks for pack in own]
-    assert sorted(b for pack in packs for b in pack.rows.tolist()) == [0, 1, 2, 3, 4, 5]
+    assert sorted(b for pack in packs for b in pack.response_index.tolist()) == [0, 1, 2, 3, 4, 5]
     for pack in packs:  # the places of its tokens in a table
-        rows = pack.rows.tolist()
-        assert pack.index[0].tolist() == pack.rows[pack.owner].tolist() == [b for b in rows for _ in range(3)]
-        assert pack.index[1].tolist() == [0, 1, 2] * len(rows)
+        rows = pack.response_index.tolist()
+        assert (
+            pack.token_index[0].tolist()
+            == pack.response_index[pack.owner].tolist()
+            == [b for b in rows for _ in range(3)]
+        )
+        assert pack.token_index[1].tolist() == [0, 1, 2] * len(rows)
         assert pack.targets.tolist() == [EOS] * len(pack.owner)
         assert pack.last.tolist() == (pack.predict_from[2::3] + 1).tolist()
-        assert is_packed or len(pack.rows) <= 1
+        assert is_packed or len(pack.response_index) <= 1
 
 
 def test_pictures_and_clips_everywhere_or_nowhere():
@@ -505,11 +556,16 @@ def test_pictures_and_clips_everywhere_or_nowhere():
         ranks = ranks_of(world_size, True, groups, kinds, media_everywhere=True)
         for pack in (pack for packs in ranks for pack in packs):
             assert pack.media["image"] and pack.media["video"]
-        assert sorted(b for packs in ranks for pack in packs for b in pack.rows.tolist()) == [*range(8)]
+        assert sorted(b for packs in ranks for pack in packs for b in pack.response_index.tolist()) == [
+            *range(8)
+        ]
         ranks = ranks_of(world_size, True, groups[1:2], kinds, media_everywhere=True)
         assert not any(pack.media["image"] or pack.media["video"] for packs in ranks for pack in packs)
         for packs in zip(*ranks_of(world_size, False, groups, kinds)):  # one at a time: beside its like
-            assert len({g for g, own in groups for pack in packs for b in pack.rows if int(b) in own}) <= 1
+            assert (
+                len({g for g, own in groups for pack in packs for b in pack.response_index if int(b) in own})
+                <= 1
+            )
 
 
 def test_doctests():

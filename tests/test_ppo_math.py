@@ -3,7 +3,6 @@
 import itertools
 import math
 import statistics
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -195,7 +194,7 @@ def test_equal_advantages_whiten_to_exactly_zero(value):
 
 
 def slow_loss(kind: str, logratio: float, A: float, c: float, c_high: float, d: float) -> float:
-    """One token (gspo: the ratio is the response's), as in the papers; cpg less old * A: no gradient."""
+    """One token (gspo: the ratio is the response's), as in the papers."""
     r = math.exp(logratio)
     clipped = min(max(r, 1 - c), 1 + c_high)
     if kind == "cpg":  # sec. 3: min(log r A, clip(log r) A)
@@ -208,7 +207,8 @@ def loss_and_grad(kind, new, old, advantages, owner=None, c=0.2, c_high=0.28, d=
     """-> losses, metrics, gradient of their weighted sum by new."""
     new = new.clone().requires_grad_()
     owner = torch.arange(len(new)) if owner is None else owner
-    losses, metrics = ppo_vl.compute_policy_loss(new, old, advantages, owner, kind, c, c_high, d)
+    clip = ppo_vl.Clip(low=c, high=c_high, dual=d)
+    losses, metrics = ppo_vl.compute_policy_loss(new, old, advantages, owner, kind, clip)
     (losses * weights).sum().backward()
     assert all(x.shape == new.shape and not x.requires_grad for x in metrics.values())
     assert losses.shape == new.shape
@@ -224,8 +224,7 @@ def test_policy_losses_and_gradients_are_the_formulas(kind, c, c_high):
     low = high = 0
     for x, o, a, loss, g in zip(*(v.tolist() for v in (new, old, A, losses, grad))):
         expected = slow_loss(kind, x - o, a, c, c_high, 1.7)
-        loss = loss + a * o * (kind == "cpg")
-        assert loss == pytest.approx(expected, abs=1e-7)  # cpg's bounds are fp32
+        assert loss == pytest.approx(expected, abs=1e-7)
         h = 1e-6
         above, below = (slow_loss(kind, x - o + sign * h, a, c, c_high, 1.7) for sign in (1, -1))
         assert g == pytest.approx((above - below) / 2 / h, abs=1e-7)
@@ -285,7 +284,7 @@ def test_new_equal_to_old_and_no_tokens(kind):
     losses, metrics, grad = loss_and_grad(kind, old, old, A, torch.arange(50) % 7)
     assert metrics.pop("policy/ratio").tolist() == [1.0] * 50
     assert len(metrics) == 3 and not any(x.any() for x in metrics.values())
-    assert torch.equal(losses, -A * old if kind == "cpg" else -A) and torch.equal(grad, -A)
+    assert torch.equal(losses, 0 * A if kind == "cpg" else -A) and torch.equal(grad, -A)
     losses, metrics, grad = loss_and_grad(kind, old[:0], old[:0], A[:0])  # a rank's empty pack
     assert losses.shape == grad.shape == (0,) and len(metrics) == 4
 
@@ -393,92 +392,30 @@ def test_overlong_costs_in_the_last_fifth_of_the_limit():
     assert ppo_vl.overlong(completion_ids=ids, limit=10) == pytest.approx([0, 0, -0.5, -1])
 
 
-# --- from scores to advantages ---
+# --- scores of all steps so far, importance weights ---
 
 
-def advantages_of(scores: list, lengths: list[int], state=None, tables=(), trained=None, **flags) -> dict:
-    """add_advantages on scores (n, G), responses of these lengths -> its tables."""
-    scores, mask = tensor(scores), ragged(lengths)
-    rollout = SimpleNamespace(scores=scores, mask=mask, engine_logprobs=torch.zeros(mask.shape))
-    tables = {"logprobs": torch.zeros(mask.shape), **dict(tables)}
-    trained = torch.ones(scores.shape, dtype=torch.bool) if trained is None else trained
-    state = {"kl_coef": 0.1, "moments": torch.zeros(3).double()} if state is None else state
-    ppo_vl.add_advantages(ppo_vl.Args(**flags), rollout, tables, trained, state)
-    return tables
+def test_scores_are_normalized_by_all_training_scores_so_far():
+    def normalize(scores: list, moments: torch.Tensor, kind: str):
+        scores = tensor([scores])
+        return ppo_vl.normalize_scores(scores, ~scores.isnan(), moments, kind)
 
-
-LENGTHS = [2, 1, 3, 2]
-
-
-def test_gae_is_whitened_once_and_returns_are_not():
-    values = noise(4, 3).float()
-    tables = advantages_of([[1.0, 0.0], [0.5, 2.0]], LENGTHS, tables={"values": values})
-    advantages, mask = tables["advantages"], ragged(LENGTHS)
-    rewards = ppo_vl.compute_token_rewards(tensor([1.0, 0.0, 0.5, 2.0]), torch.zeros(4, 3), mask, 0.1)
-    raw, returns = ppo_vl.compute_gae(rewards, values, mask, 1.0, 0.95)
-    assert_close(tables["returns"], returns)
-    assert_close(advantages, (raw - raw[mask].mean()) / raw[mask].std(correction=0) * mask)
-    clipped = advantages_of([[1.0, 0.0], [0.5, 2.0]], LENGTHS, tables={"values": values}, advantage_clip=0.5)
-    assert torch.equal(clipped["advantages"], advantages.clamp(-0.5, 0.5))
-
-
-@pytest.mark.parametrize("method", ["rloo", "group_norm", "cpgd"])
-def test_estimators_of_groups_are_not_whitened_unless_asked(method):
-    scores = [[1.0, 0.0], [0.5, 2.0]]
-    plain = advantages_of(scores, LENGTHS, advantage=method)["advantages"]
-    centered = ppo_vl.center_scores(tensor(scores), torch.ones(2, 2, dtype=torch.bool), method)
-    assert_close(plain, centered.view(-1, 1) * ragged(LENGTHS))
-    on = advantages_of(scores, LENGTHS, advantage=method, whiten_advantages="on")["advantages"]
-    assert_close(on, ppo_vl.whiten(plain, ragged(LENGTHS)))
-
-
-def test_kl_is_in_the_rewards_or_in_the_loss():
-    logprobs = {"logprobs": torch.full((4, 3), -1.0), "ref_logprobs": torch.full((4, 3), -1.5)}
-    how = {"tables": logprobs, "advantage": "reinforce", "whiten_advantages": "off"}
-    tables = advantages_of([[1.0, 0.0], [0.5, 2.0]], LENGTHS, **how)
-    assert_close(tables["kl"], 0.5 * ragged(LENGTHS))
-    assert_close(tables["advantages"][0], tensor([1 - 0.1, 1 - 0.05, 0.0]))
-    tables = advantages_of([[1.0, 0.0], [0.5, 2.0]], LENGTHS, **how, kl_loss=True)
-    assert_close(tables["advantages"], tensor([[1.0], [0.0], [0.5], [2.0]]) * ragged(LENGTHS))
-    assert_close(tables["kl"], 0.5 * ragged(LENGTHS))
-
-
-def test_responses_that_are_left_out_have_no_say():
-    scores = [[1.0, 0.0, math.nan], [0.5, 9.0, 0.25]]
-    trained = tensor([[True, True, False], [True, False, True]])
-    kept = advantages_of(scores, [2, 1, 3, 2, 3, 1], trained=trained, advantage="reinforce_baseline")
-    alone = advantages_of([[1.0, 0.0], [0.5, 0.25]], [2, 1, 2, 1], advantage="reinforce_baseline")
-    assert_close(kept["advantages"][[0, 1, 3, 5], :2], alone["advantages"])
-    assert not kept["advantages"][[2, 4]].any() and not kept["mask"][[2, 4]].any()
-
-
-def test_scores_are_normalized_by_all_training_scores_so_far_then_clipped():
-    how = {"lengths": [1], "advantage": "reinforce", "whiten_advantages": "off", "kl_coef": 0.0}
-    state = {"kl_coef": 0.0, "moments": torch.zeros(3).double()}
-    assert advantages_of([[5.0]], **how, state=state, reward_running_norm="scale")["advantages"].item() == 5.0
-    how["lengths"] = [1, 1]
+    scores, moments = normalize([5.0], torch.zeros(3).double(), "scale")
+    assert scores.tolist() == [[5.0]]  # one has no spread
+    scores, moments = normalize([1.0, 3.0, math.nan], moments, "scale")
     std = math.sqrt(8 / 3)  # of 5, 1, 3
-    tables = advantages_of([[1.0, 3.0]], **how, state=state, reward_running_norm="scale")
-    assert_close(tables["advantages"], tensor([[1 / std], [3 / std]]))
-    assert state["moments"].tolist() == [3, 9.0, 35.0]
-    flags = how | {"state": state, "reward_running_norm": "standardize", "reward_clip": (-0.1, 9.0)}
-    tables = advantages_of([[3.0, 3.0]], **flags)  # 5, 1, 3, 3, 3: mean 3
-    assert_close(tables["advantages"], torch.zeros(2, 1))
-    tables = advantages_of([[5.0, -1.0]], **how, reward_clip=(0.0, 2.0))
-    assert tables["advantages"].tolist() == [[2.0], [0.0]]
+    assert_close(scores[:, :2], tensor([[1 / std, 3 / std]]))
+    assert moments.tolist() == [3, 9.0, 35.0]
+    scores, _ = normalize([3.0, 3.0], moments, "standardize")  # 5, 1, 3, 3, 3: mean 3
+    assert_close(scores, torch.zeros(1, 2))
 
 
 def test_importance_weights_of_the_sampler_are_truncated_and_scale_gradients_alone():
-    table = {name: torch.zeros(3) for name in ("logprobs", "advantages", "policy_weights")}
-    flat = table | {"engine_logprobs": tensor([-0.5, 0.5, -40.0]), "policy_weights": torch.ones(3)}
-    flat["advantages"] = tensor([1.0, 2.0, 3.0])
-    new = torch.zeros(3, requires_grad=True)
-    pack = SimpleNamespace(owner=torch.arange(3))
-    args, actor = ppo_vl.Args(tis_clip=1.5), lambda pack, with_entropy: (new, torch.zeros(3), None)
-    loss, _ = ppo_vl.actor_terms(args, actor, pack, flat, 0.0)
-    loss.backward()
-    assert loss.item() == -6.0
-    assert_close(new.grad, -tensor([1.5, 2 * math.exp(-0.5), 4.5]))
+    new = tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    weighed = ppo_vl.weigh_gradients(new, torch.zeros(3), tensor([-0.5, 0.5, -40.0]), limit=1.5)
+    assert torch.equal(weighed, new)
+    weighed.sum().backward()
+    assert_close(new.grad, tensor([1.5, math.exp(-0.5), 1.5]))
 
 
 # --- average of the weights, rounds of dynamic sampling ---
@@ -492,7 +429,7 @@ def test_average_of_the_weights_is_its_closed_form(monkeypatch):
     for i in range(1, 7):
         for parameter in model.parameters():
             parameter.data.add_(0.1)
-        weights = ppo_vl.merged_state_dict(model)
+        weights = dict(ppo_vl.merged_weights(model))
         expected = {name: x + 0.1 * 0.9 ** (6 - i) * weights[name].double() for name, x in expected.items()}
         ppo_vl.update_average(average, model, 0.9)
     for name, x in expected.items():
@@ -500,15 +437,22 @@ def test_average_of_the_weights_is_its_closed_form(monkeypatch):
 
 
 def test_rollouts_are_joined_prompt_by_prompt():
-    def rollout(n: int, R: int):
-        ids = [torch.arange(R)] * (2 * n)
+    def rollout(n: int, R: int) -> ppo_vl.Rollout:
         table, few = torch.full((2 * n, R), float(R)), torch.full((n, 2), float(R))
-        given = [{"index": R}] * n, ids, few > 5, {"own": few}, few, table > 0, table, [{"row": R}] * n
-        return ppo_vl.Rollout(*given, [("x", 1.0)])
+        return ppo_vl.Rollout(
+            prompts=[R] * n,
+            response_ids=[torch.arange(R)] * (2 * n),
+            mask=table > 0,
+            truncated=few > 5,
+            rewards={"own": few},
+            scores=few,
+            sampler_logprobs=table,
+            samples=[{"row": R}] * n,
+            logged={"x": float(R)},
+        )
 
     joined = ppo_vl.join(rollout(1, 3), rollout(2, 2))
-    parts = joined.prompts, joined.response_ids, joined.samples, joined.logged
-    assert [*map(len, parts)] == [3, 6, 3, 2]
+    assert [*map(len, (joined.prompts, joined.response_ids, joined.samples))] == [3, 6, 3]
     assert joined.scores.tolist() == joined.rewards["own"].tolist() == [[3, 3], [2, 2], [2, 2]]
     assert joined.mask.tolist() == [[True] * 3] * 2 + [[True, True, False]] * 4
-    assert joined.engine_logprobs[2].tolist() == [2.0, 2.0, 0.0]
+    assert joined.sampler_logprobs[2].tolist() == [2.0, 2.0, 0.0]

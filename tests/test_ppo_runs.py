@@ -16,9 +16,10 @@ from torch.testing import assert_close
 
 import ppo_vl
 from common import packing
-from common.kl import next_kl_coef
+from common.kl import kl_estimate, next_kl_coef
 
 ONE_UPDATE = {"total_steps": 1, "train_batch_size": 16, "num_ppo_epochs": 1, "warmup_steps": 0}
+AUTO = {("auto", "gae"), ("auto", "reinforce"), ("auto", "reinforce_baseline")}  # whitened
 slow = pytest.mark.slow
 
 
@@ -225,67 +226,104 @@ def test_critic_from_a_reward_model_takes_its_head(run, tmp_path, monkeypatch):
     shutil.copytree(TINY, folder)
     head = torch.randn(1, transformers.AutoConfig.from_pretrained(TINY).get_text_config().hidden_size)
     save_file({"score.weight": head}, folder / "score.safetensors")
-    updates = spy(monkeypatch, "update")
+    steps = spy(monkeypatch, "add_logprobs_and_values")
     run(**ONE_UPDATE, critic_model=str(folder), vf_coef=0.0)
-    _, rollout, tables, _, data, engines, *_ = updates[0]
-    assert torch.equal(engines["critic"].module.value_head.weight, head)
+    _, inside, rollout = steps[0]
+    assert torch.equal(inside.critic.module.value_head.weight, head)
     base = ppo_vl.load_model(TINY, torch.float32).base_model.eval()
     for b in (0, 5, 15):  # values are the head on the last hidden states, of the unmodified model too
-        prompt = data.encode([rollout.prompts[b // 4]["index"]])[0]
+        prompt = inside.train_data.encode(rollout.prompts[b // 4].index)
         pack = packing.plain_pack([(0, [b])], {0: prompt}, rollout.response_ids)
         with torch.no_grad():
             values = packing.forward_hidden(base, pack) @ head[0]
-        assert_close(tables["values"][b, : len(values)], values, atol=1e-4, rtol=1e-4)
+        assert_close(rollout.values[b, : len(values)], values, atol=1e-4, rtol=1e-4)
 
 
 def test_a_value_head_on_the_backbone_of_the_actor(run, monkeypatch):
-    updates = spy(monkeypatch, "update")
+    steps = spy(monkeypatch, "add_logprobs_and_values")
     metrics = metrics_of(run(critic_share_backbone=True, learning_rate=1e-3, warmup_steps=0))
     assert "train/critic_grad_norm" not in metrics[0] and metrics[1]["loss/value"] > 0
-    first, second = (call[2]["values"] for call in updates)
+    first, second = (rollout.values for _, _, rollout in steps)
     assert not first.any() and second.any()  # it starts at 0, and learns
-    assert {*updates[0][5]} == {"actor"} and updates[0][5]["actor"].module.value_head.weight.any()
+    inside = steps[0][1]
+    assert inside.critic is None and inside.actor.module.value_head.weight.any()
 
 
 def test_prompts_whose_responses_score_alike_are_replaced(run, tmp_path, vqa_rows, monkeypatch):
     code = "def score(completion_ids, answer, **columns):\n"
     code += "    return [sum(ids) % 7 / 7 * (len(a) > 3) for ids, a in zip(completion_ids, answer)]\n"
     (tmp_path / "some.py").write_text(code)
-    updates = spy(monkeypatch, "update")
+    steps = spy(monkeypatch, "add_logprobs_and_values")
     rows = [row | ({} if i % 5 else {"image": "gone.png"}) for i, row in enumerate(vqa_rows)]
     rows = write_jsonl(tmp_path / "rows.jsonl", rows)  # where a later round may have none that can be used
     folder = run(rewards=(f"{tmp_path}/some.py:score",), dynamic_sampling=30, dataset=rows)
-    for call, metrics in zip(updates, metrics_of(folder)):
-        rollout, trained = call[1], call[3]
+    for (_, _, rollout), metrics in zip(steps, metrics_of(folder)):
+        trained = rollout.trained
         assert trained.all(1).sum() == 4 and len(trained) > 4  # groups
         spread = rollout.scores.amax(1) > rollout.scores.amin(1)
         assert torch.equal(trained.any(1), spread) and metrics["rollout/zero_std_groups_frac"] > 0
     dropped = sum(4 * metrics["rollout/prompts_dropped"] for metrics in metrics_of(folder))
-    assert metrics["train/episode"] == sum(call[3].numel() for call in updates) + dropped
+    assert metrics["train/episode"] == sum(rollout.trained.numel() for _, _, rollout in steps) + dropped
 
 
 def test_the_newest_responses_and_whole_ones_are_trained_on(run, monkeypatch):
-    updates = spy(monkeypatch, "update")
+    steps = spy(monkeypatch, "add_logprobs_and_values")
     run(**ONE_UPDATE, replay_limit=9)
-    assert updates[0][3].any(1).tolist() == [False, False, True, True]
+    assert steps[0][2].trained.any(1).tolist() == [False, False, True, True]
     run(**ONE_UPDATE, run_name="masked", mask_truncated=True, max_response_length=3)
-    rollout, trained = updates[1][1], updates[1][3]
-    assert torch.equal(trained, ~rollout.truncated) and 0 < trained.sum() < 16
+    rollout = steps[1][2]
+    assert torch.equal(rollout.trained, ~rollout.truncated) and 0 < rollout.trained.sum() < 16
+    assert not rollout.advantages[rollout.truncated.flatten()].any()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"advantage_clip": 0.5},
+        {"advantage": "rloo", "kl_coef": 1.0},
+        {"advantage": "group_norm", "whiten_advantages": "on", "reward_clip": (0.3, 0.6)},
+        {"advantage": "reinforce", "kl_loss": True, "kl_estimator": "k2", "gamma": 0.9},
+        {"reward_running_norm": "standardize", "whiten_advantages": "off", "gae_lambda": 0.5},
+    ],
+)
+def test_advantages_are_those_of_the_flags(run, monkeypatch, flags):
+    """Whitened at most once, and where their estimator is; the KL in the rewards or in the loss."""
+    steps = spy(monkeypatch, "add_logprobs_and_values")
+    run(learning_rate=1e-3, warmup_steps=0, **flags)
+    args, _, rollout = steps[1]  # with a KL, and values
+    mask, scores = rollout.mask, rollout.scores
+    if args.reward_running_norm != "off":
+        both = torch.cat([steps[0][2].scores, scores])
+        scores = (scores - both.mean()) / both.std(correction=0)
+    scores = scores.clamp(*args.reward_clip) if args.reward_clip else scores
+    scores = ppo_vl.center_scores(scores, torch.ones(4, 4).bool(), args.advantage).flatten()
+    kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
+    assert kl[mask].abs().max() > 1e-3
+    rewards = ppo_vl.compute_token_rewards(scores, kl, mask, 0.0 if args.kl_loss else args.kl_coef)
+    critic = args.advantage == "gae"
+    assert rollout.values.any() == critic
+    gae_lambda = args.gae_lambda if critic else 1.0
+    expected, returns = ppo_vl.compute_gae(rewards, rollout.values, mask, args.gamma, gae_lambda)
+    assert_close(rollout.returns, returns, atol=1e-5, rtol=1e-4)
+    if args.whiten_advantages == "on" or (args.whiten_advantages, args.advantage) in AUTO:
+        expected = (expected - expected[mask].mean()) / expected[mask].std(correction=0) * mask
+    bound = args.advantage_clip or math.inf
+    assert_close(rollout.advantages, expected.clamp(-bound, bound), atol=1e-5, rtol=1e-4)
 
 
 def test_tokens_of_high_entropy_and_other_losses(run, monkeypatch):
-    updates = spy(monkeypatch, "update")
+    steps = spy(monkeypatch, "add_logprobs_and_values")
     folder = run(
         entropy_token_ratio=0.25, entropy_coef=0.01, advantage="group_norm", policy_loss="gspo", tis_clip=1.5,
         loss_agg="seq-mean-token-mean", kl_loss=True, kl_estimator="k3", advantage_clip=1.0,
         reward_clip=(0.3, 0.6),
     )  # fmt: skip
-    scores = updates[0][1].scores.clamp(0.3, 0.6)  # what is maximised: the KL is 0 at step 1
+    rollout = steps[0][2]
+    scores = rollout.scores.clamp(0.3, 0.6)  # what is maximised: the KL is 0 at step 1
     assert metrics_of(folder)[0]["objective/rlhf_reward"] == pytest.approx(scores.mean().item(), abs=1e-5)
-    tables, mask = updates[0][2], updates[0][1].mask
-    assert 0.25 * mask.sum() - 0.5 <= tables["policy_mask"].sum() < 0.4 * mask.sum()  # ties are in
-    left_out = tables["entropy"][mask & ~tables["policy_mask"]]
-    assert tables["entropy"][tables["policy_mask"]].min() >= left_out.max()
+    mask, policy_mask, entropy = rollout.mask, rollout.policy_mask, rollout.entropy
+    assert 0.25 * mask.sum() - 0.5 <= policy_mask.sum() < 0.4 * mask.sum()  # ties are in
+    assert entropy[policy_mask].min() >= entropy[mask & ~policy_mask].max()
 
 
 @pytest.mark.parametrize("flags", [{"micro_batch_tokens": 540}, {"gradient_checkpointing": True}])
@@ -312,12 +350,12 @@ def test_every_assistant_turn_is_learned(run, tmp_path, vqa_rows, flags_of):
     model = ppo_vl.load_model(TINY, torch.float32).eval()
     end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
     turns = ppo_vl.load_turns(args, model, processor, [end])
-    prompts = turns.encode(range(4))
-    texts = [processor.decode(prompt["target_ids"]) for prompt in prompts]
+    found = [turns.encode(i) for i in range(4)]
+    texts = [processor.decode(turn.target_ids) for turn in found]
     assert texts == ["two<|im_end|>", "four < |im_end|><|im_end|>", "two<|im_end|>", "two<|im_end|>"]
-    assert [processor.decode(prompt["prompt_ids"]).count("two") for prompt in prompts] == [0, 1, 0, 0]
-    assert "Speak." in processor.decode(prompts[0]["prompt_ids"])
-    assert "Speak." not in processor.decode(prompts[3]["prompt_ids"])
+    prompts = [processor.decode(turn.prompt.ids) for turn in found]
+    assert [prompt.count("two") for prompt in prompts] == [0, 1, 0, 0]
+    assert "Speak." in prompts[0] and "Speak." not in prompts[3]
     rows = []
     for row in vqa_rows[:4]:
         texts = ("user", row["prompt"]), ("assistant", row["answer"])
@@ -325,11 +363,11 @@ def test_every_assistant_turn_is_learned(run, tmp_path, vqa_rows, flags_of):
         rows.append({"messages": chat, "image": row["image"]})
     args.ptx_dataset = write_jsonl(tmp_path / "pictures.jsonl", rows)
     turns = ppo_vl.load_turns(args, model, processor, [end])
-    prompts = turns.encode(range(4))
-    assert all(len(prompt["image"]) == 1 for prompt in prompts)
+    found = [turns.encode(i) for i in range(4)]
+    assert all(len(turn.prompt.media["image"]) == 1 for turn in found)
     flags = ONE_UPDATE | {"ptx_dataset": args.ptx_dataset, "ptx_batch_size": 4, "system_prompt": "Speak."}
     metrics = metrics_of(run(**flags))
-    packs = [packing.plain_pack([(0, [0])], {0: p}, [p["target_ids"]]) for p in prompts]
+    packs = [packing.plain_pack([(0, [0])], {0: turn.prompt}, [turn.target_ids]) for turn in found]
     with torch.no_grad():  # the mean over tokens of the unmodified model
         logprobs = torch.cat([packing.response_logprobs(model, pack)[0] for pack in packs])
     assert metrics[0]["loss/ptx"] == pytest.approx(-logprobs.mean().item(), abs=1e-5)
@@ -343,7 +381,7 @@ def test_gradient_with_ptx_is_the_sum_of_both_parts(run, tmp_path, monkeypatch):
         parameters = engine.module.parameters()
         found.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters])
         engine.zero_grad()
-        return 1.0, True
+        return 1.0
 
     monkeypatch.setattr(ppo_vl, "optimizer_step", keep)
     flags = ONE_UPDATE | {"advantage": "reinforce", "ptx_dataset": ptx_file(tmp_path), "ptx_batch_size": 4}
@@ -408,26 +446,24 @@ OTHERS = [pytest.param(family, marks=slow) for family in ("qwen2_vl", "qwen3_vl"
 def test_videos_pictures_and_text_in_one_batch_are_as_one_by_one(run, mixed, folder_of, monkeypatch, family):  # noqa: F811
     """Log-probs and values of the packed run against the unmodified model, row by row."""
     folder = TINY if family == "qwen2_5_vl" else str(folder_of(family))
-    updates, proofs = spy(monkeypatch, "update"), []
-    prove = packing.prove_packing
-    monkeypatch.setattr(packing, "prove_packing", lambda *args: proofs.append(prove(*args)) or proofs[-1])
+    steps, told = spy(monkeypatch, "add_logprobs_and_values"), spy(monkeypatch, "tell")
     flags = ONE_UPDATE | {"rollout_batch_size": 40, "train_batch_size": 40, "kl_coef": 0.0}
     metrics = metrics_of(run(model=folder, dataset=mixed, **flags))
-    assert proofs[0].startswith("packed") and metrics[0]["train/grad_norm"] > 0
-    _, rollout, tables, _, data, *_ = updates[0]
-    assert {p["index"] for p in rollout.prompts} == {*range(10)} and rollout.prompts[0]["kinds"] is not None
+    assert any(line.startswith("packed") for (line,) in told) and metrics[0]["train/grad_norm"] > 0
+    _, inside, rollout = steps[0]
+    assert {prompt.index for prompt in rollout.prompts} == {*range(10)}
     model = ppo_vl.load_model(folder, torch.float32).eval()
     for b in range(0, 40, 4):
-        prompt, response = data.encode([rollout.prompts[b // 4]["index"]])[0], rollout.response_ids[b]
-        P, ids = prompt["length"], torch.cat([prompt["prompt_ids"], response])[None]
-        types = prompt["inputs"]["mm_token_type_ids"]
+        prompt, response = inside.train_data.encode(rollout.prompts[b // 4].index), rollout.response_ids[b]
+        P, ids = prompt.length, torch.cat([prompt.ids, response])[None]
+        types = prompt.inputs["mm_token_type_ids"]
         more = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         more["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(response)[None]], dim=1)
         with torch.no_grad():
-            logits = model(**prompt["inputs"] | more).logits[0, P - 1 : -1].float()
+            logits = model(**prompt.inputs | more).logits[0, P - 1 : -1].float()
         logits[:, packing.media_token_ids(model.config)] = -math.inf
         expected = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
-        assert_close(tables["logprobs"][b, : len(response)], expected, atol=1e-4, rtol=0)
+        assert_close(rollout.logprobs[b, : len(response)], expected, atol=1e-4, rtol=0)
 
 
 # --- ranks and stages ---

@@ -85,11 +85,13 @@ def test_checkpoints_are_ordered_by_step(tmp_path):
 
 
 def test_a_row_that_occurs_twice_in_a_rollout_is_sampled_for_twice(run, tmp_path, vqa_rows, monkeypatch):
-    found, update = [], rloo.update_policy
-    monkeypatch.setattr(rloo, "update_policy", lambda *given: found.append(given[1]) or update(*given))
-    run("rloo", dataset=write_jsonl(tmp_path / "one.jsonl", vqa_rows[:1]), total_steps=1)
+    found, real = [], rloo.roll_out
+    monkeypatch.setattr(
+        rloo, "roll_out", lambda *given, **how: found.append(real(*given, **how)) or found[-1]
+    )
+    run("rloo", dataset=write_jsonl(tmp_path / "one.jsonl", vqa_rows[:1]), eval_dataset=None, total_steps=1)
     texts = [tuple(ids.tolist()) for ids in found[0].response_ids]
-    assert len({*zip(*[iter(texts)] * 4)}) == 4 and {p["index"] for p in found[0].prompts} == {0}
+    assert len({*zip(*[iter(texts)] * 4)}) == 4 and {prompt.index for prompt in found[0].prompts} == {0}
 
 
 LORA = {"lora_rank": 4, "learning_rate": 1e-3}
@@ -198,7 +200,7 @@ def test_rows_that_can_not_be_used_are_named_and_counted(run, tmp_path, vqa_rows
 
 def test_gradients_that_are_not_finite_save_then_stop(run, tmp_path, capsys, monkeypatch):
     real = rloo.compute_rloo_loss
-    monkeypatch.setattr(rloo, "compute_rloo_loss", lambda *a: (real(*a)[0] * math.nan, real(*a)[1]))
+    monkeypatch.setattr(rloo, "compute_rloo_loss", lambda **x: (real(**x)[0] * math.nan, real(**x)[1]))
     with pytest.raises(SystemExit) as stopped:
         run("rloo", eval_dataset=None)
     assert stopped.value.code == 2 and "no update had finite gradients" in capsys.readouterr().err
@@ -208,6 +210,23 @@ def test_gradients_that_are_not_finite_save_then_stop(run, tmp_path, capsys, mon
     assert largest_difference({k: saved[k] for k in start}, start) == 0
 
 
+@pytest.mark.parametrize("amount, words", [(math.nan, "nan"), (0.5, "0.5")])
+def test_a_sampler_of_another_function_stops_the_run(run, tmp_path, amount, words, capsys):
+    """Without a sign, the run would be spoilt; NaN is no number below the tolerance."""
+    (tmp_path / "plug.py").write_text(
+        "import rloo\n"
+        "class Off(rloo.ModelSampler):\n"
+        "    def sample(self, prompts, *how):\n"
+        "        responses = super().sample(prompts, *how)\n"
+        f"        responses[-1].logprobs += 16 * float('{amount}')\n"
+        "        return responses\n"
+    )
+    with pytest.raises(SystemExit) as stopped:
+        run("rloo", rollout=f"{tmp_path}/plug.py:Off", eval_dataset=None)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and f"log-probs are {words} nats from the trainer's, most at row" in error
+
+
 BAD = [  # flags, words of the message
     ({"num_samples_per_prompt": 1}, "--num-samples-per-prompt must be 2 or more"),
     ({"train_batch_size": 6}, "divide --train-batch-size"),
@@ -215,12 +234,12 @@ BAD = [  # flags, words of the message
     ({"total_steps": 0}, "counts must be at least 1"),
     ({"micro_batch_tokens": 100}, "--micro-batch-tokens must hold prompt + response"),
     ({"reward_weights": (1,)}, "one weight per reward"),
-    ({"rewards": ("format", "a.py:format"), "reward_weights": (1, 1)}, "--rewards: equal names"),
+    ({"rewards": ("format", "a.py:format"), "reward_weights": (1, 1)}, "--rewards need different names"),
     ({"temperature": 0}, "--temperature must be more than 0"),
     ({"offload_optimizer": True}, "--offload-optimizer needs"),
     ({"resume": "auto", "run_name": None}, "--resume auto needs --run-name"),
     ({"resume": "nowhere"}, "is no checkpoint"),
-    ({"model": "nowhere/at-all"}, "--model nowhere/at-all can't be loaded"),
+    ({"model": "nowhere/at-all"}, "the model nowhere/at-all can't be loaded"),
     ({"dataset": "nowhere.jsonl"}, "can't be read as a dataset"),
     ({"dataset": "{tmp}/broken.jsonl"}, "can't be read as a dataset: JSON parse error"),
     ({"dataset": "{tmp}/columns.jsonl"}, "has columns question: rename yours"),

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -82,35 +83,38 @@ def prepare(model: str, dataset: str, make_sampler, run_dir) -> SimpleNamespace:
     model = rloo.load_model(model, torch.float32)
     data = rloo.load_data(args, dataset, "train", model, processor)
     packing.switch_attention(model.eval(), "packed")
-    prompts = [p | {"seed": 1000 + i} for i, p in enumerate(data.encode(range(len(data.rows))))]
+    prompts = [replace(data.encode(row), seed=1000 + row) for row in range(len(data.rows))]
     sampler = make_sampler(args, model, ENDS, run_dir)
     sampler.sync()
     return SimpleNamespace(args=args, model=model, prompts=prompts, encode=data.encode, sampler=sampler)
 
 
-def gap(setup, drawn) -> float:
+def gap(setup, drawn: list[packing.Response]) -> float:
     """Largest difference of the sampler's log-probs from those of the packed trainer."""
-    ids, logprobs, _ = drawn
-    G = len(ids) // len(setup.prompts)
+    G = len(drawn) // len(setup.prompts)
     groups = [(i, [*range(i * G, i * G + G)]) for i in range(len(setup.prompts))]
-    engine, ours = (torch.zeros(len(ids), 12) for _ in range(2))
-    for table, values in zip(engine, logprobs):
-        table[: len(values)] = values
+    ids = [response.ids for response in drawn]
+    engine = torch.nn.utils.rnn.pad_sequence([response.logprobs for response in drawn], batch_first=True)
+    ours = torch.zeros_like(engine)
     with torch.no_grad():
         for pack in packing.packs_of_rank(groups, setup.prompts, setup.encode, ids, 8192):
-            ours[pack.index] = packing.response_logprobs(setup.model, pack, 0.7)[0]
+            ours[pack.token_index] = packing.response_logprobs(setup.model, pack, 0.7)[0]
     return (engine - ours).abs().max().item()
 
 
-def texts(drawn) -> list[list[int]]:
-    return [ids.tolist() for ids in drawn[0]]
+def texts(drawn: list[packing.Response]) -> list[list[int]]:
+    return [response.ids.tolist() for response in drawn]
+
+
+def cut(drawn: list[packing.Response]) -> list[bool]:
+    return [response.truncated for response in drawn]
 
 
 # ---- a server ----
 
 
 class Server:
-    """vLLM's OpenAI-compatible server with docs/vllm.md's command."""
+    """vLLM's OpenAI-compatible server with the options of the engine in process."""
 
     def __init__(self, folder):
         with socket.socket() as s:
@@ -196,7 +200,7 @@ def setup(request):
 def test_greedy_tokens_are_those_of_hf(setup):
     ours = setup.sampler.sample(setup.prompts, 1, 0.0)
     theirs = rloo.generate(setup.args, setup.model, setup.prompts, 1, 0.0, ENDS)
-    assert len(texts(ours)) == 64 and texts(ours) == texts(theirs) and ours[2] == theirs[2]
+    assert len(texts(ours)) == 64 and texts(ours) == texts(theirs) and cut(ours) == cut(theirs)
 
 
 def test_log_probs_follow_the_weights(setup):
@@ -220,14 +224,14 @@ def test_seeds_ends_and_placeholders(setup):
     alone = setup.sampler.sample(setup.prompts[5:6], 4, 0.7)  # the prompt's seed: batches change nothing
     assert texts(alone) == texts(drawn)[20:24] and len(set(map(tuple, texts(alone)))) > 1
     never = set(packing.media_token_ids(setup.model.config))
-    for ids, cut in zip(texts(drawn), drawn[2]):
-        assert cut == (ids[-1] not in ENDS) and (len(ids) == 12 or not cut)
+    for ids, is_cut in zip(texts(drawn), cut(drawn)):
+        assert is_cut == (ids[-1] not in ENDS) and (len(ids) == 12 or not is_cut)
         assert not {*ids[:-1]} & {*ENDS} and not {*ids} & never
 
 
 def test_other_prompt_tokens_are_refused(setup, capsys):
     prompt = setup.prompts[3]
-    other = prompt | {"prompt_ids": torch.cat([prompt["prompt_ids"], prompt["prompt_ids"][-1:]])}
+    other = replace(prompt, ids=torch.cat([prompt.ids, prompt.ids[-1:]]))
     with pytest.raises(SystemExit) as stopped:
         setup.sampler.sample([other], 1, 1.0)
     assert stopped.value.code == 2 and "row 3: vLLM reads other tokens" in capsys.readouterr().err
@@ -240,9 +244,9 @@ def test_videos_are_refused(name, request, tmp_path, capsys):
     rows = write_jsonl(tmp_path / "videos.jsonl", [{"prompt": "What moves?", "videos": ["clip.mp4"]}])
     processor = transformers.AutoProcessor.from_pretrained(TINY)
     args = rloo.Args(rewards=())
-    prompts = rloo.load_data(args, rows, "train", setup.model, processor).encode([0])
+    prompt = rloo.load_data(args, rows, "train", setup.model, processor).encode(0)
     with pytest.raises(SystemExit) as stopped:
-        setup.sampler.sample([prompt | {"seed": 1} for prompt in prompts], 1, 1.0)
+        setup.sampler.sample([replace(prompt, seed=1)], 1, 1.0)
     assert stopped.value.code == 2 and "row 0 has a video: use --rollout hf" in capsys.readouterr().err
 
 

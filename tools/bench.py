@@ -211,11 +211,9 @@ def text_model_size(args: Args, name: str, hidden: int, layers: int) -> int:
 def run_sides(args: Args, case: dict, sides: tuple[str, ...]) -> dict[str, list[dict]]:
     """What each step of each side took. Sides: ours, bare (ours with the bare work after each step), trl,
     replay (TRL on the responses that ours sampled in the same step)."""
-    steps, running, pipes = (
-        defaultdict(list),
-        {},
-        dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True),
-    )
+    steps = defaultdict(list)
+    running = {}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with tempfile.TemporaryDirectory() as folder:
         flags = case["flags"] | {"model": copy_model(args, case, Path(folder) / "model")}
         for side in sides:
@@ -288,12 +286,12 @@ def run_ours(job: dict, folder: Path) -> None:
     bare = Bare(script, flags["model"]) if job["side"] == "bare" else None
 
     def keep_responses(rollout) -> None:
-        order = sorted(range(len(rollout.prompts)), key=lambda i: rollout.prompts[i]["index"])
+        order = sorted(range(len(rollout.prompts)), key=lambda i: rollout.prompts[i].index)
         responses = [rollout.response_ids[i * job["G"] :][: job["G"]] for i in order]
         kept["completions"] = [ids.tolist() for own in responses for ids in own]
 
-    def generate(args, model, prompts: list[dict], G: int, temperature: float, end_ids: list[int]):
-        kept["prompt_ids"] |= {prompt["index"]: prompt["prompt_ids"].tolist() for prompt in prompts}
+    def generate(args, model, prompts: list, G: int, temperature: float, end_ids: list[int]):
+        kept["prompt_ids"] |= {prompt.index: prompt.ids.tolist() for prompt in prompts}
         end_ids = [10**9] if job.get("full_length") else end_ids  # one that is never drawn
         return script_generate(args, model, prompts, G, temperature, end_ids)
 
@@ -310,7 +308,7 @@ def run_ours(job: dict, folder: Path) -> None:
         script_generate, script.generate = script.generate, generate
         watch(script, "roll_out", keep_responses)
     script_log, script.log = script.log, log
-    watch(packing, "prove_packing", lambda result: turns.next({"ready": True}) and None)
+    watch(packing, "enable_packing_if_exact", lambda result: turns.next({"ready": True}) and None)
     script.main(script.Args(**flags))
 
 
@@ -356,13 +354,13 @@ class Bare:
     """Keeps the packs of each step and what the script's parts took; then does the bare work on them."""
 
     def __init__(self, script, model_name: str):
-        self.script, self.now, self.models = script, getattr(script, "time", time).perf_counter, {}
-        self.model_name, self.spent, self.calls, self.packs = (
-            model_name,
-            Counter(),
-            Counter(),
-            defaultdict(list),
-        )
+        self.script = script
+        self.now = script.time.perf_counter
+        self.model_name = model_name
+        self.models = {}  # by kind of module
+        self.spent = Counter()  # seconds by part
+        self.calls = Counter()  # of a kind of module in a phase
+        self.packs = defaultdict(list)  # by phase
         build = packing.packs_of_rank
 
         def keep_packs(*inputs, **options):

@@ -58,19 +58,35 @@ def defined(code: str) -> list[str]:
     return names + [x.id for own in targets for t in own for x in ast.walk(t) if isinstance(x, ast.Name)]
 
 
+def of_common(imports: list[ast.stmt]) -> list[ast.ImportFrom]:
+    nodes = [node for node in imports if isinstance(node, ast.ImportFrom)]
+    return [node for node in nodes if node.module.split(".")[0] == "common"]
+
+
+def modules_of(imports: list[ast.stmt]) -> list[str]:
+    """The modules of common/ that are needed, each after those that it imports itself."""
+    needed = []
+    for node in of_common(imports):
+        # common.kl of `from common.kl import x`, common.packing of `from common import packing`
+        module = node.module.partition(".")[2]
+        for name in [module] if module else [alias.name for alias in node.names]:
+            _, its_imports, _ = split(ROOT / "common" / f"{name}.py")
+            needed += [*modules_of(its_imports), name]
+    return list(dict.fromkeys(needed))
+
+
 def inline(script: Path, metadata: bool = False) -> str:
-    """The script's source with the modules of common/ that it imports in it."""
+    """The script's source with the modules of common/ that it needs in it."""
     doc, imports, body = split(script)
-    # common.kl of `from common.kl import x`, common.packing of `from common import packing`
-    own = [n for n in imports if isinstance(n, ast.ImportFrom) and n.module.split(".")[0] == "common"]
-    whole = [alias.name for node in own if node.module == "common" for alias in node.names]
-    used = sorted({*whole, *(node.module.partition(".")[2] for node in own)} - {""})
-    kept, parts = [node for node in imports if node not in own], []
-    for name in ["__init__", *used]:  # importing any module of a package runs __init__ first
-        note, more, code = split(ROOT / "common" / f"{name}.py")
-        kept += more
+    whole = [alias.name for node in of_common(imports) if node.module == "common" for alias in node.names]
+    nodes, parts = imports, []
+    for name in ["__init__", *modules_of(imports)]:  # importing any module of a package runs __init__ first
+        note, its_imports, code = split(ROOT / "common" / f"{name}.py")
+        nodes = nodes + its_imports
         comment = "\n".join(f"# {line}".rstrip() for line in note.strip().splitlines())
         parts.append(f"# ---- common/{name}.py, inlined ----\n\n{comment}\n\n\n{code}")
+    own = of_common(nodes)
+    kept = [node for node in nodes if node not in own]
     here = "".join(f"{name} = sys.modules[__name__]  # what was a module is in this file\n" for name in whole)
     code = "\n\n\n".join([*parts, here + f"\n\n# ---- {script.name} ----\n\n\n{body}\n"])
     if twice := [name for name, count in Counter(defined(code)).items() if count > 1]:

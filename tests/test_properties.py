@@ -1,0 +1,247 @@
+"""What has boundaries (chunks, packs, ranks, budgets, windows, ends) is right wherever they lie: some cases each
+in the quick half, thousands in the slow one."""
+
+import copy
+from dataclasses import replace
+from functools import cache
+
+import common  # noqa: F401  before transformers # isort: skip
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_families import build, folder_of, one_by_one  # noqa: F401
+
+import rloo
+from common import packing
+
+SEED = st.integers(0, 2**31)
+GROUP = st.tuples(st.integers(0, 99), st.lists(st.integers(0, 9), max_size=4))  # prompt, lengths of responses
+FLAG = st.booleans()
+TEMPERATURE = 0.7
+# Windows of 8; windows and soft caps; windows and pictures that see both ways; pictures and M-RoPE
+FAMILIES = ("mistral", "gemma2", "gemma3", "qwen2_5_vl")
+
+
+def cases(quick: int, slow: int):
+    """Parametrizes a test by how many examples `check` tries."""
+    return pytest.mark.parametrize("examples", [quick, pytest.param(slow, marks=pytest.mark.slow)])
+
+
+def check(examples: int, property_, **fields) -> None:
+    how = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+    settings(max_examples=examples, **how)(given(st.fixed_dictionaries(fields))(property_))()
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# ---- the head: log-probs, entropies and gradients against the dense formula ----
+
+
+def dense(hidden, weight, bias, targets, temperature, softcap=None, suppressed=()) -> tuple:
+    """Over the tokens that are left."""
+    kept = torch.tensor([i for i in range(len(weight)) if i not in suppressed])
+    logits = hidden @ weight.T + bias
+    logits = softcap * (logits / softcap).tanh() if softcap else logits
+    logp = (logits[:, kept] / temperature).log_softmax(-1)
+    column = torch.searchsorted(kept, targets)
+    return logp.gather(1, column[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+@cases(quick=200, slow=3000)
+def test_head(examples, monkeypatch):
+    def property_(case: dict) -> None:
+        M, V, chunk, random = case["M"], case["V"], case["chunk"], seeded(case["seed"])
+        monkeypatch.setattr(packing, "CHUNK", chunk)
+        monkeypatch.setattr(packing, "KEPT_LOGPROBS", int(case["kept"] * chunk * V))
+        suppressed = (torch.rand(V, generator=random) < case["suppressed"]).nonzero()[: V - 1, 0].tolist()
+        possible = torch.tensor([i for i in range(V) if i not in suppressed])
+        targets = possible[torch.randint(0, len(possible), (M,), generator=random)]
+        how = {"temperature": case["temperature"], "softcap": case["softcap"], "suppressed": suppressed}
+        inputs = [torch.randn(shape, generator=random).to(case["dtype"]) for shape in ((M, 8), (V, 8), (V,))]
+        exact = [x.double().requires_grad_() for x in inputs]
+        hidden, weight, bias = (
+            x.clone().requires_grad_(x is inputs[0] or not case["frozen"]) for x in inputs
+        )
+        how_much = {"with_entropy": case["with_entropy"]}
+        found = packing.logprobs_from_hidden(hidden, weight, targets, bias=bias, **how, **how_much)
+        assert (found[1] is not None) is case["with_entropy"] and found[0].dtype == torch.float32
+        found = [x for x in found if x is not None]
+        expected = dense(*exact, targets, **how)[: len(found)]
+        weights = torch.randn(2, M, generator=random)
+        for results in (found, expected):
+            sum((w * x).sum() for w, x in zip(weights, results)).backward()
+        pairs = [*zip(found, expected), *((x.grad, y.grad) for x, y in zip((hidden, weight, bias), exact))]
+        for x, y in pairs:
+            precision = 1e-4 if case["dtype"] == torch.float32 else 0.05
+            assert x is None or (x - y).norm() <= precision * (1 + y.norm())
+
+    check(
+        examples,
+        property_,
+        M=st.integers(0, 50),
+        V=st.integers(2, 60),
+        chunk=st.integers(1, 16),
+        kept=st.floats(0, 5),  # chunks
+        suppressed=st.sampled_from([0.0, 0.1, 0.9]),  # share of V
+        temperature=st.floats(0.2, 4.0),
+        softcap=st.sampled_from([None, 2.0]),
+        with_entropy=FLAG,
+        frozen=FLAG,
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        seed=SEED,
+    )
+
+
+@pytest.mark.slow
+def test_head_of_a_large_vocabulary():
+    """The first chunk is kept for backward, the rest is computed again, and the last one is short."""
+    V, ends = 151_936, [512, 513, 600, 700, 769]
+    hidden, weight = (torch.randn(n, 4, generator=seeded(n)) for n in (ends[-1], V))
+    targets = torch.randint(0, V, (ends[-1],), generator=seeded(0))
+    assert 0 < packing.KEPT_LOGPROBS // (packing.CHUNK * V) < ends[0] // packing.CHUNK
+    exact, parts, weight_grad = {}, [], torch.zeros(V, 4)
+    for start, end in zip([0, 256, *ends], [256, *ends]):  # what is summed up to each of the ends
+        h, w = hidden[start:end].clone().requires_grad_(), weight.clone().requires_grad_()
+        logp, entropy = dense(h, w, 0.0, targets[start:end], TEMPERATURE)
+        (logp + 0.5 * entropy).sum().backward()
+        weight_grad = weight_grad + w.grad
+        parts.append([logp.detach(), entropy.detach(), h.grad])
+        exact[end] = [*map(torch.cat, zip(*parts)), weight_grad]
+    for M in ends:
+        h, w = hidden[:M].clone().requires_grad_(), weight.clone().requires_grad_()
+        logp, entropy = packing.logprobs_from_hidden(h, w, targets[:M], TEMPERATURE, with_entropy=True)
+        (logp + 0.5 * entropy).sum().backward()
+        for x, y in zip((logp, entropy, h.grad, w.grad), exact[M], strict=True):
+            assert (x - y).norm() <= 1e-4 * y.norm(), M
+
+
+# ---- packs and the decoder against the unmodified model ----
+
+
+@cache
+def models_of(family: str) -> tuple:
+    """-> the unmodified one, and one whose attention is packed."""
+    plain = copy.deepcopy(build(family)[0])
+    if family == "gemma2":  # its caps
+        plain.set_attn_implementation("eager")
+    ours = copy.deepcopy(plain)
+    packing.switch_attention(ours, "packed")
+    return plain, ours
+
+
+@pytest.fixture(scope="module")
+def pool_of(folder_of):  # noqa: F811
+    """Family -> prompts to draw from: for text models of any length, else those of its dataset."""
+
+    @cache
+    def make(family: str) -> list[packing.Prompt]:
+        model, processor = build(family)
+        if hasattr(processor, "tokenizer"):
+            path = str(folder_of(family) / "rows.jsonl")
+            data = rloo.load_data(rloo.Args(rewards=()), path, "train", model, processor)
+            return [data.encode(i) for i in range(len(data.rows))]
+        ids = [torch.randint(0, 500, (1, P), generator=seeded(P)) for P in range(1, 30)]
+        inputs = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids]
+        return [packing.make_prompt(model, x, index) for index, x in enumerate(inputs)]
+
+    return make
+
+
+def by_transformers(model, prompt: packing.Prompt, response: torch.Tensor, temperature: float):
+    return one_by_one(model, prompt.inputs, response, temperature, packing.media_token_ids(model.config))
+
+
+def gradients(model) -> dict:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@cases(quick=20, slow=300)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packs(family, examples, pool_of):
+    pool, (plain, ours) = pool_of(family), models_of(family)
+
+    def property_(case: dict) -> None:
+        prompts = [pool[entry % len(pool)] for entry, _ in case["groups"]]
+        random, groups, responses = seeded(case["seed"]), [], []
+        for g, (_, lengths) in enumerate(case["groups"]):
+            groups.append((g, [*range(len(responses), len(responses) + len(lengths))]))
+            responses += [torch.randint(0, 500, (R,), generator=random) for R in lengths]
+        weights = torch.randn(len(responses), 9, generator=random)
+        longest = max(p.length + max(n, default=0) for p, (_, n) in zip(prompts, case["groups"]))
+        budget = longest + case["room"]
+        table, counts = torch.full(weights.shape, 7.0), set()
+        model = ours if case["packed"] else plain
+        model.zero_grad()
+        for rank in range(case["world_size"]):
+            given = groups, prompts, pool.__getitem__, responses, budget, rank
+            how = {name: case[name] for name in ("world_size", "packed", "media_everywhere")}
+            packs = list(packing.packs_of_rank(*given, **how))
+            counts.add(len(packs))
+            for pack in packs:
+                room = budget - pack.inputs["input_ids"].shape[1]
+                assert room >= 0 or case["media_everywhere"]
+                logp, _ = packing.response_logprobs(model, pack, TEMPERATURE)
+                table[pack.token_index] = logp.detach()
+                (logp * pack.tokens(weights)).sum().backward()
+        assert len(counts) == 1  # ranks have equally many packs
+        found = gradients(model)
+        plain.zero_grad()
+        for g, b in ((g, b) for g, members in groups for b in members):
+            R = len(responses[b])
+            logp = by_transformers(plain, prompts[g], responses[b], TEMPERATURE)
+            (logp * weights[b, :R]).sum().backward()
+            torch.testing.assert_close(table[b, :R], logp.detach(), atol=1e-4, rtol=0)
+            assert (table[b, R:] == 7).all()  # nothing is written behind its end
+        exact = gradients(plain)
+        total = sum(float(g.norm()) ** 2 for g in exact.values()) ** 0.5
+        for name in exact.keys() | found.keys():
+            ours_, theirs = (grads.get(name, torch.zeros(1)) for grads in (found, exact))
+            assert (ours_ - theirs).norm() <= 1e-4 * theirs.norm() + 2e-6 * total, name
+
+    check(
+        examples,
+        property_,
+        groups=st.lists(GROUP, min_size=1, max_size=5),
+        room=st.integers(0, 150),
+        world_size=st.integers(1, 3),
+        packed=st.sampled_from([True, True, False]),
+        media_everywhere=FLAG,
+        seed=SEED,
+    )
+
+
+@cases(quick=40, slow=600)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoder(family, examples, pool_of):
+    """Log-probs of what is sampled are those of teacher forcing, and rows end where they should."""
+    pool, (plain, ours) = pool_of(family), models_of(family)
+
+    def property_(case: dict) -> None:
+        prompts = [replace(pool[e % len(pool)], seed=case["seed"] + i) for i, e in enumerate(case["entries"])]
+        is_end = torch.rand(501, generator=seeded(case["seed"])) < case["end_share"]
+        ends = is_end.index_fill(0, torch.tensor(500), True).nonzero()[:, 0].tolist()
+        args = rloo.Args(max_response_length=case["longest"])
+        responses = rloo.generate(args, ours, prompts, case["G"], case["temperature"], ends)
+        assert len(responses) == len(prompts) * case["G"]
+        for b, response in enumerate(responses):
+            ended = torch.isin(response.ids, torch.tensor(ends))
+            assert not ended[:-1].any() and ended[-1] != response.truncated
+            assert len(response.ids) == case["longest"] or not response.truncated
+            prompt, temperature = prompts[b // case["G"]], case["temperature"] or 1.0
+            logp = by_transformers(plain, prompt, response.ids, temperature)
+            torch.testing.assert_close(response.logprobs, logp, atol=1e-4, rtol=0)
+
+    with torch.no_grad():
+        check(
+            examples,
+            property_,
+            entries=st.lists(st.integers(0, 99), min_size=1, max_size=5),
+            G=st.integers(1, 4),
+            longest=st.integers(1, 16),
+            end_share=st.sampled_from([0.0, 0.05, 0.2, 0.6]),  # of all words
+            temperature=st.sampled_from([0.0, 0.7, 1.0]),
+            seed=SEED,
+        )
