@@ -362,7 +362,7 @@ def end_token_ids(model, tokenizer) -> list[int]:
 
 
 def catch_signals() -> list[int]:
-    """-> the signals that have come: instead of dying, the run saves after its step, and ends."""
+    """-> the signals that have come: the run then ends, after its step and a checkpoint."""
     received = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: received.append(number))
@@ -600,8 +600,8 @@ def read_verdict(text: str) -> str | None:
 
 
 def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
-    """A row's string or chat, pictures and videos -> messages whose contents are lists of parts, media opened
-    and in their places: where <image> and <video> stand, or parts of such types; without any, in front."""
+    """A row's string or chat, pictures and videos -> messages of lists of parts, media opened and in
+    their places: where <image> and <video> stand, or parts of such types; else in front."""
     chat = row.get("messages") or row["prompt"]
     if isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
@@ -610,7 +610,7 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
         items = row.get(kind) or row.get(f"{kind}s") or []
         media[kind] = list(items) if isinstance(items, list) else [items]
 
-    # First every content becomes a text with marks, <image> and <video>, and all media lie in two lists.
+    # First every content becomes a text with marks, <image> and <video>; all media lie in two lists.
     messages = []
     for message in chat:
         text = message["content"]
@@ -648,8 +648,8 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
 
 
 def open_media(kind: str, source, folder: Path, fps: float) -> dict:
-    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> the part of a message: a
-    picture in RGB, or of a video fps frames a second, (F, height, width, 3), and when they were taken."""
+    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> part of a message:
+    a picture in RGB, or fps frames a second (F, height, width, 3), and when they were taken."""
     if kind == "video":
         frames, metadata = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
         needed = {name: metadata[name] for name in ("total_num_frames", "fps", "frames_indices")}
@@ -666,16 +666,16 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
 
 def defuse(text: str, special_tokens: list[str]) -> str:
     """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-    while found := [token for token in special_tokens if token in text]:  # what is left of one may be another
+    while found := [token for token in special_tokens if token in text]:  # one may leave another
         token = found[0]
         text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
     return text
 
 
 def split_chat(processor, messages: list[dict], end_ids: list[int]) -> list[tuple[int, list[int], int]]:
-    """A chat -> of each assistant's turn its number, the tokens of the chat up to its EOS (which the last
-    one always gets), a picture being one, and where in these it starts. Found by counting: the tokens up
-    to a turn, and up to its end, must be how the whole begins."""
+    """A chat -> of each assistant's turn its number, the tokens of the chat up to its EOS
+    (which the last one always gets), a picture being one, and where in these it starts. Found
+    by counting: the tokens up to a turn, and up to its end, must be how the whole begins."""
     tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer is processor:  # a text model's template takes strings
         messages = [m | {"content": "".join(part["text"] for part in m["content"])} for m in messages]
@@ -774,8 +774,8 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
 
 @torch.no_grad()
 def write_judgements(args: Args, model, tokenizer, examples: list[Example]) -> list[dict]:
-    """What the model as a judge writes to each example, and how likely it finds each verdict: softmax
-    over verdicts of log p(own reasoning, verdict | prompt)."""
+    """What the model as a judge writes to each example, and how likely it finds each verdict:
+    softmax over verdicts of log p(own reasoning, verdict | prompt)."""
     end_ids = end_token_ids(model, tokenizer)
     samples = [example.samples[-1] for example in examples]
     prompts = [replace(sample.prompt, index=i) for i, sample in enumerate(samples)]
@@ -889,7 +889,7 @@ def load_model(name: str, dtype: torch.dtype):
         model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
         fail(f"the model {name} can't be loaded: {error}")
-    # Rollout, old and new log-probs must be of one function: no Dropout.p, attention_dropout, layerdrop, ...
+    # Sampled, old and new log-probs must be of one function: no attention_dropout, layerdrop, ...
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
@@ -910,9 +910,9 @@ def add_adapters(args: Args, model) -> None:
 
 @torch.no_grad()
 def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of the plain model, one after the other, tied ones under each name: gathered under
-    ZeRO-3 (collective), adapters added out of place, W + alpha / rank B A: merging in place would wear bf16
-    weights down."""
+    """Names and weights of the plain model, one after the other, tied ones under each name:
+    gathered under ZeRO-3 (collective), adapters added out of place, W + alpha / rank B A:
+    merging in place would wear bf16 weights down."""
     import deepspeed
 
     saved_names = set(model.state_dict())
@@ -946,7 +946,7 @@ def init_distributed() -> torch.device:
     device = torch.device("cuda", int(local_rank)) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
-        # Of SDPA's backends the first on sm90: NaN gradients with masks (torch 2.13, huggingface/trl#7181).
+        # SDPA's first choice on sm90: NaN gradients with masks (torch 2.13, huggingface/trl#7181).
         torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "nccl" if on_cuda else "gloo"
     if "RANK" in os.environ:
@@ -957,7 +957,7 @@ def init_distributed() -> torch.device:
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute on a CPU
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would compile for a minute
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return device
 
@@ -965,9 +965,10 @@ def init_distributed() -> torch.device:
 def make_engine(
     args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0, learning_rate: float = 0.0
 ):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a frozen module's, it
-    has neither. A pack is a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a
-    step, batch sizes stay 1 here, and the losses carry their own global denominators."""
+    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a
+    frozen module's, it has neither. A pack is a micro-batch: their number varies, so
+    `set_gradient_accumulation_boundary` ends a step, batch sizes stay 1 here, and the losses
+    carry their own global denominators."""
     import deepspeed
 
     config = {
@@ -981,7 +982,7 @@ def make_engine(
             "stage3_param_persistence_threshold": 10_000,
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs on the CPU too, and needs no compiler
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW needs no compiler
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
         deepspeed.zero.register_external_parameter(module, head.weight)  # read outside its own forward
@@ -1012,9 +1013,9 @@ def make_engine(
 
 
 def optimizer_step(engine) -> float | None:
-    """Clip, step, advance the schedule -> gradient norm before clipping, or None where it was not finite and
-    the step was left out: all ranks decide alike, by the reduced gradients."""
-    if not engine.zero_optimization() and not engine.bfloat16_enabled():  # this path has no check of its own
+    """Clip, step, advance the schedule -> gradient norm before clipping, or None where it was
+    not finite and the step was left out: all ranks decide alike, by the reduced gradients."""
+    if not engine.zero_optimization() and not engine.bfloat16_enabled():  # has no check of its own
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if not norm.isfinite():
@@ -1089,8 +1090,8 @@ def open_folder(args: Args, folder: Path, last_step: int) -> None:
 
 
 def save_checkpoint(args: Args, run: Run, is_best: bool) -> Path:
-    """checkpoint-N: a Hugging Face folder that loads by itself, and state/ for --resume; without that also
-    checkpoint-best. Collective."""
+    """checkpoint-N: a Hugging Face folder that loads by itself, and state/ for --resume;
+    without that also checkpoint-best. Collective."""
     model = run.judge.module.model
     final = run.folder / f"checkpoint-{run.state['step']}"
     unfinished = final.with_suffix(".tmp")  # renamed when all of it is written

@@ -4,20 +4,21 @@ A step samples responses, scores them, estimates how much better each token did 
 makes a few clipped updates of policy and critic:
 
     r_t = -kl_coef * KL of token t to the reference, plus the score at the last token
-    A_t = sum over s >= t of (gamma lambda)^(s - t) (r_s + gamma V_{s+1} - V_s), whitened over the rollout
+    A_t = sum over s >= t of (gamma lambda)^(s - t) (r_s + gamma V_{s+1} - V_s)
     rho_t = p_now(token t) / p_before(token t)
-    loss = -mean of min(rho_t A_t, clip(rho_t, 1 - c, 1 + c) A_t), critic: mean of (V_t - V_t before - A_t)^2
+    policy loss = -mean of min(rho_t W_t, clip(rho_t, 1 - c, 1 + c) W_t), W = A whitened over the rollout
+    value loss = mean of (V_t - return_t)^2, return_t = A_t + V_t before the update
 
 Papers: https://arxiv.org/abs/1707.06347, https://arxiv.org/abs/1506.02438. docs/ppo_vl.md lists what differs
 from LightRFT's PPOTrainerVL (opendilab/LightRFT@49e62cb). Other estimators and losses (GRPO, RLOO, GSPO, ...)
-are flags: they stand after main, where a reader of PPO need not look.
+are flags: they stand after main, and what main calls of them does nothing by default.
 
-Read from the top: the flags, the functions that are the algorithm, the data that a step works on, and main,
-which is the whole method. What main calls stands below it, in the order of use, to be looked up: setup,
-rollout, samplers, rewards, data, forward, other estimators and losses, evaluation, model, DeepSpeed, files.
+Read to the end of main: the flags, the functions that are the algorithm, the data of a step,
+and main, which is the whole method. What main calls stands below it, to be looked up, in the
+order of use: setup, rollout, samplers, rewards, data, forward, other losses, model, and so on.
 
-Shapes: n prompts with G responses each, B = n * G responses, R tokens in the longest one, V words; a pack
-(common/packing.py) is one forward, with S of the responses, M tokens in all.
+Shapes: n prompts with G responses each, B = n * G of them, R tokens in the longest, V words; a
+pack (common/packing.py) is one forward of prompts and S responses; these have M tokens.
 
     python ppo_vl.py                    # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python ppo_vl.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6
@@ -96,7 +97,7 @@ class Args:
     vllm_gpu_memory: float = 0.4  # share of the GPU for that engine
     tis_clip: float = 0.0  # tokens' gradients times p(trainer) / p(sampler), at most this; 0 = off
     dynamic_sampling: int = 0  # rounds that replace prompts whose responses all score alike (DAPO)
-    replay_limit: int = 0  # train on so many of a step's responses, the newest; 0 = all
+    replay_limit: int = 0  # train on so many of a step's responses, to the last prompts; 0 = all
     # --- algorithm ---
     rewards: tuple[str, ...] = ("accuracy", "format")  # also overlong, or path.py:function: score_responses
     reward_weights: tuple[float, ...] = (0.9, 0.1)  # the score of a response is the weighted sum
@@ -107,11 +108,11 @@ class Args:
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # paper: 0.95
     whiten_advantages: Literal["auto", "on", "off"] = "auto"  # to mean 0, std 1; auto: gae and reinforce(_*)
-    advantage_clip: float = 0.0  # bound of whitened advantages; 0 = off
+    advantage_clip: float = 0.0  # bound of the advantages, whitened or not; 0 = off
     policy_loss: Literal["clip", "dual_clip", "cpg", "gspo"] = "clip"  # of a token, see compute_policy_loss
     clip_coef: float = 0.2  # the ratio is clipped below 1 - c (paper: 0.2; GSPO: 3e-4)
     clip_coef_high: float | None = None  # and above 1 + c; None: as --clip-coef
-    dual_clip: float = 3.0  # with it the loss is at most this times -A where A < 0
+    dual_clip: float = 3.0  # dual_clip's loss is at most this times -A where A < 0
     # how tokens are weighted, see token_weights
     loss_agg: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
@@ -129,7 +130,7 @@ class Args:
     freezing_actor_steps: int = 0  # steps at the start in which the critic trains alone
     num_ppo_epochs: int = 2  # passes over each rollout
     train_batch_size: int = 128  # responses per optimizer step, over all ranks
-    ptx_dataset: str | None = None  # chats, column messages, whose assistant turns are learned beside
+    ptx_dataset: str | None = None  # chats, column messages: assistant turns learned in the same updates
     ptx_coef: float = 0.05  # weight of their loss, nats per token
     ptx_batch_size: int = 16  # assistant turns per optimizer step, over all ranks
     router_aux_coef: float = 0.0  # weight of the load balance loss of a mixture of experts
@@ -205,10 +206,10 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def clip_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: "Clip") -> "PolicyLoss":
-    """L = -min(r A, clip(r, 1 - low, 1 + high) A), r = exp(logratio)
+    """L = -min(rho A, clip(rho, 1 - low, 1 + high) A), rho = exp(logratio); owner is for other losses
 
     https://arxiv.org/abs/1707.06347 eq. (7)
-    low .2: r 1.5, A 1 -> -1.2 (clipped: no gradient); r 1.5, A -1 -> 1.5 (not: the pessimistic side stays)
+    high .2: rho 1.5, A 1 -> -1.2 (clipped: no gradient); rho 1.5, A -1 -> 1.5 (not clipped)
     """
     ratio = logratio.clamp(-20, 20).exp()  # fp32 ends at e^88
     clipped_ratio = ratio.clamp(1 - clip.low, 1 + clip.high)
@@ -240,9 +241,9 @@ def compute_policy_loss(
 def compute_value_loss(
     new_values: Tensor, values: Tensor, returns: Tensor, value_clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Per token max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), and where the second is larger.
+    """Per token max((V - return)^2, (clip(V, V_old - c, V_old + c) - return)^2), and where it is clipped.
 
-    c = 0: squared error. V_old 0, V 1, R 2, c 0.2 -> max(1, 3.24) = 3.24. openai/baselines@ea25b9e ppo2
+    c = 0: squared error. V_old 0, V 1, return 2, c 0.2 -> max(1, 3.24) = 3.24. openai/baselines@ea25b9e ppo2
     """
     losses = (new_values - returns).square()
     if value_clip == 0:
@@ -278,7 +279,7 @@ class Outputs(NamedTuple):  # of the actor, for a pack
 
 @dataclass
 class Rollout:
-    """n prompts with G responses each, prompt by prompt. The same on every rank."""
+    """n prompts, G responses to each, prompt by prompt. The same on every rank, on the CPU."""
 
     prompts: list[PromptInfo]  # n of them
     response_ids: list[Tensor]  # B of them, (R_b,): with EOS where it was drawn
@@ -292,7 +293,7 @@ class Rollout:
     # main adds:
     trained: Tensor | None = None  # (n, G) bool: False is left out of the update
     trained_mask: Tensor | None = None  # (B, R) bool: tokens of these
-    policy_mask: Tensor | None = None  # (B, R) bool: those that the policy loss trains on
+    policy_mask: Tensor | None = None  # (B, R) bool: tokens of trained_mask in the policy loss
     logprobs: Tensor | None = None  # (B, R): of the policy before the update
     ref_logprobs: Tensor | None = None  # (B, R): of the reference
     entropy: Tensor | None = None  # (B, R): of the policy before the update, where it is asked for
@@ -302,12 +303,12 @@ class Rollout:
 
 
 @dataclass
-class Weights:
+class TokenWeights:
     """Of the tokens in an optimizer step, (B, R) each: a loss is the sum of weight times the token's loss."""
 
     policy: Tensor  # by --loss-agg, of the tokens that the policy loss trains on
     trained: Tensor  # by --loss-agg, of all trained tokens: entropy bonus and KL
-    mean: Tensor  # 1 / number of trained tokens: the value loss
+    per_token: Tensor  # 1 / number of trained tokens: the value loss
 
 
 @dataclass
@@ -319,7 +320,7 @@ class Run:
     dtype: torch.dtype
     processor: Any  # of transformers, or a text model's tokenizer
     actor: Any  # DeepSpeed's engine around the trained Actor
-    critic: Any  # and around the Critic; None without, or with a head on the actor
+    critic: Any  # and around the Critic; None without one, or with a value head on the actor
     reference: Callable | None  # pack -> Outputs; no reference with --kl-coef 0
     average: Any  # --ema-beta: the model of averaged weights on rank 0, else None
     train_data: "Data"
@@ -329,7 +330,7 @@ class Run:
     sampler: Any  # one of SAMPLERS, or a class of your own
     sampler_is_exact: bool  # its log-probs are those of the actor, bit for bit
     checkpoint: Path | None  # the newest
-    state: dict  # stands in every checkpoint: add what must survive a resume
+    state: dict  # in every checkpoint, see setup: add what must survive a resume
 
 
 # ---- main ----
@@ -344,7 +345,7 @@ def main(args: Args) -> dict[str, float]:
     updates_per_epoch = args.rollout_batch_size // args.train_batch_size
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
     clip = Clip(low=args.clip_coef, high=clip_high, dual=args.dual_clip)
-    signals = catch_signals()
+    signals = catch_signals()  # a list, which grows when one comes
     stopped = False
     metrics = {}
 
@@ -360,17 +361,17 @@ def main(args: Args) -> dict[str, float]:
         # --- 2. rollout: G scored responses to each prompt ---
         time_start = time.perf_counter()
         rollout, num_entries = roll_out_useful_prompts(args, run, step)
-        run.state["cursor"] += num_entries
-        if hasattr(run.sampler, "sleep"):  # the trainer needs the memory
+        run.state["cursor"] += num_entries  # of the endless stream of shuffled prompts
+        if hasattr(run.sampler, "sleep"):  # the trainer needs the memory; sync wakes it
             run.sampler.sleep()
         rollout.trained = trained_responses(args, rollout)  # (n, G)
         rollout.trained_mask = rollout.mask & rollout.trained.view(-1, 1)  # (B, R)
         time_sampled = time.perf_counter()
 
         # --- 3. log-probs and values before the update ---
-        add_logprobs_and_values(args, run, rollout)
+        add_logprobs_and_values(args, run, rollout)  # 0 without a critic
 
-        # A sampler that computes another function than the trainer would spoil the run without a sign.
+        # A sampler that computes another function than the trainer would spoil the run silently.
         gap = (rollout.sampler_logprobs - rollout.logprobs).abs() * rollout.mask  # (B, R)
         gap = gap.sum(1) / rollout.mask.sum(1)  # (B,): nats per token
         if not gap.mean() <= packing.TOLERANCE[run.dtype]:  # or NaN
@@ -380,6 +381,7 @@ def main(args: Args) -> dict[str, float]:
 
         # --- 4. advantages: every rank holds the whole rollout, so nothing is communicated ---
         kl_coef = run.state["kl_coef"]
+        mask = rollout.trained_mask  # (B, R)
         kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
         scores = rollout.scores  # (n, G)
         if args.reward_running_norm != "off":
@@ -389,7 +391,7 @@ def main(args: Args) -> dict[str, float]:
         if args.reward_clip:
             scores = scores.clamp(min=args.reward_clip[0], max=args.reward_clip[1])
         rewards = compute_token_rewards(  # (B, R)
-            scores=center_scores(scores, rollout.trained, args.advantage).flatten(),
+            scores=center_scores(scores, rollout.trained, args.advantage).flatten(),  # gae: as they are
             kl=kl,
             mask=rollout.mask,
             kl_coef=0.0 if args.kl_loss else kl_coef,
@@ -397,20 +399,18 @@ def main(args: Args) -> dict[str, float]:
         rollout.advantages, rollout.returns = compute_gae(  # (B, R)
             rewards=rewards,
             values=rollout.values,
-            mask=rollout.trained_mask,
+            mask=mask,
             gamma=args.gamma,
             gae_lambda=args.gae_lambda if args.advantage == "gae" else 1.0,
         )
         if is_whitened(args):
-            rollout.advantages = whiten(rollout.advantages, rollout.trained_mask)
+            rollout.advantages = whiten(rollout.advantages, mask)
         if args.advantage_clip > 0:
             rollout.advantages = rollout.advantages.clamp(-args.advantage_clip, args.advantage_clip)
-        rollout.policy_mask = high_entropy_mask(
-            rollout.entropy, rollout.trained_mask, args.entropy_token_ratio
-        )
+        rollout.policy_mask = high_entropy_mask(rollout.entropy, mask, args.entropy_token_ratio)
 
         # --- 5. update: epochs over the rollout in shuffled mini-batches ---
-        trained_engines = {"train/critic_grad_norm": critic} if critic else {}  # by their norm's name
+        trained_engines = {"train/critic_grad_norm": critic} if critic else {}  # name of a norm -> engine
         train_actor = step > args.freezing_actor_steps
         if train_actor:
             trained_engines["train/grad_norm"] = actor
@@ -421,20 +421,20 @@ def main(args: Args) -> dict[str, float]:
             members = [i * G + j for j in range(G) if rollout.trained[i, j]]
             if members:
                 groups.append((i, members))
-        losses = defaultdict(list)  # name -> of each pack, a sum: those of an optimizer step add up
+        losses = defaultdict(list)  # name -> of each pack, its part of the loss of its optimizer step
         update_metrics = defaultdict(list)  # name -> of each pack (M,)
         grad_norms = defaultdict(list)  # name -> of each optimizer step that was taken
-        updates_taken = []  # False: left out, its gradients were not finite
+        updates_taken = []  # False: an engine left it out, its gradients were not finite
         for epoch in range(args.num_ppo_epochs):
             order = np.random.default_rng([args.seed, step, epoch]).permutation(len(groups))
             mini_batches = [part for part in np.array_split(order, updates_per_epoch) if len(part)]
             for number, mini_batch in enumerate(mini_batches):
                 batch = [groups[i] for i in mini_batch]
-                weights = make_weights(args, rollout, batch)
+                weights = make_token_weights(args, rollout, batch)
                 packs = list(packs_of(args, run, rollout, batch))  # this rank's share
                 if run.turns and train_actor:
-                    so_far = ((step - 1) * args.num_ppo_epochs + epoch) * updates_per_epoch + number
-                    losses["loss/ptx"].append(backward_of_turns(args, run, so_far))
+                    num_updates = ((step - 1) * args.num_ppo_epochs + epoch) * updates_per_epoch + number
+                    losses["loss/ptx"].append(backward_of_turns(args, run, num_updates))
                 for k, pack in enumerate(packs):
                     for engine in trained_engines.values():
                         engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
@@ -449,7 +449,7 @@ def main(args: Args) -> dict[str, float]:
                     outputs = actor(pack, with_entropy=True)
                     new_logprobs = outputs.logprobs  # (M,)
                     if args.tis_clip > 0:
-                        new_logprobs = weigh_gradients(
+                        new_logprobs = weigh_gradients(  # the same values
                             new_logprobs=new_logprobs,
                             logprobs=pack.tokens(rollout.logprobs),
                             sampler_logprobs=pack.tokens(rollout.sampler_logprobs),
@@ -488,13 +488,13 @@ def main(args: Args) -> dict[str, float]:
             engine.eval()
         time_updated = time.perf_counter()
 
-        # --- 6. the sampler takes over the new weights ---
+        # --- 6. the sampler wakes up, with the new weights ---
         run.sampler.sync()
         time_synced = time.perf_counter()
 
         # --- 7. metrics ---
         lengths = rollout.mask.sum(1).float()  # (B,)
-        kl = kl.sum(1).view(-1, G)  # (n, G)
+        response_kl = kl.sum(1).view(-1, G)  # (n, G)
         equal_scores = (rollout.scores - rollout.scores[:, :1]).abs().amax(1) < 1e-9  # (n,)
         seconds = time_synced - time_start
         metrics = {
@@ -504,8 +504,8 @@ def main(args: Args) -> dict[str, float]:
             "train/kl_coef": kl_coef,
             "train/skipped_updates": updates_taken.count(False),
             "objective/scores": rollout.scores.nanmean(),
-            "objective/kl": kl.mean(),
-            "objective/rlhf_reward": (scores - kl_coef * kl).nanmean(),
+            "objective/kl": response_kl.mean(),
+            "objective/rlhf_reward": (scores - kl_coef * response_kl).nanmean(),
             "rollout/response_length_mean": lengths.mean(),
             "rollout/truncated_frac": rollout.truncated.float().mean(),
             "rollout/zero_std_groups_frac": equal_scores.float().mean(),
@@ -524,10 +524,8 @@ def main(args: Args) -> dict[str, float]:
         metrics |= {f"reward/{name}": values.nanmean() for name, values in rollout.rewards.items()}
         metrics |= rollout.logged
         if args.advantage == "gae":
-            returns = rollout.returns[rollout.trained_mask]
-            error = returns - rollout.values[rollout.trained_mask]
-            unexplained = (error.var(correction=0) / returns.var(correction=0)).nan_to_num(1.0, 1.0)
-            metrics["val/explained_variance"] = 1 - unexplained
+            explained = explained_variance(rollout.values[mask], rollout.returns[mask])
+            metrics["val/explained_variance"] = explained
         metrics = {name: float(value) for name, value in metrics.items()}
         samples = [{"phase": "train", **sample} for sample in rollout.samples[:2]]
         shown = {
@@ -551,7 +549,7 @@ def main(args: Args) -> dict[str, float]:
         run.state["step"] = step
         run.state["kl_coef"] = next_kl_coef(
             kl_coef=kl_coef,
-            kl=float(kl[rollout.trained].mean()),
+            kl=float(response_kl[rollout.trained].mean()),
             kl_target=args.kl_target,
             kl_horizon=args.kl_horizon,
             num_sequences=int(rollout.trained.sum()),
@@ -560,8 +558,10 @@ def main(args: Args) -> dict[str, float]:
         stopped = sum_over_ranks(torch.tensor(len(signals)), run.device).item() > 0 and not is_last
         if is_last or stopped or all_skipped or is_due(step, args.save_steps):
             run.checkpoint = save_checkpoint(args, run)
-        if all_skipped:
-            fail(f"step {step}: no update had finite gradients; {run.checkpoint} has the weights before it")
+        if all_skipped:  # in every update an engine left its step out
+            fail(
+                f"step {step}: no update had finite gradients everywhere; the last weights: {run.checkpoint}"
+            )
         if stopped:
             tell(f"stopped by a signal after step {step}; go on with --resume {run.checkpoint}")
             break
@@ -574,7 +574,7 @@ def main(args: Args) -> dict[str, float]:
                 summary.append(f"{name} {before:.3f} -> {metrics[name]:.3f}")
         tell(" · ".join([*summary, f"{time.perf_counter() - time_begin:.0f} s", str(run.checkpoint)]))
         tell(f"to see it: python tools/report.py {run.folder}")
-    if args.rollout != "vllm":  # the engine ends the process group by itself
+    if args.rollout != "vllm":  # vLLM ends the process group by itself
         dist.destroy_process_group()
     return metrics
 
@@ -634,8 +634,8 @@ def setup(args: Args) -> Run:
     enable_packing(args, actor, critic, reference, train_data)
     sampler = make_sampler(args, model, end_ids, folder)
     sampler.sync()
-    # With packing, sampling was proved to give the log-probs of the packed forward. Another engine, sharded
-    # weights or the rounding of bf16 make a difference, so there the policy is asked again.
+    # With packing, sampling was proved to give the log-probs of the packed forward. Another engine,
+    # sharded weights or the rounding of bf16 make a difference: there the policy is asked again.
     sampler_is_exact = args.rollout == "hf" and is_fp32 and args.zero_stage < 3 and packing.is_packed(model)
     return Run(
         folder=folder,
@@ -749,7 +749,7 @@ def end_token_ids(model, tokenizer) -> list[int]:
 
 
 def catch_signals() -> list[int]:
-    """-> the signals that have come: instead of dying, the run saves after its step, and ends."""
+    """-> the signals that have come: the run then ends, after its step and a checkpoint."""
     received = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: received.append(number))
@@ -762,8 +762,8 @@ def catch_signals() -> list[int]:
 def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
     """Entries start ... start + count - 1 of an endless stream of shuffled epochs.
 
-    An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and so on: the
-    same row in another epoch is another entry, and gets other responses.
+    An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and
+    so on: the same row in another epoch is another entry, and gets other responses.
     """
     first_epoch = start // num_rows
     last_epoch = (start + count - 1) // num_rows
@@ -776,8 +776,8 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
 
 
 def roll_out_useful_prompts(args: Args, run: Run, step: int) -> tuple[Rollout, int]:
-    """The step's rollout, and how many entries of batch_indices it took. --dynamic-sampling: so many more
-    rounds replace prompts whose responses all score alike."""
+    """The step's rollout, and how many entries of batch_indices it took. --dynamic-sampling:
+    so many more rounds replace prompts whose responses all score alike."""
     num_wanted = args.rollout_batch_size // args.num_samples_per_prompt
     num_useful = 0
     num_entries = 0
@@ -845,7 +845,7 @@ def trained_responses(args: Args, rollout: Rollout) -> Tensor:
 def roll_out(
     args: Args, run: Run, data: "Data", entries: list[int], num_samples: int, temperature: float, step: int
 ) -> Rollout:
-    """num_samples scored responses to each entry of batch_indices: dealt out to ranks, gathered on all."""
+    """num_samples scored responses to each entry: dealt out to ranks, gathered on all."""
     # --- this rank's share ---
     own_entries = np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()
     prompts, responses = sample_responses(args, run, data, own_entries, num_samples, temperature, step)
@@ -903,7 +903,7 @@ def sample_responses(
             prompt = data.encode(entry % len(data.rows))
             if prompt is None:  # its warning has been printed
                 continue
-            # What is drawn depends on seed, step and entry alone, not on batches, ranks or a resume.
+            # Draws depend on seed, step and entry alone, not on batches, ranks or a resume.
             seed = np.random.default_rng([args.seed, step, entry]).integers(2**31)
             batch.append(replace(prompt, seed=int(seed)))
         if batch:
@@ -990,7 +990,7 @@ def generate(
 
 
 def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
-    """The token in whose share of [0, 1) a number lies: logprobs (B, V), drawn (B,) uniform -> ids (B,)."""
+    """The token in whose share of [0, 1) drawn lies: logprobs (B, V), drawn (B,) -> ids (B,)."""
     cumulative = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # NaN: of no effect
     tokens = torch.searchsorted(cumulative, drawn[:, None] * cumulative[:, -1:], right=True)[:, 0]
     return tokens.clamp(max=logprobs.shape[-1] - 1)
@@ -1013,7 +1013,7 @@ class VllmSampler:
             dtype=str(model.dtype).removeprefix("torch."),
             seed=args.seed,
             max_model_len=max_length,
-            max_num_batched_tokens=max(4096, max_length),  # of a prefill; its memory is the trainer's too
+            max_num_batched_tokens=max(4096, max_length),  # of a prefill, whose memory counts
             max_num_seqs=args.generation_batch_size,
             gpu_memory_utilization=args.vllm_gpu_memory,
             enable_sleep_mode=self.on_cuda,
@@ -1033,7 +1033,7 @@ class VllmSampler:
 
     def sync(self) -> None:
         """The newest weights; what it remembers of the old ones is forgotten."""
-        if self.on_cuda:  # weights first: room for keys and values is taken when theirs is settled
+        if self.on_cuda:  # weights first: their peak needs the room of the keys
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
         weights = merged_weights(self.model)
@@ -1089,7 +1089,7 @@ def check_memory_for_vllm(args: Args, model) -> None:
         )
 
 
-# Yours has __init__, sync and sample as these two have, and sleep if the trainer needs its memory.
+# Yours has __init__, sync and sample as these two, and sleep if the trainer needs its memory.
 SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}
 
 
@@ -1097,7 +1097,7 @@ SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}
 
 
 def accuracy(texts: list[str], answer: list, **columns) -> list[float]:
-    """1 when the text of the last <answer>...</answer> equals the reference, but for case and spaces."""
+    """1 when the last <answer>...</answer> holds the reference, but for case and spaces."""
     scores = []
     for text, reference in zip(texts, answer):
         if not isinstance(reference, str | int | float) or not str(reference).strip():
@@ -1109,7 +1109,7 @@ def accuracy(texts: list[str], answer: list, **columns) -> list[float]:
 
 
 def format_reward(texts: list[str], **columns) -> list[float]:
-    """1 when the whole response is [<think>...</think>] <answer>...</answer> with each tag once."""
+    """1 when the response is [<think>...</think>] <answer>...</answer> with each tag once."""
     inner = r"(?:(?!</?think>|</?answer>).)*"
     pattern = re.compile(rf"\s*(?:<think>{inner}</think>\s*)?<answer>{inner}</answer>\s*", re.DOTALL)
     return [float(pattern.fullmatch(text) is not None) for text in texts]
@@ -1130,12 +1130,12 @@ def score_responses(
     texts: list[str],
     trainer_state,
 ) -> tuple[dict[str, list[float]], list[tuple[str, float]]]:
-    """-> {reward: B values, NaN where it does not apply}, and what was logged. prompts: one per response.
+    """-> {reward: B values, NaN where it does not apply}, and what was logged. prompts: B of them.
 
-    A function gets keywords as in TRL: prompts and completions (strings, or where the dataset's prompt is a
-    chat, messages), completion_ids, every column, trainer_state (an evaluation's step is 0),
-    log_metric(name, number); and texts (always strings), chats (messages with pictures). It may be async; it
-    returns a number or None per response.
+    A function gets keywords as in TRL: prompts and completions (strings, or where the
+    dataset's prompt is a chat, messages), completion_ids, every column, trainer_state (an
+    evaluation's step is 0), log_metric(name, number); and texts (always strings), chats
+    (messages with pictures). It may be async; it returns a number or None per response.
     """
     if not prompts:
         return {name: [] for name in functions}, []
@@ -1180,12 +1180,12 @@ class Data:
     source: str
     rows: Any  # a datasets.Dataset
     tokenizer: Any
-    encode: Callable[[int], Prompt | None]  # row -> prompt, or None and a warning where it can't be used
+    encode: Callable[[int], Prompt | None]  # row -> prompt; None, warned of: can't be used
 
 
 def load_data(args: Args, source: str, split: str, model, processor) -> Data:
-    """Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a list, see
-    to_messages; `answer`, the reference that rewards get."""
+    """Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a
+    list, see to_messages; `answer`, the reference that rewards get."""
     rows = load_rows(source, split)
     tokenizer = getattr(processor, "tokenizer", processor)
     columns = set(rows.column_names)
@@ -1285,8 +1285,8 @@ def easy_vqa_rows(split: str):
 
 
 def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
-    """A row's string or chat, pictures and videos -> messages whose contents are lists of parts, media opened
-    and in their places: where <image> and <video> stand, or parts of such types; without any, in front."""
+    """A row's string or chat, pictures and videos -> messages of lists of parts, media opened and in
+    their places: where <image> and <video> stand, or parts of such types; else in front."""
     chat = row.get("messages") or row["prompt"]
     if isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
@@ -1295,7 +1295,7 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
         items = row.get(kind) or row.get(f"{kind}s") or []
         media[kind] = list(items) if isinstance(items, list) else [items]
 
-    # First every content becomes a text with marks, <image> and <video>, and all media lie in two lists.
+    # First every content becomes a text with marks, <image> and <video>; all media lie in two lists.
     messages = []
     for message in chat:
         text = message["content"]
@@ -1333,8 +1333,8 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
 
 
 def open_media(kind: str, source, folder: Path, fps: float) -> dict:
-    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> the part of a message: a
-    picture in RGB, or of a video fps frames a second, (F, height, width, 3), and when they were taken."""
+    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> part of a message:
+    a picture in RGB, or fps frames a second (F, height, width, 3), and when they were taken."""
     if kind == "video":
         frames, metadata = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
         needed = {name: metadata[name] for name in ("total_num_frames", "fps", "frames_indices")}
@@ -1351,7 +1351,7 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
 
 def defuse(text: str, special_tokens: list[str]) -> str:
     """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-    while found := [token for token in special_tokens if token in text]:  # what is left of one may be another
+    while found := [token for token in special_tokens if token in text]:  # one may leave another
         token = found[0]
         text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
     return text
@@ -1405,21 +1405,21 @@ def add_logprobs_and_values(args: Args, run: Run, rollout: Rollout) -> None:
     rollout.values = tables.get("values", torch.zeros(rollout.mask.shape))
 
 
-def make_weights(args: Args, rollout: Rollout, groups: packing.Groups) -> Weights:
+def make_token_weights(args: Args, rollout: Rollout, groups: packing.Groups) -> TokenWeights:
     """Of an optimizer step on some groups; the denominators are those of all packs and ranks."""
     mask = torch.zeros_like(rollout.trained_mask)  # (B, R): tokens of the step
     for _, members in groups:
         mask[members] = rollout.trained_mask[members]
     limit = args.max_response_length
-    return Weights(
+    return TokenWeights(
         policy=token_weights(mask & rollout.policy_mask, args.loss_agg, limit),
         trained=token_weights(mask, args.loss_agg, limit),
-        mean=token_weights(mask, "token-mean", limit),
+        per_token=token_weights(mask, "token-mean", limit),
     )
 
 
 def value_loss_of(
-    args: Args, rollout: Rollout, weights: Weights, pack: packing.Pack, new_values: Tensor
+    args: Args, rollout: Rollout, weights: TokenWeights, pack: packing.Pack, new_values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """A pack's part of the value loss, and which tokens' values were clipped (M,)."""
     losses, is_clipped = compute_value_loss(
@@ -1428,7 +1428,7 @@ def value_loss_of(
         returns=pack.tokens(rollout.returns),
         value_clip=args.value_clip,
     )
-    return (pack.tokens(weights.mean) * losses).sum(), is_clipped
+    return (pack.tokens(weights.per_token) * losses).sum(), is_clipped
 
 
 class Term(NamedTuple):
@@ -1438,7 +1438,7 @@ class Term(NamedTuple):
 
 
 def other_terms(
-    args: Args, run: Run, rollout: Rollout, weights: Weights, pack: packing.Pack, outputs: Outputs
+    args: Args, run: Run, rollout: Rollout, weights: TokenWeights, pack: packing.Pack, outputs: Outputs
 ) -> Iterator[Term]:
     """A pack's part of the losses that flags add to the policy's."""
     token_weight = pack.tokens(weights.trained)  # (M,)
@@ -1456,13 +1456,13 @@ def other_terms(
             num_experts=outputs.router_logits[0].shape[-1],
             top_k=run.actor.module.model.config.get_text_config().num_experts_per_tok,
         )
-        share = pack.tokens(weights.mean).sum()  # of the step's tokens
+        share = pack.tokens(weights.per_token).sum()  # of the step's tokens
         yield Term("loss/router", args.router_aux_coef, share * balance)
 
 
 def backward_of_turns(args: Args, run: Run, number: int) -> Tensor:
-    """Add gradients of some assistant turns, at temperature 1 -> this rank's part of their loss. number: of
-    the optimizer step in the run."""
+    """Add gradients of some assistant turns, at temperature 1 -> this rank's part of their
+    loss. number: of the optimizer step in the run."""
     entries = batch_indices(
         start=number * args.ptx_batch_size,
         count=args.ptx_batch_size,
@@ -1607,8 +1607,8 @@ def cpg_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Clip) ->
 
 
 def gspo_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Clip) -> PolicyLoss:
-    """clip_loss with one ratio per response, r = exp(mean of its tokens' logratio), whose gradient
-    goes to each token. https://arxiv.org/abs/2507.18071 eq. (13)
+    """clip_loss with one ratio per response, r = exp(mean of its tokens' logratio), whose
+    gradient goes to each token. https://arxiv.org/abs/2507.18071 eq. (13)
 
     one response, logratio [.1, .3], A 1, high .2 -> r e^.2, losses [-1.2, -1.2]
     """
@@ -1651,9 +1651,15 @@ def high_entropy_mask(entropy: Tensor | None, mask: Tensor, ratio: float) -> Ten
     return mask & (entropy >= ordered[num_kept - 1])
 
 
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """1 - Var(returns - values) / Var(returns); 0 where all returns are equal."""
+    unexplained = (returns - values).var(correction=0) / returns.var(correction=0)
+    return 1 - unexplained.nan_to_num(nan=1.0, posinf=1.0)
+
+
 def weigh_gradients(new_logprobs: Tensor, logprobs: Tensor, sampler_logprobs: Tensor, limit: float) -> Tensor:
-    """new_logprobs (M,), with gradients times p(trainer) / p(sampler) before the update, at most limit:
-    truncated importance sampling for a sampler that is not exact."""
+    """new_logprobs (M,), with gradients times p(trainer) / p(sampler) before the update, at
+    most limit: truncated importance sampling for a sampler that is not exact."""
     weights = (logprobs - sampler_logprobs).exp().clamp(max=limit)  # (M,)
     return new_logprobs.detach() + weights * (new_logprobs - new_logprobs.detach())
 
@@ -1662,7 +1668,7 @@ def weigh_gradients(new_logprobs: Tensor, logprobs: Tensor, sampler_logprobs: Te
 
 
 def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
-    """A fixed subset of held-out prompts, each with a greedy response and eval_num_samples sampled ones."""
+    """Fixed held-out prompts, each with a greedy response and eval_num_samples sampled ones."""
     data = run.eval_data
     rows = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples]
     rows = np.sort(rows).tolist()
@@ -1750,8 +1756,8 @@ def make_value_head(args: Args, model) -> nn.Linear:
 
 
 def make_models(args: Args, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, Callable | None]:
-    """-> the engines of actor and critic (or None), and the reference: a frozen copy, the actor without
-    adapters, or None."""
+    """-> the engines of actor and critic (or None), and the reference: a frozen copy, the
+    actor without adapters, or None."""
     torch.manual_seed(args.seed)  # of LoRA's first weights
     model = load_model(args.model, dtype)
     reference = None
@@ -1815,7 +1821,7 @@ def load_model(name: str, dtype: torch.dtype):
         model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
         fail(f"the model {name} can't be loaded: {error}")
-    # Rollout, old and new log-probs must be of one function: no Dropout.p, attention_dropout, layerdrop, ...
+    # Sampled, old and new log-probs must be of one function: no attention_dropout, layerdrop, ...
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
@@ -1836,9 +1842,9 @@ def add_adapters(args: Args, model) -> None:
 
 @torch.no_grad()
 def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of the plain model, one after the other, tied ones under each name: gathered under
-    ZeRO-3 (collective), adapters added out of place, W + alpha / rank B A: merging in place would wear bf16
-    weights down."""
+    """Names and weights of the plain model, one after the other, tied ones under each name:
+    gathered under ZeRO-3 (collective), adapters added out of place, W + alpha / rank B A:
+    merging in place would wear bf16 weights down."""
     import deepspeed
 
     saved_names = set(model.state_dict())
@@ -1880,7 +1886,7 @@ def init_distributed() -> torch.device:
     device = torch.device("cuda", int(local_rank)) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
-        # Of SDPA's backends the first on sm90: NaN gradients with masks (torch 2.13, huggingface/trl#7181).
+        # SDPA's first choice on sm90: NaN gradients with masks (torch 2.13, huggingface/trl#7181).
         torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "nccl" if on_cuda else "gloo"
     if "RANK" in os.environ:
@@ -1891,7 +1897,7 @@ def init_distributed() -> torch.device:
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute on a CPU
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would compile for a minute
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return device
 
@@ -1899,9 +1905,10 @@ def init_distributed() -> torch.device:
 def make_engine(
     args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0, learning_rate: float = 0.0
 ):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a frozen module's, it
-    has neither. A pack is a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a
-    step, batch sizes stay 1 here, and the losses carry their own global denominators."""
+    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a
+    frozen module's, it has neither. A pack is a micro-batch: their number varies, so
+    `set_gradient_accumulation_boundary` ends a step, batch sizes stay 1 here, and the losses
+    carry their own global denominators."""
     import deepspeed
 
     config = {
@@ -1915,7 +1922,7 @@ def make_engine(
             "stage3_param_persistence_threshold": 10_000,
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs on the CPU too, and needs no compiler
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW needs no compiler
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
         deepspeed.zero.register_external_parameter(module, head.weight)  # read outside its own forward
@@ -1946,9 +1953,9 @@ def make_engine(
 
 
 def optimizer_step(engine) -> float | None:
-    """Clip, step, advance the schedule -> gradient norm before clipping, or None where it was not finite and
-    the step was left out: all ranks decide alike, by the reduced gradients."""
-    if not engine.zero_optimization() and not engine.bfloat16_enabled():  # this path has no check of its own
+    """Clip, step, advance the schedule -> gradient norm before clipping, or None where it was
+    not finite and the step was left out: all ranks decide alike, by the reduced gradients."""
+    if not engine.zero_optimization() and not engine.bfloat16_enabled():  # has no check of its own
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if not norm.isfinite():
@@ -2039,7 +2046,7 @@ def open_folder(args: Args, folder: Path, last_step: int) -> None:
 
 
 def save_checkpoint(args: Args, run: Run) -> Path:
-    """checkpoint-N: a Hugging Face folder that loads by itself, and state/ for --resume. Collective."""
+    """checkpoint-N: a Hugging Face folder, and state/ for --resume. Collective."""
     model = run.actor.module.model
     final = run.folder / f"checkpoint-{run.state['step']}"
     unfinished = final.with_suffix(".tmp")  # renamed when all of it is written

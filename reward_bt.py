@@ -420,7 +420,7 @@ def set_pad_token(model, tokenizer, data: "Data") -> None:
 
 
 def catch_signals() -> list[int]:
-    """-> the signals that have come: instead of dying, the run saves after its step, and ends."""
+    """-> the signals that have come: the run then ends, after its step and a checkpoint."""
     received = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: received.append(number))
@@ -575,8 +575,8 @@ def encode_ranking(
 
 
 def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
-    """A row's string or chat, pictures and videos -> messages whose contents are lists of parts, media opened
-    and in their places: where <image> and <video> stand, or parts of such types; without any, in front."""
+    """A row's string or chat, pictures and videos -> messages of lists of parts, media opened and in
+    their places: where <image> and <video> stand, or parts of such types; else in front."""
     chat = row.get("messages") or row["prompt"]
     if isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
@@ -585,7 +585,7 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
         items = row.get(kind) or row.get(f"{kind}s") or []
         media[kind] = list(items) if isinstance(items, list) else [items]
 
-    # First every content becomes a text with marks, <image> and <video>, and all media lie in two lists.
+    # First every content becomes a text with marks, <image> and <video>; all media lie in two lists.
     messages = []
     for message in chat:
         text = message["content"]
@@ -623,8 +623,8 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
 
 
 def open_media(kind: str, source, folder: Path, fps: float) -> dict:
-    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> the part of a message: a
-    picture in RGB, or of a video fps frames a second, (F, height, width, 3), and when they were taken."""
+    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> part of a message:
+    a picture in RGB, or fps frames a second (F, height, width, 3), and when they were taken."""
     if kind == "video":
         frames, metadata = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
         needed = {name: metadata[name] for name in ("total_num_frames", "fps", "frames_indices")}
@@ -641,7 +641,7 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
 
 def defuse(text: str, special_tokens: list[str]) -> str:
     """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-    while found := [token for token in special_tokens if token in text]:  # what is left of one may be another
+    while found := [token for token in special_tokens if token in text]:  # one may leave another
         token = found[0]
         text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
     return text
@@ -650,8 +650,8 @@ def defuse(text: str, special_tokens: list[str]) -> str:
 def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
     """Entries start ... start + count - 1 of an endless stream of shuffled epochs.
 
-    An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and so on: the
-    same row in another epoch is another entry, and gets other responses.
+    An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and
+    so on: the same row in another epoch is another entry, and gets other responses.
     """
     first_epoch = start // num_rows
     last_epoch = (start + count - 1) // num_rows
@@ -801,7 +801,7 @@ def load_model(name: str, dtype: torch.dtype):
         model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
         fail(f"the model {name} can't be loaded: {error}")
-    # Rollout, old and new log-probs must be of one function: no Dropout.p, attention_dropout, layerdrop, ...
+    # Sampled, old and new log-probs must be of one function: no attention_dropout, layerdrop, ...
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
@@ -822,9 +822,9 @@ def add_adapters(args: Args, model) -> None:
 
 @torch.no_grad()
 def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of the plain model, one after the other, tied ones under each name: gathered under
-    ZeRO-3 (collective), adapters added out of place, W + alpha / rank B A: merging in place would wear bf16
-    weights down."""
+    """Names and weights of the plain model, one after the other, tied ones under each name:
+    gathered under ZeRO-3 (collective), adapters added out of place, W + alpha / rank B A:
+    merging in place would wear bf16 weights down."""
     import deepspeed
 
     saved_names = set(model.state_dict())
@@ -858,7 +858,7 @@ def init_distributed() -> torch.device:
     device = torch.device("cuda", int(local_rank)) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
-        # Of SDPA's backends the first on sm90: NaN gradients with masks (torch 2.13, huggingface/trl#7181).
+        # SDPA's first choice on sm90: NaN gradients with masks (torch 2.13, huggingface/trl#7181).
         torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "nccl" if on_cuda else "gloo"
     if "RANK" in os.environ:
@@ -869,7 +869,7 @@ def init_distributed() -> torch.device:
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute on a CPU
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would compile for a minute
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return device
 
@@ -877,9 +877,10 @@ def init_distributed() -> torch.device:
 def make_engine(
     args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0, learning_rate: float = 0.0
 ):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a frozen module's, it
-    has neither. A pack is a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a
-    step, batch sizes stay 1 here, and the losses carry their own global denominators."""
+    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a
+    frozen module's, it has neither. A pack is a micro-batch: their number varies, so
+    `set_gradient_accumulation_boundary` ends a step, batch sizes stay 1 here, and the losses
+    carry their own global denominators."""
     import deepspeed
 
     config = {
@@ -893,7 +894,7 @@ def make_engine(
             "stage3_param_persistence_threshold": 10_000,
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs on the CPU too, and needs no compiler
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW needs no compiler
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
         deepspeed.zero.register_external_parameter(module, head.weight)  # read outside its own forward
@@ -924,9 +925,9 @@ def make_engine(
 
 
 def optimizer_step(engine) -> float | None:
-    """Clip, step, advance the schedule -> gradient norm before clipping, or None where it was not finite and
-    the step was left out: all ranks decide alike, by the reduced gradients."""
-    if not engine.zero_optimization() and not engine.bfloat16_enabled():  # this path has no check of its own
+    """Clip, step, advance the schedule -> gradient norm before clipping, or None where it was
+    not finite and the step was left out: all ranks decide alike, by the reduced gradients."""
+    if not engine.zero_optimization() and not engine.bfloat16_enabled():  # has no check of its own
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if not norm.isfinite():
@@ -1001,8 +1002,8 @@ def open_folder(args: Args, folder: Path, last_step: int) -> None:
 
 
 def save_checkpoint(args: Args, run: Run) -> Path:
-    """checkpoint-N: transformers' classifier, or a vision-language backbone; score.safetensors; state/ for
-    --resume. Collective."""
+    """checkpoint-N: transformers' classifier, or a vision-language backbone;
+    score.safetensors; state/ for --resume. Collective."""
     module = run.engine.module
     final = run.folder / f"checkpoint-{run.state['step']}"
     unfinished = final.with_suffix(".tmp")  # renamed when all of it is written

@@ -1,20 +1,20 @@
 """RLOO: REINFORCE with a leave-one-out baseline, for vision-language and text models.
 
-A step samples G responses to each prompt, scores them, and makes a few clipped policy-gradient updates:
+A step samples G responses to each prompt, scores them, and makes clipped policy-gradient updates:
 
     R = score - kl_coef * KL to the reference      A = R - mean R of the other responses to the same prompt
     rho = p_now(response) / p_before(response)     loss = -mean of min(rho A, clip(rho, 1 - c, 1 + c) A)
 
-Papers: https://arxiv.org/abs/2402.14740, https://openreview.net/forum?id=r1lgTGL5DE. docs/rloo.md lists what
-differs from TRL's RLOOTrainer (huggingface/trl@f2cd577), docs/forking.md has diffs to GRPO, GSPO, DAPO and
-more.
+Papers: https://arxiv.org/abs/2402.14740, https://openreview.net/forum?id=r1lgTGL5DE.
+docs/rloo.md lists what differs from TRL's RLOOTrainer (huggingface/trl@f2cd577),
+docs/forking.md has diffs to GRPO, GSPO, DAPO and more.
 
-Read from the top: the flags, the two functions that are the algorithm, the data that a step works on, and
-main, which is the whole method. What main calls stands below it, in the order of use, to be looked up: setup,
-rollout, samplers, rewards, data, log-probs, evaluation, model, DeepSpeed, files.
+Read to the end of main: the flags, the two functions that are the algorithm, the data of a
+step, and main, which is the whole method. What main calls stands below it, to be looked up, in
+the order of use: setup, rollout, samplers, rewards, data, forward, model, DeepSpeed, files.
 
-Shapes: n prompts with G responses each, B = n * G responses, R tokens in the longest one, V words; a pack
-(common/packing.py) is one forward, with S of the responses, M tokens in all.
+Shapes: n prompts with G responses each, B = n * G of them, R tokens in the longest, V words; a
+pack (common/packing.py) is one forward of prompts and S responses; these have M tokens.
 
     python rloo.py                      # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python rloo.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6
@@ -124,10 +124,10 @@ class Args:
 
 
 def compute_advantages(rewards: Tensor, mask: Tensor, normalize: bool) -> Tensor:
-    """A_i = R_i - mean of R over the siblings of i. rewards (n, G), mask (n, G): False is left out -> (n, G)
+    """A_i = R_i - mean of R over the siblings of i. rewards, mask (n, G): False is out -> (n, G)
 
-    = k / (k - 1) (R_i - mean of the k responses), 0 where there are no siblings. In float64, so that equal
-    rewards give exactly 0 and no rounding noise to learn from. normalize: by the rollout's deviation.
+    = k / (k - 1) (R_i - mean of the k responses), 0 where there are no siblings. In float64, so
+    that equal rewards give exactly 0, not noise to learn from. normalize: by the deviation.
 
     rewards [[1, 2, 6]] -> [[-3, -1.5, 4.5]]
     """
@@ -150,8 +150,8 @@ def compute_rloo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss of each response (S,), to be averaged, and metrics (S,).
 
-    new_logprobs, logprobs (M,): of all tokens, now and before the update; owner (M,): the response that each
-    token is of; advantages (S,).
+    new_logprobs, logprobs (M,): of the pack's response tokens, now and before the update;
+    owner (M,): the response that each is of; advantages (S,).
 
     rho = exp(sum over its tokens of new - old logprobs)
     L = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
@@ -178,7 +178,7 @@ def compute_rloo_loss(
 
 @dataclass
 class Rollout:
-    """n prompts with G responses each, prompt by prompt. The same on every rank."""
+    """n prompts, G responses to each, prompt by prompt. The same on every rank, on the CPU."""
 
     prompts: list[PromptInfo]  # n of them
     response_ids: list[Tensor]  # B of them, (R_b,): with EOS where it was drawn
@@ -205,14 +205,14 @@ class Run:
     dtype: torch.dtype
     processor: Any  # of transformers, or a text model's tokenizer
     actor: Any  # DeepSpeed's engine around the trained Policy
-    reference: Callable | None  # pack -> log-probs (M,), None; no reference with --kl-coef 0
+    reference: Callable | None  # pack -> (log-probs (M,), None); none with --kl-coef 0
     train_data: "Data"
     eval_data: "Data | None"
     reward_functions: dict[str, Callable]
     sampler: Any  # one of SAMPLERS, or a class of your own
     sampler_is_exact: bool  # its log-probs are those of the actor, bit for bit
     checkpoint: Path | None  # the newest
-    state: dict  # stands in every checkpoint: add what must survive a resume
+    state: dict  # in every checkpoint, see setup: add what must survive a resume
 
 
 # ---- main ----
@@ -224,10 +224,10 @@ def main(args: Args) -> dict[str, float]:
     run = setup(args)
     actor = run.actor
     G = args.num_samples_per_prompt
-    prompts_per_rollout = args.rollout_batch_size // G
+    prompts_per_rollout = args.rollout_batch_size // G  # n, or more: unusable rows are left out
     updates_per_pass = args.rollout_batch_size // args.train_batch_size
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
-    signals = catch_signals()
+    signals = catch_signals()  # a list, which grows when one comes
     stopped = False
     metrics = {}
 
@@ -249,12 +249,12 @@ def main(args: Args) -> dict[str, float]:
             seed=args.seed,
         )
         rollout = roll_out(args, run, run.train_data, entries, G, args.temperature, step)
-        if hasattr(run.sampler, "sleep"):  # the trainer needs the memory
+        if hasattr(run.sampler, "sleep"):  # the trainer needs the memory; sync wakes it
             run.sampler.sleep()
         time_sampled = time.perf_counter()
 
         # --- 3. log-probs of the policy before the update, and of the reference ---
-        if run.sampler_is_exact:
+        if run.sampler_is_exact:  # proved in setup; then the gap below is 0
             rollout.logprobs = rollout.sampler_logprobs  # (B, R)
         else:
             rollout.logprobs = compute_logprobs(args, run, rollout, actor)
@@ -263,7 +263,7 @@ def main(args: Args) -> dict[str, float]:
         else:
             rollout.ref_logprobs = rollout.logprobs
 
-        # A sampler that computes another function than the trainer would spoil the run without a sign.
+        # A sampler that computes another function than the trainer would spoil the run silently.
         gap = (rollout.sampler_logprobs - rollout.logprobs).abs() * rollout.mask  # (B, R)
         gap = gap.sum(1) / rollout.mask.sum(1)  # (B,): nats per token
         if not gap.mean() <= packing.TOLERANCE[run.dtype]:  # or NaN
@@ -272,12 +272,12 @@ def main(args: Args) -> dict[str, float]:
         time_scored = time.perf_counter()
 
         # --- 4. advantages: every rank holds the whole rollout, so nothing is communicated ---
-        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
-        kl = kl.sum(1).view(-1, G)  # (n, G)
+        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)  # (B, R)
+        kl = (kl * rollout.mask).sum(1).view(-1, G)  # (n, G)
         scores = rollout.scores
         if args.reward_clip:
             scores = scores.clamp(min=args.reward_clip[0], max=args.reward_clip[1])
-        rewards = scores - args.kl_coef * kl  # (n, G)
+        rewards = scores - args.kl_coef * kl  # (n, G): R of the header, not rollout.rewards
         rollout.trained = ~scores.isnan()
         if args.mask_truncated:
             rollout.trained &= ~rollout.truncated
@@ -286,7 +286,7 @@ def main(args: Args) -> dict[str, float]:
         # --- 5. update: passes over the rollout in shuffled mini-batches ---
         actor.train()
         update_metrics = defaultdict(list)  # name -> of each pack (S,) or (M,)
-        grad_norms = []  # of each optimizer step; None: left out, its gradients were not finite
+        grad_norms = []  # of each optimizer step; None: not finite, left out
         for iteration in range(args.num_iterations):
             order = np.random.default_rng([args.seed, step, iteration]).permutation(len(rollout.prompts))
             for mini_batch in np.array_split(order, updates_per_pass):
@@ -297,8 +297,8 @@ def main(args: Args) -> dict[str, float]:
                         groups.append((i, members))
                 if not groups:
                     continue
-                num_responses = sum(len(members) for _, members in groups)  # of all ranks: the denominator
-                packs = list(packs_of(args, run, rollout, groups))  # this rank's share
+                num_responses = sum(len(members) for _, members in groups)  # the denominator
+                packs = list(packs_of(args, run, rollout, groups))  # this rank's; all have equally many
                 for k, pack in enumerate(packs):
                     actor.set_gradient_accumulation_boundary(k == len(packs) - 1)
                     new_logprobs, entropy = actor(pack, with_entropy=True)  # (M,), (M,)
@@ -320,14 +320,14 @@ def main(args: Args) -> dict[str, float]:
         actor.eval()
         time_updated = time.perf_counter()
 
-        # --- 6. the sampler takes over the new weights ---
+        # --- 6. the sampler wakes up, with the new weights ---
         run.sampler.sync()
         time_synced = time.perf_counter()
 
         # --- 7. metrics ---
         lengths = rollout.mask.sum(1).float()  # (B,)
         finite_norms = [norm for norm in grad_norms if norm is not None]
-        equal_scores = (scores - scores[:, :1]).abs().amax(1) < 1e-9  # (n,)
+        equal_scores = (rollout.scores - rollout.scores[:, :1]).abs().amax(1) < 1e-9  # (n,)
         seconds = time_synced - time_start
         metrics = {
             "train/step": step,
@@ -335,7 +335,7 @@ def main(args: Args) -> dict[str, float]:
             "train/learning_rate": actor.get_lr()[0],
             "train/grad_norm": np.mean(finite_norms or [0.0]),
             "train/skipped_updates": len(grad_norms) - len(finite_norms),
-            "objective/scores": rollout.scores.nanmean(),
+            "objective/scores": rollout.scores.nanmean(),  # before --reward-clip
             "objective/kl": kl.mean(),
             "objective/rlhf_reward": rewards.nanmean(),
             "rollout/response_length_mean": lengths.mean(),
@@ -378,7 +378,7 @@ def main(args: Args) -> dict[str, float]:
         stopped = sum_over_ranks(torch.tensor(len(signals)), run.device).item() > 0 and not is_last
         if is_last or stopped or all_skipped or is_due(step, args.save_steps):
             run.checkpoint = save_checkpoint(args, run)
-        if all_skipped:
+        if all_skipped:  # so these are the weights before the step
             fail(f"step {step}: no update had finite gradients; {run.checkpoint} has the weights before it")
         if stopped:
             tell(f"stopped by a signal after step {step}; go on with --resume {run.checkpoint}")
@@ -392,7 +392,7 @@ def main(args: Args) -> dict[str, float]:
                 summary.append(f"{name} {before:.3f} -> {metrics[name]:.3f}")
         tell(" · ".join([*summary, f"{time.perf_counter() - time_begin:.0f} s", str(run.checkpoint)]))
         tell(f"to see it: python tools/report.py {run.folder}")
-    if args.rollout != "vllm":  # the engine ends the process group by itself
+    if args.rollout != "vllm":  # vLLM ends the process group by itself
         dist.destroy_process_group()
     return metrics
 
@@ -435,8 +435,8 @@ def setup(args: Args) -> Run:
     enable_packing(args, actor, reference, train_data)
     sampler = make_sampler(args, model, end_token_ids(model, train_data.tokenizer), folder)
     sampler.sync()
-    # With packing, sampling was proved to give the log-probs of the packed forward. Another engine, sharded
-    # weights or the rounding of bf16 make a difference, so there the policy is asked again.
+    # With packing, sampling was proved to give the log-probs of the packed forward. Another engine,
+    # sharded weights or the rounding of bf16 make a difference: there the policy is asked again.
     sampler_is_exact = args.rollout == "hf" and is_fp32 and args.zero_stage < 3 and packing.is_packed(model)
     return Run(
         folder=folder,
@@ -536,7 +536,7 @@ def end_token_ids(model, tokenizer) -> list[int]:
 
 
 def catch_signals() -> list[int]:
-    """-> the signals that have come: instead of dying, the run saves after its step, and ends."""
+    """-> the signals that have come: the run then ends, after its step and a checkpoint."""
     received = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: received.append(number))
@@ -549,8 +549,8 @@ def catch_signals() -> list[int]:
 def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
     """Entries start ... start + count - 1 of an endless stream of shuffled epochs.
 
-    An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and so on: the
-    same row in another epoch is another entry, and gets other responses.
+    An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and
+    so on: the same row in another epoch is another entry, and gets other responses.
     """
     first_epoch = start // num_rows
     last_epoch = (start + count - 1) // num_rows
@@ -565,7 +565,7 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
 def roll_out(
     args: Args, run: Run, data: "Data", entries: list[int], num_samples: int, temperature: float, step: int
 ) -> Rollout:
-    """num_samples scored responses to each entry of batch_indices: dealt out to ranks, gathered on all."""
+    """num_samples scored responses to each entry: dealt out to ranks, gathered on all."""
     # --- this rank's share ---
     own_entries = np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()
     prompts, responses = sample_responses(args, run, data, own_entries, num_samples, temperature, step)
@@ -623,7 +623,7 @@ def sample_responses(
             prompt = data.encode(entry % len(data.rows))
             if prompt is None:  # its warning has been printed
                 continue
-            # What is drawn depends on seed, step and entry alone, not on batches, ranks or a resume.
+            # Draws depend on seed, step and entry alone, not on batches, ranks or a resume.
             seed = np.random.default_rng([args.seed, step, entry]).integers(2**31)
             batch.append(replace(prompt, seed=int(seed)))
         if batch:
@@ -710,7 +710,7 @@ def generate(
 
 
 def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
-    """The token in whose share of [0, 1) a number lies: logprobs (B, V), drawn (B,) uniform -> ids (B,)."""
+    """The token in whose share of [0, 1) drawn lies: logprobs (B, V), drawn (B,) -> ids (B,)."""
     cumulative = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # NaN: of no effect
     tokens = torch.searchsorted(cumulative, drawn[:, None] * cumulative[:, -1:], right=True)[:, 0]
     return tokens.clamp(max=logprobs.shape[-1] - 1)
@@ -733,7 +733,7 @@ class VllmSampler:
             dtype=str(model.dtype).removeprefix("torch."),
             seed=args.seed,
             max_model_len=max_length,
-            max_num_batched_tokens=max(4096, max_length),  # of a prefill; its memory is the trainer's too
+            max_num_batched_tokens=max(4096, max_length),  # of a prefill, whose memory counts
             max_num_seqs=args.generation_batch_size,
             gpu_memory_utilization=args.vllm_gpu_memory,
             enable_sleep_mode=self.on_cuda,
@@ -753,7 +753,7 @@ class VllmSampler:
 
     def sync(self) -> None:
         """The newest weights; what it remembers of the old ones is forgotten."""
-        if self.on_cuda:  # weights first: room for keys and values is taken when theirs is settled
+        if self.on_cuda:  # weights first: their peak needs the room of the keys
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
         weights = merged_weights(self.model)
@@ -809,7 +809,7 @@ def check_memory_for_vllm(args: Args, model) -> None:
         )
 
 
-# Yours has __init__, sync and sample as these two have, and sleep if the trainer needs its memory.
+# Yours has __init__, sync and sample as these two, and sleep if the trainer needs its memory.
 SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}
 
 
@@ -817,7 +817,7 @@ SAMPLERS = {"hf": ModelSampler, "vllm": VllmSampler}
 
 
 def accuracy(texts: list[str], answer: list, **columns) -> list[float]:
-    """1 when the text of the last <answer>...</answer> equals the reference, but for case and spaces."""
+    """1 when the last <answer>...</answer> holds the reference, but for case and spaces."""
     scores = []
     for text, reference in zip(texts, answer):
         if not isinstance(reference, str | int | float) or not str(reference).strip():
@@ -829,7 +829,7 @@ def accuracy(texts: list[str], answer: list, **columns) -> list[float]:
 
 
 def format_reward(texts: list[str], **columns) -> list[float]:
-    """1 when the whole response is [<think>...</think>] <answer>...</answer> with each tag once."""
+    """1 when the response is [<think>...</think>] <answer>...</answer> with each tag once."""
     inner = r"(?:(?!</?think>|</?answer>).)*"
     pattern = re.compile(rf"\s*(?:<think>{inner}</think>\s*)?<answer>{inner}</answer>\s*", re.DOTALL)
     return [float(pattern.fullmatch(text) is not None) for text in texts]
@@ -845,12 +845,12 @@ def score_responses(
     texts: list[str],
     trainer_state,
 ) -> tuple[dict[str, list[float]], list[tuple[str, float]]]:
-    """-> {reward: B values, NaN where it does not apply}, and what was logged. prompts: one per response.
+    """-> {reward: B values, NaN where it does not apply}, and what was logged. prompts: B of them.
 
-    A function gets keywords as in TRL: prompts and completions (strings, or where the dataset's prompt is a
-    chat, messages), completion_ids, every column, trainer_state (an evaluation's step is 0),
-    log_metric(name, number); and texts (always strings), chats (messages with pictures). It may be async; it
-    returns a number or None per response.
+    A function gets keywords as in TRL: prompts and completions (strings, or where the
+    dataset's prompt is a chat, messages), completion_ids, every column, trainer_state (an
+    evaluation's step is 0), log_metric(name, number); and texts (always strings), chats
+    (messages with pictures). It may be async; it returns a number or None per response.
     """
     if not prompts:
         return {name: [] for name in functions}, []
@@ -895,12 +895,12 @@ class Data:
     source: str
     rows: Any  # a datasets.Dataset
     tokenizer: Any
-    encode: Callable[[int], Prompt | None]  # row -> prompt, or None and a warning where it can't be used
+    encode: Callable[[int], Prompt | None]  # row -> prompt; None, warned of: can't be used
 
 
 def load_data(args: Args, source: str, split: str, model, processor) -> Data:
-    """Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a list, see
-    to_messages; `answer`, the reference that rewards get."""
+    """Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a
+    list, see to_messages; `answer`, the reference that rewards get."""
     rows = load_rows(source, split)
     tokenizer = getattr(processor, "tokenizer", processor)
     columns = set(rows.column_names)
@@ -956,8 +956,8 @@ def easy_vqa_rows(split: str):
 
 
 def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
-    """A row's string or chat, pictures and videos -> messages whose contents are lists of parts, media opened
-    and in their places: where <image> and <video> stand, or parts of such types; without any, in front."""
+    """A row's string or chat, pictures and videos -> messages of lists of parts, media opened and in
+    their places: where <image> and <video> stand, or parts of such types; else in front."""
     chat = row.get("messages") or row["prompt"]
     if isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
@@ -966,7 +966,7 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
         items = row.get(kind) or row.get(f"{kind}s") or []
         media[kind] = list(items) if isinstance(items, list) else [items]
 
-    # First every content becomes a text with marks, <image> and <video>, and all media lie in two lists.
+    # First every content becomes a text with marks, <image> and <video>; all media lie in two lists.
     messages = []
     for message in chat:
         text = message["content"]
@@ -1004,8 +1004,8 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
 
 
 def open_media(kind: str, source, folder: Path, fps: float) -> dict:
-    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> the part of a message: a
-    picture in RGB, or of a video fps frames a second, (F, height, width, 3), and when they were taken."""
+    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> part of a message:
+    a picture in RGB, or fps frames a second (F, height, width, 3), and when they were taken."""
     if kind == "video":
         frames, metadata = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
         needed = {name: metadata[name] for name in ("total_num_frames", "fps", "frames_indices")}
@@ -1022,7 +1022,7 @@ def open_media(kind: str, source, folder: Path, fps: float) -> dict:
 
 def defuse(text: str, special_tokens: list[str]) -> str:
     """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-    while found := [token for token in special_tokens if token in text]:  # what is left of one may be another
+    while found := [token for token in special_tokens if token in text]:  # one may leave another
         token = found[0]
         text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
     return text
@@ -1064,7 +1064,7 @@ def compute_logprobs(args: Args, run: Run, rollout: Rollout, policy: Callable) -
 
 
 def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
-    """A fixed subset of held-out prompts, each with a greedy response and eval_num_samples sampled ones."""
+    """Fixed held-out prompts, each with a greedy response and eval_num_samples sampled ones."""
     data = run.eval_data
     rows = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples]
     rows = np.sort(rows).tolist()
@@ -1089,7 +1089,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
 
 
 class Policy(nn.Module):
-    """The actor, or the frozen reference, as DeepSpeed runs it: pack -> log-probs (M,), entropies or None."""
+    """Actor or frozen reference, as DeepSpeed runs it: pack -> log-probs (M,), entropies or None."""
 
     def __init__(self, model, temperature: float):
         super().__init__()
@@ -1106,7 +1106,7 @@ class Policy(nn.Module):
 
 
 def make_policies(args: Args, device: torch.device, dtype: torch.dtype) -> tuple[Any, Callable | None]:
-    """-> the actor's engine, and the reference: a frozen copy, the actor without adapters, or None."""
+    """-> the actor's engine; the reference: a frozen copy, the actor without adapters, or None."""
     torch.manual_seed(args.seed)  # of LoRA's first weights
     model = load_model(args.model, dtype)
     reference = None
@@ -1146,7 +1146,7 @@ def load_model(name: str, dtype: torch.dtype):
         model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
         fail(f"the model {name} can't be loaded: {error}")
-    # Rollout, old and new log-probs must be of one function: no Dropout.p, attention_dropout, layerdrop, ...
+    # Sampled, old and new log-probs must be of one function: no attention_dropout, layerdrop, ...
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
@@ -1167,9 +1167,9 @@ def add_adapters(args: Args, model) -> None:
 
 @torch.no_grad()
 def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of the plain model, one after the other, tied ones under each name: gathered under
-    ZeRO-3 (collective), adapters added out of place, W + alpha / rank B A: merging in place would wear bf16
-    weights down."""
+    """Names and weights of the plain model, one after the other, tied ones under each name:
+    gathered under ZeRO-3 (collective), adapters added out of place, W + alpha / rank B A:
+    merging in place would wear bf16 weights down."""
     import deepspeed
 
     saved_names = set(model.state_dict())
@@ -1203,7 +1203,7 @@ def init_distributed() -> torch.device:
     device = torch.device("cuda", int(local_rank)) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
-        # Of SDPA's backends the first on sm90: NaN gradients with masks (torch 2.13, huggingface/trl#7181).
+        # SDPA's first choice on sm90: NaN gradients with masks (torch 2.13, huggingface/trl#7181).
         torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "nccl" if on_cuda else "gloo"
     if "RANK" in os.environ:
@@ -1214,7 +1214,7 @@ def init_distributed() -> torch.device:
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute on a CPU
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would compile for a minute
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return device
 
@@ -1222,9 +1222,10 @@ def init_distributed() -> torch.device:
 def make_engine(
     args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0, learning_rate: float = 0.0
 ):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a frozen module's, it
-    has neither. A pack is a micro-batch: their number varies, so `set_gradient_accumulation_boundary` ends a
-    step, batch sizes stay 1 here, and the losses carry their own global denominators."""
+    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a
+    frozen module's, it has neither. A pack is a micro-batch: their number varies, so
+    `set_gradient_accumulation_boundary` ends a step, batch sizes stay 1 here, and the losses
+    carry their own global denominators."""
     import deepspeed
 
     config = {
@@ -1238,7 +1239,7 @@ def make_engine(
             "stage3_param_persistence_threshold": 10_000,
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs on the CPU too, and needs no compiler
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW needs no compiler
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
         deepspeed.zero.register_external_parameter(module, head.weight)  # read outside its own forward
@@ -1269,9 +1270,9 @@ def make_engine(
 
 
 def optimizer_step(engine) -> float | None:
-    """Clip, step, advance the schedule -> gradient norm before clipping, or None where it was not finite and
-    the step was left out: all ranks decide alike, by the reduced gradients."""
-    if not engine.zero_optimization() and not engine.bfloat16_enabled():  # this path has no check of its own
+    """Clip, step, advance the schedule -> gradient norm before clipping, or None where it was
+    not finite and the step was left out: all ranks decide alike, by the reduced gradients."""
+    if not engine.zero_optimization() and not engine.bfloat16_enabled():  # has no check of its own
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if not norm.isfinite():
@@ -1354,7 +1355,7 @@ def open_folder(args: Args, folder: Path, last_step: int) -> None:
 
 
 def save_checkpoint(args: Args, run: Run) -> Path:
-    """checkpoint-N: a Hugging Face folder that loads by itself, and state/ for --resume. Collective."""
+    """checkpoint-N: a Hugging Face folder, and state/ for --resume. Collective."""
     model = run.actor.module.model
     final = run.folder / f"checkpoint-{run.state['step']}"
     unfinished = final.with_suffix(".tmp")  # renamed when all of it is written

@@ -307,11 +307,11 @@ class Pack(NamedTuple):
 
     def tokens(self, table: Tensor) -> Tensor:
         """(B, R), a number per token of all responses -> (M,), those of the pack."""
-        return table.to(self.owner.device)[self.token_index]
+        return table.to(self.owner.device, non_blocking=True)[self.token_index]
 
     def responses(self, vector: Tensor) -> Tensor:
         """(B,), a number per response -> (S,), those of the pack."""
-        return vector.to(self.owner.device)[self.response_index]
+        return vector.to(self.owner.device, non_blocking=True)[self.response_index]
 
     def to(self, device) -> "Pack":
         return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), self)
@@ -674,7 +674,8 @@ def _to_model(inputs: dict, model) -> dict:
     """To the model's device, pixels in its precision."""
 
     def move(x: Tensor) -> Tensor:
-        return x.to(model.device, model.dtype if x.is_floating_point() else x.dtype)
+        dtype = model.dtype if x.is_floating_point() else x.dtype
+        return x.to(model.device, dtype, non_blocking=True)
 
     return tree_map_only(Tensor, move, inputs)
 

@@ -17,18 +17,22 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, read_jsonl, write_jsonl
+from conftest import ROOT, TINY, largest_difference, read_jsonl, weights_of, write_jsonl
 from PIL import Image
 
+import grm_sft
+import reward_bt
 import rloo
 from common import packing
 
 QWEN_VL, TEXT_ONLY = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("llama", "qwen2", "qwen3")
 SEVEN = (*QWEN_VL, "llava", *TEXT_ONLY)
 MASKS = ("gemma2", "gemma3", "mistral", "gpt_oss", "idefics3", "internvl", "phi")
+MASKS += ("llava_onevision", "mistral3", "paligemma")
 PACKED = (*SEVEN, "granite", "cohere", "gpt2", *MASKS, "llama dynamic")
 FAMILIES = (*PACKED, "phi3 longrope", "gptj")  # longrope: its angles change below --max-prompt-length
-VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "idefics3", "internvl")
+VISION = (*QWEN_VL, "llava", "gemma3", "idefics3", "internvl", "llava_onevision", "mistral3", "paligemma")
+VIDEO = (*QWEN_VL, "internvl", "llava_onevision")
 NAMES = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>", "video_token": "<video>"}
 NAMES |= {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<context>"}
 TEMPERATURE, ENDS = 0.7, [*range(4, 500, 8), 500]  # rows end at once, later or never
@@ -68,12 +72,13 @@ def build(family: str):
     extra = {} if family in QWEN_VL else NAMES
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY, extra_special_tokens=extra)
     tokenizer.pad_token, tokenizer._processor_class = tokenizer.eos_token, None
+    tokenizer.bos_token = tokenizer.bos_token or tokenizer.eos_token  # PaliGemma's processor writes one
     tokenizer.init_kwargs.pop("processor_class", None)
-    ids, V = tokenizer.convert_tokens_to_ids, len(tokenizer)
+    text = text_config(family, len(tokenizer))
     if family in VISION:
-        model, processor = build_vision(family, tokenizer, ids, text_config(family, V))
+        model, processor = build_vision(family, tokenizer, text)
     else:
-        config = transformers.AutoConfig.for_model(family.split()[0], **text_config(family, V))
+        config = transformers.AutoConfig.for_model(family.split()[0], **text)
         model, processor = transformers.AutoModelForCausalLM.from_config(config), tokenizer
     for parameter in model.parameters():  # attention that matters: with 0.02 a wrong layout changes little
         noise = torch.randn_like(parameter) * 0.15
@@ -82,54 +87,95 @@ def build(family: str):
     return model.float().eval(), processor
 
 
-def build_vision(family: str, tokenizer, ids, text: dict):
-    t, tiny = transformers, transformers.AutoProcessor.from_pretrained(TINY)
-    template, seen = tokenizer.chat_template, "<|vision_start|><|image_pad|><|vision_end|>"
+def build_vision(family: str, tokenizer, text: dict):
+    """-> model, and the family's own processor with its image processor, this tokenizer and a chat template."""
+    t, ids = transformers, tokenizer.convert_tokens_to_ids
     tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     tower |= {"image_size": 32, "patch_size": 8}
-    square, parts = {"height": 32, "width": 32}, {"tokenizer": tokenizer, "chat_template": template}
+    square, context = {"height": 32, "width": 32}, ids("<image>")
+    given = {"text_config": text, "vision_config": tower, "image_token_id": context}
+    parts = {"tokenizer": tokenizer, "chat_template": chat_template(family, tokenizer)}
     if family in QWEN_VL:
-        kind = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
-        vision = {"depth": 2, "patch_size": 8, "num_heads": 4, "hidden_size": 32, "intermediate_size": 48}
-        older = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
-        vision |= older if family == "qwen2_vl" else {"out_hidden_size": 64}
-        vision |= {"window_size": 32, "fullatt_block_indexes": [1]} if family == "qwen2_5_vl" else {}
-        if family == "qwen3_vl":
-            vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-            tiny.video_processor = t.Qwen3VLVideoProcessor(**tiny.video_processor.to_dict())
-        names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
-        names |= {f"vision_{side}_token_id": f"<|vision_{side}|>" for side in ("start", "end")}
-        tokens = {key: ids(token) for key, token in names.items()}
-        config = getattr(t, f"{kind}Config")(text_config=text, vision_config=vision, **tokens)
-        media = {"image_processor": tiny.image_processor, "video_processor": tiny.video_processor}
-        processor = getattr(t, f"{kind}Processor")(**media, tokenizer=tiny.tokenizer, chat_template=template)
-        return getattr(t, f"{kind}ForConditionalGeneration")(config), processor
-    parts["chat_template"] = template.replace(seen, "<boi>" if family == "gemma3" else "<image>")
-    if family == "llava":
-        given = {"text_config": t.LlamaConfig(**text), "vision_config": t.CLIPVisionConfig(**tower)}
-        config = t.LlavaConfig(**given, image_token_id=ids("<image>"))
+        config, parts = build_qwen_vl(family, ids, text), parts | media_of_tiny(family)
+        processor = {"qwen2_vl": t.Qwen2VLProcessor, "qwen2_5_vl": t.Qwen2_5_VLProcessor}
+        processor = processor.get(family, t.Qwen3VLProcessor)(**parts)
+    elif family == "llava":
+        given["text_config"], given["vision_config"] = t.LlamaConfig(**text), t.CLIPVisionConfig(**tower)
+        config = t.LlavaConfig(**given)
         images = t.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=square)
         how = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-        return t.LlavaForConditionalGeneration(config), t.LlavaProcessor(images, **parts, **how)
-    if family == "gemma3":
+        processor = t.LlavaProcessor(images, **parts, **how)
+    elif family == "gemma3":
         tokens = {f"{name}_token_index": ids(f"<{name}>") for name in ("boi", "eoi", "image")}
         config = t.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4, **tokens)
-        images = t.Gemma3ImageProcessor(size=square)
-        processor = t.Gemma3Processor(images, **parts, image_seq_length=4)
-        return t.Gemma3ForConditionalGeneration(config), processor
-    if family == "idefics3":
+        processor = t.Gemma3Processor(t.Gemma3ImageProcessor(size=square), **parts, image_seq_length=4)
+    elif family == "idefics3":
         images = t.Idefics3ImageProcessor(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
-        processor = t.Idefics3Processor(images, image_seq_len=4, **parts)
-        text |= {"vocab_size": len(tokenizer), "model_type": "llama"}
-        given = {"text_config": text, "vision_config": tower, "image_token_id": ids("<image>")}
-        return t.Idefics3ForConditionalGeneration(t.Idefics3Config(**given, pad_token_id=500)), processor
-    parts["chat_template"] = template.replace(seen, "<context>")
-    given = {"text_config": {**text, "model_type": "qwen2"}, "image_token_id": ids("<context>")}
-    given |= {"vision_config": {**tower, "image_size": [32, 32], "patch_size": [8, 8]}, "image_seq_length": 4}
-    images = t.GotOcr2ImageProcessor(size=square, crop_to_patches=True, max_patches=4)
-    media = {"image_processor": images, "video_processor": t.InternVLVideoProcessor(size=square)}
-    processor = t.InternVLProcessor(**media, **parts, image_seq_length=4)
-    return t.InternVLForConditionalGeneration(t.InternVLConfig(**given)), processor
+        processor = t.Idefics3Processor(images, image_seq_len=4, **parts)  # adds tokens
+        text |= {"model_type": "llama", "vocab_size": len(tokenizer)}
+        config = t.Idefics3Config(**given, pad_token_id=500)
+    elif family == "internvl":
+        text |= {"model_type": "qwen2"}
+        tower |= {"image_size": [32, 32], "patch_size": [8, 8]}
+        config = t.InternVLConfig(**given | {"image_token_id": ids("<context>")}, image_seq_length=4)
+        images = t.GotOcr2ImageProcessor(size=square, crop_to_patches=True, max_patches=4)
+        parts |= {"image_processor": images, "video_processor": t.InternVLVideoProcessor(size=square)}
+        processor = t.InternVLProcessor(**parts, image_seq_length=4)
+    elif family == "llava_onevision":
+        text |= {"model_type": "qwen2"}
+        sizes = {"image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64]]}
+        given |= sizes | {"video_token_id": ids("<video>"), "vision_feature_layer": -1}
+        config = t.LlavaOnevisionConfig(**given)
+        images = t.LlavaOnevisionImageProcessor(size=square, **sizes)
+        parts |= {"image_processor": images, "video_processor": t.LlavaOnevisionVideoProcessor(size=square)}
+        how = {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}
+        processor = t.LlavaOnevisionProcessor(**parts, **how)
+    elif family == "mistral3":
+        text |= {"model_type": "mistral", "sliding_window": 8}
+        tower |= {"model_type": "pixtral", "image_size": 64}
+        config = t.Mistral3Config(**given, vision_feature_layer=-1)
+        images = t.PixtralImageProcessor(size={"longest_edge": 64}, patch_size=8)
+        names = {"image_token": "<image>", "image_break_token": "<boi>", "image_end_token": "<eoi>"}
+        processor = t.PixtralProcessor(images, **parts, **names, patch_size=8, spatial_merge_size=2)
+    elif family == "paligemma":
+        images = t.SiglipImageProcessor(size=square, image_seq_length=16)
+        processor = t.PaliGemmaProcessor(images, **parts)  # adds tokens
+        text |= {"model_type": "gemma", "vocab_size": len(tokenizer)}
+        config = t.PaliGemmaConfig(**given, projection_dim=64)
+    return t.AutoModelForImageTextToText.from_config(config), processor
+
+
+def chat_template(family: str, tokenizer) -> str:
+    """The tiny VLM's, with the marks that this processor takes for pictures and videos."""
+    if family in QWEN_VL:
+        return tokenizer.chat_template
+    mark = {"gemma3": "<boi>", "internvl": "<context>"}.get(family, "<image>")
+    template = tokenizer.chat_template.replace("<|vision_start|><|image_pad|><|vision_end|>", mark)
+    return template.replace("<|vision_start|><|video_pad|><|vision_end|>", "<video>")
+
+
+def build_qwen_vl(family: str, ids, text: dict):
+    vision = {"depth": 2, "patch_size": 8, "num_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+    vision |= {
+        "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+        "qwen2_5_vl": {"out_hidden_size": 64, "window_size": 32, "fullatt_block_indexes": [1]},
+        "qwen3_vl": {
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    }[family]
+    names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    names |= {f"vision_{side}_token_id": f"<|vision_{side}|>" for side in ("start", "end")}
+    tokens = {key: ids(token) for key, token in names.items()}
+    return transformers.AutoConfig.for_model(family, text_config=text, vision_config=vision, **tokens)
+
+
+def media_of_tiny(family: str) -> dict:
+    tiny = transformers.AutoProcessor.from_pretrained(TINY)
+    if family == "qwen3_vl":
+        tiny.video_processor = transformers.Qwen3VLVideoProcessor(**tiny.video_processor.to_dict())
+    return {"image_processor": tiny.image_processor, "video_processor": tiny.video_processor}
 
 
 def write_video(path) -> None:
@@ -161,7 +207,12 @@ def folder_of(tmp_path_factory):
             rows[2] = {"prompt": "<image>What is it?", "images": ["0.png"]}
             rows[3] = {"prompt": "Is <image> like <image>?", "images": ["1.png", "2.png"]}
             rows += [{"prompt": "Is <image> wider?", "images": ["1.png"]}]
-        if family in QWEN_VL:
+        if family == "paligemma":
+            rows = [
+                {"prompt": "<image>" + row["prompt"].replace("<image>", "the other"), "images": ["2.png"]}
+                for row in rows
+            ]
+        if family in VIDEO:
             write_video(folder / "clip.mp4")
             rows += [{"prompt": "<image>, then <video>?", "images": ["2.png"], "videos": ["clip.mp4"]}]
         write_jsonl(folder / "rows.jsonl", [{"images": [], "videos": [], **row} for row in rows])
@@ -173,9 +224,12 @@ def folder_of(tmp_path_factory):
 def one_by_one(model, inputs: dict, response: torch.Tensor, temperature: float, never: list[int]):
     """Log-probs (R,) of a response by the unmodified model, on the processor's own output."""
     P, R = inputs["input_ids"].shape[1], len(response)
-    more = {"input_ids": response[None], "attention_mask": torch.ones(1, R, dtype=torch.long)}
-    kinds = dict.fromkeys(("token_type_ids", "mm_token_type_ids"), torch.zeros(1, R, dtype=torch.long))
-    inputs = inputs | {k: torch.cat([inputs[k], x], 1) for k, x in (more | kinds).items() if k in inputs}
+    inputs = {name: x for name, x in inputs.items() if name != "labels"}
+    new = {"input_ids": response[None], "attention_mask": torch.ones(1, R, dtype=torch.long)}
+    bidirectional_is_0 = "paligemma" in model.config.model_type
+    new["token_type_ids"] = torch.full((1, R), int(bidirectional_is_0))
+    new["mm_token_type_ids"] = torch.zeros(1, R, dtype=torch.long)
+    inputs |= {name: torch.cat([inputs[name], x], 1) for name, x in new.items() if name in inputs}
     logits = model(**inputs).logits[0, P - 1 : P + R - 1] / temperature
     logits[:, never] = -torch.inf
     return logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
@@ -189,7 +243,7 @@ def test_log_probs_and_greedy_answers_are_those_of_the_unmodified_model(family, 
     processor = transformers.AutoProcessor.from_pretrained(folder)
     data = rloo.load_data(args, str(folder / "rows.jsonl"), "train", model, processor)
     prompts = [replace(data.encode(i), seed=i) for i in range(len(data.rows))]
-    assert len(prompts) == 4 + (family in VISION) + (family in QWEN_VL)
+    assert len(prompts) == 4 + (family in VISION) + (family in VIDEO)
     line = packing.enable_packing_if_exact(
         model,
         forward=lambda pack: packing.response_logprobs(model, pack, TEMPERATURE)[0],
@@ -250,6 +304,34 @@ def test_two_steps(family, folder_of, tmp_path, capsys):
     before, after = (rloo.load_model(str(folder), torch.float32) for folder in folders)
     changed = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
     assert sum(changed) > len(changed) / 2
+
+
+@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("script", [reward_bt, grm_sft], ids=["reward_bt", "grm_sft"])
+def test_one_step_is_the_same_packed_and_plain(script, family, folder_of, tmp_path, monkeypatch, capsys):
+    """On all rows, with the weights that come out of it: three answers, of which one is like another's start."""
+    folder = folder_of(family)
+    rows = read_jsonl(folder / "rows.jsonl")
+    answers = {"responses": ["Yes.", "No, it is a river.", "No"]}
+    if script == grm_sft:
+        answers = {"answer_0": "Yes.", "answer_1": "No, it is a river.", "verdict": "2"}
+    source = write_jsonl(folder / "answers.jsonl", [row | answers for row in rows])
+    flags = {"model": str(folder), "dataset": source, "output_dir": str(tmp_path), "total_steps": 1}
+    batch = len(rows) * (2 if script == grm_sft else 1)  # a pair is two entries
+    metrics, weights = [], []
+    for name in ("packed", "plain"):
+        script.main(script.Args(**flags, run_name=name, train_batch_size=batch, warmup_steps=0))
+        captured = capsys.readouterr()
+        assert ("packed = unmodified model" in captured.out) == (
+            name == "packed"
+        ) and "left out" not in captured.err
+        metrics.append(read_jsonl(tmp_path / name / "metrics.jsonl")[-1])
+        weights.append(weights_of(tmp_path / name / "checkpoint-1"))
+        monkeypatch.setattr(packing, "enable_packing_if_exact", lambda **given: "plain")
+    loss = "rm/loss" if script == reward_bt else "loss/sft"
+    for metric in (loss, "train/grad_norm"):
+        assert metrics[0][metric] == pytest.approx(metrics[1][metric], rel=1e-4)
+    assert metrics[0]["train/grad_norm"] > 0 and largest_difference(*weights) < 1e-4
 
 
 def test_what_generates_by_another_function_than_it_trains_ends_the_run(folder_of, tmp_path, capsys):

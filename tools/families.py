@@ -235,12 +235,12 @@ def summary(table: list[Result], scan: list[Result]) -> str:
     commit = subprocess.check_output(["git", "log", "-1", "--format=%h, %cs"], cwd=ROOT, text=True).strip()
     lines = [f"\nCommit {commit}; transformers {transformers.__version__}, torch {torch.__version__}.\n"]
     lines += ["| family | path | training | sampling | gradient | |", "|---|---|---|---|---|---|"]
-    lines += [result.row() for result in table]
+    lines += [result.row() for result in table] + [""]
     for path in sorted({result.path for result in scan}):
         of_path = [result for result in scan if result.path == path]
         worst = max(max(result.training, result.sampling) for result in of_path)
         error = "" if worst != worst else f", errors up to {worst:.0e}"
-        lines.append(f"\n**{path}: {len(of_path)}{error}.** {', '.join(result.name for result in of_path)}")
+        lines.append(f"- **{path}: {len(of_path)}{error}.** {', '.join(result.name for result in of_path)}")
     return "\n".join(lines) + "\n"
 
 

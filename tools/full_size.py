@@ -1,0 +1,147 @@
+"""One step of each script with a random model of the shapes of Qwen2.5-VL-3B, on a machine with 24 GB.
+
+    python tools/full_size.py /tmp/full                       # makes the model (8 GB on disk), runs all four
+    python tools/full_size.py /tmp/full rloo -- --zero-stage 2     # one of them, with more flags
+
+It prints rows for docs/recipes.md: seconds, and the peak of the host's memory beside that of `memory()` there.
+The words of the tokenizer are those of assets/tiny_vl: the model has 151,936, and draws from all of them.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import common  # noqa: E402, F401, I001  before transformers: mends torchvision beside a CPU-only torch
+import transformers  # noqa: E402
+
+SIZES = [(224, 168), (168, 252), (224, 224), (252, 140)]  # small: a CPU takes a minute for 300 tokens
+COMMON = "--dtype bfloat16 --total-steps 1 --lora-rank 8 --gradient-checkpointing"
+ROLLOUT = "--rollout-batch-size 4 --num-samples-per-prompt 2 --train-batch-size 4 --num-{} 1"
+ROLLOUT += " --max-prompt-length 100 --max-response-length 12 --micro-batch-tokens 200"
+FLAGS = {
+    "rloo": ROLLOUT.format("iterations"),
+    "ppo_vl": ROLLOUT.format("ppo-epochs") + " --critic-share-backbone",  # two models don't fit
+    "reward_bt": "--train-batch-size 2 --max-length 200 --micro-batch-tokens 200",
+    "grm_sft": "--train-batch-size 2 --max-length 400 --micro-batch-tokens 400",
+}
+
+
+def make_model(folder: Path) -> None:
+    """Random weights of bf16, in shards, with the processor of the tiny model at the size of real pictures."""
+    tiny = ROOT / "assets/tiny_vl"
+    processor = transformers.AutoProcessor.from_pretrained(tiny)
+    processor.image_processor.patch_size = 14
+    processor.image_processor.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+    known = transformers.AutoConfig.from_pretrained(tiny)
+    text = {
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 128_000,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": processor.tokenizer.eos_token_id,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    }
+    vision = {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 2048,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    }
+    ids = {name: value for name, value in vars(known).items() if re.fullmatch(r"\w+_token_id", name)}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=True, **ids
+    )
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = transformers.Qwen2_5_VLForConditionalGeneration(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+    model.tie_weights()
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e9:.2f}e9 parameters", flush=True)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def make_data(folder: Path) -> None:
+    """Questions to pictures of true sizes; their columns suit all four scripts."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for i, (width, height) in enumerate(SIZES * 2):
+        small = rng.integers(0, 256, (height // 28, width // 28, 3), dtype=np.uint8)
+        Image.fromarray(small).resize((width, height)).save(folder / f"{i}.png")
+        row = {"prompt": "what is in the picture?", "image": f"{i}.png", "answer": "circle"}
+        rows.append(row | {"chosen": "a circle", "rejected": "a red square"})
+    lines = [json.dumps(row) for row in rows]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+
+
+def memory_of_page(trained: float, pack: int) -> dict[str, float]:
+    """`memory` of docs/recipes.md, for this model."""
+    page = (ROOT / "docs/recipes.md").read_text()
+    code = re.search(r"def memory\(.*?\n```", page, re.DOTALL).group().removesuffix("```")
+    found = {}
+    exec(code.replace("1024 * V", "256 * V"), found)  # rows of logits at a time on a CPU
+    return found["memory"](N=3.75e9, L=36, H=2048, I=11008, V=151_936, trained=trained, pack=pack)
+
+
+@dataclass
+class Result:
+    seconds: float  # of the whole run
+    step: float  # of the step alone
+    peak: float  # GB, of the host
+
+
+def run(script: str, folder: Path, more: list[str]) -> Result:
+    name = f"full-{script}-{int(time.time())}"
+    given = [*COMMON.split(), *FLAGS[script].split(), *more]
+    fixed = {"--model": folder / "model", "--dataset": folder / "data.jsonl", "--output-dir": folder}
+    command = [sys.executable, ROOT / f"{script}.py", "--run-name", name, *given]
+    command += [word for pair in fixed.items() for word in pair]
+    begin = time.perf_counter()
+    process = subprocess.Popen(list(map(str, command)))
+    _, status, usage = os.wait4(process.pid, 0)
+    if status != 0:
+        raise SystemExit(f"{script} ended with status {status}")
+    seconds = time.perf_counter() - begin
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return Result(seconds, json.loads(lines[-1])["time/total"], usage.ru_maxrss * 1024 / 1e9)
+
+
+def main() -> None:
+    folder, *rest = sys.argv[1:]
+    scripts, more = (rest[: rest.index("--")], rest[rest.index("--") + 1 :]) if "--" in rest else (rest, [])
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "model").exists():
+        make_model(folder / "model")
+    make_data(folder)
+    print("| script | step, s | run, s | peak, GB | `memory()`, GB |\n|---|---|---|---|---|")
+    for script in scripts or FLAGS:
+        found = run(script, folder, more)
+        expected = memory_of_page(trained=0.015e9, pack=200)["peak"]
+        row = [script, f"{found.step:.0f}", f"{found.seconds:.0f}", f"{found.peak:.1f}", f"{expected:.1f}"]
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
