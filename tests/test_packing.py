@@ -17,16 +17,15 @@ import transformers
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_families import QWEN_VL, SEVEN, TEMPERATURE, build, folder_of, one_by_one, two_steps  # noqa: F401
+from test_families import QWEN_VL, SEVEN, TEMPERATURE, build, folder_of, one_by_one  # noqa: F401
 
 import rloo
 from common import attention, packing
-from common.packing import Medium, Prompt, build_pack, packs_of_rank, plan_packs, response_logprobs
+from common.packing import packs_of_rank, plan_packs, response_logprobs
 
 EOS = 500
 # Windows, caps, sinks, blocks of pictures that see both ways, tiles, biases and factors of logits.
 MORE = "mistral gemma2 gemma3 gpt_oss idefics3 internvl granite cohere gpt2 phi".split()
-IMAGE, VIDEO = ("image_grid_thw", "pixel_values"), ("pixel_values_videos", "video_grid_thw")
 
 
 @pytest.fixture
@@ -141,29 +140,6 @@ def test_gradient_checkpointing(family, batch_of):
     assert len(calls) == 2  # forward, and once more in backward
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
-def test_last_hidden_states(family, batch_of):
-    """What a score head reads: of each response's last token, from packs and on the plain path alike."""
-    batch, found = batch_of(family), []
-    for is_packed in (False, True):
-        packing.switch_attention(batch.model, "packed" if is_packed else "sdpa")
-        given = batch.groups, batch.prompts, batch.encode, batch.responses, 80
-        table = torch.zeros(len(batch.responses), 64)
-        for pack in packs_of_rank(*given, packed=is_packed):
-            table[pack.response_index] = packing.forward_hidden(batch.model, pack, last=True).detach()
-        found.append(table)
-    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
-    own = one_hidden(batch, 3)
-    torch.testing.assert_close(found[0][3], own, atol=1e-4, rtol=1e-4)
-
-
-def one_hidden(batch, b: int):
-    """Of response b to prompt 0."""
-    chat = packing.encode_chat(batch.processor, batch.prompts[0].messages, add_generation_prompt=True)
-    ids = torch.cat([chat["input_ids"], batch.responses[b][None]], 1)
-    return build(batch.model.config.model_type)[0].base_model(input_ids=ids).last_hidden_state[0, -1].detach()
-
-
 @pytest.mark.parametrize("family", [*QWEN_VL, "llava"])
 def test_each_picture_is_seen_once(family, batch_of):
     batch, seen = batch_of(family), []
@@ -183,31 +159,6 @@ def test_each_picture_is_seen_once(family, batch_of):
     batch.responses = batch.responses[:9]
     packed(batch)
     assert seen == []  # no picture, no call
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
-def test_a_prompt_without_responses_takes_part_in_forward_and_backward(family, batch_of):
-    batch = batch_of(family)
-    for is_packed in (False, True):
-        packing.switch_attention(batch.model, "packed" if is_packed else "sdpa")
-        make = build_pack if is_packed else packing.plain_pack
-        logp, entropy = response_logprobs(batch.model, make([(0, [])], batch.prompts, []), with_entropy=True)
-        assert logp.shape == entropy.shape == (0,)
-        logp.sum().backward()
-        assert not any(g.any() for g in gradients(batch.model).values() if g is not None)
-
-
-def test_rollouts_do_not_depend_on_the_batch(batch_of):
-    batch = batch_of("qwen2_5_vl")
-    prompts = [replace(prompt, seed=i) for i, prompt in enumerate(batch.prompts)]
-    args, ends = rloo.Args(max_response_length=8), [*range(4, 500, 8)]
-    packing.switch_attention(batch.model, "packed")
-    together = rloo.generate(args, batch.model, prompts, 4, 1.0, ends)
-    alone = [rloo.generate(args, batch.model, [prompt], 4, 1.0, ends) for prompt in prompts[::-1]][::-1]
-    for ours, theirs in zip(together, [x for own in alone for x in own], strict=True):
-        assert ours.ids.tolist() == theirs.ids.tolist() and ours.truncated == theirs.truncated
-        torch.testing.assert_close(ours.logprobs, theirs.logprobs, atol=1e-4, rtol=0)
-    assert len({tuple(x.ids.tolist()) for x in together[:4]}) > 1
 
 
 # ---- packing that proves itself ----
@@ -339,15 +290,6 @@ def test_the_proof_in_bf16(vqa, monkeypatch):
     assert proof(wrong).startswith(PLAIN)
     see_each_other(monkeypatch)
     assert proof(batch).startswith(PLAIN)
-
-
-@pytest.mark.slow
-def test_a_run_that_can_not_pack_says_so_and_is_exact(folder_of, tmp_path, monkeypatch, capsys):  # noqa: F811
-    see_each_other(monkeypatch)
-    steps = two_steps(folder_of("qwen2_vl"), tmp_path)
-    assert PLAIN + "its log-probs are" in capsys.readouterr().out
-    for step in steps:
-        assert step["rollout/engine_logprob_diff_max"] < 1e-4 > abs(step["policy/ratio"] - 1)
 
 
 # ---- log-probs of the head ----
@@ -499,73 +441,6 @@ def test_plan_refuses_what_cannot_fit():
     with pytest.raises(AssertionError, match="30 \\+ 11 tokens never fit into a pack"):
         plan_packs([(0, [0, 1])], [30], [10, 11], 40)
     plan_packs([(0, [0, 1])], [30], [10, 10], 40)
-
-
-def bare_prompt(index: int, ids: torch.Tensor, kinds: tuple = ()) -> Prompt:
-    """Of text; to plan, it has media too."""
-    media = {
-        kind: [Medium({}, b"")] for kind, names in (("image", IMAGE), ("video", VIDEO)) if names == kinds
-    }
-    return Prompt(
-        index=index,
-        length=len(ids),
-        kinds=kinds,
-        inputs={"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]},
-        ids=ids,
-        positions=torch.arange(len(ids)),
-        media={"image": [], "video": []} | media,
-        token_inputs=(),
-        next_inputs={"attention_mask": torch.ones(1, 1, dtype=torch.long)},
-        unpackable=(),
-    )
-
-
-def ranks_of(world_size: int, is_packed: bool, groups, kinds: list[tuple], **how) -> list[list]:
-    """Packs of each rank, of prompts with P = 5 and these kinds of inputs, responses of 3 tokens."""
-    prompts = [bare_prompt(10 + i, torch.arange(5), own) for i, own in enumerate(kinds)]
-    responses = [torch.full((3,), EOS)] * 99
-    given = groups, prompts, lambda index: prompts[index - 10], responses, 18
-    return [list(packs_of_rank(*given, rank, world_size, is_packed, **how)) for rank in range(world_size)]
-
-
-@pytest.mark.parametrize("is_packed", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_ranks_have_equally_many_packs_and_every_response_once(world_size, is_packed):
-    groups = [(0, [0, 1, 2]), (2, [5]), (1, [3, 4])]
-    ranks = ranks_of(world_size, is_packed, groups, [IMAGE, (), VIDEO])
-    assert len({len(packs) for packs in ranks}) == 1
-    packs = [pack for own in ranks for pack in own]
-    assert sorted(b for pack in packs for b in pack.response_index.tolist()) == [0, 1, 2, 3, 4, 5]
-    for pack in packs:  # the places of its tokens in a table
-        rows = pack.response_index.tolist()
-        assert (
-            pack.token_index[0].tolist()
-            == pack.response_index[pack.owner].tolist()
-            == [b for b in rows for _ in range(3)]
-        )
-        assert pack.token_index[1].tolist() == [0, 1, 2] * len(rows)
-        assert pack.targets.tolist() == [EOS] * len(pack.owner)
-        assert pack.last.tolist() == (pack.predict_from[2::3] + 1).tolist()
-        assert is_packed or len(pack.response_index) <= 1
-
-
-def test_pictures_and_clips_everywhere_or_nowhere():
-    """Under ZeRO all ranks run the same towers in the same pack."""
-    groups, kinds = [(0, [0, 1, 2]), (1, [3, 4]), (2, [5, 6, 7])], [IMAGE, (), VIDEO]
-    for world_size in (1, 2, 3):
-        ranks = ranks_of(world_size, True, groups, kinds, media_everywhere=True)
-        for pack in (pack for packs in ranks for pack in packs):
-            assert pack.media["image"] and pack.media["video"]
-        assert sorted(b for packs in ranks for pack in packs for b in pack.response_index.tolist()) == [
-            *range(8)
-        ]
-        ranks = ranks_of(world_size, True, groups[1:2], kinds, media_everywhere=True)
-        assert not any(pack.media["image"] or pack.media["video"] for packs in ranks for pack in packs)
-        for packs in zip(*ranks_of(world_size, False, groups, kinds)):  # one at a time: beside its like
-            assert (
-                len({g for g, own in groups for pack in packs for b in pack.response_index if int(b) in own})
-                <= 1
-            )
 
 
 def test_doctests():

@@ -78,21 +78,15 @@ def test_head(examples, monkeypatch):
             precision = 1e-4 if case["dtype"] == torch.float32 else 0.05
             assert x is None or (x - y).norm() <= precision * (1 + y.norm())
 
-    check(
-        examples,
-        property_,
-        M=st.integers(0, 50),
-        V=st.integers(2, 60),
-        chunk=st.integers(1, 16),
-        kept=st.floats(0, 5),  # chunks
-        suppressed=st.sampled_from([0.0, 0.1, 0.9]),  # share of V
-        temperature=st.floats(0.2, 4.0),
-        softcap=st.sampled_from([None, 2.0]),
-        with_entropy=FLAG,
-        frozen=FLAG,
-        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-        seed=SEED,
-    )
+    fields = {"M": st.integers(0, 50), "V": st.integers(2, 60), "chunk": st.integers(1, 16), "seed": SEED}
+    fields |= {"kept": st.floats(0, 5), "suppressed": st.sampled_from([0.0, 0.1, 0.9])}  # chunks; share of V
+    fields |= {"temperature": st.floats(0.2, 4.0), "softcap": st.sampled_from([None, 2.0])}
+    fields |= {
+        "with_entropy": FLAG,
+        "frozen": FLAG,
+        "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
+    }
+    check(examples, property_, **fields)
 
 
 @pytest.mark.slow
@@ -161,7 +155,7 @@ def gradients(model) -> dict:
 @cases(quick=20, slow=300)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packs(family, examples, pool_of):
-    pool, (plain, ours) = pool_of(family), models_of(family)
+    pool, (plain, packed) = pool_of(family), models_of(family)
 
     def property_(case: dict) -> None:
         prompts = [pool[entry % len(pool)] for entry, _ in case["groups"]]
@@ -170,24 +164,28 @@ def test_packs(family, examples, pool_of):
             groups.append((g, [*range(len(responses), len(responses) + len(lengths))]))
             responses += [torch.randint(0, 500, (R,), generator=random) for R in lengths]
         weights = torch.randn(len(responses), 9, generator=random)
-        longest = max(p.length + max(n, default=0) for p, (_, n) in zip(prompts, case["groups"]))
-        budget = longest + case["room"]
-        table, counts = torch.full(weights.shape, 7.0), set()
-        model = ours if case["packed"] else plain
-        model.zero_grad()
-        for rank in range(case["world_size"]):
-            given = groups, prompts, pool.__getitem__, responses, budget, rank
-            how = {name: case[name] for name in ("world_size", "packed", "media_everywhere")}
-            packs = list(packing.packs_of_rank(*given, **how))
-            counts.add(len(packs))
-            for pack in packs:
-                room = budget - pack.inputs["input_ids"].shape[1]
-                assert room >= 0 or case["media_everywhere"]
-                logp, _ = packing.response_logprobs(model, pack, TEMPERATURE)
-                table[pack.token_index] = logp.detach()
-                (logp * pack.tokens(weights)).sum().backward()
-        assert len(counts) == 1  # ranks have equally many packs
-        found = gradients(model)
+        budget = case["room"] + max(
+            p.length + max(n, default=0) for p, (_, n) in zip(prompts, case["groups"])
+        )
+        how = {name: case[name] for name in ("world_size", "packed", "media_everywhere")}
+        given = groups, prompts, pool.__getitem__, responses, budget
+        ranks = [list(packing.packs_of_rank(*given, rank, **how)) for rank in range(case["world_size"])]
+        for packs in zip(*ranks, strict=True):  # equally many; the same towers run at the same time
+            if not case["packed"]:
+                assert len({frozenset(pack.inputs) for pack in packs}) == 1
+            elif case["media_everywhere"]:
+                wanted = [bool(media) for media in packing.media_of(prompts).values()]
+                assert all([bool(media) for media in pack.media.values()] == wanted for pack in packs)
+            else:
+                assert max(pack.inputs["input_ids"].shape[1] for pack in packs) <= budget
+        table = torch.full(weights.shape, 7.0)
+        ours = packed if case["packed"] else plain
+        ours.zero_grad()
+        for pack in (pack for packs in ranks for pack in packs):
+            logp, entropy = packing.response_logprobs(ours, pack, TEMPERATURE, with_entropy=True)
+            table[pack.token_index] = logp.detach()
+            (logp * pack.tokens(weights) + 0.0 * entropy).sum().backward()
+        found = gradients(ours)
         plain.zero_grad()
         for g, b in ((g, b) for g, members in groups for b in members):
             R = len(responses[b])
@@ -198,19 +196,12 @@ def test_packs(family, examples, pool_of):
         exact = gradients(plain)
         total = sum(float(g.norm()) ** 2 for g in exact.values()) ** 0.5
         for name in exact.keys() | found.keys():
-            ours_, theirs = (grads.get(name, torch.zeros(1)) for grads in (found, exact))
-            assert (ours_ - theirs).norm() <= 1e-4 * theirs.norm() + 2e-6 * total, name
+            grad, wanted = (gradient.get(name, torch.zeros(1)) for gradient in (found, exact))
+            assert (grad - wanted).norm() <= 1e-4 * wanted.norm() + 2e-6 * total, name
 
-    check(
-        examples,
-        property_,
-        groups=st.lists(GROUP, min_size=1, max_size=5),
-        room=st.integers(0, 150),
-        world_size=st.integers(1, 3),
-        packed=st.sampled_from([True, True, False]),
-        media_everywhere=FLAG,
-        seed=SEED,
-    )
+    fields = {"packed": st.sampled_from([True, True, False]), "media_everywhere": FLAG, "seed": SEED}
+    fields |= {"room": st.integers(0, 150), "world_size": st.integers(1, 3)}
+    check(examples, property_, groups=st.lists(GROUP, min_size=1, max_size=5), **fields)
 
 
 @cases(quick=40, slow=600)
@@ -234,14 +225,7 @@ def test_decoder(family, examples, pool_of):
             logp = by_transformers(plain, prompt, response.ids, temperature)
             torch.testing.assert_close(response.logprobs, logp, atol=1e-4, rtol=0)
 
+    fields = {"entries": st.lists(st.integers(0, 99), min_size=1, max_size=5), "G": st.integers(1, 4)}
+    fields |= {"longest": st.integers(1, 16), "end_share": st.sampled_from([0.0, 0.05, 0.2, 0.6])}  # of words
     with torch.no_grad():
-        check(
-            examples,
-            property_,
-            entries=st.lists(st.integers(0, 99), min_size=1, max_size=5),
-            G=st.integers(1, 4),
-            longest=st.integers(1, 16),
-            end_share=st.sampled_from([0.0, 0.05, 0.2, 0.6]),  # of all words
-            temperature=st.sampled_from([0.0, 0.7, 1.0]),
-            seed=SEED,
-        )
+        check(examples, property_, **fields, temperature=st.sampled_from([0.0, 0.7, 1.0]), seed=SEED)
