@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -158,7 +159,7 @@ def test_bf16_against_fp32(vqa, row, monkeypatch):
         gap = (logprobs - exact).abs()
         shown = f"{gap.mean():.3f} nats, at most {gap.max():.2f}; {error(gradient, exact_gradient):.1%}"
         row(f"tiny VLM, a pack in bf16 by {how} against fp32: log-probs; gradient", shown)
-        assert gap.mean() < packing.TOLERANCE[torch.bfloat16] / 2 and error(gradient, exact_gradient) < 0.1
+        assert gap.mean() < 0.03 and error(gradient, exact_gradient) < 0.05
 
 
 # ---- runs ----
@@ -187,12 +188,12 @@ def test_the_ratio_is_1_before_any_update(launch, row):
     assert abs(last["policy/ratio"] - 1) < 0.02 and cut < 0.02
 
 
-@pytest.mark.parametrize("ranks", sorted({1, max(1, NUM_GPUS)}))
-def test_zero(ranks, launch, row):
+def test_zero(launch, row):
     """On one GPU, and on all of them."""
     norms = []
-    for stage in range(4):
-        run = launch("ppo_vl", ranks, run_name=f"zero{stage}", zero_stage=stage, **SMALL | {"total_steps": 1})
+    for ranks, stage in itertools.product(sorted({1, NUM_GPUS}), range(4)):
+        flags = {**SMALL, "total_steps": 1, "zero_stage": stage, "run_name": f"{ranks}-{stage}"}
+        run = launch("ppo_vl", ranks, **flags)
         (step,) = run.steps
         actor, critic = step["train/grad_norm"], step["train/critic_grad_norm"]
         norms.append((actor, critic))
