@@ -30,11 +30,13 @@ SEVEN = (*QWEN_VL, "llava", *TEXT_ONLY)
 MASKS = ("gemma2", "gemma3", "mistral", "gpt_oss", "idefics3", "internvl", "phi")
 MASKS += ("llava_onevision", "mistral3", "paligemma")
 PACKED = (*SEVEN, "granite", "cohere", "gpt2", *MASKS, "llama dynamic")
-FAMILIES = (*PACKED, "phi3 longrope", "gptj")  # longrope: its angles change below --max-prompt-length
+PLAIN = ("phi3 longrope", "gptj", "qwen3_next")  # angles that change with length, own attention, a state
+FAMILIES = (*PACKED, *PLAIN)
 VISION = (*QWEN_VL, "llava", "gemma3", "idefics3", "internvl", "llava_onevision", "mistral3", "paligemma")
 VIDEO = (*QWEN_VL, "internvl", "llava_onevision")
 NAMES = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>", "video_token": "<video>"}
 NAMES |= {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<context>"}
+SLOW = [pytest.param(x, marks=() if x in ("gemma3", "internvl") else pytest.mark.slow) for x in VISION]
 TEMPERATURE, ENDS = 0.7, [*range(4, 500, 8), 500]  # rows end at once, later or never
 
 
@@ -46,6 +48,7 @@ def text_config(family: str, V: int) -> dict:
     dynamic = {"rope_parameters": {**rope, "rope_type": "dynamic", "factor": 4.0}}
     gpt = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8}
     gemma = {"query_pre_attn_scalar": 16, "sliding_window": 8}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1}
     factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
     return size | {
         **dict.fromkeys(QWEN_VL, {"rope_parameters": {**rope, "mrope_section": [2, 3, 3]}}),
@@ -60,8 +63,11 @@ def text_config(family: str, V: int) -> dict:
             "rope_parameters": {**rope, "rope_type": "longrope", **factors},
             "original_max_position_embeddings": 200,
         },
-        "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
+        "gpt_oss": {"num_local_experts": 2} | experts,
         **dict.fromkeys(("gpt2", "gptj"), gpt),
+        "qwen3_next": dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | experts,
     }.get(family, {})
 
 
@@ -291,8 +297,9 @@ def two_steps(folder, tmp_path) -> list[dict]:
     return read_jsonl(tmp_path / "run/metrics.jsonl")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", SLOW + [pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES if x not in VISION]
+)
 def test_two_steps(family, folder_of, tmp_path, capsys):
     steps = two_steps(folder_of(family), tmp_path)
     assert [step["train/step"] for step in steps] == [1, 2]
@@ -306,7 +313,7 @@ def test_two_steps(family, folder_of, tmp_path, capsys):
     assert sum(changed) > len(changed) / 2
 
 
-@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("family", SLOW)
 @pytest.mark.parametrize("script", [reward_bt, grm_sft], ids=["reward_bt", "grm_sft"])
 def test_one_step_is_the_same_packed_and_plain(script, family, folder_of, tmp_path, monkeypatch, capsys):
     """On all rows, with the weights that come out of it: three answers, of which one is like another's start."""
