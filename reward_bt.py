@@ -627,7 +627,7 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
 
 def open_media(kind: str, source, folder: Path, fps: float) -> dict:
     """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> part of a message:
-    a picture in RGB, or fps frames a second (F, height, width, 3), and when they were taken."""
+    a picture in RGB, or fps frames a second (F, height, width, 3) and when they were taken."""
     if kind == "video":
         frames, metadata = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
         needed = {name: metadata[name] for name in ("total_num_frames", "fps", "frames_indices")}
@@ -804,7 +804,7 @@ def load_model(name: str, dtype: torch.dtype):
         model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
         fail(f"the model {name} can't be loaded: {error}")
-    # Sampled, old and new log-probs must be of one function: no attention_dropout, layerdrop, ...
+    # Sampled, old and new log-probs are of one function: no attention_dropout, layerdrop, ...
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
@@ -1024,7 +1024,7 @@ def save_checkpoint(args: Args, run: Run) -> Path:
         head = {"score.weight": weights.pop("score.weight")}
         safetensors.torch.save_file(head, unfinished / "score.safetensors")
         config = module.model.config
-        config = type(config).from_dict(config.to_dict())  # without packed attention
+        config = type(config).from_dict(config.to_dict())  # without packing
         config.num_labels = 1
         is_text = not hasattr(config, "vision_config")
         kind = transformers.AutoModelForSequenceClassification if is_text else transformers.AutoModel

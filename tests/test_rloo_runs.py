@@ -130,6 +130,61 @@ def test_resume_is_bit_exact(run, any_reward):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+BF16 = [{"zero_stage": stage} for stage in (0, 1, 2, 3)]
+BF16 += [{"lora_rank": 4}, {"zero_stage": 2, "offload_optimizer": True}]
+BF16 += [{"zero_stage": 3, "offload_optimizer": True, "lora_rank": 4}]
+
+
+@pytest.mark.parametrize(
+    "flags", [BF16[0], *(pytest.param(flags, marks=pytest.mark.slow) for flags in BF16[1:])]
+)
+def test_bf16(run, any_reward, monkeypatch, flags):
+    """Ratios are exactly 1 while nothing is learnt. A rate of 1e-6 is below what most bf16 weights can show: it
+    moves the master weights, which are fp32. Resume is bit-exact."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found, real = [], rloo.save_checkpoint
+
+    def save_checkpoint(args, state):
+        trained = [p for p in state.actor.module.parameters() if p.requires_grad]
+        groups = getattr(state.actor.optimizer, "fp32_groups", [])  # without ZeRO
+        masters = [x for group in groups for x in group] or [safe_get_full_fp32_param(p) for p in trained]
+        assert {x.dtype for x in masters} == {torch.float32}
+        found.append(torch.cat([x.detach().flatten().clone() for x in masters]))
+        return real(args, state)
+
+    monkeypatch.setattr(rloo, "save_checkpoint", save_checkpoint)
+    flags = {"dtype": "bfloat16", "eval_dataset": None, "warmup_steps": 0, **any_reward, **flags}
+    still = run("rloo", learning_rate=0.0, run_name="still", **flags)
+    for step in metrics_of(still):
+        assert step["policy/ratio"] == 1 and step["policy/approx_kl"] == 0 < step["train/grad_norm"]
+    flags |= {"learning_rate": 1e-6, "save_steps": 1}
+    moved = run("rloo", **flags)
+    before, _, after = found
+    assert (before != after).float().mean() > 0.9 and (before - after).abs().max() < 1e-5
+    if "lora_rank" not in flags:
+        assert (before.bfloat16() == after.bfloat16()).float().mean() > 0.7
+    metrics, weights = metrics_of(moved), weights_of(moved / "checkpoint-2")
+    run("rloo", resume=moved / "checkpoint-1", **flags)
+    assert all(value == 0 for value in metrics_differ(metrics, metrics_of(moved)).values())
+    assert largest_difference(weights, weights_of(moved / "checkpoint-2")) == 0 and torch.equal(
+        found[-1], after
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [BF16[2], BF16[-1]])
+def test_bf16_on_two_ranks(run, start, tmp_path, any_reward, flags):
+    flags = {"dtype": "bfloat16", "eval_dataset": None, "learning_rate": 0.0, **any_reward, **flags}
+    process = start("rloo", ranks=2, run_name="two", **flags)
+    one = metrics_of(run("rloo", run_name="one", **flags))
+    assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
+    for ours, theirs in zip(metrics_of(tmp_path / "runs" / "two"), one, strict=True):
+        assert ours["policy/ratio"] == theirs["policy/ratio"] == 1
+        for name in ("train/grad_norm", "objective/scores"):  # one word may be another one, by rounding
+            assert ours[name] == pytest.approx(theirs[name], rel=0.3)
+
+
 @pytest.mark.slow
 def test_sigterm_saves_and_kills_lose_nothing(start, run, tmp_path, any_reward):
     flags = {"total_steps": 6, "save_steps": 1, "run_name": "killed", "resume": "auto", **any_reward}

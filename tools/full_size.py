@@ -1,7 +1,7 @@
 """One step of each script with a random model of the shapes of Qwen2.5-VL-3B, on a machine with 24 GB.
 
-    python tools/full_size.py /tmp/full                       # makes the model (8 GB on disk), runs all four
-    python tools/full_size.py /tmp/full rloo -- --zero-stage 2     # one of them, with more flags
+    python tools/full_size.py /tmp/full               # makes the model (8 GB on disk), runs all four
+    python tools/full_size.py /tmp/full rloo grm_sft  # some of them; flags after -- are passed on
 
 It prints rows for docs/recipes.md: seconds, and the peak of the host's memory beside that of `memory()` there.
 The words of the tokenizer are those of assets/tiny_vl: the model has 151,936, and draws from all of them.
@@ -25,14 +25,15 @@ sys.path.insert(0, str(ROOT))
 import common  # noqa: E402, F401, I001  before transformers: mends torchvision beside a CPU-only torch
 import transformers  # noqa: E402
 
-SIZES = [(640, 480), (448, 336), (336, 504), (560, 420)]
-COMMON = "--dtype bfloat16 --total-steps 1 --lora-rank 8 --gradient-checkpointing --micro-batch-tokens 2048"
-ROLLOUT = "--rollout-batch-size 8 --num-samples-per-prompt 4 --train-batch-size 8 --max-response-length 32"
+SIZES = [(224, 168), (168, 252), (224, 224), (252, 140)]  # small: a CPU takes a minute for 300 tokens
+COMMON = "--dtype bfloat16 --total-steps 1 --lora-rank 8 --gradient-checkpointing"
+ROLLOUT = "--rollout-batch-size 4 --num-samples-per-prompt 2 --train-batch-size 4 --num-{} 1"
+ROLLOUT += " --max-prompt-length 100 --max-response-length 12 --micro-batch-tokens 200"
 FLAGS = {
-    "rloo": f"{ROLLOUT} --max-prompt-length 600",
-    "ppo_vl": f"{ROLLOUT} --max-prompt-length 600 --critic-share-backbone",  # two models don't fit
-    "reward_bt": "--train-batch-size 4 --max-length 600",
-    "grm_sft": "--train-batch-size 4 --max-length 1400",
+    "rloo": ROLLOUT.format("iterations"),
+    "ppo_vl": ROLLOUT.format("ppo-epochs") + " --critic-share-backbone",  # two models don't fit
+    "reward_bt": "--train-batch-size 2 --max-length 200 --micro-batch-tokens 200",
+    "grm_sft": "--train-batch-size 2 --max-length 400 --micro-batch-tokens 400",
 }
 
 
@@ -137,7 +138,7 @@ def main() -> None:
     print("| script | step, s | run, s | peak, GB | `memory()`, GB |\n|---|---|---|---|---|")
     for script in scripts or FLAGS:
         found = run(script, folder, more)
-        expected = memory_of_page(trained=0.015e9, pack=2048)["peak"]
+        expected = memory_of_page(trained=0.015e9, pack=200)["peak"]
         row = [script, f"{found.step:.0f}", f"{found.seconds:.0f}", f"{found.peak:.1f}", f"{expected:.1f}"]
         print(f"| {' | '.join(row)} |", flush=True)
 

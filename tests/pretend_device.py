@@ -1,0 +1,183 @@
+"""A pretended GPU, for a machine without one: what would mix devices there, or make the host wait?
+
+    with pretend(rloo) as gpu:            # tensors stay in CPU memory, but some claim to be on cuda:0:
+        x = torch.ones(3).to("cuda:0")    # these, and all that is computed from them
+        x + torch.ones(3)                 # AssertionError
+    gpu.waits                             # of the host for the GPU: {("nonzero", "rloo.generate"): 30}
+    gpu.kernels                           # calls of varlen attention: {"text": 12, "vision": 4}
+
+A claim belongs to a storage, so views and autograd keep it; a TorchDispatchMode sees every operator, also of
+backward. Not seen: operators that CUDA lacks, values of indices, streams, memory. As a program, for ranks:
+torchrun ... tests/pretend_device.py rloo --total-steps 1"""
+
+import contextlib
+import importlib
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tag, Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+TRUE_DEVICE = torch._C.TensorBase.device.__get__
+TRUE_TO, TRUE_TOLIST, TRUE_NUMPY, TRUE_TENSOR = Tensor.to, Tensor.tolist, Tensor.numpy, torch.tensor
+
+
+def on_gpu(x: Tensor) -> bool:
+    return getattr(x.untyped_storage(), "on_gpu", False)
+
+
+def claim(results):
+    for x in tensors_in(results):
+        x.untyped_storage().on_gpu = True
+    return results
+
+
+def tensors_in(tree) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and not x.is_meta]
+
+
+class PretendedGpu(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.waits = Counter()  # (for what, where)
+        self.kernels = Counter()
+
+    def wait(self, what: str) -> None:
+        """Counted at the innermost function that is not torch's."""
+        frame = sys._getframe(1)
+        while "/torch/" in (name := frame.f_code.co_filename) or name == __file__:
+            frame = frame.f_back
+        self.waits[what, f"{Path(name).stem}.{frame.f_code.co_qualname}"] += 1
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        space, _, name = function._schema.name.partition("::")
+        tensors = tensors_in((args, kwargs))
+        strangers = [x for x in tensors if not on_gpu(x)]
+        if kwargs.get("device") is not None and kwargs["device"].type == "cuda":  # a factory, or a copy
+            if strangers and not kwargs.get("non_blocking"):
+                self.wait("copy to the device")
+            return claim(function(*args, **kwargs | {"device": CPU}))
+        is_collective = space == "c10d" and name != "barrier"
+        assert not (is_collective and strangers), f"a CPU tensor in {name}, which NCCL refuses"
+        if len(strangers) == len(tensors):
+            return function(*args, **kwargs)
+
+        dynamic = bool({Tag.data_dependent_output, Tag.dynamic_output_shape} & {*function.tags})
+        indexes = "index" in name and isinstance(args[1], list | tuple)  # x[a, b], x[a, b] = y
+        if indexes:
+            indices = [x for x in args[1] if x is not None]
+            dynamic = any(x.dtype == torch.bool for x in indices)
+            if any(x.dim() and not on_gpu(x) for x in indices):
+                self.wait("copy of an index")
+            strangers = [x for x in strangers if not any(x is index for index in indices)]
+        if dynamic:
+            self.wait(name)
+        if name == "copy_":
+            if not on_gpu(args[0]):
+                self.wait("copy to the host")
+            elif strangers and strangers[0].dim() and not args[2:]:
+                self.wait("copy to the device")
+            return function(*args, **kwargs)
+        takes_scalars = Tag.pointwise in function.tags or indexes or "fill" in name  # those of the host, too
+        for x in strangers:
+            assert x.dim() == 0 and takes_scalars, f"{name} of cuda:0 and a CPU tensor {tuple(x.shape)}"
+        return claim(function(*args, **kwargs))
+
+    def varlen_attn(self, q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        """Segment by segment, causal windows aligned at the lower right; what the kernel asks is asserted."""
+        for x in (q, k, v):
+            assert on_gpu(x) and x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[-1] % 8 == 0
+        ends_q, ends_k = TRUE_TOLIST(cu_q), TRUE_TOLIST(cu_k)
+        for cu, ends, longest, x in ((cu_q, ends_q, max_q, q), (cu_k, ends_k, max_k, k)):
+            assert on_gpu(cu) and cu.dtype == torch.int32 and cu.is_contiguous() and type(longest) is int
+            assert longest == max(b - a for a, b in pairwise(ends)) and ends[-1] == len(x)
+        left, right = window_size
+        self.kernels["text" if right == 0 else "vision"] += 1
+        parts = []
+        for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k)):
+            mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=GPU)
+            own = (k1 - k0) - (q1 - q0)  # diagonal of each query's own token
+            mask = mask.tril(own) if right == 0 else mask
+            mask = mask.triu(own - left) if left >= 0 else mask
+            segment = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
+            attend = torch.nn.functional.scaled_dot_product_attention
+            parts.append(attend(*segment, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
+        return torch.cat(parts)
+
+
+@contextlib.contextmanager
+def pretend(*scripts):
+    """scripts: modules whose runs, in this process, are to be on the pretended GPU."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
+    from torch.distributed import distributed_c10d
+    from torch.nn.attention import varlen
+
+    gpu = PretendedGpu()
+
+    def to(x, *args, copy=False, **kwargs):
+        if args and isinstance(args[0], Tensor):
+            args = (args[0].device, args[0].dtype)
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = device or x.device, dtype or x.dtype
+        if device.type == "cuda" and not on_gpu(x):
+            return TRUE_TO(x, GPU, dtype, non_blocking)
+        x = TRUE_TO(x, None if device.type == "cuda" else device, dtype, copy=copy)
+        return on_host(x, "copy to the host", Tensor.clone) if device == CPU and on_gpu(x) else x
+
+    def on_host(x, what: str, act):
+        if on_gpu(x):
+            gpu.wait(what)
+        with _disable_current_modes():
+            return act(x.detach())
+
+    def numpy(x, **kwargs):
+        assert not on_gpu(x), "numpy() of cuda:0"
+        return TRUE_NUMPY(x, **kwargs)
+
+    def tensor(data, device=None, **kwargs):  # made in C++, where no mode sees it
+        return to(TRUE_TENSOR(data, **kwargs), device) if device else TRUE_TENSOR(data, **kwargs)
+
+    def made_of(dtype):  # as torch.cuda.FloatTensor(data)
+        return property(lambda self: lambda data: tensor(data, GPU, dtype=dtype))
+
+    torch.utils._device._device_constructors()  # cached: `with torch.device(...)` knows the true torch.tensor
+    stand_ins = [
+        (Tensor, "device", property(lambda x: GPU if on_gpu(x) else TRUE_DEVICE(x))),
+        (Tensor, "is_cuda", property(on_gpu)),
+        (Tensor, "to", to),
+        (Tensor, "cpu", lambda x: to(x, CPU)),
+        (Tensor, "numpy", numpy),
+        (Tensor, "tolist", lambda x: on_host(x, "tolist", TRUE_TOLIST)),
+        (torch, "tensor", tensor),
+        (varlen, "varlen_attn", gpu.varlen_attn),
+        (torch.cuda, "_lazy_init", lambda: None),
+        (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        (distributed_c10d, "_get_object_coll_device", lambda group=None: "cuda:0"),
+        (Accelerator, "device_name", lambda self, index=None: "cuda:0"),
+        (Accelerator, "current_device_name", lambda self: "cuda:0"),
+        (Accelerator, "FloatTensor", made_of(torch.float32)),
+        (Accelerator, "ByteTensor", made_of(torch.uint8)),
+    ]
+    with pytest.MonkeyPatch.context() as patch, gpu:
+        for owner, name, stand_in in stand_ins:
+            patch.setattr(owner, name, stand_in)
+        for script in scripts:
+            patch.setattr(script, "init_distributed", lambda true=script.init_distributed: (true(), GPU)[1])
+        yield gpu
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import common  # noqa: F401  before transformers
+    import tyro
+
+    module = importlib.import_module(sys.argv[1])
+    with pretend(module):
+        module.main(tyro.cli(module.Args, args=sys.argv[2:]))

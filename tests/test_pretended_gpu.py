@@ -1,0 +1,165 @@
+"""The four scripts on a pretended GPU (pretend_device.py): nothing mixes devices, attention gets what its kernel takes,
+and the host waits for the GPU where it is known to, no more."""
+
+import importlib
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from conftest import ROOT, to_argv
+from pretend_device import pretend
+
+from common import packing
+
+slow = pytest.mark.slow
+BASE = {
+    "total_steps": 1,
+    "eval_samples": 4,
+    "eval_steps": 0,
+    "train_batch_size": 8,
+    "run_name": "run",
+    "seed": 3,
+}
+OF_RL = {
+    "rollout_batch_size": 16,
+    "num_samples_per_prompt": 4,
+    "eval_num_samples": 2,
+    "max_response_length": 8,
+}
+OF_GRM = {"train_samples": 32, "max_response_length": 8}
+OWN_FLAGS = {"rloo": OF_RL, "ppo_vl": OF_RL, "reward_bt": {}, "grm_sft": OF_GRM}
+# Our functions in which the host waits: at start and end, once in a rollout, evaluation or optimizer step.
+WAIT_ONCE = "find_run make_policies make_models packing_gap save_checkpoint sync merged_weights"
+WAIT_ONCE += " sum_over_ranks mean_over_ranks optimizer_step generate generate_greedily Decoder sum_logprobs make_pairs"
+# Of others, those in which it waits in each pack: sizes of pictures, and what ZeRO-3 compares between ranks.
+WAIT_IN_PACKS = {
+    "modeling_qwen2_5_vl",
+    "vision_utils",
+    "generic",
+    "import_utils",
+    "engine.DeepSpeedEngine.backward",
+}
+WAIT_IN_PACKS |= {"utils.get_lst_from_rank0", "utils.assert_lst_len_same_as_other_ranks"}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys, vqa):
+    """A run of one step on the pretended GPU -> it, calls of some functions, and what was printed."""
+
+    def go(script: str, **flags) -> tuple:
+        module = importlib.import_module(script)
+        calls = Counter()
+
+        def count(owner, name: str) -> None:
+            true = getattr(owner, name)
+
+            def counting(*args, **kwargs):
+                calls[name] += 1
+                return true(*args, **kwargs)
+
+            patch.setattr(owner, name, counting)
+
+        data = {"dataset": vqa, "eval_dataset": vqa} if OWN_FLAGS[script] is OF_RL else {}
+        args = module.Args(output_dir=str(tmp_path), **{**BASE, **data, **OWN_FLAGS[script], **flags})
+        with monkeypatch.context() as patch, pretend(module) as gpu:
+            for owner, name in ((packing, "build_pack"), (packing, "_encode"), (packing.Decoder, "step")):
+                count(owner, name)
+            for name in ("generate", "generate_greedily"):
+                if hasattr(module, name):
+                    count(module, name)
+            module.main(args)
+        return gpu, calls, capsys.readouterr().out
+
+    return go
+
+
+def test_what_a_gpu_refuses_is_refused_and_waits_are_counted():
+    with pretend() as gpu:
+        here, there = torch.arange(3.0), torch.tensor([1.0, 2.0, 3.0], device="cuda")
+        assert there.is_cuda and there[1:].device == torch.device("cuda:0") and not here.is_cuda
+        mixtures = {
+            "add": lambda: there + here,
+            "stack": lambda: torch.stack([there[0], here[0]]),
+            "numpy": lambda: there.numpy(),
+            "index_put": lambda: there.index_put((there.long(),), here),
+            "where": lambda: torch.where(there > 1, here, there),
+        }
+        for name, mix in mixtures.items():
+            with pytest.raises(AssertionError, match=name):
+                mix()
+        weight = torch.ones(3, device="cuda", requires_grad=True)
+        (here.to("cuda:0", non_blocking=True) * weight.view(3) * torch.tensor(2.0)).sum().backward()
+        assert weight.grad.is_cuda and weight.grad.cpu().tolist() == [0, 2, 4]
+        gpu.waits.clear()
+        there[torch.tensor([0, 1])], there[there > 1], there.tolist(), there.sum().item(), here.to("cuda")
+        there.zero_().add_(1.0).nonzero()
+        here.detach().copy_(there), torch.equal(there, there), here.sum().item()
+    test = "test_pretended_gpu.test_what_a_gpu_refuses_is_refused_and_waits_are_counted"
+    assert {where for _, where in gpu.waits} == {test} and sum(gpu.waits.values()) == 8
+
+
+def expect_no_more_waits(script: str, gpu, calls: Counter) -> None:
+    ours = {script, "packing", "attention", "kl"}
+    places = [where.split(".") for _, where in gpu.waits]
+    assert {name for file, name, *_ in places if file in ours} <= {*WAIT_ONCE.split()}
+    sampler = "generate_greedily" if script == "grm_sft" else "generate"
+    in_sampler = sum(n for (_, where), n in gpu.waits.items() if where == f"{script}.{sampler}")
+    # One per token, also of the last one, after which no step is made; the others begin and end the batch.
+    assert in_sampler <= calls["step"] + 8 * calls[sampler]
+
+
+RUNS = [
+    pytest.param("rloo", {}),
+    pytest.param("rloo", {"zero_stage": 2, "lora_rank": 4}, marks=slow),
+    pytest.param("ppo_vl", {"zero_stage": 3}, marks=slow),
+    pytest.param("ppo_vl", {"zero_stage": 2, "offload_optimizer": True}, marks=slow),
+    pytest.param("reward_bt", {}, marks=slow),
+    pytest.param("reward_bt", {"zero_stage": 1, "lora_rank": 4, "gradient_checkpointing": True}, marks=slow),
+    pytest.param("grm_sft", {"zero_stage": 3, "offload_optimizer": True}, marks=slow),
+]
+
+
+@pytest.mark.parametrize("script, flags", RUNS)
+def test_a_step(script, flags, run):
+    gpu, calls, out = run(script, **flags)
+    assert "packed = unmodified model within" in out and "cuda:0, torch.bfloat16" in out
+    depth, layers = 4, 4  # of the tiny model's vision tower, and of its language model
+    if "gradient_checkpointing" not in flags:
+        assert gpu.kernels["vision"] == depth * calls["_encode"] > 0
+    assert gpu.kernels["text"] >= layers * calls["build_pack"] > 0
+    expect_no_more_waits(script, gpu, calls)
+
+
+@slow
+@pytest.mark.parametrize(
+    "script, flags", [("ppo_vl", {"max_prompt_length": 80}), ("reward_bt", {"max_length": 80})]
+)
+def test_more_packs_are_no_more_waits_but_for_the_known_ones(script, flags, run):
+    few, of_few, _ = run(script, train_batch_size=16, zero_stage=3, **flags)
+    many, of_many, _ = run(
+        script, train_batch_size=16, zero_stage=3, **flags, micro_batch_tokens=90, run_name="many"
+    )
+    assert of_many["build_pack"] > of_few["build_pack"] + 8
+    grown = {where for what, where in many.waits - few.waits}
+    assert {x for x in grown if x not in WAIT_IN_PACKS and x.split(".")[0] not in WAIT_IN_PACKS} == set()
+
+
+@slow
+def test_resume(run, tmp_path):
+    run("ppo_vl", total_steps=2, save_steps=1)
+    gpu, calls, out = run("ppo_vl", total_steps=2, resume=str(tmp_path / "run/checkpoint-1"))
+    assert "step 2 of 2" in out and "step 1 of 2" not in out
+    expect_no_more_waits("ppo_vl", gpu, calls)
+
+
+@slow
+def test_two_ranks(tmp_path):
+    """Collectives of ours, which one rank leaves out, are on the device, too."""
+    flags = {**BASE, **OF_RL, "zero_stage": 3, "output_dir": tmp_path}
+    command = f"-m torch.distributed.run --standalone --nproc_per_node=2 {ROOT}/tests/pretend_device.py rloo"
+    command = [sys.executable, *command.split(), *to_argv(flags)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=300)
+    assert done.returncode == 0 and "2 rank(s), cuda:0" in done.stdout, done.stderr[-3000:]

@@ -1,0 +1,160 @@
+"""Packed = one response at a time at the sizes of users, through each script's own functions: Qwen2.5-VL with its
+151,936 words (but two thin layers), pictures of different sizes, responses of up to 300 tokens."""
+
+import copy
+from types import SimpleNamespace as Parts
+
+import common  # noqa: F401  before transformers # isort: skip
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import TINY, write_jsonl
+from PIL import Image
+
+import grm_sft
+import ppo_vl
+import reward_bt
+import rloo
+from common import packing
+
+V = 151_936
+SIZES = {"square": (476, 476), "wide": (700, 392), "small": (250, 360)}  # 289, 350 and 117 tokens
+LONG = ["a teal circle " * 60, "not a box. " * 70, "no", "the second one is wide. " * 25]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Parts:
+    """A folder of pictures, model and processor."""
+    t, tiny = transformers, transformers.AutoProcessor.from_pretrained(TINY)
+    ids = tiny.tokenizer.convert_tokens_to_ids
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "vocab_size": V, "rope_parameters": rope}
+    vision = {"depth": 2, "num_heads": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
+    vision |= {"window_size": 112, "fullatt_block_indexes": [1]}
+    tokens = {f"{kind}_token_id": ids(f"<|{kind}_pad|>") for kind in ("image", "video")}
+    tokens |= {f"vision_{side}_token_id": ids(f"<|vision_{side}|>") for side in ("start", "end")}
+    torch.manual_seed(0)
+    config = t.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
+    model = t.Qwen2_5_VLForConditionalGeneration(config).eval()
+    for parameter in model.parameters():  # attention that matters
+        parameter.data = torch.randn_like(parameter) * 0.15 + (parameter.dim() == 1) * parameter.data
+    media = {"image_processor": t.Qwen2VLImageProcessor(), "video_processor": tiny.video_processor}
+    template = tiny.chat_template
+    processor = t.Qwen2_5_VLProcessor(**media, tokenizer=tiny.tokenizer, chat_template=template)
+    folder = tmp_path_factory.mktemp("pictures")
+    for i, (name, (width, height)) in enumerate(SIZES.items()):
+        pixels = np.random.default_rng(i).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+    return Parts(folder=folder, model=model, processor=processor)
+
+
+def load(script, whole: Parts, questions: list[tuple], **flags) -> tuple:
+    """-> args, and what the script's load_data gives for the rows."""
+    args = script.Args(micro_batch_tokens=2048, **flags)
+    rows = [
+        {"prompt": text, "images": [f"{x}.png" for x in images], **more} for text, images, more in questions
+    ]
+    given = [args, write_jsonl(whole.folder / "rows.jsonl", rows), "train", whole.model, whole.processor]
+    if script is reward_bt:
+        given.insert(3, 0)  # its seed
+    return args, script.load_data(*given, *[True] * (script is grm_sft))
+
+
+def one_by_one(model, prompt: packing.Prompt, ids: torch.Tensor, temperature: float = 1.0) -> tuple:
+    """Log-probs (R,) and hidden states (R + 1, H) from the prompt's last token on, by the model's own forward."""
+    more = {"input_ids": ids[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    more["mm_token_type_ids"] = torch.zeros(1, len(ids), dtype=torch.long)
+    inputs = prompt.inputs | {name: torch.cat([prompt.inputs[name], x], 1) for name, x in more.items()}
+    out = model(**inputs, logits_to_keep=len(ids) + 1, output_hidden_states=True)
+    logits = out.logits[0, :-1] / temperature
+    logits[:, packing.media_token_ids(model.config)] = -torch.inf
+    logp = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    return logp, out.hidden_states[-1][0, prompt.length - 1 :]
+
+
+# Each gives the module that trains, its packs, (prompt, response) of all responses, what the module gives for a
+# pack, and what it should give for a response, of log-probs and hidden states.
+
+
+def of_policy(script, whole: Parts) -> tuple:
+    """rloo.py and ppo_vl.py: two responses of all words to each of four prompts."""
+    questions = [("<image>What is it?", ["square"], {}), ("Is <image> like <image>?", ["wide", "small"], {})]
+    questions += [("Hello.", [], {}), ("And <image> again?", ["square"], {})]
+    args, data = load(script, whole, questions, rewards=(), reward_weights=(), temperature=0.7)
+    lengths = [300, 257, 299, 40, 256, 1, 120, 300]
+    responses = [torch.randint(600, V, (R,), generator=torch.Generator().manual_seed(R)) for R in lengths]
+    rollout = Parts(prompts=[data.encode(i) for i in range(4)], response_ids=responses)
+    run = Parts(train_data=data, device="cpu", actor=Parts(module=whole))
+    packs = script.packs_of(args, run, rollout, [(i, [2 * i, 2 * i + 1]) for i in range(4)])
+    pairs = [(rollout.prompts[b // 2], ids, 0.7) for b, ids in enumerate(responses)]
+    if script is rloo:
+        return (
+            rloo.Policy(whole.model, 0.7),
+            packs,
+            pairs,
+            lambda m, pack: m(pack)[0],
+            lambda m, logp, hidden: logp,
+        )
+    module = ppo_vl.Actor(args, whole.model, value_head=torch.nn.Linear(64, 1, bias=False))
+    exact = lambda m, logp, hidden: torch.stack([logp, m.value_head(hidden[:-1])[:, 0]], 1)  # noqa: E731
+    return module, packs, pairs, lambda m, pack: torch.stack(m(pack)[0:3:2], 1), exact
+
+
+def of_rewards(script, whole: Parts) -> tuple:
+    questions = [("<image>What is it?", ["square"], {"responses": LONG})]
+    questions += [("Is <image> like <image>?", ["wide", "small"], {"responses": LONG[:2]})]
+    args, data = load(script, whole, questions)
+    module, rankings = reward_bt.RewardModel(whole.model), [data.encode(i) for i in range(2)]
+    packs = reward_bt.packs_of(args, Parts(device="cpu", engine=Parts(module=module)), data, rankings)
+    pairs = [(ranking.prompt, ids) for ranking in rankings for ids in ranking.responses]
+    return module, packs, pairs, lambda m, pack: m(pack), lambda m, logp, hidden: m.score(hidden[-1])
+
+
+def of_judge(script, whole: Parts) -> tuple:
+    """Rows of two pictures, which share them; trained from the turn on."""
+    sides = {"image_0": "square.png", "image_1": "wide.png"}
+    verdicts = zip(LONG, ["1", "2", "tie", "1"])
+    rows = [("a box", [], {**sides, "verdict": x, "reasoning": text.strip()}) for text, x in verdicts]
+    args, data = load(script, whole, rows)
+    samples, module = grm_sft.load_samples(data, [0, 1, 2, 4, 6]), grm_sft.Judge(whole.model)
+    run = Parts(train_data=data, device="cpu", judge=Parts(module=module))
+    pairs = [(data.encode(x.entry).samples[0].prompt, x.response_ids) for x in samples]
+    starts = iter([x.start for x in samples])
+    exact = lambda m, logp, hidden: logp[next(starts) :]  # noqa: E731
+    return module, grm_sft.packs_of(args, run, samples), pairs, lambda m, pack: m(pack), exact
+
+
+CASES = {rloo: of_policy, ppo_vl: of_policy, reward_bt: of_rewards, grm_sft: of_judge}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", CASES, ids=lambda script: script.__name__)
+def test_packed_is_one_by_one(script, whole):
+    torch.manual_seed(1)
+    whole = Parts(folder=whole.folder, model=copy.deepcopy(whole.model), processor=whole.processor)
+    packing.switch_attention(whole.model, "packed")
+    module, packs, pairs, forward, exact = CASES[script](script, whole)
+    plain, packs, expected, weights = copy.deepcopy(module), list(packs), [], []
+    packing.switch_attention(plain.model, "sdpa")
+    for pair in pairs:
+        x = exact(plain, *one_by_one(plain.model, *pair))
+        weights.append(torch.randn_like(x))
+        (x * weights[-1]).sum().backward()
+        expected.append(x.detach())
+    assert len(packs) > 1 and sorted(b for pack in packs for b in pack.response_index) == [*range(len(pairs))]
+    largest = max(len(pack.targets) for pack in packs)
+    assert largest > 2 * packing.CHUNK and largest % packing.CHUNK  # beyond what is kept, a short last one
+    for pack in packs:
+        x = forward(module, pack)
+        wanted, weight = (torch.cat([table[b] for b in pack.response_index]) for table in (expected, weights))
+        torch.testing.assert_close(x.detach(), wanted, atol=2e-4, rtol=0)
+        (x * weight).sum().backward()
+    exact_gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    total = sum(float(grad.norm()) ** 2 for grad in exact_gradients.values()) ** 0.5
+    for name, parameter in module.named_parameters():
+        assert (parameter.grad is None) == (name not in exact_gradients), name
+        if parameter.grad is not None:
+            wanted = exact_gradients[name]
+            assert (parameter.grad - wanted).norm() <= 1e-4 * wanted.norm() + 1e-6 * total, name
