@@ -24,6 +24,7 @@ import grm_sft
 import reward_bt
 import rloo
 from common import packing
+from tools import families
 
 QWEN_VL, TEXT_ONLY = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("llama", "qwen2", "qwen3")
 SEVEN = (*QWEN_VL, "llava", *TEXT_ONLY)
@@ -396,6 +397,18 @@ def test_common_knows_no_family_by_name():
     assert {"qwen", "llama", "gemma", "gpt", "mistral", "internvl"} <= names
     for path in (ROOT / "common").glob("*.py"):
         assert not names & {*re.findall("[a-z]+", path.read_text().lower())}, path
+
+
+def test_the_page_on_models_has_what_its_tool_measures():
+    page = (ROOT / "docs/models.md").read_text()
+    given = families.GIVEN["families"]
+    assert all(f"| {name} |" in page for name in given)
+    paths = dict(re.findall(r"^- \*\*([a-z ]+): (\d+)", page, re.M))
+    assert page.count("| packed |") - len(families.BF16) >= 42 and int(paths["packed"]) >= 78
+    for name in ("PaliGemma", "Llama 3.2 Vision"):
+        result = families.measure(name, given[name])
+        assert f"| {name} | {result.path} |" in page and max(result.training, result.sampling) < 1e-4
+        assert (result.path == "packed") == (result.gradient < 1e-4)
 
 
 @pytest.mark.parametrize("kind", ["a pickle", "a class of its own"])
