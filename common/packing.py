@@ -149,11 +149,13 @@ def _parameters(model_class: type, method: str) -> frozenset[str]:
 def _extended(model, per_token: dict[str, Tensor]) -> dict[str, Tensor]:
     """Inputs with an entry per token -> those of a text one token longer, by the rule of the
     model's own generate: a new token is of type 0 for some models, and of 1 for others."""
-    from transformers import GenerationMixin
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, GenerationMixin
 
     name = "_update_model_kwargs_for_generation"
-    extend = getattr(type(model), name, getattr(GenerationMixin, name))  # a backbone can't generate
-    return extend(model, {}, dict(per_token), is_encoder_decoder=False)
+    if not hasattr(model, name):  # a backbone: the rule of what generates by it, which needs no weights
+        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(model.config), GenerationMixin)
+        model = kind.__new__(kind)
+    return getattr(model, name)({}, dict(per_token), is_encoder_decoder=False)
 
 
 def _split_media(inputs: dict[str, Tensor]) -> list[Medium]:
