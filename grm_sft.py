@@ -649,7 +649,7 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
 
 def open_media(kind: str, source, folder: Path, fps: float) -> dict:
     """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> part of a message:
-    a picture in RGB, or fps frames a second (F, height, width, 3), and when they were taken."""
+    a picture in RGB, or fps frames a second (F, height, width, 3) and when they were taken."""
     if kind == "video":
         frames, metadata = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
         needed = {name: metadata[name] for name in ("total_num_frames", "fps", "frames_indices")}
@@ -889,7 +889,7 @@ def load_model(name: str, dtype: torch.dtype):
         model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
         fail(f"the model {name} can't be loaded: {error}")
-    # Sampled, old and new log-probs must be of one function: no attention_dropout, layerdrop, ...
+    # Sampled, old and new log-probs are of one function: no attention_dropout, layerdrop, ...
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
@@ -1107,7 +1107,7 @@ def save_checkpoint(args: Args, run: Run, is_best: bool) -> Path:
             weights[name] = weight.cpu()
     if RANK == 0:
         weights |= {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
-        config = type(model.config).from_dict(model.config.to_dict())  # without packed attention
+        config = type(model.config).from_dict(model.config.to_dict())  # without packing
         with torch.device("meta"):  # the same architecture, without adapters
             plain = type(model)(config)
         plain.generation_config = model.generation_config

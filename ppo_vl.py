@@ -371,7 +371,7 @@ def main(args: Args) -> dict[str, float]:
         # --- 3. log-probs and values before the update ---
         add_logprobs_and_values(args, run, rollout)  # 0 without a critic
 
-        # A sampler that computes another function than the trainer would spoil the run silently.
+        # A sampler that computes another function than the trainer would spoil a run silently.
         gap = (rollout.sampler_logprobs - rollout.logprobs).abs() * rollout.mask  # (B, R)
         gap = gap.sum(1) / rollout.mask.sum(1)  # (B,): nats per token
         if not gap.mean() <= packing.TOLERANCE[run.dtype]:  # or NaN
@@ -598,18 +598,7 @@ def setup(args: Args) -> Run:
 
     actor, critic, reference = make_models(args, device, dtype)
     model = actor.module.model
-    state = {  # before: the evaluation at step 0; moments: of all scores so far: count, sum, sum of squares
-        "step": 0,
-        "before": {},
-        "cursor": 0,
-        "kl_coef": args.kl_coef,
-        "moments": torch.zeros(3, dtype=torch.float64),
-    }
-    if checkpoint is not None:
-        _, client_state = actor.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")
-        state = client_state["ours"]
-        if critic:
-            critic.load_checkpoint(str(checkpoint / "state" / "critic"), tag="engine")
+    state = start_or_resume(args, actor, critic, checkpoint)
     average = None
     if args.ema_beta > 0 and RANK == 0:
         source = str(checkpoint / "state" / "ema") if checkpoint else args.model
@@ -655,6 +644,22 @@ def setup(args: Args) -> Run:
         checkpoint=checkpoint,
         state=state,
     )
+
+
+def start_or_resume(args: Args, actor, critic, checkpoint: Path | None) -> dict:
+    """-> the run's state; of a checkpoint, with what its engines had."""
+    if checkpoint is None:
+        return {
+            "step": 0,
+            "before": {},  # the evaluation at step 0
+            "cursor": 0,  # entries of the stream of prompts that were taken
+            "kl_coef": args.kl_coef,
+            "moments": torch.zeros(3, dtype=torch.float64),  # of all scores, see normalize_scores
+        }
+    _, client_state = actor.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")
+    if critic:
+        critic.load_checkpoint(str(checkpoint / "state" / "critic"), tag="engine")
+    return client_state["ours"]
 
 
 def check_args(args: Args) -> None:
@@ -990,7 +995,7 @@ def generate(
 
 
 def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
-    """The token in whose share of [0, 1) drawn lies: logprobs (B, V), drawn (B,) -> ids (B,)."""
+    """The token whose share of [0, 1) drawn lies in: logprobs (B, V), drawn (B,) -> (B,)."""
     cumulative = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # NaN: of no effect
     tokens = torch.searchsorted(cumulative, drawn[:, None] * cumulative[:, -1:], right=True)[:, 0]
     return tokens.clamp(max=logprobs.shape[-1] - 1)
@@ -1334,7 +1339,7 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
 
 def open_media(kind: str, source, folder: Path, fps: float) -> dict:
     """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> part of a message:
-    a picture in RGB, or fps frames a second (F, height, width, 3), and when they were taken."""
+    a picture in RGB, or fps frames a second (F, height, width, 3) and when they were taken."""
     if kind == "video":
         frames, metadata = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
         needed = {name: metadata[name] for name in ("total_num_frames", "fps", "frames_indices")}
@@ -1821,7 +1826,7 @@ def load_model(name: str, dtype: torch.dtype):
         model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
         fail(f"the model {name} can't be loaded: {error}")
-    # Sampled, old and new log-probs must be of one function: no attention_dropout, layerdrop, ...
+    # Sampled, old and new log-probs are of one function: no attention_dropout, layerdrop, ...
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
@@ -2066,7 +2071,7 @@ def save_checkpoint(args: Args, run: Run) -> Path:
             weights[name] = weight.cpu()
     if RANK == 0:
         weights |= {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
-        config = type(model.config).from_dict(model.config.to_dict())  # without packed attention
+        config = type(model.config).from_dict(model.config.to_dict())  # without packing
         with torch.device("meta"):  # the same architecture, without adapters
             plain = type(model)(config)
         plain.generation_config = model.generation_config

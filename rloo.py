@@ -1,6 +1,6 @@
 """RLOO: REINFORCE with a leave-one-out baseline, for vision-language and text models.
 
-A step samples G responses to each prompt, scores them, and makes clipped policy-gradient updates:
+A step samples G responses to each prompt, scores them, and makes clipped policy updates:
 
     R = score - kl_coef * KL to the reference      A = R - mean R of the other responses to the same prompt
     rho = p_now(response) / p_before(response)     loss = -mean of min(rho A, clip(rho, 1 - c, 1 + c) A)
@@ -224,7 +224,7 @@ def main(args: Args) -> dict[str, float]:
     run = setup(args)
     actor = run.actor
     G = args.num_samples_per_prompt
-    prompts_per_rollout = args.rollout_batch_size // G  # n, or more: unusable rows are left out
+    prompts_per_rollout = args.rollout_batch_size // G  # unusable rows are left out
     updates_per_pass = args.rollout_batch_size // args.train_batch_size
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
     signals = catch_signals()  # a list, which grows when one comes
@@ -263,7 +263,7 @@ def main(args: Args) -> dict[str, float]:
         else:
             rollout.ref_logprobs = rollout.logprobs
 
-        # A sampler that computes another function than the trainer would spoil the run silently.
+        # A sampler that computes another function than the trainer would spoil a run silently.
         gap = (rollout.sampler_logprobs - rollout.logprobs).abs() * rollout.mask  # (B, R)
         gap = gap.sum(1) / rollout.mask.sum(1)  # (B,): nats per token
         if not gap.mean() <= packing.TOLERANCE[run.dtype]:  # or NaN
@@ -710,7 +710,7 @@ def generate(
 
 
 def sample_token(logprobs: Tensor, drawn: Tensor) -> Tensor:
-    """The token in whose share of [0, 1) drawn lies: logprobs (B, V), drawn (B,) -> ids (B,)."""
+    """The token whose share of [0, 1) drawn lies in: logprobs (B, V), drawn (B,) -> (B,)."""
     cumulative = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # NaN: of no effect
     tokens = torch.searchsorted(cumulative, drawn[:, None] * cumulative[:, -1:], right=True)[:, 0]
     return tokens.clamp(max=logprobs.shape[-1] - 1)
@@ -1005,7 +1005,7 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
 
 def open_media(kind: str, source, folder: Path, fps: float) -> dict:
     """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> part of a message:
-    a picture in RGB, or fps frames a second (F, height, width, 3), and when they were taken."""
+    a picture in RGB, or fps frames a second (F, height, width, 3) and when they were taken."""
     if kind == "video":
         frames, metadata = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
         needed = {name: metadata[name] for name in ("total_num_frames", "fps", "frames_indices")}
@@ -1146,7 +1146,7 @@ def load_model(name: str, dtype: torch.dtype):
         model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
         fail(f"the model {name} can't be loaded: {error}")
-    # Sampled, old and new log-probs must be of one function: no attention_dropout, layerdrop, ...
+    # Sampled, old and new log-probs are of one function: no attention_dropout, layerdrop, ...
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
@@ -1371,7 +1371,7 @@ def save_checkpoint(args: Args, run: Run) -> Path:
             weights[name] = weight.cpu()
     if RANK == 0:
         weights |= {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
-        config = type(model.config).from_dict(model.config.to_dict())  # without packed attention
+        config = type(model.config).from_dict(model.config.to_dict())  # without packing
         with torch.device("meta"):  # the same architecture, without adapters
             plain = type(model)(config)
         plain.generation_config = model.generation_config

@@ -118,8 +118,8 @@ def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class Place(Tensor):
-    """Indices in a text of its own, by which a mask compares (windows, chunks). What it looks up per token
-    (blocks of pictures), it looks up at their `rows` of the pack."""
+    """Indices in a text of its own, by which a mask compares (windows, chunks). What it looks
+    up per token (blocks of pictures), it looks up at their `rows` of the pack."""
 
     rows = None
 
@@ -203,8 +203,8 @@ def packed_attention(
     module, query, key, value, attention_mask=None, layout=None, decoder=None, eager=False, **kwargs
 ):
     """Of a pack (layout), or of a decoding step (decoder), in the signature of transformers'
-    AttentionInterface; with neither that of transformers. query (1, heads, N, D), key, value (1, kv_heads,
-    N, D) -> (1, N, heads, D), None."""
+    AttentionInterface; with neither that of transformers. query (1, heads, N, D), key, value
+    (1, kv_heads, N, D) -> (1, N, heads, D), None."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -242,8 +242,8 @@ def _varlen_takes(query: Tensor) -> bool:
 
 
 def _varlen_attention(query, key, value, scaling, layout: Layout, window: int) -> Tensor:
-    """Keys and values are gathered per response as [prompt; response]; a causal window that is aligned at the
-    bottom right then gives each response token its prompt and its own past."""
+    """Keys and values are gathered per response as [prompt; response]; a causal window that is
+    aligned at the bottom right then gives each response token its prompt and its own past."""
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (N, heads, D)
     left = window - 1 if window < layout.max_k else -1
     return _varlen(
@@ -321,8 +321,8 @@ def vision_attention(
     max_length_q=None,
     **kwargs,
 ):
-    """All windows or pictures of a vision tower in one call, where transformers would loop over them: it
-    gives boundaries to an attention whose name has "flash" in it."""
+    """All windows or pictures of a vision tower in one call, where transformers would loop
+    over them: it gives boundaries to an attention whose name has "flash" in it."""
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (N, heads, D)
     cu = cu_seq_lens_q.int()
     return _varlen(q, k, v, cu, cu, max_length_q, max_length_q, scaling, window=(-1, -1))[None], None
@@ -332,8 +332,8 @@ def vision_attention(
 
 
 def switch_attention(model, name: str) -> str:
-    """Give the text model this attention, "packed" or one of transformers' -> the name of the one before.
-    Packed is eager where transformers' was."""
+    """Give the text model this attention, "packed" or one of transformers' -> the name of the
+    one before. Packed is eager where transformers' was."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for kind in PACKED:

@@ -4,8 +4,9 @@ A *group* is one prompt with its G responses. A *pack* is one row of tokens,
 
     [prompt 0][response 0.0][response 0.1]...[prompt 1][response 1.0]...
 
-in which a response attends to [its prompt; itself] and nothing else, and its positions continue from its
-prompt's. The result is that of one row per response, up to the order of summation, for about 1/G of the work.
+in which a response attends to [its prompt; itself] and nothing else, and its positions
+continue from its prompt's. The result is that of one row per response, up to the order of
+summation, for about 1/G of the work.
 
     for pack in packs_of_rank(groups, prompts, encode, responses, max_tokens, rank, world_size, packed):
         new_logprobs, entropy = response_logprobs(model, pack, temperature)      # (M,) each
@@ -13,12 +14,13 @@ prompt's. The result is that of one row per response, up to the order of summati
         advantages = pack.responses(vector)                                      # (B,) -> (S,)
         table[pack.token_index] = new_logprobs                                   # back into a (B, R) table
 
-Not every model can do this. `enable_packing_if_exact` compares with the unmodified model before a run trusts
-packing; where they differ, everything takes the *plain path* (packed=False): one response at a time, with all
-of the processor's own inputs, through model.forward and model.generate: exact for any model, but slow.
+Not every model can do this. `enable_packing_if_exact` compares with the unmodified model
+before a run trusts packing; where they differ, everything takes the *plain path*
+(packed=False): one response at a time, with all of the processor's own inputs, through
+model.forward and model.generate: exact for any model, but slow.
 
-Letters: N tokens, S responses and M response tokens in a pack, B responses in a rollout, P prompt length, R
-response length, H hidden, V vocab.
+Letters: N tokens, S responses and M response tokens in a pack, B responses in a rollout, P
+prompt length, R response length, H hidden, V vocab.
 """
 
 import functools
@@ -94,8 +96,8 @@ class Response:
 
 
 def encode_chat(processor, messages: list[dict], **template) -> dict:
-    """Messages of parts -> what the processor, or a text model's tokenizer, makes of them. A video's part has
-    its frames and their metadata: which of how many, at what rate."""
+    """Messages of parts -> what the processor, or a text model's tokenizer, makes of them. A
+    video's part has its frames and their metadata: which of how many, at what rate."""
     metadata = [part["metadata"] for m in messages for part in m["content"] if part["type"] == "video"]
     if metadata:
         template["processor_kwargs"] = {"video_metadata": metadata, "do_sample_frames": False}
@@ -108,8 +110,8 @@ def encode_chat(processor, messages: list[dict], **template) -> dict:
 
 
 def make_prompt(model, inputs: dict, index: int = 0, row: dict | None = None, messages=None) -> Prompt:
-    """The processor's output for one prompt -> the prompt as the functions below take it. What an input is
-    for, the signatures of the model's methods say."""
+    """The processor's output for one prompt -> the prompt as the functions below take it. What
+    an input is for, the signatures of the model's methods say."""
     inputs = {name: torch.as_tensor(value) for name, value in inputs.items()}
     ids = inputs["input_ids"][0]
     base = model.base_model
@@ -145,18 +147,20 @@ def _parameters(model_class: type, method: str) -> frozenset[str]:
 
 
 def _extended(model, per_token: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Inputs with an entry per token -> those of a text one token longer, by the rule of the model's own
-    generate: a new token is of type 0 for some models, and of 1 for others."""
-    from transformers import GenerationMixin
+    """Inputs with an entry per token -> those of a text one token longer, by the rule of the
+    model's own generate: a new token is of type 0 for some models, and of 1 for others."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, GenerationMixin
 
     name = "_update_model_kwargs_for_generation"
-    extend = getattr(type(model), name, getattr(GenerationMixin, name))  # a backbone can't generate
-    return extend(model, {}, dict(per_token), is_encoder_decoder=False)
+    if not hasattr(model, name):  # a backbone: the rule of what generates by it, which needs no weights
+        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(model.config), GenerationMixin)
+        model = kind.__new__(kind)
+    return getattr(model, name)({}, dict(per_token), is_encoder_decoder=False)
 
 
 def _split_media(inputs: dict[str, Tensor]) -> list[Medium]:
-    """Inputs of a prompt's pictures -> those of each, where each has a row, or patches by a grid; else of all
-    as one."""
+    """Inputs of a prompt's pictures -> those of each, where each has a row, or patches by a
+    grid; else of all as one."""
     count = min(map(len, inputs.values()), default=0)
     grid = next((x for name, x in inputs.items() if name.endswith("grid_thw")), torch.empty(0, 3))
     patches = grid.long().prod(-1).tolist()
@@ -209,10 +213,10 @@ def plan_packs(
 ) -> list[list[Groups]]:
     """Groups -> packs of at most max_tokens tokens: plan[rank][pack] = some of the groups.
 
-    All ranks get equally many packs (some may be empty: collectives need everyone), balanced by cost =
-    tokens + attended pairs / (6 * 2048), as attention compares with matrix products in a transformer block.
-    A group over the budget is split by responses and its prompt repeated, only then. Longest processing time
-    first: R. L. Graham 1969.
+    All ranks get equally many packs (some may be empty: collectives need everyone), balanced
+    by cost = tokens + attended pairs / (6 * 2048), as attention compares with matrix products
+    in a transformer block. A group over the budget is split by responses and its prompt
+    repeated, only then. Longest processing time first: R. L. Graham 1969.
 
     >>> plan_packs([(0, [0, 1]), (1, [2])], [4, 3], [2, 2, 5], max_tokens=8, world_size=2)
     [[[(1, [2])]], [[(0, [0, 1])]]]
@@ -264,9 +268,10 @@ def packs_of_rank(
 ) -> Iterator["Pack"]:  # fmt: skip
     """Yield one rank's packs of some groups; all ranks have equally many, since collectives need everyone.
 
-    encode: row of the data set -> the whole prompt, asked for those that this rank needs. media_everywhere:
-    pictures in every pack on every rank, or in none: ZeRO-3 gathers a vision tower where it runs, 1 and 2
-    reduce its gradients in buckets. A prompt without responses adds no loss, but takes part in all of that.
+    encode: row of the data set -> the whole prompt, asked for those that this rank needs.
+    media_everywhere: pictures in every pack on every rank, or in none: ZeRO-3 gathers a vision
+    tower where it runs, 1 and 2 reduce its gradients in buckets. A prompt without responses
+    adds no loss, but takes part in all of that.
     """
     wanted = {}  # kind of input -> a prompt that has it, added where no other one has
     if packed:
@@ -484,8 +489,8 @@ def packing_gap(
 
 
 class Decoder:
-    """Token-by-token decoding of G rows for each of n prompts, which are run once, as a pack. The rows of a
-    prompt share its keys and values without a copy. Needs packed attention."""
+    """Token-by-token decoding of G rows for each of n prompts, which are run once, as a pack.
+    The rows of a prompt share its keys and values without a copy. Needs packed attention."""
 
     @torch.no_grad()
     def __init__(self, model, prompts: list[Prompt], G: int):
@@ -611,9 +616,9 @@ def generate_plain(
 
 
 def forward_hidden(model, pack: Pack, last: bool = False) -> Tensor:
-    """Hidden states (M, H) that predict the response tokens of a pack, or with last=True those of each
-    response's last token, (S, H), which a score head reads. model: a *ForCausalLM, *ForConditionalGeneration,
-    or the backbone of one."""
+    """Hidden states (M, H) that predict the response tokens of a pack, or with last=True those
+    of each response's last token, (S, H), which a score head reads. model: a *ForCausalLM,
+    *ForConditionalGeneration, or the backbone of one."""
     return _run(model, pack)[pack.last if last else pack.predict_from]
 
 

@@ -3,11 +3,10 @@
     with pretend(rloo) as gpu:            # tensors stay in CPU memory, but some claim to be on cuda:0:
         x = torch.ones(3).to("cuda:0")    # these, and all that is computed from them
         x + torch.ones(3)                 # AssertionError
-    gpu.waits                             # of the host for the GPU: {("nonzero", "rloo.generate"): 30}
-    gpu.kernels                           # calls of varlen attention: {"text": 12, "vision": 4}
+    gpu.waits, gpu.kernels                # {"rloo.generate": 30, ...}; calls of varlen attention
 
 A claim belongs to a storage, so views and autograd keep it; a TorchDispatchMode sees every operator, also of
-backward. Not seen: operators that CUDA lacks, values of indices, streams, memory. As a program, for ranks:
+backward. Not seen: operators that CUDA lacks, values of indices, streams, memory. For several ranks:
 torchrun ... tests/pretend_device.py rloo --total-steps 1"""
 
 import contextlib
@@ -32,28 +31,27 @@ def on_gpu(x: Tensor) -> bool:
     return getattr(x.untyped_storage(), "on_gpu", False)
 
 
+def tensors_in(tree) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and not x.is_meta]
+
+
 def claim(results):
     for x in tensors_in(results):
         x.untyped_storage().on_gpu = True
     return results
 
 
-def tensors_in(tree) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and not x.is_meta]
-
-
 class PretendedGpu(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.waits = Counter()  # (for what, where)
+        self.waits = Counter()  # of the host for the GPU, by the innermost function that is not torch's
         self.kernels = Counter()
 
-    def wait(self, what: str) -> None:
-        """Counted at the innermost function that is not torch's."""
+    def wait(self) -> None:
         frame = sys._getframe(1)
         while "/torch/" in (name := frame.f_code.co_filename) or name == __file__:
             frame = frame.f_back
-        self.waits[what, f"{Path(name).stem}.{frame.f_code.co_qualname}"] += 1
+        self.waits[f"{Path(name).stem}.{frame.f_code.co_qualname}"] += 1
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -62,50 +60,46 @@ class PretendedGpu(TorchDispatchMode):
         strangers = [x for x in tensors if not on_gpu(x)]
         if kwargs.get("device") is not None and kwargs["device"].type == "cuda":  # a factory, or a copy
             if strangers and not kwargs.get("non_blocking"):
-                self.wait("copy to the device")
+                self.wait()
             return claim(function(*args, **kwargs | {"device": CPU}))
         is_collective = space == "c10d" and name != "barrier"
         assert not (is_collective and strangers), f"a CPU tensor in {name}, which NCCL refuses"
         if len(strangers) == len(tensors):
             return function(*args, **kwargs)
 
-        dynamic = bool({Tag.data_dependent_output, Tag.dynamic_output_shape} & {*function.tags})
+        waits = bool({Tag.data_dependent_output, Tag.dynamic_output_shape} & {*function.tags})
         indexes = "index" in name and isinstance(args[1], list | tuple)  # x[a, b], x[a, b] = y
-        if indexes:
+        if indexes:  # by a mask, or by what has to be copied first
             indices = [x for x in args[1] if x is not None]
-            dynamic = any(x.dtype == torch.bool for x in indices)
-            if any(x.dim() and not on_gpu(x) for x in indices):
-                self.wait("copy of an index")
+            waits = any(x.dtype == torch.bool or (x.dim() and not on_gpu(x)) for x in indices)
             strangers = [x for x in strangers if not any(x is index for index in indices)]
-        if dynamic:
-            self.wait(name)
+        if name == "copy_" and strangers:
+            waits = not on_gpu(args[0]) or (strangers[0].dim() and not args[2:])  # args[2]: non_blocking
+        if waits:
+            self.wait()
         if name == "copy_":
-            if not on_gpu(args[0]):
-                self.wait("copy to the host")
-            elif strangers and strangers[0].dim() and not args[2:]:
-                self.wait("copy to the device")
             return function(*args, **kwargs)
         takes_scalars = Tag.pointwise in function.tags or indexes or "fill" in name  # those of the host, too
         for x in strangers:
-            assert x.dim() == 0 and takes_scalars, f"{name} of cuda:0 and a CPU tensor {tuple(x.shape)}"
+            is_taken = x.dim() == 0 and takes_scalars and not (name.endswith("_") and x is args[0])
+            assert is_taken, f"{name} of cuda:0 and a CPU tensor {tuple(x.shape)}"
         return claim(function(*args, **kwargs))
 
     def varlen_attn(self, q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        """Segment by segment, causal windows aligned at the lower right; what the kernel asks is asserted."""
+        """Segment by segment; what the kernel asks of its inputs is asserted."""
         for x in (q, k, v):
             assert on_gpu(x) and x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[-1] % 8 == 0
         ends_q, ends_k = TRUE_TOLIST(cu_q), TRUE_TOLIST(cu_k)
         for cu, ends, longest, x in ((cu_q, ends_q, max_q, q), (cu_k, ends_k, max_k, k)):
             assert on_gpu(cu) and cu.dtype == torch.int32 and cu.is_contiguous() and type(longest) is int
             assert longest == max(b - a for a, b in pairwise(ends)) and ends[-1] == len(x)
-        left, right = window_size
-        self.kernels["text" if right == 0 else "vision"] += 1
+        kind = {(-1, 0): "text", (-1, -1): "vision"}[window_size]
+        self.kernels[kind] += 1
         parts = []
         for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k)):
             mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=GPU)
-            own = (k1 - k0) - (q1 - q0)  # diagonal of each query's own token
-            mask = mask.tril(own) if right == 0 else mask
-            mask = mask.triu(own - left) if left >= 0 else mask
+            if kind == "text":  # causal, aligned at the lower right
+                mask = mask.tril((k1 - k0) - (q1 - q0))
             segment = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
             attend = torch.nn.functional.scaled_dot_product_attention
             parts.append(attend(*segment, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
@@ -129,11 +123,11 @@ def pretend(*scripts):
         if device.type == "cuda" and not on_gpu(x):
             return TRUE_TO(x, GPU, dtype, non_blocking)
         x = TRUE_TO(x, None if device.type == "cuda" else device, dtype, copy=copy)
-        return on_host(x, "copy to the host", Tensor.clone) if device == CPU and on_gpu(x) else x
+        return on_host(x, Tensor.clone) if device == CPU and on_gpu(x) else x
 
-    def on_host(x, what: str, act):
+    def on_host(x, act):
         if on_gpu(x):
-            gpu.wait(what)
+            gpu.wait()
         with _disable_current_modes():
             return act(x.detach())
 
@@ -154,7 +148,7 @@ def pretend(*scripts):
         (Tensor, "to", to),
         (Tensor, "cpu", lambda x: to(x, CPU)),
         (Tensor, "numpy", numpy),
-        (Tensor, "tolist", lambda x: on_host(x, "tolist", TRUE_TOLIST)),
+        (Tensor, "tolist", lambda x: on_host(x, TRUE_TOLIST)),
         (torch, "tensor", tensor),
         (varlen, "varlen_attn", gpu.varlen_attn),
         (torch.cuda, "_lazy_init", lambda: None),
@@ -175,7 +169,6 @@ def pretend(*scripts):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    import common  # noqa: F401  before transformers
     import tyro
 
     module = importlib.import_module(sys.argv[1])

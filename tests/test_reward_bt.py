@@ -18,7 +18,7 @@ import transformers
 from conftest import ROOT, TINY, largest_difference, metrics_differ, read_jsonl, weights_of, write_jsonl
 from PIL import Image
 from safetensors.torch import load_file
-from test_families import folder_of  # noqa: F401
+from test_families import VISION, folder_of  # noqa: F401
 
 import reward_bt
 from common.packing import PromptInfo
@@ -232,7 +232,7 @@ def with_media(family: str, folder) -> list[dict]:
     """Pairs and rankings of texts, pictures and a video, as users write them."""
     rows = [("What is 2 + 2?", [], [], ["4", "five, I think", "no idea, sorry", "4 or so"])]
     rows += [("Say something.", [], [], ["Rivers are long.", "no"])]
-    if family not in ("llama", "qwen2", "gpt2", "mistral"):
+    if family in VISION:
         rows += [("Is <image> like <image>?", ["1.png", "2.png"], [], ["yes", "not at all"])]
         rows += [("What is it?", ["0.png"], [], ["a dog", "a cat", "dog"])]
     if family == "qwen2_5_vl":

@@ -10,15 +10,15 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, of these up to the end of main, main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1200, 400, 200, 57, 10),
-    "ppo_vl.py": (1600, 580, 270, 58, 12),
-    "reward_bt.py": (820, 330, 150, 57, 10),
-    "grm_sft.py": (940, 330, 150, 57, 10),
-    "common/*.py": (1000, 0, 0, 60, 14),
+    "rloo.py": (1420, 400, 200, 57, 10),
+    "ppo_vl.py": (2120, 580, 270, 58, 12),
+    "reward_bt.py": (1080, 330, 150, 57, 10),
+    "grm_sft.py": (1170, 330, 150, 57, 10),
+    "common/*.py": (1240, 0, 0, 60, 14),
 }
 LINES = {  # of one file, or of all that match together
-    "common/packing.py": 680,
-    "common/attention.py": 300,
+    "common/packing.py": 785,
+    "common/attention.py": 370,
     "common/kl.py": 60,
     "README.md": 100,
     "docs/rloo.md": 150,

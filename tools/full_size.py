@@ -1,7 +1,7 @@
 """One step of each script with a random model of the shapes of Qwen2.5-VL-3B, on a machine with 24 GB.
 
-    python tools/full_size.py /tmp/full                       # makes the model (8 GB on disk), runs all four
-    python tools/full_size.py /tmp/full rloo -- --zero-stage 2     # one of them, with more flags
+    python tools/full_size.py /tmp/full               # makes the model (8 GB on disk), runs all four
+    python tools/full_size.py /tmp/full rloo grm_sft  # some of them; flags after -- are passed on
 
 It prints rows for docs/recipes.md: seconds, and the peak of the host's memory beside that of `memory()` there.
 The words of the tokenizer are those of assets/tiny_vl: the model has 151,936, and draws from all of them.
