@@ -594,10 +594,12 @@ def generate_plain(
     responses = []
     suppressed = media_token_ids(model.config)
     for prompt in prompts:
+        # Asked for G sequences, generate would repeat each patch of a picture, not the picture.
+        inputs = {name: torch.cat([x] * G) for name, x in prompt.inputs.items()}
         torch.manual_seed(prompt.seed)
         out = model.generate(
-            **_to_model(prompt.inputs, model), do_sample=temperature > 0, temperature=temperature or 1.0,
-            top_p=1.0, top_k=0, repetition_penalty=1.0, num_return_sequences=G, max_new_tokens=max_length,
+            **_to_model(inputs, model), do_sample=temperature > 0, temperature=temperature or 1.0,
+            top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=max_length,
             suppress_tokens=suppressed or None, eos_token_id=end_ids, pad_token_id=end_ids[0],
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
