@@ -405,7 +405,7 @@ def test_the_page_on_models_has_what_its_tool_measures():
     assert all(f"| {name} |" in page for name in given)
     paths = dict(re.findall(r"^- \*\*([a-z ]+): (\d+)", page, re.M))
     assert page.count("| packed |") - len(families.BF16) >= 42 and int(paths["packed"]) >= 78
-    for name in ("PaliGemma", "Llama 3.2 Vision"):
+    for name in ("PaliGemma", "Llama 3.2 Vision", "Qwen3.5"):
         result = families.measure(name, given[name])
         assert f"| {name} | {result.path} |" in page and max(result.training, result.sampling) < 1e-4
         assert (result.path == "packed") == (result.gradient < 1e-4)
