@@ -49,6 +49,14 @@ def own_signal_handlers():
         signal.signal(number, handler)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What test_gpu.py has measured, a table for docs/benchmarks.md."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
+    rows = [row for report in reports for name, row in report.user_properties if name == "row"]
+    if rows:
+        terminalreporter.write_line("\n".join(["", "| | |", "|---|---|", *rows]))
+
+
 @pytest.fixture(scope="session")
 def tiny() -> str:
     """Folder of the tiny VLM."""

@@ -116,15 +116,14 @@ def cut(drawn: list[packing.Response]) -> list[bool]:
 class Server:
     """vLLM's OpenAI-compatible server with the options of the engine in process."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, options: str = "--dtype float32 --enforce-eager --no-enable-chunked-prefill"):
         with socket.socket() as s:
             s.bind(("", 0))
             self.port = s.getsockname()[1]
         self.url, self.log = f"http://localhost:{self.port}", folder / "log"
         command = (
-            f"-m vllm.entrypoints.openai.api_server --model {TINY} --port {self.port} --dtype float32 "
-            "--max-model-len 1100 --max-num-batched-tokens 8192 --enforce-eager --no-enable-chunked-prefill "
-            "--logprobs-mode processed_logprobs"
+            f"-m vllm.entrypoints.openai.api_server --model {TINY} --port {self.port} {options} "
+            "--max-model-len 1100 --max-num-batched-tokens 8192 --logprobs-mode processed_logprobs"
         )
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(

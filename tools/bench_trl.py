@@ -3,8 +3,9 @@
     python tools/bench_trl.py job.json
 
 It wants an environment of its own (trl 1.16.0, transformers 5.19.0, torch 2.13.0, torchvision 0.28.0,
-datasets 5.2.0, accelerate 1.15.0). fp32 on the CPU, no gradient checkpointing, AdamW, gradients clipped at
-1.0, constant learning rate, one optimizer step per batch, nothing logged or saved. All else is TRL's default.
+datasets 5.2.0, accelerate 1.15.0). fp32 on the CPU, bf16 on a GPU, no gradient checkpointing, AdamW, gradients
+clipped at 1.0, constant learning rate, one optimizer step per batch, nothing logged or saved. All else is TRL's
+default.
 
 Fields of a job, those without a default are required:
     script      rloo, reward_bt or grm_sft: the script of ours that it is compared with
@@ -106,8 +107,8 @@ def trainer_arguments(job: dict, rows: int, folder: str) -> dict:
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
         "seed": job["seed"],
-        "use_cpu": True,
-        "bf16": False,  # TRL's own default is bf16, on a CPU too
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": torch.cuda.is_available(),  # as our scripts; TRL's own default is bf16, on a CPU too
         "gradient_checkpointing": False,  # TRL's default is True
         "logging_steps": 1,
         "report_to": "none",
