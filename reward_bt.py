@@ -554,23 +554,26 @@ def encode_ranking(
     model, processor, messages: list[dict], answers: list[list[dict]], index: int
 ) -> tuple[Prompt, list[Tensor]]:
     """-> the tokens that all whole chats begin with, as a prompt, and the rest of each, (R,), R >= 1."""
-    text = []  # without pictures: they stand in what all chats share
-    for message in messages:
-        parts = [part for part in message["content"] if part["type"] == "text"]
-        text.append({**message, "content": parts})
-    encoded = [packing.encode_chat(processor, text + answer) for answer in answers]
-    ids = [inputs["input_ids"][0].tolist() for inputs in encoded]
-    shared = min(count_shared(ids), min(map(len, ids)) - 1)
-    responses = [torch.tensor(own[shared:]) for own in ids]
+    tokenizer = getattr(processor, "tokenizer", processor)
 
-    inputs = encoded[0]
-    if text != messages:  # pictures are encoded once, with the first answer
-        inputs = packing.encode_chat(processor, messages + answers[0])
+    def tokenize(chat: list[dict], **options) -> list[int]:  # a picture is one token here
+        if tokenizer is processor:
+            return packing.encode_chat(processor, chat, **options)["input_ids"][0].tolist()
+        options |= {"chat_template": processor.chat_template, "return_dict": False}
+        return tokenizer.apply_chat_template(chat, **options)
+
+    ids = [tokenize(messages + answer) for answer in answers]
+    shared = min(count_shared(ids), min(map(len, ids)) - 1)
+    inputs = packing.encode_chat(processor, messages + answers[0])
+    end = inputs["input_ids"].shape[1] - (len(ids[0]) - shared)  # of the prompt
+    if inputs["input_ids"][0, end:].tolist() != ids[0][shared:]:  # the processor adds to ends, as of prompts
+        shared = len(tokenize(messages, add_generation_prompt=True))
+        inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
+        end = inputs["input_ids"].shape[1]
     inputs = {name: torch.as_tensor(value) for name, value in inputs.items()}
     T = inputs["input_ids"].shape[1]
-    for name, value in inputs.items():
-        if value.shape[:2] == (1, T):
-            inputs[name] = value[:, : T - len(responses[0])]
+    inputs = {name: x[:, :end] if x.shape[:2] == (1, T) else x for name, x in inputs.items()}
+    responses = [torch.tensor(own[shared:]) for own in ids]
     return packing.make_prompt(model, inputs, index=index), responses
 
 

@@ -149,11 +149,12 @@ def _parameters(model_class: type, method: str) -> frozenset[str]:
 def _extended(model, per_token: dict[str, Tensor]) -> dict[str, Tensor]:
     """Inputs with an entry per token -> those of a text one token longer, by the rule of the
     model's own generate: a new token is of type 0 for some models, and of 1 for others."""
-    from transformers import GenerationMixin
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, GenerationMixin
 
-    name = "_update_model_kwargs_for_generation"
-    extend = getattr(type(model), name, getattr(GenerationMixin, name))  # a backbone can't generate
-    return extend(model, {}, dict(per_token), is_encoder_decoder=False)
+    if not isinstance(model, GenerationMixin):  # a backbone: what generates by it; the rule needs no weights
+        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(model.config), GenerationMixin)
+        model = kind.__new__(kind)
+    return model._update_model_kwargs_for_generation({}, dict(per_token), is_encoder_decoder=False)
 
 
 def _split_media(inputs: dict[str, Tensor]) -> list[Medium]:
@@ -592,12 +593,13 @@ def generate_plain(
     responses = []
     suppressed = media_token_ids(model.config)
     for prompt in prompts:
+        # Asked for G sequences, generate would repeat each patch of a picture, not the picture.
+        inputs = {name: torch.cat([x] * G) for name, x in prompt.inputs.items()}
         torch.manual_seed(prompt.seed)
         out = model.generate(
-            **_to_model(prompt.inputs, model), do_sample=temperature > 0, temperature=temperature or 1.0,
-            top_p=1.0, top_k=0, repetition_penalty=1.0, num_return_sequences=G, max_new_tokens=max_length,
-            suppress_tokens=suppressed or None, eos_token_id=end_ids, pad_token_id=end_ids[0],
-            return_dict_in_generate=True, output_logits=True,
+            **_to_model(inputs, model), max_new_tokens=max_length, eos_token_id=end_ids, output_logits=True,
+            pad_token_id=end_ids[0], do_sample=temperature > 0, temperature=temperature or 1.0, top_p=1.0,
+            top_k=0, repetition_penalty=1.0, suppress_tokens=suppressed or None, return_dict_in_generate=True,
         )  # fmt: skip
         tokens = out.sequences[:, -len(out.logits) :]  # (G, R)
         logits = torch.stack(out.logits, dim=1).float()  # (G, R, V)

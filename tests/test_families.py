@@ -17,24 +17,28 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, largest_difference, read_jsonl, weights_of, write_jsonl
+from conftest import ROOT, TINY, largest_difference, metrics_differ, read_jsonl, weights_of, write_jsonl
 from PIL import Image
 
 import grm_sft
 import reward_bt
 import rloo
 from common import packing
+from tools import families
 
 QWEN_VL, TEXT_ONLY = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("llama", "qwen2", "qwen3")
 SEVEN = (*QWEN_VL, "llava", *TEXT_ONLY)
 MASKS = ("gemma2", "gemma3", "mistral", "gpt_oss", "idefics3", "internvl", "phi")
 MASKS += ("llava_onevision", "mistral3", "paligemma")
 PACKED = (*SEVEN, "granite", "cohere", "gpt2", *MASKS, "llama dynamic")
-FAMILIES = (*PACKED, "phi3 longrope", "gptj")  # longrope: its angles change below --max-prompt-length
+PLAIN = ("phi3 longrope", "gptj", "qwen3_next")  # angles that change with length, own attention, a state
+FAMILIES = (*PACKED, *PLAIN)
 VISION = (*QWEN_VL, "llava", "gemma3", "idefics3", "internvl", "llava_onevision", "mistral3", "paligemma")
 VIDEO = (*QWEN_VL, "internvl", "llava_onevision")
 NAMES = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>", "video_token": "<video>"}
 NAMES |= {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<context>"}
+SLOW = [pytest.param(x, marks=() if x in ("gemma3", "internvl") else pytest.mark.slow) for x in VISION]
+ANY_SCORE = "def score(completion_ids, **columns):\n    return [sum(x) % 7 / 7 for x in completion_ids]\n"
 TEMPERATURE, ENDS = 0.7, [*range(4, 500, 8), 500]  # rows end at once, later or never
 
 
@@ -46,6 +50,7 @@ def text_config(family: str, V: int) -> dict:
     dynamic = {"rope_parameters": {**rope, "rope_type": "dynamic", "factor": 4.0}}
     gpt = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8}
     gemma = {"query_pre_attn_scalar": 16, "sliding_window": 8}
+    experts = {"num_experts": 3, "num_experts_per_tok": 2}
     factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
     return size | {
         **dict.fromkeys(QWEN_VL, {"rope_parameters": {**rope, "mrope_section": [2, 3, 3]}}),
@@ -60,8 +65,11 @@ def text_config(family: str, V: int) -> dict:
             "rope_parameters": {**rope, "rope_type": "longrope", **factors},
             "original_max_position_embeddings": 200,
         },
-        "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
+        "gpt_oss": {"num_local_experts": 3} | experts,
         **dict.fromkeys(("gpt2", "gptj"), gpt),
+        "qwen3_next": dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | experts,
     }.get(family, {})
 
 
@@ -282,8 +290,7 @@ def test_log_probs_and_greedy_answers_are_those_of_the_unmodified_model(family, 
 
 def two_steps(folder, tmp_path) -> list[dict]:
     """A run of rloo.py in tmp_path/run -> its lines in metrics.jsonl."""
-    score = "def score(completion_ids, **columns):\n    return [sum(x) % 7 / 7 for x in completion_ids]\n"
-    (tmp_path / "reward.py").write_text(score)
+    (tmp_path / "reward.py").write_text(ANY_SCORE)
     flags = {"model": str(folder), "dataset": str(folder / "rows.jsonl"), "output_dir": str(tmp_path)}
     flags |= {"rewards": (f"{tmp_path}/reward.py:score",), "reward_weights": (1.0,), "run_name": "run"}
     flags |= {"total_steps": 2, "rollout_batch_size": 16, "train_batch_size": 16, "num_iterations": 1}
@@ -291,8 +298,9 @@ def two_steps(folder, tmp_path) -> list[dict]:
     return read_jsonl(tmp_path / "run/metrics.jsonl")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", SLOW + [pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES if x not in VISION]
+)
 def test_two_steps(family, folder_of, tmp_path, capsys):
     steps = two_steps(folder_of(family), tmp_path)
     assert [step["train/step"] for step in steps] == [1, 2]
@@ -306,7 +314,7 @@ def test_two_steps(family, folder_of, tmp_path, capsys):
     assert sum(changed) > len(changed) / 2
 
 
-@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("family", SLOW)
 @pytest.mark.parametrize("script", [reward_bt, grm_sft], ids=["reward_bt", "grm_sft"])
 def test_one_step_is_the_same_packed_and_plain(script, family, folder_of, tmp_path, monkeypatch, capsys):
     """On all rows, with the weights that come out of it: three answers, of which one is like another's start."""
@@ -334,6 +342,45 @@ def test_one_step_is_the_same_packed_and_plain(script, family, folder_of, tmp_pa
     assert metrics[0]["train/grad_norm"] > 0 and largest_difference(*weights) < 1e-4
 
 
+@pytest.fixture
+def on_family(folder_of, tmp_path):
+    """Family -> flags of a short run on its rows, with any scores."""
+    (tmp_path / "reward.py").write_text(ANY_SCORE)
+    flags = {"rewards": (f"{tmp_path}/reward.py:score",), "reward_weights": (1.0,), "eval_dataset": None}
+    return lambda family: flags | {"model": folder_of(family), "dataset": folder_of(family) / "rows.jsonl"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "internvl", "gpt_oss"])
+def test_two_ranks_with_zero_3_train_as_one(family, on_family, run, start, tmp_path):
+    flags = on_family(family)
+    one = run("rloo", **flags, run_name="one")
+    process = start("rloo", ranks=2, **flags, run_name="two", zero_stage=3)
+    log = tmp_path / "log"
+    assert process.wait(timeout=300) == 0 and "packed = unmodified" in log.read_text(), log.read_text()[
+        -3000:
+    ]
+    differ = metrics_differ(*(read_jsonl(one.parent / name / "metrics.jsonl") for name in ("one", "two")))
+    assert max(differ.values()) < 1e-4
+    assert largest_difference(*(weights_of(one.parent / x / "checkpoint-2") for x in ("one", "two"))) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "internvl", "gpt_oss"])
+def test_resume_is_exact_with_adapters_in_bf16(family, on_family, run, capsys):
+    flags = on_family(family) | {"dtype": "bfloat16", "lora_rank": 4, "learning_rate": 1e-3}
+    whole = run("rloo", **flags, run_name="whole", save_steps=1)
+    assert "packed = unmodified" in capsys.readouterr().out
+    before, weights = read_jsonl(whole / "metrics.jsonl"), weights_of(whole / "checkpoint-2")
+    assert all(
+        step["rollout/engine_logprob_diff_max"] < 0.1 and step["train/grad_norm"] > 0 for step in before
+    )
+    run("rloo", **flags, resume=whole / "checkpoint-1", run_name="whole")
+    assert max(metrics_differ(before, read_jsonl(whole / "metrics.jsonl")).values()) == 0
+    assert largest_difference(weights, weights_of(whole / "checkpoint-2")) == 0
+    assert largest_difference(weights, weights_of(whole / "checkpoint-1")) > 0
+
+
 def test_what_generates_by_another_function_than_it_trains_ends_the_run(folder_of, tmp_path, capsys):
     """Dynamic RoPE beyond its limit: cached keys have the angles of shorter texts. No path mends that."""
     with pytest.raises(SystemExit):
@@ -350,6 +397,18 @@ def test_common_knows_no_family_by_name():
     assert {"qwen", "llama", "gemma", "gpt", "mistral", "internvl"} <= names
     for path in (ROOT / "common").glob("*.py"):
         assert not names & {*re.findall("[a-z]+", path.read_text().lower())}, path
+
+
+def test_the_page_on_models_has_what_its_tool_measures():
+    page = (ROOT / "docs/models.md").read_text()
+    given = families.GIVEN["families"]
+    assert all(f"| {name} |" in page for name in given)
+    paths = dict(re.findall(r"^- \*\*([a-z ]+): (\d+)", page, re.M))
+    assert page.count("| packed |") - len(families.BF16) >= 42 and int(paths["packed"]) >= 78
+    for name in ("PaliGemma", "Llama 3.2 Vision", "Qwen3.5"):
+        result = families.measure(name, given[name])
+        assert f"| {name} | {result.path} |" in page and max(result.training, result.sampling) < 1e-4
+        assert (result.path == "packed") == (result.gradient < 1e-4)
 
 
 @pytest.mark.parametrize("kind", ["a pickle", "a class of its own"])

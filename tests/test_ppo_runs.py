@@ -131,6 +131,7 @@ def test_flags_that_contradict_each_other_are_refused(flags_of, flags, capsys):
     assert stopped.value.code == 2 and error.startswith("error: --") and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_run_takes_samplers_of_its_own(run, tmp_path):
     text = "from ppo_vl import ModelSampler\n\n\nclass Mine(ModelSampler):\n    pass\n"
     (tmp_path / "sampler.py").write_text(text)
@@ -204,6 +205,7 @@ def test_freeze_must_fit_some_parameters(run, capsys):
     assert "--freeze no such name" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reference_is_loaded_only_for_a_kl(run, monkeypatch):
     loads = spy(monkeypatch, "load_model")
     assert "loss/kl" not in metrics_of(run(**ONE_UPDATE, kl_coef=0.0))[0] and len(loads) == 2
@@ -213,6 +215,7 @@ def test_a_reference_is_loaded_only_for_a_kl(run, monkeypatch):
     assert len(loads) == 5
 
 
+@pytest.mark.slow
 def test_the_coefficient_of_the_kl_adapts(run):
     metrics = metrics_of(run(total_steps=3, kl_target=0.001, kl_horizon=100, kl_coef=0.1))
     assert metrics[0]["train/kl_coef"] == 0.1
@@ -249,6 +252,7 @@ def test_a_value_head_on_the_backbone_of_the_actor(run, monkeypatch):
     assert inside.critic is None and inside.actor.module.value_head.weight.any()
 
 
+@pytest.mark.slow
 def test_prompts_whose_responses_score_alike_are_replaced(run, tmp_path, vqa_rows, monkeypatch):
     code = "def score(completion_ids, answer, **columns):\n"
     code += "    return [sum(ids) % 7 / 7 * (len(a) > 3) for ids, a in zip(completion_ids, answer)]\n"
@@ -326,6 +330,7 @@ def test_tokens_of_high_entropy_and_other_losses(run, monkeypatch):
     assert entropy[policy_mask].min() >= entropy[mask & ~policy_mask].max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{"micro_batch_tokens": 540}, {"gradient_checkpointing": True}])
 def test_neither_packs_nor_memory_flags_change_the_result(run, flags):
     """Denominators are those of the whole optimizer step, however it is split."""
@@ -373,6 +378,7 @@ def test_every_assistant_turn_is_learned(run, tmp_path, vqa_rows, flags_of):
     assert metrics[0]["loss/ptx"] == pytest.approx(-logprobs.mean().item(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_gradient_with_ptx_is_the_sum_of_both_parts(run, tmp_path, monkeypatch):
     """Without updates; the policy's part alone, both, and chats alone."""
     found = []

@@ -204,7 +204,7 @@ def test_packs(family, examples, pool_of):
     check(examples, property_, groups=st.lists(GROUP, min_size=1, max_size=5), **fields)
 
 
-@cases(quick=40, slow=600)
+@cases(quick=40, slow=300)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoder(family, examples, pool_of):
     """Log-probs of what is sampled are those of teacher forcing, and rows end where they should."""

@@ -18,7 +18,7 @@ import transformers
 from conftest import ROOT, TINY, largest_difference, metrics_differ, read_jsonl, weights_of, write_jsonl
 from PIL import Image
 from safetensors.torch import load_file
-from test_families import folder_of  # noqa: F401
+from test_families import VISION, folder_of  # noqa: F401
 
 import reward_bt
 from common.packing import PromptInfo
@@ -232,7 +232,7 @@ def with_media(family: str, folder) -> list[dict]:
     """Pairs and rankings of texts, pictures and a video, as users write them."""
     rows = [("What is 2 + 2?", [], [], ["4", "five, I think", "no idea, sorry", "4 or so"])]
     rows += [("Say something.", [], [], ["Rivers are long.", "no"])]
-    if family not in ("llama", "qwen2", "gpt2", "mistral"):
+    if family in VISION:
         rows += [("Is <image> like <image>?", ["1.png", "2.png"], [], ["yes", "not at all"])]
         rows += [("What is it?", ["0.png"], [], ["a dog", "a cat", "dog"])]
     if family == "qwen2_5_vl":
@@ -323,6 +323,7 @@ def start(tmp_path, ranks: int, **flags) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow
 def test_resume_is_exact_and_the_log_has_no_gap(tmp_path):
     whole = run(tmp_path, run_name="whole")
     run(tmp_path, save_steps=2)
@@ -334,6 +335,7 @@ def test_resume_is_exact_and_the_log_has_no_gap(tmp_path):
     assert largest_difference(*saved) == 0
 
 
+@pytest.mark.slow
 def test_adapters_train_with_the_head_and_are_merged(tmp_path):
     first, *_, last = run(tmp_path, lora_rank=4, total_steps=12, learning_rate=3e-3, train_batch_size=16)
     assert last["rm/loss"] != first["eval/easy-vqa/loss"]
@@ -386,6 +388,7 @@ def test_a_killed_run_goes_on(tmp_path):
     assert set(metrics_differ(read_jsonl(tmp_path / "run" / "metrics.jsonl"), expected).values()) == {0}
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_stop_the_run(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(tmp_path, total_steps=9, center_coef=float("inf"))
@@ -397,6 +400,7 @@ def test_gradients_that_are_not_finite_stop_the_run(tmp_path, capsys):
     assert all(torch.equal(start[name], saved[name]) for name in start)
 
 
+@pytest.mark.slow
 def test_bf16_makes_no_ties(tmp_path):
     """128 responses to 64 prompts have 128 scores: the head works in fp32."""
     rows = [{"prompt": f"what is {i}?", "chosen": "one", "rejected": "two or three"} for i in range(64)]
@@ -440,6 +444,7 @@ def test_saved_classifier_gives_the_same_scores_with_any_padding(side, template,
     assert logits.shape == (8, 1) and logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_saved_backbone_head_and_second_stage(tmp_path, monkeypatch):
     """The reloaded tiny VLM scores as in the run, also as an example's reward, and is where a next run begins."""
     run(tmp_path, total_steps=2)

@@ -60,6 +60,7 @@ def test_the_checkpoint_is_a_transformers_folder_that_writes_the_same(run, vqa_r
         assert text == sample["response"]
 
 
+@pytest.mark.slow
 def test_rollouts_do_not_depend_on_batches_packs_or_checkpointing(run, tmp_path, any_reward):
     base = metrics_of(run("rloo", **any_reward))
     changes = {"generation_batch_size": 4}, {"micro_batch_tokens": 560}, {"gradient_checkpointing": True}
@@ -68,6 +69,7 @@ def test_rollouts_do_not_depend_on_batches_packs_or_checkpointing(run, tmp_path,
         assert max(metrics_differ(base, other).values()) < 1e-4, flags
 
 
+@pytest.mark.slow
 def test_wandb_takes_every_step(run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -330,6 +332,7 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, words
     assert error.count("\nerror:") + error.startswith("error:") == 1
 
 
+@pytest.mark.slow
 def test_folders_that_can_not_be_written_are_named(tmp_path, argv):
     (tmp_path / "home").write_text("a file")
     env = os.environ | {"HF_HOME": str(tmp_path / "home" / "cache")}

@@ -14,10 +14,10 @@ CODE = {  # lines, of these up to the end of main, main, mean length of non-empt
     "ppo_vl.py": (2120, 580, 270, 58, 12),
     "reward_bt.py": (1080, 330, 150, 57, 10),
     "grm_sft.py": (1170, 330, 150, 57, 10),
-    "common/*.py": (1240, 0, 0, 60, 14),
+    "common/*.py": (1250, 0, 0, 60, 14),
 }
 LINES = {  # of one file, or of all that match together
-    "common/packing.py": 785,
+    "common/packing.py": 790,
     "common/attention.py": 370,
     "common/kl.py": 60,
     "README.md": 100,
@@ -32,7 +32,7 @@ LINES = {  # of one file, or of all that match together
     "tools/families.py": 250,
     "tools/full_size.py": 150,
     "tests/test_gpu.py": 300,
-    "tests/*.py": 6200,
+    "tests/*.py": 6700,
 }
 
 

@@ -233,7 +233,7 @@ def main(words: list[str]) -> None:
 
 def summary(table: list[Result], scan: list[Result]) -> str:
     commit = subprocess.check_output(["git", "log", "-1", "--format=%h, %cs"], cwd=ROOT, text=True).strip()
-    lines = [f"\nCommit {commit}; transformers {transformers.__version__}, torch {torch.__version__}.\n"]
+    lines = [f"Commit {commit}; transformers {transformers.__version__}, torch {torch.__version__}.\n"]
     lines += ["| family | path | training | sampling | gradient | |", "|---|---|---|---|---|---|"]
     lines += [result.row() for result in table] + [""]
     for path in sorted({result.path for result in scan}):
