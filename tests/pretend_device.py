@@ -138,9 +138,6 @@ def pretend(*scripts):
     def tensor(data, device=None, **kwargs):  # made in C++, where no mode sees it
         return to(TRUE_TENSOR(data, **kwargs), device) if device else TRUE_TENSOR(data, **kwargs)
 
-    def made_of(dtype):  # as torch.cuda.FloatTensor(data)
-        return property(lambda self: lambda data: tensor(data, GPU, dtype=dtype))
-
     torch.utils._device._device_constructors()  # cached: `with torch.device(...)` knows the true torch.tensor
     stand_ins = [
         (Tensor, "device", property(lambda x: GPU if on_gpu(x) else TRUE_DEVICE(x))),
@@ -156,8 +153,8 @@ def pretend(*scripts):
         (distributed_c10d, "_get_object_coll_device", lambda group=None: "cuda:0"),
         (Accelerator, "device_name", lambda self, index=None: "cuda:0"),
         (Accelerator, "current_device_name", lambda self: "cuda:0"),
-        (Accelerator, "FloatTensor", made_of(torch.float32)),
-        (Accelerator, "ByteTensor", made_of(torch.uint8)),
+        (Accelerator, "FloatTensor", property(lambda self: lambda x: tensor(x, GPU, dtype=torch.float32))),
+        (Accelerator, "ByteTensor", property(lambda self: lambda x: tensor(x, GPU, dtype=torch.uint8))),
     ]
     with pytest.MonkeyPatch.context() as patch, gpu:
         for owner, name, stand_in in stand_ins:
