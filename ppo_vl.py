@@ -369,7 +369,7 @@ def main(args: Args) -> dict[str, float]:
         time_sampled = time.perf_counter()
 
         # --- 3. log-probs and values before the update ---
-        add_logprobs_and_values(args, run, rollout)  # 0 without a critic
+        add_logprobs_and_values(args, run, rollout)  # values: 0 without a critic
 
         # A sampler that computes another function than the trainer would spoil a run silently.
         gap = (rollout.sampler_logprobs - rollout.logprobs).abs() * rollout.mask  # (B, R)
