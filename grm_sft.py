@@ -63,6 +63,7 @@ class Args:
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder, hub id
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
+    columns: tuple[str, ...] = ()  # the data's, renamed: prompt=problem answer=solution
     eval_dataset: str | None = None  # held-out rows; easy-vqa has its own
     eval_dataset_split: str = "test"  # as --dataset-split
     train_samples: int = 8000  # a random subset; 0 = all
@@ -427,10 +428,11 @@ def load_data(args: Args, source: str, split: str, model, processor, training: b
     """Columns of pairs: `prompt`; `image_0`, `image_1` or `video_0`, `video_1` or texts, `answer_0`,
     `answer_1`; `verdict`: 1, 2 or tie; optional `reasoning`, `image(s)`, `video(s)` of the prompt.
     Chats: `messages`, `image(s)`, `video(s)`. From `answer` alone, as in easy-VQA, pairs are made."""
-    rows = load_rows(source, split)
+    rows = rename_columns(args, source, load_rows(source, split))
     columns = set(rows.column_names)
-    if not columns & {"messages", "verdict", "answer"}:
-        fail(f"{source} has columns {', '.join(rows.column_names)}: it needs messages, or a verdict")
+    if "messages" not in columns and not ("prompt" in columns and columns & {"verdict", "answer"}):
+        has = ", ".join(rows.column_names)
+        fail(f"{source} has columns {has}: rename yours, --columns messages=... or prompt=... verdict=...")
     makes_pairs = not columns & {"messages", "verdict"}
     folder = Path(source).parent
     seed = args.seed if training else 0
@@ -491,6 +493,20 @@ def load_rows(source: str, split: str):
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
         fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
+
+
+def rename_columns(args: Args, source: str, rows):
+    """By --columns. Held-out data may have the script's names already."""
+    names = {}  # the script's -> the data's
+    for pair in args.columns:
+        ours, _, theirs = pair.partition("=")
+        if ours and theirs in rows.column_names:
+            names[ours] = theirs
+        elif source == args.dataset:
+            fail(f"--columns takes name=column, not {pair}: {source} has {', '.join(rows.column_names)}")
+    taken = {*names, "messages"} if "prompt" in names else {*names}  # else messages would be the prompt
+    unused = [name for name in rows.column_names if name in taken and name not in names.values()]
+    return rows.remove_columns(unused).rename_columns({names[ours]: ours for ours in names})
 
 
 def easy_vqa_rows(split: str):

@@ -66,6 +66,7 @@ class Args:
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder, hub id, own checkpoint
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
+    columns: tuple[str, ...] = ()  # the data's, renamed: prompt=problem answer=solution
     eval_datasets: tuple[str, ...] = ()  # held-out sets, name=source; easy-vqa has its own
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
@@ -445,9 +446,15 @@ class Data:
 def load_data(args: Args, source: str, split: str, seed: int, model, processor) -> Data:
     """Columns: `chosen` and `rejected`, or `responses`, best first: strings or messages that follow
     `prompt` or `messages`, or whole chats; `image(s)`, `video(s)`, see to_messages; `margin`, `weight`."""
-    rows = load_rows(source, split)
+    rows = rename_columns(args, source, load_rows(source, split))
     if source == "easy-vqa":
         rows = add_pairs(rows, seed)
+    columns = {*rows.column_names}
+    is_text = str(rows.features.get("chosen")).startswith("Value")  # a chat has its prompt inside
+    has_prompt = columns & {"prompt", "messages"} or not is_text
+    if not has_prompt or not (columns >= {"chosen", "rejected"} or "responses" in columns):
+        has = ", ".join(rows.column_names)
+        fail(f"{source} has columns {has}: rename yours, --columns prompt=... chosen=... rejected=...")
     tokenizer = getattr(processor, "tokenizer", processor)
 
     # A step asks for the same rows again and again.
@@ -494,6 +501,20 @@ def load_rows(source: str, split: str):
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
         fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
+
+
+def rename_columns(args: Args, source: str, rows):
+    """By --columns. Held-out data may have the script's names already."""
+    names = {}  # the script's -> the data's
+    for pair in args.columns:
+        ours, _, theirs = pair.partition("=")
+        if ours and theirs in rows.column_names:
+            names[ours] = theirs
+        elif source == args.dataset:
+            fail(f"--columns takes name=column, not {pair}: {source} has {', '.join(rows.column_names)}")
+    taken = {*names, "messages"} if "prompt" in names else {*names}  # else messages would be the prompt
+    unused = [name for name in rows.column_names if name in taken and name not in names.values()]
+    return rows.remove_columns(unused).rename_columns({names[ours]: ours for ours in names})
 
 
 def easy_vqa_rows(split: str):

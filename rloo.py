@@ -70,6 +70,7 @@ class Args:
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder or hub id; vision-language or text
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
+    columns: tuple[str, ...] = ()  # the data's, renamed: prompt=problem answer=solution
     eval_dataset: str | None = None  # held-out prompts; None: easy-vqa's test split with easy-vqa, else none
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
@@ -901,11 +902,11 @@ class Data:
 def load_data(args: Args, source: str, split: str, model, processor) -> Data:
     """Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a
     list, see to_messages; `answer`, the reference that rewards get."""
-    rows = load_rows(source, split)
+    rows = rename_columns(args, source, load_rows(source, split))
     tokenizer = getattr(processor, "tokenizer", processor)
-    columns = set(rows.column_names)
-    if not columns & {"prompt", "messages"} or ("accuracy" in args.rewards and "answer" not in columns):
-        fail(f"{source} has columns {', '.join(columns)}: rename yours to prompt or messages, and answer")
+    columns = rows.column_names
+    if not {"prompt", "messages"} & {*columns} or ("accuracy" in args.rewards and "answer" not in columns):
+        fail(f"{source} has columns {', '.join(columns)}: rename yours, --columns prompt=... answer=...")
 
     # The packs of a step ask for the same prompts again and again.
     @functools.lru_cache(maxsize=2 * args.rollout_batch_size // args.num_samples_per_prompt)
@@ -942,6 +943,20 @@ def load_rows(source: str, split: str):
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
         fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
+
+
+def rename_columns(args: Args, source: str, rows):
+    """By --columns. Held-out data may have the script's names already."""
+    names = {}  # the script's -> the data's
+    for pair in args.columns:
+        ours, _, theirs = pair.partition("=")
+        if ours and theirs in rows.column_names:
+            names[ours] = theirs
+        elif source == args.dataset:
+            fail(f"--columns takes name=column, not {pair}: {source} has {', '.join(rows.column_names)}")
+    taken = {*names, "messages"} if "prompt" in names else {*names}  # else messages would be the prompt
+    unused = [name for name in rows.column_names if name in taken and name not in names.values()]
+    return rows.remove_columns(unused).rename_columns({names[ours]: ours for ours in names})
 
 
 def easy_vqa_rows(split: str):
