@@ -160,6 +160,7 @@ class Run:
     eval_data: Data | None
     checkpoint: Path | None  # the newest
     state: dict  # stands in every checkpoint: add what must survive a resume
+    tensorboard: Any = None  # its writer, once there is one
 
 
 # ---- main ----
@@ -180,7 +181,7 @@ def main(args: Args) -> dict[str, float]:
         state["before"], judgements = evaluate(args, run)
         if best_key not in state["before"]:
             fail(f"--best-metric: {run.eval_data.source} gives {', '.join(state['before'])}")
-        log(args, run.folder, {"train/step": 0, **state["before"]}, judgements)
+        log(args, run, {"train/step": 0, **state["before"]}, judgements)
 
     first_step = state["step"] + 1
     steps = range(first_step, args.total_steps + 1)
@@ -234,7 +235,7 @@ def main(args: Args) -> dict[str, float]:
             goodness = eval_metrics[best_key] * (-1 if args.best_metric == "loss" else 1)
             is_best = goodness > state["best"]
             state["best"] = max(goodness, state["best"])
-        log(args, run.folder, metrics, judgements)
+        log(args, run, metrics, judgements)
         bar.set_postfix(shown)
         if no_bar:
             tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
@@ -554,7 +555,7 @@ def encode_row(
                 key = key_of(ids[:end], messages[:n])
             inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
             inputs = {k: x[:, :P] if x.shape[:2] == (1, N) else x for k, x in inputs.items()}
-            prompt = packing.make_prompt(model, inputs, index=entry)
+            prompt = packing.make_prompt(model, inputs, index=entry, messages=messages[:n])
         else:
             prompt = previous.prompt
         response_ids = torch.tensor(ids[end:])
@@ -878,6 +879,11 @@ def judge_metrics(judgements: list[dict]) -> dict[str, float]:
     return metrics
 
 
+def messages_of(run: Run, sample: dict) -> list[dict]:
+    """The prompt of a sample, with opened pictures."""
+    return run.eval_data.encode(2 * sample["row"]).samples[-1].prompt.messages
+
+
 # ---- model ----
 
 
@@ -1143,26 +1149,52 @@ def save_checkpoint(args: Args, run: Run, is_best: bool) -> Path:
     return final
 
 
-def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
-    """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
+def log(args: Args, run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
+    """Rank 0 alone: to metrics.jsonl and samples.jsonl; where --track says, with samples of evaluations."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    append_lines(run_dir / "metrics.jsonl", [metrics])
-    append_lines(run_dir / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
+    append_lines(run.folder / "metrics.jsonl", [metrics])
+    append_lines(run.folder / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
+    shown = {}  # at evaluations: by phase (sample, its pictures)
+    if args.track != "off" and any(name.startswith("eval/") for name in metrics):
+        for sample in samples[:: len(samples) // 64 + 1]:
+            shown.setdefault(f"samples/{sample['phase']}", []).append(to_show(run, sample))
     if args.track == "wandb":
         import wandb
 
-        name = run_dir.name
+        name = run.folder.name
         if wandb.run is None:
-            wandb.init(id=name, name=name, config=asdict(args), dir=run_dir, resume="allow")
-        wandb.run.log(metrics, step=step)
+            wandb.init(id=name, name=name, config=asdict(args), dir=run.folder, resume="allow")
+        tables = {}
+        for key, pairs in shown.items():
+            rows = []
+            for sample, pictures in pairs:
+                rows.append(sample | {f"picture_{k}": wandb.Image(x) for k, x in enumerate(pictures)})
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            cells = [[row.get(column) for column in columns] for row in rows]
+            tables[key] = wandb.Table(columns=columns, data=cells)
+        wandb.run.log(metrics | tables, step=step)
     if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(str(run_dir)) as writer:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
+        if run.tensorboard is None:  # of a resumed run, what it does again is hidden
+            run.tensorboard = SummaryWriter(str(run.folder), purge_step=step)
+        for name, value in metrics.items():
+            run.tensorboard.add_scalar(name, value, step)
+        for key, pairs in shown.items():
+            texts = ["\n".join(f"{name}: {x}" for name, x in sample.items()) for sample, _ in pairs]
+            text = re.sub("(?m)^", "    ", "\n\n".join(texts))  # Markdown, verbatim
+            run.tensorboard.add_text(key, text, step)
+        run.tensorboard.flush()
+
+
+def to_show(run: Run, sample: dict) -> tuple[dict, list[Image.Image]]:
+    """A sample with its whole prompt as text, and the prompt's pictures."""
+    parts = [part for message in messages_of(run, sample) for part in message["content"]]
+    prompt = "\n".join(part.get("text", f"<{part['type']}>") for part in parts)
+    pictures = [part["image"] for part in parts if part["type"] == "image"]
+    return {**sample, "prompt": prompt}, pictures
 
 
 def append_lines(path: Path, lines: list[dict]) -> None:

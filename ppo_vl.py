@@ -332,6 +332,7 @@ class Run:
     sampler_is_exact: bool  # its log-probs are those of the actor, bit for bit
     checkpoint: Path | None  # the newest
     state: dict  # in every checkpoint, see setup: add what must survive a resume
+    tensorboard: Any = None  # its writer, once there is one
 
 
 # ---- main ----
@@ -352,7 +353,7 @@ def main(args: Args) -> dict[str, float]:
 
     if run.eval_data and not run.state["before"]:  # a resumed run has it
         run.state["before"], samples = evaluate(args, run)
-        log(args, run.folder, {"train/step": 0, "train/episode": 0, **run.state["before"]}, samples)
+        log(args, run, {"train/step": 0, "train/episode": 0, **run.state["before"]}, samples)
 
     first_step = run.state["step"] + 1
     steps = range(first_step, args.total_steps + 1)
@@ -542,7 +543,7 @@ def main(args: Args) -> dict[str, float]:
             metrics |= eval_metrics
             samples += eval_samples
             shown["held-out"] = f"{eval_metrics['eval/sampled_score']:.3f}"
-        log(args, run.folder, metrics, samples)
+        log(args, run, metrics, samples)
         bar.set_postfix(shown)
         if no_bar:
             tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
@@ -1709,6 +1710,12 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     return metrics, samples
 
 
+def messages_of(run: Run, sample: dict) -> list[dict]:
+    """The prompt of a sample, with opened pictures."""
+    data = run.train_data if sample["phase"] == "train" else run.eval_data
+    return data.encode(sample["row"]).messages
+
+
 # ---- model ----
 
 
@@ -2100,26 +2107,52 @@ def save_checkpoint(args: Args, run: Run) -> Path:
     return final
 
 
-def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
-    """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
+def log(args: Args, run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
+    """Rank 0 alone: to metrics.jsonl and samples.jsonl; where --track says, with samples of evaluations."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    append_lines(run_dir / "metrics.jsonl", [metrics])
-    append_lines(run_dir / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
+    append_lines(run.folder / "metrics.jsonl", [metrics])
+    append_lines(run.folder / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
+    shown = {}  # at evaluations: by phase (sample, its pictures)
+    if args.track != "off" and any(name.startswith("eval/") for name in metrics):
+        for sample in samples[:: len(samples) // 64 + 1]:
+            shown.setdefault(f"samples/{sample['phase']}", []).append(to_show(run, sample))
     if args.track == "wandb":
         import wandb
 
-        name = run_dir.name
+        name = run.folder.name
         if wandb.run is None:
-            wandb.init(id=name, name=name, config=asdict(args), dir=run_dir, resume="allow")
-        wandb.run.log(metrics, step=step)
+            wandb.init(id=name, name=name, config=asdict(args), dir=run.folder, resume="allow")
+        tables = {}
+        for key, pairs in shown.items():
+            rows = []
+            for sample, pictures in pairs:
+                rows.append(sample | {f"picture_{k}": wandb.Image(x) for k, x in enumerate(pictures)})
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            cells = [[row.get(column) for column in columns] for row in rows]
+            tables[key] = wandb.Table(columns=columns, data=cells)
+        wandb.run.log(metrics | tables, step=step)
     if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(str(run_dir)) as writer:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
+        if run.tensorboard is None:  # of a resumed run, what it does again is hidden
+            run.tensorboard = SummaryWriter(str(run.folder), purge_step=step)
+        for name, value in metrics.items():
+            run.tensorboard.add_scalar(name, value, step)
+        for key, pairs in shown.items():
+            texts = ["\n".join(f"{name}: {x}" for name, x in sample.items()) for sample, _ in pairs]
+            text = re.sub("(?m)^", "    ", "\n\n".join(texts))  # Markdown, verbatim
+            run.tensorboard.add_text(key, text, step)
+        run.tensorboard.flush()
+
+
+def to_show(run: Run, sample: dict) -> tuple[dict, list[Image.Image]]:
+    """A sample with its whole prompt as text, and the prompt's pictures."""
+    parts = [part for message in messages_of(run, sample) for part in message["content"]]
+    prompt = "\n".join(part.get("text", f"<{part['type']}>") for part in parts)
+    pictures = [part["image"] for part in parts if part["type"] == "image"]
+    return {**sample, "prompt": prompt}, pictures
 
 
 def append_lines(path: Path, lines: list[dict]) -> None:

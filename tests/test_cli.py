@@ -88,6 +88,8 @@ def test_columns_of_other_names_are_renamed(script, tmp_path, capsys):
     other = write_jsonl(tmp_path / "other.jsonl", [{"problem": "Q", "good": "G", "bad": "B"}])
     for columns, words in {
         (): "has columns problem, good, bad: rename yours, --columns ",
+        ("prompt=problem",): "has columns prompt, good, bad: rename yours",
+        ("chosen=good", "rejected=bad"): "has columns problem, chosen, rejected: rename yours",
         ("prompt",): "takes name=column, not prompt: ",
         ("=problem",): "takes name=column, not =problem: ",
         ("prompt=q",): f"takes name=column, not prompt=q: {other} has problem, good, bad",
