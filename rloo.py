@@ -1452,7 +1452,8 @@ def to_show(run: Run, sample: dict) -> tuple[dict, list[Image.Image]]:
     parts = [part for message in messages_of(run, sample) for part in message["content"]]
     prompt = "\n".join(part.get("text", f"<{part['type']}>") for part in parts)
     pictures = [part["image"] for part in parts if part["type"] == "image"]
-    return {**sample, "prompt": prompt}, pictures
+    others = {name: x for name, x in sample.items() if name != "prompt"}
+    return {"prompt": prompt, **others}, pictures
 
 
 def append_lines(path: Path, lines: list[dict]) -> None:
