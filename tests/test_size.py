@@ -10,10 +10,10 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, of these up to the end of main, main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1420, 400, 200, 57, 10),
-    "ppo_vl.py": (2120, 580, 270, 58, 12),
-    "reward_bt.py": (1080, 330, 150, 57, 10),
-    "grm_sft.py": (1170, 330, 150, 57, 10),
+    "rloo.py": (1470, 400, 200, 57, 10),
+    "ppo_vl.py": (2170, 580, 270, 58, 12),
+    "reward_bt.py": (1135, 330, 150, 57, 10),
+    "grm_sft.py": (1215, 330, 150, 57, 10),
     "common/*.py": (1250, 0, 0, 60, 14),
 }
 LINES = {  # of one file, or of all that match together
@@ -32,7 +32,7 @@ LINES = {  # of one file, or of all that match together
     "tools/families.py": 250,
     "tools/full_size.py": 150,
     "tests/test_gpu.py": 300,
-    "tests/*.py": 6720,
+    "tests/*.py": 6780,
 }
 
 
