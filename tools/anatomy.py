@@ -9,13 +9,10 @@ of the page is one of that run. tools/anatomy.html is its text. It needs no netw
 import base64
 import contextlib
 import io
-import math
 import sys
 import tempfile
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,14 +20,12 @@ import torch
 import tyro
 from jinja2 import Environment, StrictUndefined
 from PIL import Image
-from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 import rloo  # noqa: E402
 from common import attention, packing  # noqa: E402
 
-WATCHED = ("setup", "roll_out", "packs_of", "compute_rloo_loss", "optimizer_step")
 # Codes of tokens, and of pairs of them in attention, with their colours.
 NOTHING, PROMPT, PICTURE, RESPONSE, NEXT_RESPONSE, PADDING = range(6)
 COLORS = ["#ffffff", "#5875a4", "#96c4e2", "#de8440", "#f5ba7a", "#dcdfe4"]
@@ -43,11 +38,11 @@ PALETTE = np.array([list(bytes.fromhex(color[1:])) for color in COLORS], dtype=n
 @dataclass
 class Step:
     args: rloo.Args
-    run: Any  # rloo.Run, with the weights after the step
+    run: rloo.Run  # with the weights after the step
     rollout: rloo.Rollout
     logged: dict[str, float]  # metrics
-    updates: list[dict]  # of each optimizer step; ratio and clipped are by response
-    after: Tensor  # (B, R): log-probs after the step; rollout.logprobs has those before
+    updates: list[dict]  # of each pack; ratio and clipped are by response
+    after: torch.Tensor  # (B, R): log-probs after the step; rollout.logprobs has those before
     shown: int  # the prompt that the page looks at
 
 
@@ -56,53 +51,48 @@ class Finished(Exception):
 
 
 def take_step(args: rloo.Args) -> Step:
-    seen = defaultdict(list)  # what each function has returned
+    seen = {}  # the newest result of a function
+    updates = []
 
-    def watched(name: str):
+    def watched(name: str, look=lambda result: None):
         function = getattr(rloo, name)
 
         def call(*args, **keywords):
-            if name == "optimizer_step":
-                seen["rate"].append(args[0].get_lr()[0])
-            if name == "compute_rloo_loss":
-                seen["owner"].append(keywords["owner"])  # says which pack it is of
-            result = function(*args, **keywords)
-            if name == "packs_of":  # a generator
-                result = list(result)
-            seen[name].append(result)
-            return result
+            seen[name] = function(*args, **keywords)
+            look(seen[name])
+            return seen[name]
 
         return mock.patch.object(rloo, name, call)
 
-    def log(args, folder, metrics, samples):
-        if metrics["train/step"] == 1:
-            seen["logged"] = metrics
-            raise Finished
-
-    with contextlib.ExitStack() as patches:
-        for name in WATCHED:
-            patches.enter_context(watched(name))
-        patches.enter_context(mock.patch.object(rloo, "log", log))
-        patches.enter_context(contextlib.suppress(Finished))
-        rloo.main(args)
-    run = seen["setup"][0]
-    rollout = seen["roll_out"][-1]
-    packs = [pack for packs in seen["packs_of"] for pack in packs]
-    assert len(seen["owner"]) == len(seen["rate"]), "the page shows one pack per optimizer step"
-    updates = []
-    for k, owner in enumerate(seen["owner"]):
-        pack = next(pack for pack in packs if pack.owner is owner)
-        _, metrics = seen["compute_rloo_loss"][k]
+    def look_at_loss(result: tuple) -> None:
+        _, metrics = result
+        pack = forward.call_args.args[1]
         b = pack.response_index.tolist()
         clipped = metrics["policy/clipfrac_low"] + metrics["policy/clipfrac_high"]
         updates.append({
-            "rate": seen["rate"][k],
-            "norm": seen["optimizer_step"][k],
             "pack": pack,
+            "rate": seen["setup"].actor.get_lr()[0],
             "loss": metrics["loss/policy"].mean().item(),
             "ratio": dict(zip(b, metrics["policy/ratio"].tolist())),
             "clipped": dict(zip(b, clipped.tolist())),
         })  # fmt: skip
+
+    def log(args, folder, metrics, samples):
+        seen["logged"] = metrics
+        if metrics["train/step"] == 1:
+            raise Finished
+
+    with (
+        contextlib.suppress(Finished),
+        watched("setup"),
+        watched("roll_out"),
+        watched("compute_rloo_loss", look_at_loss),
+        watched("optimizer_step", lambda norm: updates[-1].update(norm=norm)),
+        mock.patch.object(packing, "response_logprobs", wraps=packing.response_logprobs) as forward,
+        mock.patch.object(rloo, "log", log),
+    ):
+        rloo.main(args)
+    run, rollout = seen["setup"], seen["roll_out"]
     return Step(
         args=args,
         run=run,
@@ -115,14 +105,11 @@ def take_step(args: rloo.Args) -> Step:
 
 
 def most_telling(rollout: rloo.Rollout) -> int:
-    """The prompt with the most different scores, then responses, then the widest scores."""
-
-    def variety(i: int) -> tuple:
-        n, G = rollout.scores.shape
-        different = {tuple(ids.tolist()) for ids in rollout.response_ids[i * G : (i + 1) * G]}
-        return len(rollout.scores[i].unique()), len(different), rollout.scores[i].std().item()
-
-    return max(range(len(rollout.prompts)), key=variety)
+    """The prompt with the most different scores, then responses."""
+    n, G = rollout.scores.shape
+    responses = [tuple(ids.tolist()) for ids in rollout.response_ids]
+    different = [len({*responses[i * G : (i + 1) * G]}) for i in range(n)]
+    return max(range(n), key=lambda i: (len(rollout.scores[i].unique()), different[i]))
 
 
 # ---- what is made of it ----
@@ -202,66 +189,48 @@ def probabilities(step: Step) -> list[tuple[str, float, float, float]]:
         sums = torch.zeros(len(different), device=run.device).index_add(0, pack.owner, logprobs)
         found.append(sums.exp().tolist())
     texts = data.tokenizer.batch_decode(different, skip_special_tokens=True)
-    answers = [prompt.row["answer"]] * len(texts)
     scores = np.zeros(len(texts))
     for function, weight in zip(run.reward_functions.values(), step.args.reward_weights):
-        scores += weight * np.array(function(texts=texts, answer=answers))
-    return sorted(zip(texts, scores, *found), key=lambda row: -max(row[2:]))
+        scores += weight * np.array(function(texts=texts, answer=[prompt.row["answer"]] * len(texts)))
+    return sorted(zip(map(readable, texts), scores, *found), key=lambda row: -max(row[2:]))
 
 
 def describe(step: Step) -> dict:
     """What the page's text asks for."""
-    args, run, rollout, i = step.args, step.run, step.rollout, step.shown
+    run, rollout, shown = step.run, step.rollout, step.shown
     n, G = rollout.scores.shape
     tokenizer = run.train_data.tokenizer
     place = run.actor.module.model.config.image_token_id
-    kl = rloo.kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator) * rollout.mask
-    rewards = rollout.scores - args.kl_coef * kl.sum(1).view(n, G)  # (n, G): R
-    baselines = (rewards.sum(1, keepdim=True) - rewards) / (G - 1)
-    change = (step.after - rollout.logprobs).sum(1)  # (B,)
-    responses = []
-    for j, b in enumerate(range(i * G, (i + 1) * G)):
-        ids = rollout.response_ids[b]
-        before, after = rollout.logprobs[b].tolist(), step.after[b].tolist()
-        responses.append({
-            "b": b,
-            "text": tokenizer.decode(ids, skip_special_tokens=True),
-            "rewards": [values[i, j].item() for values in rollout.rewards.values()],
-            "score": rollout.scores[i, j].item(),
-            "kl": kl[b].sum().item(),
-            "R": rewards[i, j].item(),
-            "baseline": baselines[i, j].item(),
-            "advantage": rollout.advantages[i, j].item(),
-            "tokens": list(zip(map(tokenizer.decode, ids.tolist()), before, after)),
-            "rho": change[b].exp().item(),
-        })  # fmt: skip
-    k = next(k for k, update in enumerate(step.updates) if i * G in update["ratio"])
+    kl = rloo.kl_estimate(rollout.logprobs, rollout.ref_logprobs, step.args.kl_estimator)  # (B, R)
+    kl = (kl * rollout.mask).sum(1).view(n, G)
+    rewards = rollout.scores - step.args.kl_coef * kl  # (n, G): R
+    k = next(k for k, update in enumerate(step.updates) if shown * G in update["ratio"])
     pack = step.updates[k]["pack"]
     groups = segments_of(pack, place)
     packed, padded = lay_out(groups)
     pairs = attended(pack, run.actor)
-    line = pack.response_index.tolist().index(i * G) // G  # of the shown prompt
-    lengths = [sum(map(len, group)) for group in groups]
-    own = slice(sum(lengths[:line]), sum(lengths[: line + 1]))
-    return {
-        "args": args,
+    line = pack.response_index.tolist().index(shown * G) // G  # of the shown prompt
+    ends = np.cumsum([0] + [sum(map(len, group)) for group in groups])
+    own = slice(ends[line], ends[line + 1])
+    candidates = probabilities(step)
+    return vars(step) | {
+        "G": G,
         "prompts": [run.train_data.encode(prompt.index) for prompt in rollout.prompts],
-        "shown": i,
-        "scores": rollout.scores.tolist(),
-        "responses": responses,
-        "most_change": max(abs(q - p) for response in responses for _, p, q in response["tokens"]),
-        "updates": step.updates,
-        "dots": list(zip(rollout.advantages.flatten().tolist(), change.tolist())),
-        "pack_step": k + 1,
+        "texts": [readable(tokenizer.decode(ids, skip_special_tokens=True)) for ids in rollout.response_ids],
+        "token": lambda id: readable(tokenizer.decode([id])),
+        "place": place,
+        "kl": kl,
+        "rewards": rewards,
+        "baselines": (rewards.sum(1, keepdim=True) - rewards) / (G - 1),
+        "change": (step.after - rollout.logprobs).sum(1),  # (B,)
+        "pack_update": k + 1,
         "packed": packed,
         "padded": padded,
         "pairs": pairs,
         "own_pairs": pairs[own, own],
         "num_pictures": len({medium.key for medium in pack.media["image"]}),
-        "candidates": probabilities(step),
-        "logged": step.logged,
-        "place": place,
-        "decode": tokenizer.decode,
+        "candidates": candidates,
+        "expected": [sum(row[1] * row[k] for row in candidates) for k in (2, 3)],  # score
     }
 
 
@@ -273,35 +242,40 @@ def data_uri(picture: Image.Image | np.ndarray) -> str:
     if not isinstance(picture, Image.Image):
         picture = Image.fromarray(PALETTE[picture])
     file = io.BytesIO()
-    picture.quantize(64).save(file, "png", optimize=True)
+    picture.quantize(64).save(file, "png")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def number(x: float, digits: int = 3, sign: str = "") -> str:
+    x = round(float(x), digits) + 0.0  # not -0
     return f"{x:{sign},.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def readable(text: str) -> str:
+    return "".join(c if c.isprintable() else "↵" if c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def draw(shown: dict, path: Path) -> None:
     """For docs/rloo.md: advantages of the responses, what a group's tokens attend to, before and after."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4), dpi=90, layout="constrained")
-    FigureCanvasAgg(figure)
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1.1, 0.9, 1.1))
-    responses = shown["responses"]
-    y = np.arange(len(responses))
-    advantages = [response["advantage"] for response in responses]
+    figure = Figure(figsize=(13, 4.2), dpi=90, layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    i, G = shown["shown"], shown["G"]
+    y = np.arange(G)
+    figure.suptitle(shown["prompts"][i].row["prompt"], fontsize=14)
+    advantages = shown["rollout"].advantages[i].tolist()
     left.barh(y, advantages, color=[COLORS[PROMPT] if a > 0 else COLORS[RESPONSE] for a in advantages])
-    left.set_yticks(y, [f"{r['text'].strip()[:24]}   {r['score']:.1f}" for r in responses])
-    left.set_title("responses to one prompt, their scores, advantages A")
+    left.set_yticks(y, [text[:28] for text in shown["texts"][i * G : (i + 1) * G]])
+    left.set_title(f"advantage A of {G} responses")
     middle.imshow(PALETTE[shown["own_pairs"]], interpolation="nearest")
-    middle.set_title("who attends to whom: prompt once, then responses")
-    likeliest = shown["candidates"][: len(responses)]
-    right.barh(y - 0.2, [row[2] for row in likeliest], height=0.4, color=COLORS[PADDING], label="before")
-    right.barh(y + 0.2, [row[3] for row in likeliest], height=0.4, color=COLORS[PROMPT], label="after")
-    right.set_yticks(y, [f"{text.strip()[:24]}   {score:.1f}" for text, score, _, _ in likeliest])
-    right.set_title("probability of whole responses")
+    middle.set_title("who sees whom in the pack")
+    middle.set_axis_off()
+    likeliest = shown["candidates"][:G]
+    for k, name, color in ((2, "before", PADDING), (3, "after", PROMPT)):
+        right.barh(y + 0.4 * k - 1, [row[k] for row in likeliest], 0.4, color=COLORS[color], label=name)
+    right.set_yticks(y, [row[0][:28] for row in likeliest])
+    right.set_title("probability of a response")
     right.legend(frameon=False)
     for axes in (left, right):
         axes.invert_yaxis()
@@ -313,10 +287,8 @@ def main(folder: Path = ROOT / "docs") -> None:
     """folder: where anatomy.html and anatomy.png go."""
     with tempfile.TemporaryDirectory() as runs:
         shown = describe(take_step(rloo.Args(output_dir=runs, dtype="float32")))
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"number": number, "data_uri": data_uri, "exp": math.exp}
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters |= {"number": number, "data_uri": data_uri}
     template = environment.from_string((ROOT / "tools" / "anatomy.html").read_text())
     page = template.render(shown, colors=COLORS, zip=zip)
     (folder / "anatomy.html").write_text(page)
