@@ -9,6 +9,7 @@ of the page is one of that run. tools/anatomy.html is its text. It needs no netw
 import base64
 import contextlib
 import io
+import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -117,12 +118,11 @@ def most_telling(rollout: rloo.Rollout) -> int:
 
 def segments_of(pack: packing.Pack, place: int) -> list[list[np.ndarray]]:
     """Codes of the tokens, by group: [prompt, response, ...]. place: the token that a picture fills."""
-    ids = pack.inputs["input_ids"][0]
     layout = pack.inputs["layout"]
     groups = []
     for start, end in zip(layout.cu_q[:-1].tolist(), layout.cu_q[1:].tolist()):
         if layout.own[start] == 0:  # begins a text: a prompt
-            groups.append([np.where(ids[start:end] == place, PICTURE, PROMPT)])
+            groups.append([np.where(pack.inputs["input_ids"][0, start:end] == place, PICTURE, PROMPT)])
         else:
             code = RESPONSE if len(groups[-1]) % 2 else NEXT_RESPONSE
             groups[-1].append(np.full(end - start, code))
@@ -252,7 +252,7 @@ def number(x: float, digits: int = 3, sign: str = "") -> str:
 
 
 def readable(text: str) -> str:
-    return "".join(c if c.isprintable() else "↵" if c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return re.sub("[^ -\u017f↵]", "\N{REPLACEMENT CHARACTER}", text.replace("\n", "↵"))
 
 
 def draw(shown: dict, path: Path) -> None:
@@ -266,7 +266,7 @@ def draw(shown: dict, path: Path) -> None:
     figure.suptitle(shown["prompts"][i].row["prompt"], fontsize=14)
     advantages = shown["rollout"].advantages[i].tolist()
     left.barh(y, advantages, color=[COLORS[PROMPT] if a > 0 else COLORS[RESPONSE] for a in advantages])
-    left.set_yticks(y, [text[:28] for text in shown["texts"][i * G : (i + 1) * G]])
+    left.set_yticks(y, [text[:28] for text in shown["texts"][i * G : (i + 1) * G]], parse_math=False)
     left.set_title(f"advantage A of {G} responses")
     middle.imshow(PALETTE[shown["own_pairs"]], interpolation="nearest")
     middle.set_title("who sees whom in the pack")
@@ -274,7 +274,7 @@ def draw(shown: dict, path: Path) -> None:
     likeliest = shown["candidates"][:G]
     for k, name, color in ((2, "before", PADDING), (3, "after", PROMPT)):
         right.barh(y + 0.4 * k - 1, [row[k] for row in likeliest], 0.4, color=COLORS[color], label=name)
-    right.set_yticks(y, [row[0][:28] for row in likeliest])
+    right.set_yticks(y, [row[0][:28] for row in likeliest], parse_math=False)
     right.set_title("probability of a response")
     right.legend(frameon=False)
     for axes in (left, right):
