@@ -113,7 +113,7 @@ class Args:
     """optimizer steps of phase 1"""
     language_steps: int = 2000
     """optimizer steps of phase 2"""
-    habits_steps: int = 150
+    habits_steps: int = 300
     """optimizer steps of phase 3"""
     eyes_lr: float = 2e-3
     """peak learning rate of phase 1"""
@@ -615,7 +615,7 @@ Made from nothing, with no pretrained weights, by
 
     python tools/make_tiny_vl.py --output-dir assets/tiny_vl
 
-Seed {args.seed}, one CPU core, no GPU: eyes {minutes["eyes"]} minutes, language {minutes["language"]}, habits {minutes["habits"]}. The script's
+Seed {args.seed}, on CPU cores that had other work: eyes {minutes["eyes"]} minutes, language {minutes["language"]}, habits {minutes["habits"]}. The script's
 docstring says what the phases are. Another machine rounds differently, so expect figures close to these, not equal. The
 strength of the habits was chosen by these same test questions.
 
