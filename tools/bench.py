@@ -14,6 +14,7 @@ reward   reward_bt.py and RewardTrainer on SmolLM2-135M: 16 pairs with prompts o
          4 prompts with four ranked responses each, which TRL takes as six pairs
 sft      grm_sft.py and SFTTrainer on the tiny VLM: 64 questions about easy-VQA pictures, all different, and
          grouped by picture
+sampler  responses of 512 and 1024 tokens on SmolLM2-135M, 4 prompts x 8: rloo.py's own decoding and generate
 memory   peak of the log-probs alone, forward and backward, chunked against dense, at a vocabulary of 152k
 
 Our script, by its own main, and TRL's trainer (tools/bench_trl.py says in which environment) run in a process
@@ -34,7 +35,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,12 +52,12 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from common import packing  # noqa: E402
 
 VOCAB, HIDDEN, TOKENS = 151_936, 256, 8192  # of part memory
-Part = Literal["bare", "curves", "rloo", "reward", "sft", "memory"]
+Part = Literal["bare", "curves", "rloo", "reward", "sft", "sampler", "memory"]
 
 
 @dataclass
 class Args:
-    parts: tyro.conf.Positional[tuple[Part, ...]]  # what to measure
+    parts: tyro.conf.Positional[tuple[Part, ...]] = ()  # what to measure
     cases: tuple[str, ...] = ()  # of those parts only these, such as text_200, rloo_vlm or group_vlm
     trl_python: str = "python"  # of the environment that has TRL
     text_model: str = "models/smollm2"  # folder made by tools/make_smollm2.py
@@ -536,6 +537,65 @@ def compare_memory(args: Args) -> Iterator[dict]:
     yield result | {"ratio": result["memory_dense"] / result["memory_chunked"]}
 
 
+# ---- long responses ----
+
+
+def measure_sampler(args: Args, side: str, length: int) -> dict:
+    """Milliseconds of a decoding step early and late, and the peak: 4 prompts x 8 responses, none of which ends."""
+    import transformers
+
+    import rloo
+
+    model = rloo.load_model(args.text_model, torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.text_model)
+    prompts = []
+    for i, text in enumerate(words(args, 4, 60)):
+        message = {"role": "user", "content": [{"type": "text", "text": text}]}
+        inputs = packing.encode_chat(tokenizer, [message], add_generation_prompt=True)
+        prompt = packing.make_prompt(model, inputs, index=i, row={}, messages=[message])
+        prompts.append(replace(prompt, seed=i))
+    times = []
+    if side == "ours":
+        packing.switch_attention(model, "packed")
+        watch(packing, "next_logprobs", lambda logprobs: times.append(time.perf_counter()))
+        rloo.generate(rloo.Args(max_response_length=length), model, prompts, 8, 1.0, end_ids=[10**9])
+    else:
+
+        class Clock(transformers.LogitsProcessor):
+            def __call__(self, input_ids, scores):
+                times.append(time.perf_counter())
+                return scores
+
+        tokenizer.padding_side = "left"
+        inputs = tokenizer.pad(
+            {"input_ids": [prompt.ids.tolist() for prompt in prompts]}, return_tensors="pt"
+        )
+        how = {"do_sample": True, "top_k": 0, "top_p": 1.0, "num_return_sequences": 8}
+        how |= {"min_new_tokens": length, "max_new_tokens": length, "logits_processor": [Clock()]}
+        model.generate(**inputs, **how)
+    steps = [1000 * (b - a) for a, b in itertools.pairwise(times)][1:]
+    early, late = statistics.median(steps[:64]), statistics.median(steps[-64:])
+    return {"early": early, "late": late, "all": times[-1] - times[0], "memory": peak_memory()}
+
+
+def compare_samplers(args: Args) -> Iterator[dict]:
+    for length in (512, 1024):
+        result = {"part": f"{length} tokens"}
+        for side in ("ours", "generate"):
+            command = [
+                sys.executable,
+                __file__,
+                "--child",
+                f"{side} {length}",
+                "--text-model",
+                args.text_model,
+            ]
+            command += ["--threads", str(args.threads)]
+            child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            result |= {f"{name}_{side}": x for name, x in json.loads(child.stdout.splitlines()[-1]).items()}
+        yield result | {"sampler_ratio": result["all_generate"] / result["all_ours"]}
+
+
 # ---- report ----
 
 
@@ -578,6 +638,12 @@ TABLES = {  # what a result has that belongs into the table -> head and columns
         "part | step: ours, s | TRL, s | ratio | update: ours, s | TRL, s | ratio | peak: ours, GB | TRL, GB",
         (*(f"{x}_{y}" for x in ("step", "update") for y in (*SIDES, "ratio")), "memory_ours", "memory_trl"),
     ),
+    "sampler_ratio": (
+        "part | a step at first, ms: ours | generate | at last: ours | generate | all, s: ours | generate | "
+        "ratio | peak, GB: ours | generate",
+        (*(f"{x}_{y}" for x in ("early", "late", "all") for y in ("ours", "generate")), "sampler_ratio")
+        + ("memory_ours", "memory_generate"),
+    ),
     "memory_dense": ("part | dense, GB | chunked, GB | ratio", ("memory_dense", "memory_chunked", "ratio")),
 }
 
@@ -609,6 +675,9 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     if args.child in ("chunked", "dense"):
         return print(measure_memory(args.child))
+    if args.child and args.child.startswith(("ours ", "generate ")):
+        side, length = args.child.split()
+        return print(json.dumps(measure_sampler(args, side, int(length))))
     if args.child:
         job = json.loads(Path(args.child).read_text())
         if job["threads"]:
@@ -618,6 +687,7 @@ def main(args: Args) -> None:
         sys.exit("--clock cpu adds up the seconds of all threads: use it with --threads 1")
     machine, results = describe_machine(args), []
     measure = {"bare": compare_with_bare, "curves": measure_curves, "memory": compare_memory}
+    measure["sampler"] = compare_samplers
     for part in args.parts:
         for result in measure[part](args) if part in measure else compare_with_trl(args, part):
             results.append(result)
