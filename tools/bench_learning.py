@@ -30,17 +30,20 @@ class Args:
     trl_python: str = "python"  # of the environment that has TRL, see tools/bench_trl.py
     output: str = "runs/learning"
     seeds: tuple[int, ...] = (1, 2, 3)
-    every: int = 5  # rollouts between two evaluations
+    rollouts: int = 30  # of 256 responses
+    every: int = 3  # rollouts between two evaluations
     child: str | None = None  # internal: ours or trl
 
 
 # ---- the two sides: folder/rollout-N with weights, and seconds.json ----
 
 
-def train_ours(seed: int, every: int, folder: Path) -> None:
+def train_ours(seed: int, rollouts: int, every: int, folder: Path) -> None:
     import rloo
 
-    args = rloo.Args(seed=seed, output_dir=str(folder), run_name="run", eval_steps=0, eval_samples=1)
+    args = rloo.Args(
+        seed=seed, total_steps=rollouts, output_dir=str(folder), run_name="run", eval_steps=0, eval_samples=1
+    )
     args.save_steps, args.save_total_limit = every, 99
     rloo.main(args)
     for path in (folder / "run").glob("checkpoint-*"):
@@ -69,7 +72,7 @@ class Clock(transformers.TrainerCallback):
         self.start = time.perf_counter()
 
 
-def train_trl(seed: int, every: int, folder: Path) -> None:
+def train_trl(seed: int, rollouts: int, every: int, folder: Path) -> None:
     import datasets
     import trl
 
@@ -95,7 +98,7 @@ def train_trl(seed: int, every: int, folder: Path) -> None:
         num_iterations=ours.num_iterations,
         num_generations=ours.num_samples_per_prompt,
         max_completion_length=ours.max_response_length,
-        max_steps=ours.total_steps * updates,
+        max_steps=rollouts * updates,
         beta=ours.kl_coef,
         reward_weights=list(ours.reward_weights),
         learning_rate=ours.learning_rate,
@@ -195,13 +198,14 @@ def main(args: Args) -> None:
         torch.set_num_threads(1)
         train = {"ours": train_ours, "trl": train_trl}[args.child]
         folder = output / f"{args.child}-{args.seeds[0]}"
-        train(args.seeds[0], args.every, folder)
+        train(args.seeds[0], args.rollouts, args.every, folder)
         return
     for seed in args.seeds:
         running = []
         for side, python in (("ours", sys.executable), ("trl", args.trl_python)):
-            command = [python, __file__, "--child", side, "--seeds", str(seed), "--every", str(args.every)]
-            running.append(subprocess.Popen([*command, "--output", args.output]))
+            command = [python, __file__, "--child", side, "--seeds", str(seed), "--output", args.output]
+            command += ["--rollouts", str(args.rollouts), "--every", str(args.every)]
+            running.append(subprocess.Popen(command))
         if any([process.wait() for process in running]):
             raise SystemExit("one side has ended: see above")
     start = ROOT / "assets/tiny_vl"
