@@ -46,12 +46,8 @@ def make_model(folder: Path) -> None:
     processor.image_processor.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
     known = transformers.AutoConfig.from_pretrained(tiny)
     text = {
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "vocab_size": 151_936,
+        **{"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36},
+        **{"num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151_936},
         "max_position_embeddings": 128_000,
         "tie_word_embeddings": True,
         "bos_token_id": None,
@@ -59,13 +55,8 @@ def make_model(folder: Path) -> None:
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
     }
     vision = {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 2048,
-        "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31],
+        **{"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16},
+        **{"out_hidden_size": 2048, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
     }
     ids = {name: value for name, value in vars(known).items() if re.fullmatch(r"\w+_token_id", name)}
     config = transformers.Qwen2_5_VLConfig(
