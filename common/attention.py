@@ -36,7 +36,7 @@ class CannotPack(Exception):
 
 
 class Bucket(NamedTuple):
-    """Groups of a pack with similar lengths, which attend as one batch. Padding repeats the last token."""
+    """Groups of a pack with similar lengths, which attend as one batch. Padding is the row's first token."""
 
     prompts: Tensor  # (n, P): row positions
     prompts_valid: Tensor  # (n, P): False where there is padding
@@ -106,12 +106,9 @@ def _make_buckets(groups: list[list[Tensor]]) -> tuple[list[Bucket], Tensor]:
 def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     if not rows:
         return torch.empty(0, 0, dtype=torch.long), torch.empty(0, 0, dtype=torch.bool)
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
-    longest = int(lengths.max())
-    # An empty response becomes a row of zeros, all of it padding.
-    last = [int(row[-1]) if len(row) else 0 for row in rows]
-    padded = [F.pad(row, (0, longest - len(row)), value=value) for row, value in zip(rows, last)]
-    return torch.stack(padded), torch.arange(longest) < lengths[:, None]
+    return padded, torch.arange(padded.shape[1]) < lengths[:, None]
 
 
 # ---- masks ----
@@ -219,13 +216,11 @@ def packed_attention(
         raise CannotPack("its mask is not made by transformers' masking_utils")
 
     scaling = kwargs.get("scaling")
-    attend = functools.partial(_attend_sdpa, scaling)
+    own_attend = None
     if eager:
-        attend = functools.partial(_attend_eager, functools.partial(own_eager, module, **kwargs))
+        own_attend = functools.partial(_attend_eager, functools.partial(own_eager, module, **kwargs))
     if layout is None:
-        return decoder.attend(
-            module.layer_idx, query, key, value, mask, scaling, attend if eager else None
-        ), None
+        return decoder.attend(module.layer_idx, query, key, value, mask, scaling, own_attend), None
     if decoder is not None:  # it runs its prompts
         decoder.remember(module.layer_idx, key, value)
     window = 0
@@ -233,6 +228,7 @@ def packed_attention(
         window = mask.once("window", lambda: mask.window(layout.max_k))
     if window:
         return _varlen_attention(query, key, value, scaling, layout, window), None
+    attend = own_attend or functools.partial(_attend_sdpa, scaling)
     return _grouped_attention(attend, query, key, value, layout, mask), None
 
 
@@ -310,17 +306,7 @@ def _attend_eager(eager: Callable, query, key, value, seen: Tensor | None) -> Te
     return eager(query, key, value, torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, lowest))[0]
 
 
-def vision_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask=None,
-    scaling=None,
-    cu_seq_lens_q=None,
-    max_length_q=None,
-    **kwargs,
-):
+def vision_attention(module, query, key, value, scaling, cu_seq_lens_q, max_length_q, **kwargs):
     """All windows or pictures of a vision tower in one call, where transformers would loop
     over them: it gives boundaries to an attention whose name has "flash" in it."""
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (N, heads, D)
@@ -355,10 +341,9 @@ def switch_attention(model, name: str) -> str:
 
 def _loops_over_windows(model) -> bool:
     """Does its vision tower attend in segments, and could one kernel call do?"""
-    takes_boundaries = [
-        "cu_seqlens" in inspect.signature(type(module).forward).parameters for module in model.modules()
-    ]
-    return model.dtype in (torch.float16, torch.bfloat16) and any(takes_boundaries)
+    forwards = [inspect.signature(type(module).forward) for module in model.modules()]
+    takes_boundaries = any("cu_seqlens" in forward.parameters for forward in forwards)
+    return model.dtype in (torch.float16, torch.bfloat16) and takes_boundaries
 
 
 def is_packed(model) -> bool:

@@ -48,6 +48,7 @@ KEPT_LOGPROBS = 2**26  # log-probs kept from forward to backward: 256 MB that sa
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # nats, mean of log-probs that count as equal
 CHUNK = 256  # tokens whose logits live at a time, on a CPU
 NEVER = -1e30  # logit of tokens that are never drawn; finite, so that p * log p is 0
+_source = functools.cache(inspect.getsource)
 
 
 # ---- prompts ----
@@ -79,7 +80,7 @@ class Prompt(PromptInfo):
     positions: Tensor  # (P,), or (3, P) for M-RoPE
     media: dict[str, list[Medium]]  # "image" and "video", in the order of their places
     token_inputs: tuple[str, ...]  # inputs with an entry per token that packs have too: token_type_ids
-    next_inputs: dict[str, Tensor]  # (1, 1): what `generate` gives for the token after the prompt
+    extended: dict[str, Tensor]  # (1, P + 1): these and the mask, as `generate` has them a token later
     unpackable: tuple[str, ...]  # inputs that packs have no place for
     row: dict | None = None  # of the data set, for rewards
     messages: list[dict] | None = None  # the chat with opened media, for other samplers
@@ -132,7 +133,7 @@ def make_prompt(model, inputs: dict, index: int = 0, row: dict | None = None, me
             kind: _split_media({n: inputs[n] for n in sorted(names)}) for kind, names in media_names.items()
         },
         token_inputs=tuple(sorted(own_names & _parameters(type(base), "forward"))),
-        next_inputs={name: x[:, -1:] for name, x in _extended(model, per_token).items()},
+        extended=_extended(model, per_token),
         unpackable=tuple(sorted(unpackable)),
         row=row,
         messages=messages,
@@ -241,23 +242,20 @@ def plan_packs(
     pieces.sort(key=lambda piece: -piece[0])
     total = sum(tokens for _, tokens, _, _ in pieces)
     num_packs = max(1, math.ceil(total / (max_tokens * world_size))) * world_size
-    while True:
-        packs = [[] for _ in range(num_packs)]
-        room = [max_tokens] * num_packs
-        load = [0.0] * num_packs
-        for cost, tokens, prompt, members in pieces:
-            fitting = [i for i in range(num_packs) if room[i] >= tokens]
-            if not fitting:
-                break
-            target = min(fitting, key=lambda i: load[i])
-            packs[target].append((prompt, members))
-            room[target] -= tokens
-            load[target] += cost
-        else:
-            break
-        num_packs += world_size
+    packs = [[] for _ in range(num_packs)]
+    room = [max_tokens] * num_packs
+    load = [0.0] * num_packs
+    for cost, tokens, prompt, members in pieces:
+        if max(room) < tokens:  # another one for every rank
+            packs += [[] for _ in range(world_size)]
+            room += [max_tokens] * world_size
+            load += [0.0] * world_size
+        target = min((i for i in range(len(packs)) if room[i] >= tokens), key=load.__getitem__)
+        packs[target].append((prompt, members))
+        room[target] -= tokens
+        load[target] += cost
     # Ranks wait for the slowest at every pack: neighbours in the order of load run side by side.
-    order = sorted(range(num_packs), key=lambda i: -load[i])
+    order = sorted(range(len(packs)), key=lambda i: -load[i])
     return [[packs[i] for i in order[rank::world_size]] for rank in range(world_size)]
 
 
@@ -358,9 +356,7 @@ def plain_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tenso
     ((g, members),) = pieces
     prompt = prompts[g]
     own = [responses[b] for b in members]
-    inputs = dict(prompt.inputs)
-    for name in prompt.next_inputs:
-        inputs[name] = _per_token(prompt, name, own)
+    inputs = prompt.inputs | {name: _per_token(prompt, name, own) for name in prompt.extended}
     places = [torch.arange(len(ids) + 1) + prompt.length - 1 for ids in own]
     return _make_pack(inputs, {}, pieces, responses, places)
 
@@ -369,10 +365,8 @@ def _per_token(prompt: Prompt, name: str, responses: list[Tensor]) -> Tensor:
     """An input of a prompt and of responses to it as in generate, (1, P + R); 0 where there is none."""
     if name == "input_ids":
         return torch.cat([prompt.ids, *responses])[None]
-    R = sum(map(len, responses))
-    if name not in prompt.inputs:
-        return torch.zeros(1, prompt.length + R, dtype=torch.long)
-    return torch.cat([prompt.inputs[name], prompt.next_inputs[name].repeat_interleave(R, dim=1)], dim=1)
+    extended = prompt.extended.get(name, torch.zeros(1, prompt.length + 1, dtype=torch.long))
+    return torch.cat([extended[:, :-1], *(extended[:, -1:].expand(1, len(x)) for x in responses)], dim=1)
 
 
 def _make_pack(inputs: dict, media: dict, pieces: Groups, responses: list, places: list[Tensor]) -> Pack:
@@ -507,9 +501,8 @@ class Decoder:
         self.values = {}
         pack = build_pack([(i, []) for i in range(len(prompts))], dict(enumerate(prompts)), [])
         hidden = _run(model, pack.to(device), decoder=self)  # (N, H)
-        self.hidden = hidden[ends.to(device) - 1].repeat_interleave(
-            G, 0
-        )  # (n * G, H): predicts the next token
+        # (n * G, H): predict the next tokens
+        self.hidden = hidden[ends.to(device) - 1].repeat_interleave(G, dim=0)
         self.cache = DynamicCache()  # of the rows' own tokens
         self.rows = torch.arange(len(prompts) * G, device=device)  # row b: response rows[b] % G of its prompt
         self.lengths = lengths.to(device).repeat_interleave(G)  # (n * G,)
@@ -597,15 +590,13 @@ def generate_plain(
         inputs = {name: torch.cat([x] * G) for name, x in prompt.inputs.items()}
         torch.manual_seed(prompt.seed)
         out = model.generate(
-            **_to_model(inputs, model), max_new_tokens=max_length, eos_token_id=end_ids, output_logits=True,
+            **_to_model(inputs, model), max_new_tokens=max_length, eos_token_id=end_ids, output_scores=True,
             pad_token_id=end_ids[0], do_sample=temperature > 0, temperature=temperature or 1.0, top_p=1.0,
             top_k=0, repetition_penalty=1.0, suppress_tokens=suppressed or None, return_dict_in_generate=True,
         )  # fmt: skip
-        tokens = out.sequences[:, -len(out.logits) :]  # (G, R)
-        logits = torch.stack(out.logits, dim=1).float()  # (G, R, V)
-        logp = temper_(logits, temperature or 1.0, suppressed).log_softmax(-1)
-        logp = logp.gather(2, tokens[..., None])[..., 0].cpu()
-        for ids, logprobs in zip(tokens.cpu(), logp):
+        tokens = out.sequences[:, -len(out.scores) :].cpu()  # (G, R)
+        table = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)  # (G, R)
+        for ids, logprobs in zip(tokens, table.cpu()):
             ends = torch.isin(ids, torch.tensor(end_ids)).nonzero()[:, 0].tolist()
             length = ends[0] + 1 if ends else len(ids)
             responses.append(Response(ids[:length], logprobs[:length], truncated=not ends))
@@ -671,8 +662,7 @@ def _encode(base, method: str, items: list[dict]) -> list[list]:
 def _join(parts: tuple) -> list | Tensor:
     if not torch.is_tensor(parts[0]):
         return [x for part in parts for x in part]
-    alike = len({x.shape[1:] for x in parts}) == 1
-    return torch.cat(parts if alike else [x.flatten(0, -2) for x in parts])
+    return torch.cat([x.flatten(0, -2) for x in parts])
 
 
 def _to_model(inputs: dict, model) -> dict:
@@ -704,8 +694,8 @@ def response_logprobs(
             suppressed=suppressed,
             with_entropy=with_entropy,
         )
-    logits = model(**_to_model(pack.inputs, model), use_cache=False).logits[0, pack.predict_from].float()
-    logp = temper_(logits, temperature, suppressed).log_softmax(-1)  # (M, V)
+    logits = model(**_to_model(pack.inputs, model), use_cache=False).logits[0, pack.predict_from]
+    logp = policy_logprobs(logits, temperature, suppressed)  # (M, V)
     entropy = -torch.linalg.vecdot(logp.exp(), logp) if with_entropy else None
     return logp.gather(1, pack.targets[:, None])[:, 0], entropy
 
@@ -713,19 +703,14 @@ def response_logprobs(
 def next_logprobs(model, hidden: Tensor, temperature: float) -> Tensor:
     """The same of all tokens, from the hidden states of a Decoder: (rows, H) -> (rows, V)."""
     factor, softcap = after_head(model)
-    logits = bend(model.get_output_embeddings()(hidden).float(), softcap)
-    return temper_(logits, temperature / factor, media_token_ids(model.config)).log_softmax(-1)
-
-
-@functools.cache
-def _source_of_forward(kind: type) -> str:
-    return inspect.getsource(kind.forward)
+    logits = model.get_output_embeddings()(hidden)
+    return policy_logprobs(logits, temperature / factor, media_token_ids(model.config), softcap)
 
 
 def after_head(model) -> tuple[float, float | None]:
     """What the model's own forward, by its source, does to logits: a factor, and before it a soft cap."""
     config = model.config.get_text_config()
-    source = _source_of_forward(type(model))
+    source = _source(type(model).forward)
 
     def number(name: str) -> float | None:
         return getattr(config, name, None) if name in source else None
@@ -748,8 +733,8 @@ def logprobs_from_hidden(
     """
 
     def of_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = bend(F.linear(hidden, weight, bias).float(), softcap)  # (chunk, V)
-        logp = temper_(logits, temperature, suppressed).log_softmax(-1)
+        logits = F.linear(hidden, weight, bias)  # (chunk, V)
+        logp = policy_logprobs(logits, temperature, suppressed, softcap)
         entropy = -torch.linalg.vecdot(logp.exp(), logp) if with_entropy else None
         return logp.gather(1, targets[:, None])[:, 0], entropy
 
@@ -768,12 +753,13 @@ def logprobs_from_hidden(
     return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
 
-def bend(logits: Tensor, softcap: float | None) -> Tensor:
-    return softcap * (logits / softcap).tanh() if softcap else logits
-
-
-def temper_(logits: Tensor, temperature: float, suppressed: list[int]) -> Tensor:
-    """In place, and the suppressed ids out of reach."""
+def policy_logprobs(
+    logits: Tensor, temperature: float, suppressed: list[int], softcap: float | None = None
+) -> Tensor:
+    """(..., V) -> (..., V) in fp32, at a temperature; the suppressed ids are out of reach."""
+    logits = logits.float()
+    if softcap:
+        logits = softcap * (logits / softcap).tanh()
     if temperature != 1:
         logits.div_(temperature)
     if suppressed:  # one by one: a list of them as an index would be a copy that the GPU waits for
@@ -781,4 +767,4 @@ def temper_(logits: Tensor, temperature: float, suppressed: list[int]) -> Tensor
         for i in suppressed:
             never[i] = NEVER
         logits.add_(never)
-    return logits
+    return logits.log_softmax(-1)
