@@ -80,7 +80,7 @@ class Prompt(PromptInfo):
     positions: Tensor  # (P,), or (3, P) for M-RoPE
     media: dict[str, list[Medium]]  # "image" and "video", in the order of their places
     token_inputs: tuple[str, ...]  # inputs with an entry per token that packs have too: token_type_ids
-    extended: dict[str, Tensor]  # (1, P + 1): these and the mask, as `generate` has them a token later
+    next_inputs: dict[str, Tensor]  # (1, 1): what `generate` gives for the token after the prompt
     unpackable: tuple[str, ...]  # inputs that packs have no place for
     row: dict | None = None  # of the data set, for rewards
     messages: list[dict] | None = None  # the chat with opened media, for other samplers
@@ -133,7 +133,7 @@ def make_prompt(model, inputs: dict, index: int = 0, row: dict | None = None, me
             kind: _split_media({n: inputs[n] for n in sorted(names)}) for kind, names in media_names.items()
         },
         token_inputs=tuple(sorted(own_names & _parameters(type(base), "forward"))),
-        extended=_extended(model, per_token),
+        next_inputs={name: x[:, -1:] for name, x in _extended(model, per_token).items()},
         unpackable=tuple(sorted(unpackable)),
         row=row,
         messages=messages,
@@ -356,7 +356,7 @@ def plain_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tenso
     ((g, members),) = pieces
     prompt = prompts[g]
     own = [responses[b] for b in members]
-    inputs = prompt.inputs | {name: _per_token(prompt, name, own) for name in prompt.extended}
+    inputs = prompt.inputs | {name: _per_token(prompt, name, own) for name in prompt.next_inputs}
     places = [torch.arange(len(ids) + 1) + prompt.length - 1 for ids in own]
     return _make_pack(inputs, {}, pieces, responses, places)
 
@@ -365,8 +365,10 @@ def _per_token(prompt: Prompt, name: str, responses: list[Tensor]) -> Tensor:
     """An input of a prompt and of responses to it as in generate, (1, P + R); 0 where there is none."""
     if name == "input_ids":
         return torch.cat([prompt.ids, *responses])[None]
-    extended = prompt.extended.get(name, torch.zeros(1, prompt.length + 1, dtype=torch.long))
-    return torch.cat([extended[:, :-1], *(extended[:, -1:].expand(1, len(x)) for x in responses)], dim=1)
+    R = sum(map(len, responses))
+    if name not in prompt.inputs:
+        return torch.zeros(1, prompt.length + R, dtype=torch.long)
+    return torch.cat([prompt.inputs[name], prompt.next_inputs[name].repeat_interleave(R, dim=1)], dim=1)
 
 
 def _make_pack(inputs: dict, media: dict, pieces: Groups, responses: list, places: list[Tensor]) -> Pack:
