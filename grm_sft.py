@@ -171,7 +171,9 @@ def main(args: Args) -> dict[str, float]:
     judge = run.judge
     state = run.state
     best_key = f"eval/{args.best_metric}"
-    signals = catch_signals()
+    signals = []  # that have come: the run then ends, after its step and a checkpoint
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: signals.append(number))
     stopped = False
     metrics = {}
 
@@ -359,14 +361,6 @@ def end_token_ids(model, tokenizer) -> list[int]:
     end_ids = model.generation_config.eos_token_id  # one, several or None
     end_ids = end_ids if isinstance(end_ids, list) else [end_ids]
     return sorted({*end_ids, tokenizer.eos_token_id} - {None})
-
-
-def catch_signals() -> list[int]:
-    """-> the signals that have come: the run then ends, after its step and a checkpoint."""
-    received = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: received.append(number))
-    return received
 
 
 # ---- data ----
@@ -1075,17 +1069,12 @@ def open_folder(args: Args, folder: Path, last_step: int) -> None:
     """Make the run's folder; of a resumed run, drop what was logged after its checkpoint."""
     if RANK > 0:
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--output-dir {args.output_dir} can't be written: {error}")
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
     for path in folder.glob("*.jsonl"):
-        kept = []
-        for line in path.read_text().splitlines(keepends=True):
-            is_whole = line.endswith("\n")  # a kill may have cut the last one
-            if is_whole and 0 < last_step >= json.loads(line)["train/step"]:
-                kept.append(line)
+        lines = path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+        kept = [line for line in whole if 0 < last_step >= json.loads(line)["train/step"]]
         path.write_text("".join(kept))
 
 

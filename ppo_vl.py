@@ -345,7 +345,9 @@ def main(args: Args) -> dict[str, float]:
     updates_per_epoch = args.rollout_batch_size // args.train_batch_size
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
     clip = Clip(low=args.clip_coef, high=clip_high, dual=args.dual_clip)
-    signals = catch_signals()  # a list, which grows when one comes
+    signals = []  # that have come: the run then ends, after its step and a checkpoint
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: signals.append(number))
     stopped = False
     metrics = {}
 
@@ -598,7 +600,18 @@ def setup(args: Args) -> Run:
 
     actor, critic, reference = make_models(args, device, dtype)
     model = actor.module.model
-    state = start_or_resume(args, actor, critic, checkpoint)
+    state = {
+        "step": 0,
+        "before": {},  # the evaluation at step 0
+        "cursor": 0,  # entries of the stream of prompts that were taken
+        "kl_coef": args.kl_coef,
+        "moments": torch.zeros(3, dtype=torch.float64),  # of all scores, see normalize_scores
+    }
+    if checkpoint is not None:
+        _, client_state = actor.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")
+        state = client_state["ours"]
+        if critic:
+            critic.load_checkpoint(str(checkpoint / "state" / "critic"), tag="engine")
     average = None
     if args.ema_beta > 0 and RANK == 0:
         source = str(checkpoint / "state" / "ema") if checkpoint else args.model
@@ -627,39 +640,11 @@ def setup(args: Args) -> Run:
     # sharded weights or the rounding of bf16 make a difference: there the policy is asked again.
     sampler_is_exact = args.rollout == "hf" and is_fp32 and args.zero_stage < 3 and packing.is_packed(model)
     return Run(
-        folder=folder,
-        device=device,
-        dtype=dtype,
-        processor=processor,
-        actor=actor,
-        critic=critic,
-        reference=reference,
-        average=average,
-        train_data=train_data,
-        eval_data=eval_data,
-        turns=turns,
-        reward_functions=reward_functions,
-        sampler=sampler,
-        sampler_is_exact=sampler_is_exact,
-        checkpoint=checkpoint,
-        state=state,
-    )
-
-
-def start_or_resume(args: Args, actor, critic, checkpoint: Path | None) -> dict:
-    """-> the run's state; of a checkpoint, with what its engines had."""
-    if checkpoint is None:
-        return {
-            "step": 0,
-            "before": {},  # the evaluation at step 0
-            "cursor": 0,  # entries of the stream of prompts that were taken
-            "kl_coef": args.kl_coef,
-            "moments": torch.zeros(3, dtype=torch.float64),  # of all scores, see normalize_scores
-        }
-    _, client_state = actor.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")
-    if critic:
-        critic.load_checkpoint(str(checkpoint / "state" / "critic"), tag="engine")
-    return client_state["ours"]
+        folder=folder, device=device, dtype=dtype, processor=processor, actor=actor, critic=critic,
+        reference=reference, average=average, train_data=train_data, eval_data=eval_data, turns=turns,
+        reward_functions=reward_functions, sampler=sampler, sampler_is_exact=sampler_is_exact,
+        checkpoint=checkpoint, state=state,
+    )  # fmt: skip
 
 
 def check_args(args: Args) -> None:
@@ -753,14 +738,6 @@ def end_token_ids(model, tokenizer) -> list[int]:
     return sorted({*end_ids, tokenizer.eos_token_id} - {None})
 
 
-def catch_signals() -> list[int]:
-    """-> the signals that have come: the run then ends, after its step and a checkpoint."""
-    received = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: received.append(number))
-    return received
-
-
 # ---- rollout ----
 
 
@@ -776,8 +753,7 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
     for epoch in range(first_epoch, last_epoch + 1):
         rows = np.random.default_rng([seed, epoch]).permutation(num_rows)
         stream += (rows + epoch * num_rows).tolist()
-    offset = start - first_epoch * num_rows
-    return stream[offset : offset + count]
+    return stream[start % num_rows :][:count]
 
 
 def roll_out_useful_prompts(args: Args, run: Run, step: int) -> tuple[Rollout, int]:
@@ -1368,16 +1344,11 @@ def defuse(text: str, special_tokens: list[str]) -> str:
 def packs_of(args: Args, run: Run, rollout: Rollout, groups: packing.Groups) -> Iterator[packing.Pack]:
     """This rank's packs of some groups: (prompt, its responses)."""
     packs = packing.packs_of_rank(
-        groups=groups,
-        prompts=rollout.prompts,
-        encode=run.train_data.encode,
-        responses=rollout.response_ids,
-        max_tokens=args.micro_batch_tokens,
-        rank=RANK,
-        world_size=WORLD_SIZE,
+        groups=groups, prompts=rollout.prompts, encode=run.train_data.encode,
+        responses=rollout.response_ids, max_tokens=args.micro_batch_tokens,
+        rank=RANK, world_size=WORLD_SIZE, media_everywhere=args.zero_stage > 0,
         packed=packing.is_packed(run.actor.module.model),
-        media_everywhere=args.zero_stage > 0,
-    )
+    )  # fmt: skip
     for pack in packs:
         yield pack.to(run.device)
 
@@ -1481,16 +1452,11 @@ def backward_of_turns(args: Args, run: Run, number: int) -> Tensor:
     if not turns:
         return loss
     packs = packing.packs_of_rank(
-        groups=[(i, [i]) for i in range(len(turns))],
-        prompts=[turn.prompt for turn in turns],
-        encode=lambda index: run.turns.encode(index).prompt,
-        responses=targets,
-        max_tokens=args.micro_batch_tokens,
-        rank=RANK,
-        world_size=WORLD_SIZE,
-        packed=packing.is_packed(run.actor.module.model),
-        media_everywhere=args.zero_stage > 0,
-    )
+        groups=[(i, [i]) for i in range(len(turns))], prompts=[turn.prompt for turn in turns],
+        encode=lambda index: run.turns.encode(index).prompt, responses=targets,
+        max_tokens=args.micro_batch_tokens, rank=RANK, world_size=WORLD_SIZE,
+        packed=packing.is_packed(run.actor.module.model), media_everywhere=args.zero_stage > 0,
+    )  # fmt: skip
     for pack in packs:  # an offloaded optimizer goes by the last pack, which is one of the rollout
         run.actor.set_gradient_accumulation_boundary(False)
         outputs = run.actor(pack.to(run.device), temperature=1.0)
@@ -1589,11 +1555,8 @@ def dual_clip_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Cl
     found = clip_loss(logratio, advantages, owner, clip)
     ceiling = -advantages * clip.dual
     is_above = (advantages < 0) & (found.losses > ceiling)
-    return PolicyLoss(
-        losses=torch.where(is_above, ceiling, found.losses),
-        ratio=found.ratio,
-        is_cut=found.is_cut | is_above,
-    )
+    losses = torch.where(is_above, ceiling, found.losses)
+    return found._replace(losses=losses, is_cut=found.is_cut | is_above)
 
 
 def cpg_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Clip) -> PolicyLoss:
@@ -1604,11 +1567,8 @@ def cpg_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Clip) ->
     """
     lowest = math.log1p(-clip.low) if clip.low < 1 else -math.inf
     clipped_logratio = logratio.clamp(lowest, math.log1p(clip.high))
-    return PolicyLoss(
-        losses=torch.maximum(-advantages * logratio, -advantages * clipped_logratio),
-        ratio=logratio.clamp(-20, 20).exp(),
-        is_cut=clip_loss(logratio, advantages, owner, clip).is_cut,
-    )
+    losses = torch.maximum(-advantages * logratio, -advantages * clipped_logratio)
+    return clip_loss(logratio, advantages, owner, clip)._replace(losses=losses)
 
 
 def gspo_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Clip) -> PolicyLoss:
@@ -2036,17 +1996,12 @@ def open_folder(args: Args, folder: Path, last_step: int) -> None:
     """Make the run's folder; of a resumed run, drop what was logged after its checkpoint."""
     if RANK > 0:
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--output-dir {args.output_dir} can't be written: {error}")
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
     for path in folder.glob("*.jsonl"):
-        kept = []
-        for line in path.read_text().splitlines(keepends=True):
-            is_whole = line.endswith("\n")  # a kill may have cut the last one
-            if is_whole and 0 < last_step >= json.loads(line)["train/step"]:
-                kept.append(line)
+        lines = path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+        kept = [line for line in whole if 0 < last_step >= json.loads(line)["train/step"]]
         path.write_text("".join(kept))
 
 

@@ -212,7 +212,9 @@ def main(args: Args) -> dict[str, float]:
     time_begin = time.perf_counter()
     run = setup(args)
     engine = run.engine
-    signals = catch_signals()
+    signals = []  # that have come: the run then ends, after its step and a checkpoint
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: signals.append(number))
     stopped = False
     metrics = {}
 
@@ -355,15 +357,9 @@ def setup(args: Args) -> Run:
     if not hasattr(processor, "tokenizer"):
         set_pad_token(model, processor, train_data)
     return Run(
-        folder=folder,
-        device=device,
-        processor=processor,
-        engine=engine,
-        train_data=train_data,
-        eval_sets=eval_sets,
-        checkpoint=checkpoint,
-        state=state,
-    )
+        folder=folder, device=device, processor=processor, engine=engine, train_data=train_data,
+        eval_sets=eval_sets, checkpoint=checkpoint, state=state,
+    )  # fmt: skip
 
 
 def check_args(args: Args) -> None:
@@ -417,14 +413,6 @@ def set_pad_token(model, tokenizer, data: "Data") -> None:
         fail(f"{tokenizer.name_or_path}: all chats end with the only special token, so none can pad")
     model.config.pad_token_id = free
     tokenizer.pad_token_id = free
-
-
-def catch_signals() -> list[int]:
-    """-> the signals that have come: the run then ends, after its step and a checkpoint."""
-    received = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: received.append(number))
-    return received
 
 
 def is_due(step: int, every: int) -> bool:
@@ -662,8 +650,7 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
     for epoch in range(first_epoch, last_epoch + 1):
         rows = np.random.default_rng([seed, epoch]).permutation(num_rows)
         stream += (rows + epoch * num_rows).tolist()
-    offset = start - first_epoch * num_rows
-    return stream[offset : offset + count]
+    return stream[start % num_rows :][:count]
 
 
 def gather_rankings(data: Data, entries: list[int]) -> list[Ranking]:
@@ -700,14 +687,10 @@ def packs_of(args: Args, run: Run, data: Data, rankings: list[Ranking]) -> Itera
     packs = packing.packs_of_rank(
         groups=[(g, own.tolist()) for g, own in enumerate(indices)],
         prompts=[ranking.prompt for ranking in rankings],
-        encode=lambda index: data.encode(index).prompt,
-        responses=responses,
-        max_tokens=args.micro_batch_tokens,
-        rank=RANK,
-        world_size=WORLD_SIZE,
-        packed=packing.is_packed(run.engine.module.model),
-        media_everywhere=args.zero_stage > 0,
-    )
+        encode=lambda index: data.encode(index).prompt, responses=responses,
+        max_tokens=args.micro_batch_tokens, rank=RANK, world_size=WORLD_SIZE,
+        packed=packing.is_packed(run.engine.module.model), media_everywhere=args.zero_stage > 0,
+    )  # fmt: skip
     for pack in packs:
         yield pack.to(run.device)
 
@@ -990,17 +973,12 @@ def open_folder(args: Args, folder: Path, last_step: int) -> None:
     """Make the run's folder; of a resumed run, drop what was logged after its checkpoint."""
     if RANK > 0:
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--output-dir {args.output_dir} can't be written: {error}")
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
     for path in folder.glob("*.jsonl"):
-        kept = []
-        for line in path.read_text().splitlines(keepends=True):
-            is_whole = line.endswith("\n")  # a kill may have cut the last one
-            if is_whole and 0 < last_step >= json.loads(line)["train/step"]:
-                kept.append(line)
+        lines = path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+        kept = [line for line in whole if 0 < last_step >= json.loads(line)["train/step"]]
         path.write_text("".join(kept))
 
 

@@ -227,7 +227,9 @@ def main(args: Args) -> dict[str, float]:
     prompts_per_rollout = args.rollout_batch_size // G  # unusable rows are left out
     updates_per_pass = args.rollout_batch_size // args.train_batch_size
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
-    signals = catch_signals()  # a list, which grows when one comes
+    signals = []  # that have come: the run then ends, after its step and a checkpoint
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: signals.append(number))
     stopped = False
     metrics = {}
 
@@ -439,20 +441,10 @@ def setup(args: Args) -> Run:
     # sharded weights or the rounding of bf16 make a difference: there the policy is asked again.
     sampler_is_exact = args.rollout == "hf" and is_fp32 and args.zero_stage < 3 and packing.is_packed(model)
     return Run(
-        folder=folder,
-        device=device,
-        dtype=dtype,
-        processor=processor,
-        actor=actor,
-        reference=reference,
-        train_data=train_data,
-        eval_data=eval_data,
-        reward_functions=reward_functions,
-        sampler=sampler,
-        sampler_is_exact=sampler_is_exact,
-        checkpoint=checkpoint,
-        state=state,
-    )
+        folder=folder, device=device, dtype=dtype, processor=processor, actor=actor, reference=reference,
+        train_data=train_data, eval_data=eval_data, reward_functions=reward_functions, sampler=sampler,
+        sampler_is_exact=sampler_is_exact, checkpoint=checkpoint, state=state,
+    )  # fmt: skip
 
 
 def check_args(args: Args) -> None:
@@ -535,14 +527,6 @@ def end_token_ids(model, tokenizer) -> list[int]:
     return sorted({*end_ids, tokenizer.eos_token_id} - {None})
 
 
-def catch_signals() -> list[int]:
-    """-> the signals that have come: the run then ends, after its step and a checkpoint."""
-    received = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: received.append(number))
-    return received
-
-
 # ---- rollout ----
 
 
@@ -558,8 +542,7 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
     for epoch in range(first_epoch, last_epoch + 1):
         rows = np.random.default_rng([seed, epoch]).permutation(num_rows)
         stream += (rows + epoch * num_rows).tolist()
-    offset = start - first_epoch * num_rows
-    return stream[offset : offset + count]
+    return stream[start % num_rows :][:count]
 
 
 def roll_out(
@@ -1034,16 +1017,11 @@ def defuse(text: str, special_tokens: list[str]) -> str:
 def packs_of(args: Args, run: Run, rollout: Rollout, groups: packing.Groups) -> Iterator[packing.Pack]:
     """This rank's packs of some groups: (prompt, its responses)."""
     packs = packing.packs_of_rank(
-        groups=groups,
-        prompts=rollout.prompts,
-        encode=run.train_data.encode,
-        responses=rollout.response_ids,
-        max_tokens=args.micro_batch_tokens,
-        rank=RANK,
-        world_size=WORLD_SIZE,
+        groups=groups, prompts=rollout.prompts, encode=run.train_data.encode,
+        responses=rollout.response_ids, max_tokens=args.micro_batch_tokens,
+        rank=RANK, world_size=WORLD_SIZE, media_everywhere=args.zero_stage > 0,
         packed=packing.is_packed(run.actor.module.model),
-        media_everywhere=args.zero_stage > 0,
-    )
+    )  # fmt: skip
     for pack in packs:
         yield pack.to(run.device)
 
@@ -1340,17 +1318,12 @@ def open_folder(args: Args, folder: Path, last_step: int) -> None:
     """Make the run's folder; of a resumed run, drop what was logged after its checkpoint."""
     if RANK > 0:
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--output-dir {args.output_dir} can't be written: {error}")
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
     for path in folder.glob("*.jsonl"):
-        kept = []
-        for line in path.read_text().splitlines(keepends=True):
-            is_whole = line.endswith("\n")  # a kill may have cut the last one
-            if is_whole and 0 < last_step >= json.loads(line)["train/step"]:
-                kept.append(line)
+        lines = path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+        kept = [line for line in whole if 0 < last_step >= json.loads(line)["train/step"]]
         path.write_text("".join(kept))
 
 

@@ -1,7 +1,7 @@
 """Attention of packs: a response sees its prompt and itself, through the model's own mask.
 
-A model composes its mask as a function of batch, head, query and key indices (causal, sliding windows,
-chunks, blocks of pictures) and hands it to transformers' AttentionMaskInterface. Here that function is kept
+A model composes its mask as a function of batch, head, query and key indices (causal, windows,
+chunks, blocks of pictures) and hands it to transformers' AttentionMaskInterface. Here it is kept
 (ModelMask), and asked at the indices that tokens have in a text of their own, [prompt; response].
 
 Three ways to attend, all exact:
@@ -36,7 +36,7 @@ class CannotPack(Exception):
 
 
 class Bucket(NamedTuple):
-    """Groups of a pack with similar lengths, which attend as one batch. Padding is the row's first token."""
+    """Groups of a pack with similar lengths, which attend as one batch. Padding is row position 0."""
 
     prompts: Tensor  # (n, P): row positions
     prompts_valid: Tensor  # (n, P): False where there is padding
@@ -134,8 +134,8 @@ class Place(Tensor):
 
 
 class ModelMask(BlockMask):
-    """What a model asks of attention, in its own words. Layers share it, so that what is made of it is made
-    once per forward. To transformers it is a mask that is ready (BlockMask), which models hand on."""
+    """What a model asks of attention, in its own words. Layers share it: what is made of it is
+    made once per forward. To transformers it is a mask that is ready, which models hand on."""
 
     shape = (1, 1, 1, 1)
 
@@ -154,7 +154,7 @@ class ModelMask(BlockMask):
         return self.made[key]
 
     def ask(self, query: Tensor, key: Tensor, query_rows=None, key_rows=None) -> Tensor:
-        """Indices in texts of their own, (B, Q) and (B, K), and their rows in a pack -> (B, 1, Q, K)."""
+        """Indices in texts of their own, (B, Q), (B, K), and rows in a pack -> (B, 1, Q, K)."""
         q = query[:, None, :, None].as_subclass(Place)
         k = key[:, None, None].as_subclass(Place)
         if query_rows is not None:
@@ -165,7 +165,7 @@ class ModelMask(BlockMask):
         return seen.expand(len(query), 1, query.shape[1], key.shape[1])
 
     def window(self, longest: int) -> int:
-        """How many tokens a token of a text sees at most, itself included; 0 for masks of another form."""
+        """How many tokens a token sees at most, itself included; 0 for masks of another form."""
         if self.is_causal:
             return longest
         index = torch.arange(longest, device=self.device)
@@ -249,7 +249,7 @@ def _varlen_attention(query, key, value, scaling, layout: Layout, window: int) -
 
 
 def _varlen(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scaling, window: tuple[int, int]) -> Tensor:
-    """Each segment's queries (N, heads, D) attend to its keys (K, kv_heads, D): on CUDA one kernel."""
+    """Each segment's queries (N, heads, D) attend to its keys (K, kv_heads, D), on CUDA at once."""
     is_grouped = q.shape[1] != k.shape[1]
     if q.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
@@ -273,7 +273,7 @@ def _varlen(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scaling, window: tuple[
 
 
 def _grouped_attention(attend: Callable, query, key, value, layout: Layout, mask: ModelMask) -> Tensor:
-    """Two calls per bucket: its prompts, and its responses, each after its prompt's keys and values."""
+    """Two calls per bucket: its prompts, and its responses, each after its prompt's keys, values."""
     tokens = [x[0].transpose(0, 1) for x in (query, key, value)]  # (N, heads, D)
     outputs = []
     for i, bucket in enumerate(layout.buckets):
@@ -303,7 +303,8 @@ def _attend_eager(eager: Callable, query, key, value, seen: Tensor | None) -> Te
     if seen is None:
         seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     lowest = torch.finfo(query.dtype).min
-    return eager(query, key, value, torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, lowest))[0]
+    bias = torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, lowest)
+    return eager(query, key, value, bias)[0]
 
 
 def vision_attention(module, query, key, value, scaling, cu_seq_lens_q, max_length_q, **kwargs):

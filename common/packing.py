@@ -1,4 +1,4 @@
-"""Prefix-shared packing: every prompt once, every picture once, no padding, exact log-probs and gradients.
+"""Prefix-shared packing: every prompt and picture once, no padding, exact log-probs and gradients.
 
 A *group* is one prompt with its G responses. A *pack* is one row of tokens,
 
@@ -44,8 +44,8 @@ from common.attention import CannotPack, ModelMask, is_packed, make_layout, swit
 
 __all__ = ["is_packed", "switch_attention"]  # for the scripts
 ENCODERS = {"image": "get_image_features", "video": "get_video_features"}  # what these take is media
-KEPT_LOGPROBS = 2**26  # log-probs kept from forward to backward: 256 MB that save their recomputation
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # nats, mean of log-probs that count as equal
+KEPT_LOGPROBS = 2**26  # log-probs kept from forward to backward: 256 MB that save computing them
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # nats, mean of log-probs, equal ones
 CHUNK = 256  # tokens whose logits live at a time, on a CPU
 NEVER = -1e30  # logit of tokens that are never drawn; finite, so that p * log p is 0
 _source = functools.cache(inspect.getsource)
@@ -196,7 +196,7 @@ def media_of(prompts: list[Prompt]) -> dict[str, list[Medium]]:
 
 
 def media_token_ids(config) -> list[int]:
-    """Ids that stand for pictures or clips, or open and close them: never drawn, and masked in log-probs."""
+    """Ids that stand for pictures or clips, or open and close them: never drawn."""
     name = re.compile("(image|video|vision|vision_start|vision_end|boi|eoi)_token_(id|index)")
     ids = {value for key, value in vars(config).items() if name.fullmatch(key)}
     return sorted(i for i in ids if isinstance(i, int) and 0 <= i < config.get_text_config().vocab_size)
@@ -263,7 +263,7 @@ def packs_of_rank(
     groups: Groups, prompts: list[PromptInfo], encode: Callable[[int], Prompt], responses: list[Tensor],
     max_tokens: int, rank: int = 0, world_size: int = 1, packed: bool = True, media_everywhere: bool = False,
 ) -> Iterator["Pack"]:  # fmt: skip
-    """Yield one rank's packs of some groups; all ranks have equally many, since collectives need everyone.
+    """One rank's packs of some groups; all ranks have equally many: collectives need everyone.
 
     encode: row of the data set -> the whole prompt, asked for those that this rank needs.
     media_everywhere: pictures in every pack on every rank, or in none: ZeRO-3 gathers a vision
@@ -320,7 +320,7 @@ class Pack(NamedTuple):
 
 
 def build_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tensor]) -> Pack:
-    """Lay out the groups of one planned pack: prompts by prompt index, responses (each (R,)) by theirs."""
+    """Lay out the groups of a planned pack: prompts by prompt index, responses, (R,) each, by theirs."""
     positions = []
     groups = []  # of each group the row positions of [prompt, response, ...]
     offset = 0
@@ -329,7 +329,7 @@ def build_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tenso
         if prompt.unpackable:
             raise CannotPack(f"packs have no place for its {', '.join(prompt.unpackable)}")
         positions.append(prompt.positions)
-        # All axes go on from the last token: the frames of a long video may lie beyond the text after it.
+        # All axes go on from the last token: a long video's frames may lie beyond the text after it.
         next_position = int(prompt.positions[..., -1].max()) + 1
         segments = []
         for length in [prompt.length, *(len(responses[b]) for b in members)]:
@@ -352,7 +352,7 @@ def build_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tenso
 
 
 def plain_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tensor]) -> Pack:
-    """The same for the plain path: one prompt, at most one response, all of the processor's inputs."""
+    """For the plain path: one prompt, at most one response, all of the processor's inputs."""
     ((g, members),) = pieces
     prompt = prompts[g]
     own = [responses[b] for b in members]
@@ -362,7 +362,7 @@ def plain_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tenso
 
 
 def _per_token(prompt: Prompt, name: str, responses: list[Tensor]) -> Tensor:
-    """An input of a prompt and of responses to it as in generate, (1, P + R); 0 where there is none."""
+    """An input of a prompt and responses to it, as in generate, (1, P + R); 0 where there is none."""
     if name == "input_ids":
         return torch.cat([prompt.ids, *responses])[None]
     R = sum(map(len, responses))
@@ -402,9 +402,9 @@ def enable_packing_if_exact(
     max_tokens: int,
     temperature: float = 1.0,
 ) -> str:
-    """Switch to packed attention, if it gives the log-probs of the unmodified model on some real prompts -> a
-    line that says which path is taken, and why. forward: pack -> log-probs (M,) or scores (S,). max_length:
-    tokens of prompt and response at most; max_tokens: of a pack. Collective."""
+    """Switch to packed attention if it gives the log-probs of the unmodified model on some real
+    prompts -> a line that says which path is taken, and why. forward: pack -> log-probs (M,) or
+    scores (S,). max_length: tokens of prompt and response; max_tokens: of a pack. Collective."""
     by_kind = defaultdict(list)
     for prompt in sorted(prompts, key=lambda prompt: prompt.length):
         by_kind[prompt.kinds].append(prompt)
@@ -435,10 +435,10 @@ def _length_of_fixed_angles(model) -> float:
 def packing_gap(
     model, forward: Callable, prompts: list[Prompt], max_tokens: int, temperature: float = 1.0
 ) -> float:
-    """Difference, in nats, of packed and of decoded log-probs from those of the unmodified model, the mean
-    over a response, of the worst of two to each prompt. The responses are the prompt's own words: random
-    tokens would be twice as noisy in bf16. The prompts are the last ones of a pack of about max_tokens, so
-    that a model that depends on places in a row is found out."""
+    """Difference, in nats, of packed and of decoded log-probs from the unmodified model's: mean over
+    a response, the worst of two to each prompt. These are the prompt's own words: random tokens
+    would be twice as noisy in bf16. The prompts end a pack of about max_tokens, so that a model
+    that depends on places in a row is found out."""
     never = torch.tensor(media_token_ids(model.config), dtype=torch.long)
     responses = []
     for prompt in prompts:
@@ -474,7 +474,7 @@ def packing_gap(
             gap = torch.maximum(gap, gap_of(decoded[pack.token_index]))  # or NaN
         return gap.item()
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-        # What the model's code has no place for; memory that is full, or a bug of ours, ends the run.
+        # What the model's code has no place for; full memory, or a bug of ours, ends the run.
         raise CannotPack(f"{type(error).__name__}, {error}") from error
     finally:
         switch_attention(model, before)
@@ -549,8 +549,8 @@ class Decoder:
     def attend(
         self, layer: int, query, key, value, mask: ModelMask, scaling: float | None, eager: Callable | None
     ) -> Tensor:
-        """One new token per row attends to its prompt, whose keys and values are read once for all its rows,
-        and to the row's own tokens so far. query (B, heads, 1, D), key and value (B, kv_heads, t, D)."""
+        """One new token per row attends to its prompt, whose keys are read once for all its rows, and
+        to the row's own tokens so far. query (B, heads, 1, D), key and value (B, kv_heads, t, D)."""
         keys, values, G = self.keys[layer], self.values[layer], self.G
         n, kv_heads, P, D = keys.shape
         B, heads, _, _ = query.shape
@@ -622,7 +622,7 @@ def _run(model, pack: Pack, **options) -> Tensor:
 
 
 def encode_media(base, media: dict[str, list[Medium]]) -> dict:
-    """The vision tower on each different picture and clip -> a keyword for the model: features by slot."""
+    """The vision tower on each different picture and clip -> a keyword for the model, by slot."""
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     outputs = {}
@@ -680,8 +680,8 @@ def _to_model(inputs: dict, model) -> dict:
 def response_logprobs(
     model, pack: Pack, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (M,) of a pack's response tokens and, if asked for, entropies (M,) of each next-token
-    distribution, in nats, fp32, of the policy at a temperature, without the placeholders of pictures."""
+    """Log-probs (M,) of a pack's response tokens and, if asked for, the entropies (M,) of their
+    distributions, in nats, fp32, at a temperature, without the placeholders of pictures."""
     suppressed = media_token_ids(model.config)
     if "layout" in pack.inputs:
         head = model.get_output_embeddings()
@@ -710,7 +710,7 @@ def next_logprobs(model, hidden: Tensor, temperature: float) -> Tensor:
 
 
 def after_head(model) -> tuple[float, float | None]:
-    """What the model's own forward, by its source, does to logits: a factor, and before it a soft cap."""
+    """What the model's own forward, by its source, does to logits: a factor, before it a soft cap."""
     config = model.config.get_text_config()
     source = _source(type(model).forward)
 
@@ -726,12 +726,12 @@ def logprobs_from_hidden(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, suppressed=(),
     with_entropy: bool = False, bias: Tensor | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """log_softmax(logits / temperature) at `targets`, without the `suppressed` ids, and entropies, where
-    logits = hidden @ weight.T + bias, bent by softcap * tanh(logits / softcap).
+    """log_softmax(logits / temperature) at `targets`, without the `suppressed` ids, and entropies,
+    where logits = hidden @ weight.T + bias, bent by softcap * tanh(logits / softcap).
 
-    hidden (M, H), weight (V, H), targets (M,), bias (V,) -> (M,), (M,) or None. Peak memory does not grow
-    with M x V: logits live for a chunk of tokens at a time, in forward and, computed again, in backward. What
-    the first chunks leave for backward is kept, up to KEPT_LOGPROBS numbers.
+    hidden (M, H), weight (V, H), targets (M,), bias (V,) -> (M,), (M,) or None. Peak memory does
+    not grow with M x V: logits live for a chunk of tokens at a time, in forward and, computed
+    again, in backward. The first chunks' are kept for it, up to KEPT_LOGPROBS numbers.
     """
 
     def of_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
