@@ -550,8 +550,18 @@ def roll_out(
 ) -> Rollout:
     """num_samples scored responses to each entry: dealt out to ranks, gathered on all."""
     # --- this rank's share ---
-    own_entries = np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()
-    prompts, responses = sample_responses(args, run, data, own_entries, num_samples, temperature, step)
+    prompts = []
+    for entry in np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist():
+        prompt = data.encode(entry % len(data.rows))
+        if prompt is not None:  # else its warning has been printed
+            # Draws depend on seed, step and entry alone, not on batches, ranks or a resume.
+            seed = np.random.default_rng([args.seed, step, entry]).integers(2**31)
+            prompts.append(replace(prompt, seed=int(seed)))
+    responses = []  # prompt by prompt
+    batch_size = max(1, args.generation_batch_size // args.num_samples_per_prompt)  # prompts
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        responses += run.sampler.sample(batch, num_samples, temperature)
     texts = data.tokenizer.batch_decode([response.ids for response in responses], skip_special_tokens=True)
     rewards, logged = score_responses(
         functions=run.reward_functions,
@@ -571,9 +581,7 @@ def roll_out(
     responses = gather(responses)
     samples = gather(samples)
     rewards = {name: gather(values) for name, values in rewards.items()}
-    logged_values = defaultdict(list)
-    for name, value in gather(logged):
-        logged_values[name].append(value)
+    logged = gather(logged)
     n = len(infos)
     if n * 2 < len(entries):
         fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
@@ -585,34 +593,13 @@ def roll_out(
         prompts=infos,
         response_ids=[response.ids for response in responses],
         mask=torch.arange(int(lengths.max())) < lengths[:, None],
-        truncated=torch.tensor([response.truncated for response in responses]).view(n, num_samples),
+        truncated=torch.tensor([response.truncated for response in responses]).view(n, -1),
         rewards=dict(zip(rewards, values)),
         scores=weighted.nansum(0).masked_fill(weighted.isnan().all(0), math.nan),
         sampler_logprobs=nn.utils.rnn.pad_sequence(logprobs, batch_first=True),
         samples=samples,
-        logged={name: np.mean(values) for name, values in logged_values.items()},
+        logged={name: np.mean([x for other, x in logged if other == name]) for name, _ in logged},
     )
-
-
-def sample_responses(
-    args: Args, run: Run, data: "Data", entries: list[int], num_samples: int, temperature: float, step: int
-) -> tuple[list[Prompt], list[Response]]:
-    """-> the usable prompts, and num_samples responses to each, prompt by prompt."""
-    prompts, responses = [], []
-    batch_size = max(1, args.generation_batch_size // args.num_samples_per_prompt)  # prompts
-    for start in range(0, len(entries), batch_size):
-        batch = []
-        for entry in entries[start : start + batch_size]:
-            prompt = data.encode(entry % len(data.rows))
-            if prompt is None:  # its warning has been printed
-                continue
-            # Draws depend on seed, step and entry alone, not on batches, ranks or a resume.
-            seed = np.random.default_rng([args.seed, step, entry]).integers(2**31)
-            batch.append(replace(prompt, seed=int(seed)))
-        if batch:
-            prompts += batch
-            responses += run.sampler.sample(batch, num_samples, temperature)
-    return prompts, responses
 
 
 def gather(own: list) -> list:
