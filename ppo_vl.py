@@ -1983,7 +1983,10 @@ def open_folder(args: Args, folder: Path, last_step: int) -> None:
     """Make the run's folder; of a resumed run, drop what was logged after its checkpoint."""
     if RANK > 0:
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--output-dir {args.output_dir} can't be written: {error}")
     (folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
     for path in folder.glob("*.jsonl"):
         lines = path.read_text().splitlines(keepends=True)
