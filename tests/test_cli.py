@@ -63,12 +63,6 @@ def test_every_flag_is_read_and_every_read_is_a_flag(script):
     assert (read[True] | read[False]) - flags_of(script).keys() == set()
 
 
-@each_script
-def test_defaults_pass_the_checks(script):
-    module = importlib.import_module(script)
-    module.check_args(module.Args())
-
-
 @pytest.mark.slow
 def test_importing_the_scripts_loads_nothing_heavy_and_starts_nothing():
     code = f"import sys, {', '.join(SCRIPTS)}, torch; assert not torch.cuda.is_initialized()\n"
