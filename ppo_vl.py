@@ -561,9 +561,7 @@ def main(args: Args) -> dict[str, float]:
         if is_last or stopped or all_skipped or is_due(step, args.save_steps):
             run.checkpoint = save_checkpoint(args, run)
         if all_skipped:  # in every update an engine left its step out
-            fail(
-                f"step {step}: no update had finite gradients everywhere; the last weights: {run.checkpoint}"
-            )
+            fail(f"step {step}: no update had finite gradients; the last weights: {run.checkpoint}")
         if stopped:
             tell(f"stopped by a signal after step {step}; go on with --resume {run.checkpoint}")
             break
