@@ -604,38 +604,34 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
         items = row.get(kind) or row.get(f"{kind}s") or []
         media[kind] = list(items) if isinstance(items, list) else [items]
 
-    # First every content becomes a text with marks, <image> and <video>; all media lie in two lists.
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     messages = []
     for message in chat:
         text = message["content"]
-        if not isinstance(text, str):
+        if not isinstance(text, str):  # parts become a text with marks, their media join the row's
             parts = message["content"]
             for kind, items in media.items():
                 items += [part[kind] for part in parts if part.get(kind) is not None]
             text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
-        messages.append({"role": message["role"], "content": text})
-    for kind, items in media.items():
-        mark = f"<{kind}>"
-        places = sum(m["content"].count(mark) for m in messages if m["role"] != "assistant")
-        if items and places == 0:
-            first_user = next(m for m in messages if m["role"] == "user")
-            first_user["content"] = mark * len(items) + first_user["content"]
-        elif places != len(items):
-            raise ValueError(f"{places} places for {kind}s, but {len(items)} {kind}s")
+        pieces = [text] if message["role"] == "assistant" else re.split("<(image|video)>", text)
+        parts = []
+        for i, piece in enumerate(pieces):
+            if i % 2 == 1:  # between two texts the kind of a mark
+                parts.append({"type": piece})
+            elif piece:
+                parts.append({"type": "text", "text": defuse(piece, special_tokens)})
+        messages.append({"role": message["role"], "content": parts})
 
-    # Then each mark becomes a part with the next picture or video.
-    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    waiting = {f"<{kind}>": iter(items) for kind, items in media.items()}
-    for message in messages:
-        holds_media = message["role"] != "assistant"
-        pieces = re.split("(<image>|<video>)", message["content"]) if holds_media else [message["content"]]
-        message["content"] = []
-        for piece in filter(None, pieces):
-            if piece in waiting and holds_media:
-                part = open_media(piece[1:-1], next(waiting[piece]), folder, args.video_fps)
-            else:
-                part = {"type": "text", "text": defuse(piece, special_tokens)}
-            message["content"].append(part)
+    for kind, items in media.items():
+        places = [part for message in messages for part in message["content"] if part["type"] == kind]
+        if items and not places:  # in front
+            places = [{"type": kind} for _ in items]
+            first_user = next(message for message in messages if message["role"] == "user")
+            first_user["content"] = places + first_user["content"]
+        if len(places) != len(items):
+            raise ValueError(f"{len(places)} places for {kind}s, but {len(items)} {kind}s")
+        for part, source in zip(places, items):
+            part.update(open_media(kind, source, folder, args.video_fps))
     if args.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": args.system_prompt}]})
     return messages
