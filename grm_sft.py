@@ -1094,7 +1094,6 @@ def save_checkpoint(args: Args, run: Run, is_best: bool) -> Path:
         if RANK == 0 and name not in model.all_tied_weights_keys:
             weights[name] = weight.cpu()
     if RANK == 0:
-        weights |= {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
         config = type(model.config).from_dict(model.config.to_dict())  # without packing
         with torch.device("meta"):  # the same architecture, without adapters
             plain = type(model)(config)

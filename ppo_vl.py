@@ -521,7 +521,8 @@ def main(args: Args) -> dict[str, float]:
             "time/tokens_per_second": lengths.sum() / seconds,
         }
         metrics |= mean_over_ranks(update_metrics, run.device)
-        metrics |= mean_over_updates(losses, len(updates_taken), run.device)
+        for name, parts in losses.items():
+            metrics[name] = sum_over_ranks(torch.stack(parts).sum(), run.device) / len(updates_taken)
         metrics |= {name: np.mean(norms) for name, norms in grad_norms.items()}
         metrics |= {f"reward/{name}": values.nanmean() for name, values in rollout.rewards.items()}
         metrics |= rollout.logged
@@ -745,10 +746,8 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
     An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and
     so on: the same row in another epoch is another entry, and gets other responses.
     """
-    first_epoch = start // num_rows
-    last_epoch = (start + count - 1) // num_rows
     stream = []
-    for epoch in range(first_epoch, last_epoch + 1):
+    for epoch in range(start // num_rows, (start + count - 1) // num_rows + 1):
         rows = np.random.default_rng([seed, epoch]).permutation(num_rows)
         stream += (rows + epoch * num_rows).tolist()
     return stream[start % num_rows :][:count]
@@ -1937,14 +1936,6 @@ def mean_over_ranks(values: dict[str, list[Tensor]], device: torch.device) -> di
     return dict(zip(values, (totals[0] / totals[1]).tolist()))
 
 
-def mean_over_updates(losses: dict[str, list[Tensor]], num_updates: int, device) -> dict[str, float]:
-    """Name -> the sum of its entries, those of the other ranks too, by the number of optimizer steps."""
-    if not losses:
-        return {}
-    sums = torch.stack([torch.stack(parts).sum() for parts in losses.values()])
-    return dict(zip(losses, (sum_over_ranks(sums, device) / num_updates).tolist()))
-
-
 # ---- files ----
 
 
@@ -2009,7 +2000,6 @@ def save_checkpoint(args: Args, run: Run) -> Path:
         if RANK == 0 and name not in model.all_tied_weights_keys:
             weights[name] = weight.cpu()
     if RANK == 0:
-        weights |= {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
         config = type(model.config).from_dict(model.config.to_dict())  # without packing
         with torch.device("meta"):  # the same architecture, without adapters
             plain = type(model)(config)

@@ -536,10 +536,8 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
     An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and
     so on: the same row in another epoch is another entry, and gets other responses.
     """
-    first_epoch = start // num_rows
-    last_epoch = (start + count - 1) // num_rows
     stream = []
-    for epoch in range(first_epoch, last_epoch + 1):
+    for epoch in range(start // num_rows, (start + count - 1) // num_rows + 1):
         rows = np.random.default_rng([seed, epoch]).permutation(num_rows)
         stream += (rows + epoch * num_rows).tolist()
     return stream[start % num_rows :][:count]
@@ -1329,7 +1327,6 @@ def save_checkpoint(args: Args, run: Run) -> Path:
         if RANK == 0 and name not in model.all_tied_weights_keys:
             weights[name] = weight.cpu()
     if RANK == 0:
-        weights |= {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
         config = type(model.config).from_dict(model.config.to_dict())  # without packing
         with torch.device("meta"):  # the same architecture, without adapters
             plain = type(model)(config)
