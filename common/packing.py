@@ -48,7 +48,7 @@ KEPT_LOGPROBS = 2**26  # log-probs kept from forward to backward: 256 MB that sa
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # nats, mean of log-probs, equal ones
 CHUNK = 256  # tokens whose logits live at a time, on a CPU
 NEVER = -1e30  # logit of tokens that are never drawn; finite, so that p * log p is 0
-_source = functools.cache(inspect.getsource)
+_source = functools.cache(inspect.getsource)  # of a function; parsing it takes milliseconds
 
 
 # ---- prompts ----
@@ -697,7 +697,7 @@ def response_logprobs(
             with_entropy=with_entropy,
         )
     logits = model(**_to_model(pack.inputs, model), use_cache=False).logits[0, pack.predict_from]
-    logp = policy_logprobs(logits, temperature, suppressed)  # (M, V)
+    logp = to_logprobs_(logits, temperature, suppressed)  # (M, V)
     entropy = -torch.linalg.vecdot(logp.exp(), logp) if with_entropy else None
     return logp.gather(1, pack.targets[:, None])[:, 0], entropy
 
@@ -706,7 +706,7 @@ def next_logprobs(model, hidden: Tensor, temperature: float) -> Tensor:
     """The same of all tokens, from the hidden states of a Decoder: (rows, H) -> (rows, V)."""
     factor, softcap = after_head(model)
     logits = model.get_output_embeddings()(hidden)
-    return policy_logprobs(logits, temperature / factor, media_token_ids(model.config), softcap)
+    return to_logprobs_(logits, temperature / factor, media_token_ids(model.config), softcap)
 
 
 def after_head(model) -> tuple[float, float | None]:
@@ -736,7 +736,7 @@ def logprobs_from_hidden(
 
     def of_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = F.linear(hidden, weight, bias)  # (chunk, V)
-        logp = policy_logprobs(logits, temperature, suppressed, softcap)
+        logp = to_logprobs_(logits, temperature, suppressed, softcap)
         entropy = -torch.linalg.vecdot(logp.exp(), logp) if with_entropy else None
         return logp.gather(1, targets[:, None])[:, 0], entropy
 
@@ -755,10 +755,11 @@ def logprobs_from_hidden(
     return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
 
-def policy_logprobs(
+def to_logprobs_(
     logits: Tensor, temperature: float, suppressed: list[int], softcap: float | None = None
 ) -> Tensor:
-    """(..., V) -> (..., V) in fp32, at a temperature; the suppressed ids are out of reach."""
+    """Logits (..., V) -> log-probs in fp32, at a temperature, the suppressed ids out of reach. Logits
+    that are in fp32 already are changed in place, since they are the peak of memory."""
     logits = logits.float()
     if softcap:
         logits = softcap * (logits / softcap).tanh()
