@@ -63,6 +63,7 @@ class Args:
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder, hub id
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
+    columns: tuple[str, ...] = ()  # the data's, renamed: prompt=problem answer=solution
     eval_dataset: str | None = None  # held-out rows; easy-vqa has its own
     eval_dataset_split: str = "test"  # as --dataset-split
     train_samples: int = 8000  # a random subset; 0 = all
@@ -159,6 +160,7 @@ class Run:
     eval_data: Data | None
     checkpoint: Path | None  # the newest
     state: dict  # stands in every checkpoint: add what must survive a resume
+    tensorboard: Any = None  # its writer, once there is one
 
 
 # ---- main ----
@@ -181,12 +183,11 @@ def main(args: Args) -> dict[str, float]:
         state["before"], judgements = evaluate(args, run)
         if best_key not in state["before"]:
             fail(f"--best-metric: {run.eval_data.source} gives {', '.join(state['before'])}")
-        log(args, run.folder, {"train/step": 0, **state["before"]}, judgements)
+        log(args, run, {"train/step": 0, **state["before"]}, judgements)
 
-    first_step = state["step"] + 1
-    steps = range(first_step, args.total_steps + 1)
+    steps = range(state["step"] + 1, args.total_steps + 1)
     no_bar = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
-    bar = tqdm(steps, "grm_sft", total=args.total_steps, initial=first_step - 1, disable=no_bar)
+    bar = tqdm(steps, "grm_sft", total=args.total_steps, initial=state["step"], disable=no_bar)
     for step in bar:
         # --- 5. update: the gradients of all packs, and one optimizer step ---
         time_start = time.perf_counter()
@@ -235,7 +236,7 @@ def main(args: Args) -> dict[str, float]:
             goodness = eval_metrics[best_key] * (-1 if args.best_metric == "loss" else 1)
             is_best = goodness > state["best"]
             state["best"] = max(goodness, state["best"])
-        log(args, run.folder, metrics, judgements)
+        log(args, run, metrics, judgements)
         bar.set_postfix(shown)
         if no_bar:
             tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
@@ -421,10 +422,11 @@ def load_data(args: Args, source: str, split: str, model, processor, training: b
     """Columns of pairs: `prompt`; `image_0`, `image_1` or `video_0`, `video_1` or texts, `answer_0`,
     `answer_1`; `verdict`: 1, 2 or tie; optional `reasoning`, `image(s)`, `video(s)` of the prompt.
     Chats: `messages`, `image(s)`, `video(s)`. From `answer` alone, as in easy-VQA, pairs are made."""
-    rows = load_rows(source, split)
+    rows = rename_columns(args, source, load_rows(source, split))
     columns = set(rows.column_names)
-    if not columns & {"messages", "verdict", "answer"}:
-        fail(f"{source} has columns {', '.join(rows.column_names)}: it needs messages, or a verdict")
+    if "messages" not in columns and not ("prompt" in columns and columns & {"verdict", "answer"}):
+        has = ", ".join(rows.column_names)
+        fail(f"{source} has columns {has}: rename yours, --columns messages=... or prompt=... verdict=...")
     makes_pairs = not columns & {"messages", "verdict"}
     folder = Path(source).parent
     seed = args.seed if training else 0
@@ -487,6 +489,20 @@ def load_rows(source: str, split: str):
         fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
 
 
+def rename_columns(args: Args, source: str, rows):
+    """By --columns. Held-out data may have the script's names already."""
+    names = {}  # the script's -> the data's
+    for pair in args.columns:
+        ours, _, theirs = pair.partition("=")
+        if ours and theirs in rows.column_names:
+            names[ours] = theirs
+        elif source == args.dataset:
+            fail(f"--columns takes name=column, not {pair}: {source} has {', '.join(rows.column_names)}")
+    taken = {*names, "messages"} if "prompt" in names else {*names}  # else messages would be the prompt
+    unused = [name for name in rows.column_names if name in taken and name not in names.values()]
+    return rows.remove_columns(unused).rename_columns({names[ours]: ours for ours in names})
+
+
 def easy_vqa_rows(split: str):
     """64 x 64 drawings with questions, inside the package of that name."""
     import datasets
@@ -532,7 +548,7 @@ def encode_row(
                 key = key_of(ids[:end], messages[:n])
             inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
             inputs = {k: x[:, :P] if x.shape[:2] == (1, N) else x for k, x in inputs.items()}
-            prompt = packing.make_prompt(model, inputs, index=entry)
+            prompt = packing.make_prompt(model, inputs, index=entry, messages=messages[:n])
         else:
             prompt = previous.prompt
         response_ids = torch.tensor(ids[end:])
@@ -852,6 +868,11 @@ def judge_metrics(judgements: list[dict]) -> dict[str, float]:
     return metrics
 
 
+def messages_of(run: Run, sample: dict) -> list[dict]:
+    """The prompt of a sample, with opened pictures."""
+    return run.eval_data.encode(2 * sample["row"]).samples[-1].prompt.messages
+
+
 # ---- model ----
 
 
@@ -1015,8 +1036,8 @@ def optimizer_step(engine) -> float | None:
         return float(norm)
     engine.step()
     optimizer = engine.optimizer
-    # A parameter without gradients in the next step, as a vision tower's without pictures, would have those
-    # of this step again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
+    # A parameter without gradients in the next step, as a vision tower's without pictures, would
+    # have these again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
     kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         kept += [group.grad for group in getattr(optimizer, name, [])]
@@ -1114,26 +1135,53 @@ def save_checkpoint(args: Args, run: Run, is_best: bool) -> Path:
     return final
 
 
-def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
-    """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
+def log(args: Args, run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
+    """Rank 0 alone: to metrics.jsonl and samples.jsonl; where --track says, with samples of evaluations."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    append_lines(run_dir / "metrics.jsonl", [metrics])
-    append_lines(run_dir / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
+    append_lines(run.folder / "metrics.jsonl", [metrics])
+    append_lines(run.folder / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
+    shown = {}  # at evaluations: by phase (sample, its pictures)
+    if args.track != "off" and any(name.startswith("eval/") for name in metrics):
+        for sample in samples[:: len(samples) // 64 + 1]:
+            shown.setdefault(f"samples/{sample['phase']}", []).append(to_show(run, sample))
     if args.track == "wandb":
         import wandb
 
-        name = run_dir.name
+        name = run.folder.name
         if wandb.run is None:
-            wandb.init(id=name, name=name, config=asdict(args), dir=run_dir, resume="allow")
-        wandb.run.log(metrics, step=step)
+            wandb.init(id=name, name=name, config=asdict(args), dir=run.folder, resume="allow")
+        tables = {}
+        for key, pairs in shown.items():
+            rows = []
+            for sample, pictures in pairs:
+                rows.append(sample | {f"picture_{k}": wandb.Image(x) for k, x in enumerate(pictures)})
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            cells = [[row.get(column) for column in columns] for row in rows]
+            tables[key] = wandb.Table(columns=columns, data=cells)
+        wandb.run.log(metrics | tables, step=step)
     if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(str(run_dir)) as writer:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
+        if run.tensorboard is None:  # of a resumed run, what it does again is hidden
+            run.tensorboard = SummaryWriter(str(run.folder), purge_step=step)
+        for name, value in metrics.items():
+            run.tensorboard.add_scalar(name, value, step)
+        for key, pairs in shown.items():
+            texts = ["\n".join(f"{name}: {x}" for name, x in sample.items()) for sample, _ in pairs]
+            text = re.sub("(?m)^", "    ", "\n\n".join(texts))  # Markdown, verbatim
+            run.tensorboard.add_text(key, text, step)
+        run.tensorboard.flush()
+
+
+def to_show(run: Run, sample: dict) -> tuple[dict, list[Image.Image]]:
+    """A sample with its whole prompt as text, and the prompt's pictures."""
+    parts = [part for message in messages_of(run, sample) for part in message["content"]]
+    prompt = "\n".join(part.get("text", f"<{part['type']}>") for part in parts)
+    pictures = [part["image"] for part in parts if part["type"] == "image"]
+    others = {name: x for name, x in sample.items() if name != "prompt"}
+    return {"prompt": prompt, **others}, pictures
 
 
 def append_lines(path: Path, lines: list[dict]) -> None:

@@ -66,6 +66,7 @@ class Args:
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder, hub id, own checkpoint
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
+    columns: tuple[str, ...] = ()  # the data's, renamed: prompt=problem answer=solution
     eval_datasets: tuple[str, ...] = ()  # held-out sets, name=source; easy-vqa has its own
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
@@ -202,6 +203,7 @@ class Run:
     eval_sets: dict[str, "Data"]  # by name
     checkpoint: Path | None  # the newest
     state: dict  # stands in every checkpoint: add what must survive a resume
+    tensorboard: Any = None  # its writer, once there is one
 
 
 # ---- main ----
@@ -220,12 +222,11 @@ def main(args: Args) -> dict[str, float]:
 
     if run.eval_sets and not run.state["before"]:  # a resumed run has it
         run.state["before"], samples = evaluate(args, run)
-        log(args, run.folder, {"train/step": 0, **run.state["before"]}, samples)
+        log(args, run, {"train/step": 0, **run.state["before"]}, samples)
 
-    first_step = run.state["step"] + 1
-    steps = range(first_step, args.total_steps + 1)
+    steps = range(run.state["step"] + 1, args.total_steps + 1)
     no_bar = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
-    bar = tqdm(steps, "reward", total=args.total_steps, initial=first_step - 1, disable=no_bar)
+    bar = tqdm(steps, "reward", total=args.total_steps, initial=run.state["step"], disable=no_bar)
     for step in bar:
         # --- 5. update: one optimizer step on all pairs of some rankings ---
         time_start = time.perf_counter()
@@ -285,7 +286,7 @@ def main(args: Args) -> dict[str, float]:
             metrics |= eval_metrics
             for name in run.eval_sets:
                 shown[name] = f"{eval_metrics[f'eval/{name}/accuracy']:.3f}"
-        log(args, run.folder, metrics, samples)
+        log(args, run, metrics, samples)
         bar.set_postfix(shown)
         if no_bar:
             tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
@@ -433,9 +434,15 @@ class Data:
 def load_data(args: Args, source: str, split: str, seed: int, model, processor) -> Data:
     """Columns: `chosen` and `rejected`, or `responses`, best first: strings or messages that follow
     `prompt` or `messages`, or whole chats; `image(s)`, `video(s)`, see to_messages; `margin`, `weight`."""
-    rows = load_rows(source, split)
+    rows = rename_columns(args, source, load_rows(source, split))
     if source == "easy-vqa":
         rows = add_pairs(rows, seed)
+    columns = {*rows.column_names}
+    is_text = str(rows.features.get("chosen")).startswith("Value")  # a chat has its prompt inside
+    has_prompt = columns & {"prompt", "messages"} or not is_text
+    if not has_prompt or not (columns >= {"chosen", "rejected"} or "responses" in columns):
+        has = ", ".join(rows.column_names)
+        fail(f"{source} has columns {has}: rename yours, --columns prompt=... chosen=... rejected=...")
     tokenizer = getattr(processor, "tokenizer", processor)
 
     # A step asks for the same rows again and again.
@@ -482,6 +489,20 @@ def load_rows(source: str, split: str):
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
         fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
+
+
+def rename_columns(args: Args, source: str, rows):
+    """By --columns. Held-out data may have the script's names already."""
+    names = {}  # the script's -> the data's
+    for pair in args.columns:
+        ours, _, theirs = pair.partition("=")
+        if ours and theirs in rows.column_names:
+            names[ours] = theirs
+        elif source == args.dataset:
+            fail(f"--columns takes name=column, not {pair}: {source} has {', '.join(rows.column_names)}")
+    taken = {*names, "messages"} if "prompt" in names else {*names}  # else messages would be the prompt
+    unused = [name for name in rows.column_names if name in taken and name not in names.values()]
+    return rows.remove_columns(unused).rename_columns({names[ours]: ours for ours in names})
 
 
 def easy_vqa_rows(split: str):
@@ -562,7 +583,7 @@ def encode_ranking(
     T = inputs["input_ids"].shape[1]
     inputs = {name: x[:, :end] if x.shape[:2] == (1, T) else x for name, x in inputs.items()}
     responses = [torch.tensor(own[shared:]) for own in ids]
-    return packing.make_prompt(model, inputs, index=index), responses
+    return packing.make_prompt(model, inputs, index=index, messages=messages), responses
 
 
 def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
@@ -751,6 +772,12 @@ def samples_of(rankings: list[Ranking], scores: Tensor) -> list[dict]:
     return samples
 
 
+def messages_of(run: Run, sample: dict) -> list[dict]:
+    """The prompt of a sample, with opened pictures."""
+    data = run.eval_sets[sample["phase"].removeprefix("eval_")]
+    return data.encode(sample["row"]).prompt.messages
+
+
 # ---- model ----
 
 
@@ -917,8 +944,8 @@ def optimizer_step(engine) -> float | None:
         return float(norm)
     engine.step()
     optimizer = engine.optimizer
-    # A parameter without gradients in the next step, as a vision tower's without pictures, would have those
-    # of this step again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
+    # A parameter without gradients in the next step, as a vision tower's without pictures, would
+    # have these again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
     kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         kept += [group.grad for group in getattr(optimizer, name, [])]
@@ -1017,26 +1044,53 @@ def save_checkpoint(args: Args, run: Run) -> Path:
     return final
 
 
-def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
-    """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
+def log(args: Args, run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
+    """Rank 0 alone: to metrics.jsonl and samples.jsonl; where --track says, with samples of evaluations."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    append_lines(run_dir / "metrics.jsonl", [metrics])
-    append_lines(run_dir / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
+    append_lines(run.folder / "metrics.jsonl", [metrics])
+    append_lines(run.folder / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
+    shown = {}  # at evaluations: by phase (sample, its pictures)
+    if args.track != "off" and any(name.startswith("eval/") for name in metrics):
+        for sample in samples[:: len(samples) // 64 + 1]:
+            shown.setdefault(f"samples/{sample['phase']}", []).append(to_show(run, sample))
     if args.track == "wandb":
         import wandb
 
-        name = run_dir.name
+        name = run.folder.name
         if wandb.run is None:
-            wandb.init(id=name, name=name, config=asdict(args), dir=run_dir, resume="allow")
-        wandb.run.log(metrics, step=step)
+            wandb.init(id=name, name=name, config=asdict(args), dir=run.folder, resume="allow")
+        tables = {}
+        for key, pairs in shown.items():
+            rows = []
+            for sample, pictures in pairs:
+                rows.append(sample | {f"picture_{k}": wandb.Image(x) for k, x in enumerate(pictures)})
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            cells = [[row.get(column) for column in columns] for row in rows]
+            tables[key] = wandb.Table(columns=columns, data=cells)
+        wandb.run.log(metrics | tables, step=step)
     if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(str(run_dir)) as writer:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
+        if run.tensorboard is None:  # of a resumed run, what it does again is hidden
+            run.tensorboard = SummaryWriter(str(run.folder), purge_step=step)
+        for name, value in metrics.items():
+            run.tensorboard.add_scalar(name, value, step)
+        for key, pairs in shown.items():
+            texts = ["\n".join(f"{name}: {x}" for name, x in sample.items()) for sample, _ in pairs]
+            text = re.sub("(?m)^", "    ", "\n\n".join(texts))  # Markdown, verbatim
+            run.tensorboard.add_text(key, text, step)
+        run.tensorboard.flush()
+
+
+def to_show(run: Run, sample: dict) -> tuple[dict, list[Image.Image]]:
+    """A sample with its whole prompt as text, and the prompt's pictures."""
+    parts = [part for message in messages_of(run, sample) for part in message["content"]]
+    prompt = "\n".join(part.get("text", f"<{part['type']}>") for part in parts)
+    pictures = [part["image"] for part in parts if part["type"] == "image"]
+    others = {name: x for name, x in sample.items() if name != "prompt"}
+    return {"prompt": prompt, **others}, pictures
 
 
 def append_lines(path: Path, lines: list[dict]) -> None:

@@ -70,6 +70,7 @@ class Args:
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder or hub id; vision-language or text
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
+    columns: tuple[str, ...] = ()  # the data's, renamed: prompt=problem answer=solution
     eval_dataset: str | None = None  # held-out prompts; None: easy-vqa's test split with easy-vqa, else none
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
@@ -213,6 +214,7 @@ class Run:
     sampler_is_exact: bool  # its log-probs are those of the actor, bit for bit
     checkpoint: Path | None  # the newest
     state: dict  # in every checkpoint, see setup: add what must survive a resume
+    tensorboard: Any = None  # its writer, once there is one
 
 
 # ---- main ----
@@ -235,12 +237,11 @@ def main(args: Args) -> dict[str, float]:
 
     if run.eval_data and not run.state["before"]:  # a resumed run has it
         run.state["before"], samples = evaluate(args, run)
-        log(args, run.folder, {"train/step": 0, "train/episode": 0, **run.state["before"]}, samples)
+        log(args, run, {"train/step": 0, "train/episode": 0, **run.state["before"]}, samples)
 
-    first_step = run.state["step"] + 1
-    steps = range(first_step, args.total_steps + 1)
+    steps = range(run.state["step"] + 1, args.total_steps + 1)
     no_bar = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
-    bar = tqdm(steps, "rloo", total=args.total_steps, initial=first_step - 1, disable=no_bar)
+    bar = tqdm(steps, "rloo", total=args.total_steps, initial=run.state["step"], disable=no_bar)
     for step in bar:
         # --- 2. rollout: G scored responses to each prompt ---
         time_start = time.perf_counter()
@@ -370,7 +371,7 @@ def main(args: Args) -> dict[str, float]:
             metrics |= eval_metrics
             samples += eval_samples
             shown["held-out"] = f"{eval_metrics['eval/sampled_score']:.3f}"
-        log(args, run.folder, metrics, samples)
+        log(args, run, metrics, samples)
         bar.set_postfix(shown)
         if no_bar:
             tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
@@ -813,7 +814,7 @@ def score_responses(
     texts: list[str],
     trainer_state,
 ) -> tuple[dict[str, list[float]], list[tuple[str, float]]]:
-    """-> {reward: B values, NaN where it does not apply}, and what was logged. prompts: B of them.
+    """-> {reward: B values, NaN where it does not apply}, and what was logged. B prompts.
 
     A function gets keywords as in TRL: prompts and completions (strings, or where the
     dataset's prompt is a chat, messages), completion_ids, every column, trainer_state (an
@@ -869,11 +870,11 @@ class Data:
 def load_data(args: Args, source: str, split: str, model, processor) -> Data:
     """Columns: `prompt` or `messages`, a string or a chat; `image(s)` and `video(s)`, one or a
     list, see to_messages; `answer`, the reference that rewards get."""
-    rows = load_rows(source, split)
+    rows = rename_columns(args, source, load_rows(source, split))
     tokenizer = getattr(processor, "tokenizer", processor)
-    columns = set(rows.column_names)
-    if not columns & {"prompt", "messages"} or ("accuracy" in args.rewards and "answer" not in columns):
-        fail(f"{source} has columns {', '.join(columns)}: rename yours to prompt or messages, and answer")
+    columns = rows.column_names
+    if not {"prompt", "messages"} & {*columns} or ("accuracy" in args.rewards and "answer" not in columns):
+        fail(f"{source} has columns {', '.join(columns)}: rename yours, --columns prompt=... answer=...")
 
     # The packs of a step ask for the same prompts again and again.
     @functools.lru_cache(maxsize=2 * args.rollout_batch_size // args.num_samples_per_prompt)
@@ -910,6 +911,20 @@ def load_rows(source: str, split: str):
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
         fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
+
+
+def rename_columns(args: Args, source: str, rows):
+    """By --columns. Held-out data may have the script's names already."""
+    names = {}  # the script's -> the data's
+    for pair in args.columns:
+        ours, _, theirs = pair.partition("=")
+        if ours and theirs in rows.column_names:
+            names[ours] = theirs
+        elif source == args.dataset:
+            fail(f"--columns takes name=column, not {pair}: {source} has {', '.join(rows.column_names)}")
+    taken = {*names, "messages"} if "prompt" in names else {*names}  # else messages would be the prompt
+    unused = [name for name in rows.column_names if name in taken and name not in names.values()]
+    return rows.remove_columns(unused).rename_columns({names[ours]: ours for ours in names})
 
 
 def easy_vqa_rows(split: str):
@@ -1044,11 +1059,17 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     return metrics, samples
 
 
+def messages_of(run: Run, sample: dict) -> list[dict]:
+    """The prompt of a sample, with opened pictures."""
+    data = run.train_data if sample["phase"] == "train" else run.eval_data
+    return data.encode(sample["row"]).messages
+
+
 # ---- model ----
 
 
 class Policy(nn.Module):
-    """Actor or frozen reference, as DeepSpeed runs it: pack -> log-probs (M,), entropies or None."""
+    """Actor or reference, as DeepSpeed runs it: pack -> log-probs (M,), entropies or None."""
 
     def __init__(self, model, temperature: float):
         super().__init__()
@@ -1241,8 +1262,8 @@ def optimizer_step(engine) -> float | None:
         return float(norm)
     engine.step()
     optimizer = engine.optimizer
-    # A parameter without gradients in the next step, as a vision tower's without pictures, would have those
-    # of this step again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
+    # A parameter without gradients in the next step, as a vision tower's without pictures, would
+    # have these again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
     kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         kept += [group.grad for group in getattr(optimizer, name, [])]
@@ -1341,26 +1362,53 @@ def save_checkpoint(args: Args, run: Run) -> Path:
     return final
 
 
-def log(args: Args, run_dir: Path, metrics: dict[str, float], samples: list[dict]) -> None:
-    """Rank 0 alone: to metrics.jsonl, samples.jsonl, and where --track says."""
+def log(args: Args, run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
+    """Rank 0 alone: to metrics.jsonl and samples.jsonl; where --track says, with samples of evaluations."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    append_lines(run_dir / "metrics.jsonl", [metrics])
-    append_lines(run_dir / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
+    append_lines(run.folder / "metrics.jsonl", [metrics])
+    append_lines(run.folder / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
+    shown = {}  # at evaluations: by phase (sample, its pictures)
+    if args.track != "off" and any(name.startswith("eval/") for name in metrics):
+        for sample in samples[:: len(samples) // 64 + 1]:
+            shown.setdefault(f"samples/{sample['phase']}", []).append(to_show(run, sample))
     if args.track == "wandb":
         import wandb
 
-        name = run_dir.name
+        name = run.folder.name
         if wandb.run is None:
-            wandb.init(id=name, name=name, config=asdict(args), dir=run_dir, resume="allow")
-        wandb.run.log(metrics, step=step)
+            wandb.init(id=name, name=name, config=asdict(args), dir=run.folder, resume="allow")
+        tables = {}
+        for key, pairs in shown.items():
+            rows = []
+            for sample, pictures in pairs:
+                rows.append(sample | {f"picture_{k}": wandb.Image(x) for k, x in enumerate(pictures)})
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            cells = [[row.get(column) for column in columns] for row in rows]
+            tables[key] = wandb.Table(columns=columns, data=cells)
+        wandb.run.log(metrics | tables, step=step)
     if args.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(str(run_dir)) as writer:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
+        if run.tensorboard is None:  # of a resumed run, what it does again is hidden
+            run.tensorboard = SummaryWriter(str(run.folder), purge_step=step)
+        for name, value in metrics.items():
+            run.tensorboard.add_scalar(name, value, step)
+        for key, pairs in shown.items():
+            texts = ["\n".join(f"{name}: {x}" for name, x in sample.items()) for sample, _ in pairs]
+            text = re.sub("(?m)^", "    ", "\n\n".join(texts))  # Markdown, verbatim
+            run.tensorboard.add_text(key, text, step)
+        run.tensorboard.flush()
+
+
+def to_show(run: Run, sample: dict) -> tuple[dict, list[Image.Image]]:
+    """A sample with its whole prompt as text, and the prompt's pictures."""
+    parts = [part for message in messages_of(run, sample) for part in message["content"]]
+    prompt = "\n".join(part.get("text", f"<{part['type']}>") for part in parts)
+    pictures = [part["image"] for part in parts if part["type"] == "image"]
+    others = {name: x for name, x in sample.items() if name != "prompt"}
+    return {"prompt": prompt, **others}, pictures
 
 
 def append_lines(path: Path, lines: list[dict]) -> None:

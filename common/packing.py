@@ -39,6 +39,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
 from common.attention import CannotPack, ModelMask, is_packed, make_layout, switch_attention
 
@@ -47,6 +49,7 @@ ENCODERS = {"image": "get_image_features", "video": "get_video_features"}  # wha
 KEPT_LOGPROBS = 2**26  # log-probs kept from forward to backward: 256 MB that save computing them
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # nats, mean of log-probs, equal ones
 CHUNK = 256  # tokens whose logits live at a time, on a CPU
+ROOM = 32  # tokens that a decoder's cache grows by
 NEVER = -1e30  # logit of tokens that are never drawn; finite, so that p * log p is 0
 _source = functools.cache(inspect.getsource)  # of a function; parsing it takes milliseconds
 
@@ -483,14 +486,33 @@ def packing_gap(
 # ---- decoding ----
 
 
+class RoomyLayer(DynamicLayer):
+    """One layer's keys and values of the rows' own tokens, (B, kv_heads, t, D), with room for more:
+    all of them are copied every ROOM tokens, not at each."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        new = (key_states, value_states)  # (B, kv_heads, 1, D)
+        t = self.get_seq_length()
+        if t == 0:
+            self.lazy_initialization(key_states, value_states)
+            self.stores = [F.pad(x, (0, 0, 0, ROOM - 1)) for x in new]
+        elif t == self.stores[0].shape[2]:
+            self.stores = [F.pad(x, (0, 0, 0, ROOM)) for x in self.stores]
+        for store, x in zip(self.stores, new):
+            store[:, :, t : t + 1] = x
+        self.keys, self.values = (store[:, :, : t + 1] for store in self.stores)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.stores = [store[indices] for store in self.stores]
+
+
 class Decoder:
     """Token-by-token decoding of G rows for each of n prompts, which are run once, as a pack.
     The rows of a prompt share its keys and values without a copy. Needs packed attention."""
 
     @torch.no_grad()
     def __init__(self, model, prompts: list[Prompt], G: int):
-        from transformers import DynamicCache
-
         self.base = model.base_model
         self.G = G
         device = model.device
@@ -505,7 +527,7 @@ class Decoder:
         hidden = _run(model, pack.to(device), decoder=self)  # (N, H)
         # (n * G, H): predict the next tokens
         self.hidden = hidden[ends.to(device) - 1].repeat_interleave(G, dim=0)
-        self.cache = DynamicCache()  # of the rows' own tokens
+        self.cache = Cache(layer_class_to_replicate=RoomyLayer)  # of the rows' own tokens
         self.rows = torch.arange(len(prompts) * G, device=device)  # row b: response rows[b] % G of its prompt
         self.lengths = lengths.to(device).repeat_interleave(G)  # (n * G,)
         # Not the largest: the frames of a long video may lie beyond the text after it.

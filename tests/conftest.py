@@ -167,6 +167,17 @@ def largest_difference(a: dict, b: dict) -> float:
     return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
 
 
+def tensorboard_of(folder: Path) -> tuple[list[int], dict[str, dict[int, str]]]:
+    """What TensorBoard shows: the steps with metrics, and the texts by tag and step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    text_of = lambda event: event.tensor_proto.string_val[0].decode()  # noqa: E731
+    tags = {tag: {x.step: text_of(x) for x in events.Tensors(tag)} for tag in events.Tags()["tensors"]}
+    texts = {tag.removesuffix("/text_summary"): texts for tag, texts in tags.items()}
+    return [event.step for event in events.Scalars("train/step")], texts
+
+
 def metrics_differ(a: list[dict], b: list[dict]) -> dict[str, float]:
     """Largest relative difference of each metric over the steps of two runs, without times."""
     assert [x["train/step"] for x in a] == [x["train/step"] for x in b] and a[-1].keys() == b[-1].keys()

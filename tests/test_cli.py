@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import tyro
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT, SCRIPTS, write_jsonl
 from test_consistency import each_script, flags_of, source_of
 
 HEAVY = "vllm wandb tensorboard deepspeed peft datasets easy_vqa".split()
@@ -61,6 +61,36 @@ def test_every_flag_is_read_and_every_read_is_a_flag(script):
         read[getattr(top, "name", None) == "check_args"] |= attributes
     assert flags_of(script).keys() - read[False] == set()
     assert (read[True] | read[False]) - flags_of(script).keys() == set()
+
+
+@each_script
+def test_columns_of_other_names_are_renamed(script, tmp_path, capsys):
+    row = {"problem": "Q", "solution": "A", "picture": "a.png", "answer": "no", "messages": "no"}
+    source = write_jsonl(tmp_path / "rows.jsonl", [row | {"good": "G", "bad": "B"}])
+    module = importlib.import_module(script)
+    given = {"reward_bt": [0, None, None], "grm_sft": [None, None, True]}.get(script, [None, None])
+
+    def load(data: str, *columns: str, source: str = source) -> dict:
+        args = module.Args(dataset=source, columns=columns)
+        module.load_data(args, data, "train", *given)
+        return module.rename_columns(args, data, module.load_rows(data, "train"))[0]
+
+    pairs = "prompt=problem", "answer=solution", "image=picture", "chosen=good", "rejected=bad"
+    renamed = {"prompt": "Q", "answer": "A", "image": "a.png", "chosen": "G", "rejected": "B"}
+    assert load(source, *pairs) == renamed  # the old answer and messages are not in the way
+    assert load("easy-vqa", *pairs).keys() == {"prompt", "image", "answer"}  # held out, with our names
+    other = write_jsonl(tmp_path / "other.jsonl", [{"problem": "Q", "good": "G", "bad": "B"}])
+    for columns, words in {
+        (): "has columns problem, good, bad: rename yours, --columns ",
+        ("prompt=problem",): "has columns prompt, good, bad: rename yours",
+        ("chosen=good", "rejected=bad"): "has columns problem, chosen, rejected: rename yours",
+        ("prompt",): "takes name=column, not prompt: ",
+        ("=problem",): "takes name=column, not =problem: ",
+        ("prompt=q",): f"takes name=column, not prompt=q: {other} has problem, good, bad",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            load(other, *columns, source=other)
+        assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
 @pytest.mark.slow

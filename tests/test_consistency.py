@@ -19,7 +19,7 @@ BANNERS += ["rollout", "samplers", "rewards", "data", "forward", "other estimato
 BANNERS += ["evaluation", "model", "DeepSpeed", "files"]
 # Blocks that have one name and differ, because the algorithm differs.
 OWN = {"Args", "Rollout", "Run", "Data", "main", "setup", "check_args", "enable_packing"}
-OWN |= {"load_data", "packs_of", "evaluate", "save_checkpoint"}
+OWN |= {"load_data", "packs_of", "evaluate", "messages_of", "save_checkpoint"}
 OWN_FLAGS = """
     seed model eval_dataset rewards freeze max_length generation_batch_size
     total_steps train_batch_size learning_rate clip_coef kl_coef eval_samples

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import conftest
 import numpy as np
 import pytest
 import torch
@@ -392,7 +393,7 @@ def test_a_run_learns_and_keeps_its_best(grm, monkeypatch, capsys):
     changed = lambda records: metrics_of(records) | {"eval/accuracy": next(values)}  # noqa: E731
     monkeypatch.setattr(grm_sft, "judge_metrics", changed)
     flags = {"total_steps": 4, "eval_steps": 2, "learning_rate": 2e-3, "best_metric": "accuracy"}
-    folder = grm(**flags, train_batch_size=14)
+    folder = grm(**flags, train_batch_size=14, track="tensorboard")
     first, *steps = read_jsonl(folder / "metrics.jsonl")
     assert [m["train/step"] for m in steps] == [1, 2, 3, 4]
     assert steps[-1]["loss/sft"] < 0.8 * steps[0]["loss/sft"] and steps[-1]["eval/loss"] < first["eval/loss"]
@@ -404,6 +405,9 @@ def test_a_run_learns_and_keeps_its_best(grm, monkeypatch, capsys):
     assert moved and not any("visual" in name for name in moved), "the vision tower is frozen"
     sample = read_jsonl(folder / "samples.jsonl")[0]
     assert {"phase", "prompt", "response", "swapped_response", "truth", "verdict"} <= sample.keys()
+    steps, texts = conftest.tensorboard_of(folder)
+    assert steps == [0, 1, 2, 3, 4] and [*texts["samples/eval"]] == [0, 2, 4]
+    assert all(f"    {key}: " in texts["samples/eval"][4] for key in ("prompt", "swapped_response"))
     assert "packed = unmodified model within" in capsys.readouterr().out
 
 
@@ -437,7 +441,7 @@ def test_resume_goes_on_bit_for_bit(flags, grm, tmp_path):
 
 @pytest.mark.slow
 def test_kills_do_no_harm(grm, start, tmp_path, judgements):
-    flags = {"total_steps": 6, "save_steps": 1, "eval_steps": 3}
+    flags = {"total_steps": 6, "save_steps": 1, "eval_steps": 3, "track": "tensorboard"}
     whole = grm(run_name="whole", **flags)
     flags = on(judgements) | flags
     folder, rng = tmp_path / "runs/killed", random.Random(0)
@@ -451,6 +455,7 @@ def test_kills_do_no_harm(grm, start, tmp_path, judgements):
     assert start("grm_sft", run_name="killed", resume="auto", **flags).wait(timeout=300) == 0
     runs = [read_jsonl(path / "metrics.jsonl") for path in (whole, folder)]
     assert max(metrics_differ(*runs).values()) == 0
+    assert conftest.tensorboard_of(folder) == conftest.tensorboard_of(whole)
     assert largest_difference(*(weights_of(path / "checkpoint-best") for path in (whole, folder))) == 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import SHORT, TINY, largest_difference, metrics_differ, read_jsonl, write_jsonl
+from conftest import SHORT, TINY, largest_difference, metrics_differ, read_jsonl, tensorboard_of, write_jsonl
 from conftest import weights_of as weights_in
 from safetensors.torch import save_file
 from test_families import folder_of, write_video  # noqa: F401
@@ -92,7 +92,10 @@ def test_a_run_leaves_metrics_samples_and_a_model(run, vqa, flags_of):
     assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
     assert "eval/sampled_score" in metrics[-1] and "eval/sampled_score" not in metrics[0]
     phases = {sample["phase"] for sample in read_jsonl(folder / "samples.jsonl")}
-    assert phases == {"train", "eval_greedy", "eval_sampled"} and [*folder.glob("events*")]
+    assert phases == {"train", "eval_greedy", "eval_sampled"}
+    steps, texts = tensorboard_of(folder)
+    assert steps == [0, 1, 2, 3] and len([*folder.glob("events*")]) == 1
+    assert [[*texts[f"samples/{phase}"]] for phase in sorted(phases)] == [[0, 3], [0, 3], [3]]
     assert [path.name for path in folder.glob("checkpoint*")] == ["checkpoint-3"]
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder / "checkpoint-3")
     start = transformers.AutoModelForImageTextToText.from_pretrained(TINY).state_dict()

@@ -5,6 +5,7 @@ import re
 import runpy
 from itertools import combinations
 
+import conftest
 import numpy as np
 import pytest
 import torch
@@ -313,9 +314,12 @@ def run(tmp_path, **flags) -> list[dict]:
 @pytest.mark.slow
 def test_resume_is_exact_and_the_log_has_no_gap(tmp_path):
     whole = run(tmp_path, run_name="whole")
-    run(tmp_path, save_steps=2)
+    run(tmp_path, save_steps=2, track="tensorboard")
     (tmp_path / "run/checkpoint-4").rename(tmp_path / "gone")  # what a crash after step 2 leaves
-    resumed = run(tmp_path, resume="auto")
+    resumed = run(tmp_path, resume="auto", track="tensorboard")
+    steps, texts = conftest.tensorboard_of(tmp_path / "run")  # of two files: what was done again is hidden
+    assert steps == [0, 1, 2, 3, 4] and [*texts["samples/eval_easy-vqa"]] == [0, 4]
+    assert texts["samples/eval_easy-vqa"][4].count("    prompt: <image>\n") == 8
     assert [m["train/step"] for m in resumed] == [0, 1, 2, 3, 4]
     assert set(metrics_differ(resumed, whole).values()) == {0}
     saved = (weights_of(tmp_path / name / "checkpoint-4") for name in ("whole", "run"))

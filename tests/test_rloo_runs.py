@@ -1,13 +1,18 @@
 """rloo.py end to end: ranks, ZeRO, resume, kills, samplers and rewards of one's own, rows and flags that are wrong."""
 
+import hashlib
+import io
+import json
 import math
 import random
 import signal
 import time
 
+import conftest
 import pytest
 import torch
 from conftest import ROOT, largest_difference, metrics_differ, read_jsonl, weights_of, write_jsonl
+from PIL import Image, ImageChops
 
 import rloo
 
@@ -65,10 +70,29 @@ def test_rollouts_do_not_depend_on_batches_packs_or_checkpointing(run, tmp_path,
 
 
 @pytest.mark.slow
-def test_wandb_takes_every_step(run, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    folder = run("rloo", track="wandb", save_total_limit=-1)
+def test_wandb_takes_every_step_and_the_samples_of_evaluations(run, vqa_rows, tmp_path, monkeypatch):
+    import wandb
+
+    for name, value in {"MODE": "offline", "SILENT": "true", "DATA_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", vqa_rows[::-1])
+    folder = run("rloo", eval_dataset=held_out, track="wandb", save_total_limit=-1)
+    wandb.finish()
+    logged = (folder / "wandb").glob("offline-run-*/files/media/table/samples/*.json")
+    phases = sorted(path.name.rsplit("_", 2)[0] for path in logged)
+    assert phases == ["eval_greedy"] * 2 + ["eval_sampled"] * 2 + ["train"], "of steps 0 and 2"
+    files = [path.read_bytes() for path in (tmp_path / "artifacts/staging").iterdir()]  # to be uploaded
+    pictures = {hashlib.sha256(data).hexdigest(): data for data in files}
+    shown = {}
+    for table in (json.loads(data) for data in files if data.startswith(b'{"_type": "table"')):
+        rows = [dict(zip(table["columns"], row)) for row in table["data"]]
+        shown |= {(row["phase"], row["row"], row["response"]): row for row in rows}
+    for sample in read_jsonl(folder / "samples.jsonl"):
+        row = shown.get((sample["phase"], sample["row"], sample["response"]))
+        if sample.pop("train/step") != 1:  # no evaluation
+            assert row | sample | {"prompt": "<image>\n" + sample["prompt"]} == row
+            picture = Image.open(io.BytesIO(pictures[row["picture_0"]["sha256"]]))
+            assert not ImageChops.difference(picture, Image.open(sample["image"]).convert("RGB")).getbbox()
     assert (folder / "checkpoint-2").is_dir(), "the one just saved stays, whatever the limit"
     assert [*(folder / "wandb").glob("offline-run-*/*.wandb")] and len(metrics_of(folder)) == 3
 
@@ -226,10 +250,13 @@ def test_text_models_tensorboard_and_a_sampler_of_ones_own(run, tiny_text_model,
     plug = f"{tmp_path}/plug.py"
     flags = {"rollout": f"{plug}:Mine", "rewards": [f"{plug}:brief"], "reward_weights": [1]}
     data = write_jsonl(tmp_path / "text.jsonl", rows)
-    folder = run("rloo", model=tiny_text_model, dataset=data, eval_dataset=None, track="tensorboard", **flags)
+    folder = run("rloo", model=tiny_text_model, dataset=data, eval_dataset=data, track="tensorboard", **flags)
     assert metrics_of(folder)[-1]["mine/slept"] == 16 and "reward/brief" in metrics_of(folder)[-1]
-    assert [*folder.glob("events*")]
-    assert metrics_of(folder)[0]["rollout/engine_logprob_diff_max"] < 1e-5  # a forward of its own, compared
+    steps, texts = conftest.tensorboard_of(folder)
+    assert steps == [0, 1, 2] and len([*folder.glob("events*")]) == 1
+    assert [*texts["samples/eval_greedy"]] == [*texts["samples/eval_sampled"]] == [0, 2]
+    assert "    prompt: Say 7\n    phase" in texts["samples/eval_greedy"][2]
+    assert metrics_of(folder)[1]["rollout/engine_logprob_diff_max"] < 1e-5  # a forward of its own, compared
 
 
 def test_rows_that_can_not_be_used_are_named_and_counted(run, tmp_path, vqa_rows, capsys):

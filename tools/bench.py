@@ -7,14 +7,14 @@
 bare     everything between rollout and optimizer step of rloo.py and ppo_vl.py (default runs on the tiny VLM,
          rloo.py on SmolLM2-135M too) against forward and backward of the model on the very same packs and no
          more, in the same process by turns; and both against the machine's fastest matrix product
-curves   time and peak memory of a step of rloo.py by responses per prompt (TRL's too), prompts, length,
-         pictures per prompt and model size
+curves   time and peak memory of a step of rloo.py and of TRL by responses per prompt
 rloo     rloo.py and TRL's RLOOTrainer: same model, prompts, G, lengths, reward, fp32, generation with the same
          model; prompts of 200 and 600 tokens on SmolLM2-135M, pictures on the tiny VLM
 reward   reward_bt.py and RewardTrainer on SmolLM2-135M: 16 pairs with prompts of 100 and of 300 words; and
          4 prompts with four ranked responses each, which TRL takes as six pairs
 sft      grm_sft.py and SFTTrainer on the tiny VLM: 64 questions about easy-VQA pictures, all different, and
          grouped by picture
+sampler  responses of 512 and 1024 tokens on SmolLM2-135M, 4 prompts x 8: rloo.py's own decoding and generate
 memory   peak of the log-probs alone, forward and backward, chunked against dense, at a vocabulary of 152k
 
 Our script, by its own main, and TRL's trainer (tools/bench_trl.py says in which environment) run in a process
@@ -35,7 +35,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,13 +52,13 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from common import packing  # noqa: E402
 
 VOCAB, HIDDEN, TOKENS = 151_936, 256, 8192  # of part memory
-Part = Literal["bare", "curves", "rloo", "reward", "sft", "memory"]
+Part = Literal["bare", "curves", "rloo", "reward", "sft", "sampler", "memory"]
 
 
 @dataclass
 class Args:
-    parts: tyro.conf.Positional[tuple[Part, ...]]  # what to measure
-    cases: tuple[str, ...] = ()  # of those parts only these, such as text_200, rloo_vlm or images
+    parts: tyro.conf.Positional[tuple[Part, ...]] = ()  # what to measure
+    cases: tuple[str, ...] = ()  # of those parts only these, such as text_200, rloo_vlm or group_vlm
     trl_python: str = "python"  # of the environment that has TRL
     text_model: str = "models/smollm2"  # folder made by tools/make_smollm2.py
     vlm: str = "assets/tiny_vl"  # folder of the vision-language model
@@ -164,45 +164,15 @@ def bare_cases(args: Args) -> dict[str, dict]:
     }
 
 
-def curve_cases(args: Args, folder: Path) -> Iterator[tuple[str, float, dict, bool]]:
-    """(curve, x, case, whether TRL runs it too)."""
-    pictures = easy_vqa_rows(128)
+def curve_cases(args: Args) -> Iterator[tuple[str, int, dict]]:
+    """(curve, responses per prompt, case)."""
+    pictures = easy_vqa_rows(16)
     for G in (2, 4, 8, 16, 32):
-        yield "group_vlm", G, rloo_case(args.vlm, pictures[:16], G), True
+        yield "group_vlm", G, rloo_case(args.vlm, pictures, G)
     text = {"R": 16, "full_length": True, "packs": 1024, "steps": 1}
-    rows = [{"prompt": prompt} for prompt in words(args, 2, 190)]
+    rows = [{"prompt": prompt} for prompt in words(args, 1, 190)]
     for G in (2, 4, 8, 16):
-        yield "group_text", G, rloo_case(args.text_model, rows[:1], G, micro_rows=min(G, 4), **text), True
-    for count in (8, 32, 64, 128):
-        yield "prompts", count, rloo_case(args.vlm, pictures[:count]), False
-    for R in (16, 64, 128, 256):
-        yield "response", R, rloo_case(args.vlm, pictures[:16], R=R, full_length=True), False
-    for count in (1, 2, 4, 8):
-        shown = [[row["image"] for row in pictures[i * count :][:count]] for i in range(16)]
-        own = [{"prompt": row["prompt"], "images": images} for row, images in zip(pictures, shown)]
-        yield "images", count, rloo_case(args.vlm, own), False
-    if args.cases and "model" not in args.cases:  # they have to be made first
-        return
-    for hidden, layers in ((192, 6), (384, 12), (576, 30), (768, 24)):
-        name = args.text_model if hidden == 576 else str(folder / str(hidden))
-        size = text_model_size(args, name, hidden, layers)
-        yield "model", size / 1e6, rloo_case(name, rows, **text | {"steps": 2}), False
-
-
-def text_model_size(args: Args, name: str, hidden: int, layers: int) -> int:
-    """Parameters of a text model, which is made with random weights unless it is --text-model itself."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    config = AutoConfig.from_pretrained(args.text_model)
-    if name == args.text_model:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config).num_parameters()
-    config.hidden_size, config.num_hidden_layers, config.intermediate_size = hidden, layers, 8 * hidden // 3
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = hidden // 64, hidden // 192, 64
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(name)
-    AutoTokenizer.from_pretrained(args.text_model).save_pretrained(name)
-    return model.num_parameters()
+        yield "group_text", G, rloo_case(args.text_model, rows, G, micro_rows=min(G, 4), **text)
 
 
 # ---- sides: processes that take steps by turns ----
@@ -486,27 +456,19 @@ def summarize_bare(steps: list[dict]) -> dict:
 CURVES = {  # name -> title, label of the x axis
     "group_text": ("SmolLM2-135M, one prompt of 200 tokens", "responses per prompt (G) of 16 tokens"),
     "group_vlm": ("tiny VLM, 16 pictures with a question", "responses per prompt (G)"),
-    "prompts": ("tiny VLM, G = 8", "prompts per batch, one picture each"),
-    "response": ("tiny VLM, 16 prompts, G = 8", "tokens of each response"),
-    "images": ("tiny VLM, 16 prompts, G = 8", "pictures per prompt"),
-    "model": ("Llama, 2 prompts of 200 tokens, G = 8", "million parameters"),
 }
 
 
 def measure_curves(args: Args) -> Iterator[dict]:
-    with tempfile.TemporaryDirectory() as folder:
-        for curve, x, case, with_trl in curve_cases(args, Path(folder)):
-            if args.cases and curve not in args.cases:
-                continue
-            result = {"part": "curves", "curve": curve, "x": x}
-            for side, steps in run_sides(args, case, ("ours", "trl") if with_trl else ("ours",)).items():
-                for field, name in (
-                    ("seconds", "seconds"),
-                    ("update_seconds", "update"),
-                    ("peak_bytes", "memory"),
-                ):
-                    result[f"{name}_{side}"] = statistics.median(step[field] for step in timed(steps))
-            yield result
+    fields = {"seconds": "seconds", "update": "update_seconds", "memory": "peak_bytes"}
+    for curve, x, case in curve_cases(args):
+        if args.cases and curve not in args.cases:
+            continue
+        result = {"part": "curves", "curve": curve, "x": x}
+        for side, steps in run_sides(args, case, ("ours", "trl")).items():
+            for name, field in fields.items():
+                result[f"{name}_{side}"] = statistics.median(step[field] for step in timed(steps))
+        yield result
 
 
 def draw_curves(results: list[dict], path: Path) -> None:
@@ -575,6 +537,65 @@ def compare_memory(args: Args) -> Iterator[dict]:
     yield result | {"ratio": result["memory_dense"] / result["memory_chunked"]}
 
 
+# ---- long responses ----
+
+
+def measure_sampler(args: Args, side: str, length: int) -> dict:
+    """Milliseconds of a decoding step early and late, and the peak: 4 prompts x 8 responses, none of which ends."""
+    import transformers
+
+    import rloo
+
+    model = rloo.load_model(args.text_model, torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.text_model)
+    prompts = []
+    for i, text in enumerate(words(args, 4, 60)):
+        message = {"role": "user", "content": [{"type": "text", "text": text}]}
+        inputs = packing.encode_chat(tokenizer, [message], add_generation_prompt=True)
+        prompt = packing.make_prompt(model, inputs, index=i, row={}, messages=[message])
+        prompts.append(replace(prompt, seed=i))
+    times = []
+    if side == "ours":
+        packing.switch_attention(model, "packed")
+        watch(packing, "next_logprobs", lambda logprobs: times.append(time.perf_counter()))
+        rloo.generate(rloo.Args(max_response_length=length), model, prompts, 8, 1.0, end_ids=[10**9])
+    else:
+
+        class Clock(transformers.LogitsProcessor):
+            def __call__(self, input_ids, scores):
+                times.append(time.perf_counter())
+                return scores
+
+        tokenizer.padding_side = "left"
+        inputs = tokenizer.pad(
+            {"input_ids": [prompt.ids.tolist() for prompt in prompts]}, return_tensors="pt"
+        )
+        how = {"do_sample": True, "top_k": 0, "top_p": 1.0, "num_return_sequences": 8}
+        how |= {"min_new_tokens": length, "max_new_tokens": length, "logits_processor": [Clock()]}
+        model.generate(**inputs, **how)
+    steps = [1000 * (b - a) for a, b in itertools.pairwise(times)][1:]
+    early, late = statistics.median(steps[:64]), statistics.median(steps[-64:])
+    return {"early": early, "late": late, "all": times[-1] - times[0], "memory": peak_memory()}
+
+
+def compare_samplers(args: Args) -> Iterator[dict]:
+    for length in (512, 1024):
+        result = {"part": f"{length} tokens"}
+        for side in ("ours", "generate"):
+            command = [
+                sys.executable,
+                __file__,
+                "--child",
+                f"{side} {length}",
+                "--text-model",
+                args.text_model,
+            ]
+            command += ["--threads", str(args.threads)]
+            child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            result |= {f"{name}_{side}": x for name, x in json.loads(child.stdout.splitlines()[-1]).items()}
+        yield result | {"sampler_ratio": result["all_generate"] / result["all_ours"]}
+
+
 # ---- report ----
 
 
@@ -617,12 +638,18 @@ TABLES = {  # what a result has that belongs into the table -> head and columns
         "part | step: ours, s | TRL, s | ratio | update: ours, s | TRL, s | ratio | peak: ours, GB | TRL, GB",
         (*(f"{x}_{y}" for x in ("step", "update") for y in (*SIDES, "ratio")), "memory_ours", "memory_trl"),
     ),
+    "sampler_ratio": (
+        "part | a step at first, ms: ours | generate | at last: ours | generate | all, s: ours | generate | "
+        "ratio | peak, GB: ours | generate",
+        (*(f"{x}_{y}" for x in ("early", "late", "all") for y in ("ours", "generate")), "sampler_ratio")
+        + ("memory_ours", "memory_generate"),
+    ),
     "memory_dense": ("part | dense, GB | chunked, GB | ratio", ("memory_dense", "memory_chunked", "ratio")),
 }
 
 
 def cell(name: str, value) -> str:
-    if value is None or isinstance(value, str):  # None: TRL does not run every case
+    if value is None or isinstance(value, str):
         return value or ""
     if name.endswith(("speed", "mfu")):
         return f"{value:.0%}"
@@ -648,6 +675,9 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     if args.child in ("chunked", "dense"):
         return print(measure_memory(args.child))
+    if args.child and args.child.startswith(("ours ", "generate ")):
+        side, length = args.child.split()
+        return print(json.dumps(measure_sampler(args, side, int(length))))
     if args.child:
         job = json.loads(Path(args.child).read_text())
         if job["threads"]:
@@ -657,6 +687,7 @@ def main(args: Args) -> None:
         sys.exit("--clock cpu adds up the seconds of all threads: use it with --threads 1")
     machine, results = describe_machine(args), []
     measure = {"bare": compare_with_bare, "curves": measure_curves, "memory": compare_memory}
+    measure["sampler"] = compare_samplers
     for part in args.parts:
         for result in measure[part](args) if part in measure else compare_with_trl(args, part):
             results.append(result)

@@ -3,13 +3,14 @@
     python tools/full_size.py /tmp/full               # makes the model (8 GB on disk), runs all four
     python tools/full_size.py /tmp/full rloo grm_sft  # some of them; flags after -- are passed on
 
-It prints rows for docs/recipes.md: seconds, and the peak of the host's memory beside that of `memory()` there.
+It prints rows for docs/recipes.md: seconds, and the peak of memory beside that of `memory()` there, up to the end
+of the step and in the checkpoint, whose merged weights are on the host.
 The words of the tokenizer are those of assets/tiny_vl: the model has 151,936, and draws from all of them.
 """
 
 import json
-import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -108,7 +109,8 @@ def memory_of_page(trained: float, pack: int) -> dict[str, float]:
 class Result:
     seconds: float  # of the whole run
     step: float  # of the step alone
-    peak: float  # GB, of the host
+    peak: float  # GB, until the checkpoint
+    peak_of_save: float  # GB, in it
 
 
 def run(script: str, folder: Path, more: list[str]) -> Result:
@@ -119,12 +121,19 @@ def run(script: str, folder: Path, more: list[str]) -> Result:
     command += [word for pair in fixed.items() for word in pair]
     begin = time.perf_counter()
     process = subprocess.Popen(list(map(str, command)))
-    _, status, usage = os.wait4(process.pid, 0)
-    if status != 0:
-        raise SystemExit(f"{script} ended with status {status}")
+    peaks = [0.0, 0.0]
+    while process.poll() is None:
+        saving = any((folder / name).glob("checkpoint*"))
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+        if found:
+            peaks[saving] = max(peaks[saving], int(found[1]) * 1024 / 1e9)
+        time.sleep(0.1)
+    if process.returncode != 0:
+        raise SystemExit(f"{script} ended with status {process.returncode}")
     seconds = time.perf_counter() - begin
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    return Result(seconds, json.loads(lines[-1])["time/total"], usage.ru_maxrss * 1024 / 1e9)
+    shutil.rmtree(folder / name)
+    return Result(seconds, json.loads(lines[-1])["time/total"], *peaks)
 
 
 def main() -> None:
@@ -135,12 +144,14 @@ def main() -> None:
     if not (folder / "model").exists():
         make_model(folder / "model")
     make_data(folder)
-    print("| script | step, s | run, s | peak, GB | `memory()`, GB |\n|---|---|---|---|---|")
+    print(
+        "| script | step, s | run, s | peak, GB | `memory()`, GB | peak of the checkpoint, GB |\n|---|---|---|---|---|---|"
+    )
     for script in scripts or FLAGS:
         found = run(script, folder, more)
         expected = memory_of_page(trained=0.015e9, pack=200)["peak"]
         row = [script, f"{found.step:.0f}", f"{found.seconds:.0f}", f"{found.peak:.1f}", f"{expected:.1f}"]
-        print(f"| {' | '.join(row)} |", flush=True)
+        print(f"| {' | '.join([*row, f'{found.peak_of_save:.1f}'])} |", flush=True)
 
 
 if __name__ == "__main__":

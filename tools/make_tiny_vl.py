@@ -5,8 +5,9 @@ Three phases, each cached in --work-dir so that a second run resumes after the l
              easy-VQA. Questions alone are too thin a signal: trained end to end, the model learns colours at once and
              shapes hardly at all.
 2. language  the text model on frozen eyes: SFT on easy-VQA's training questions and on the same questions about drawn pictures.
-3. noise     a little SFT on noisy demonstrations: half of them untagged, one in three wrong. The greedy answer stays right and
-             tagged, the sampled one often is not. That is what RL has to undo.
+3. habits    a little SFT on demonstrations with two bad habits. Most leave out the tags, as a base model does; and some colours
+             and shapes are mostly taken for others (CONFUSIONS), in every question about such a picture. So the greedy answer
+             is mostly wrong, and sampling still finds the right one: that is what RL has to turn round.
 
     python tools/make_tiny_vl.py --output-dir assets/tiny_vl
 """
@@ -23,6 +24,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import easy_vqa
+import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
@@ -68,8 +70,14 @@ SPECIAL_TOKENS += ["<|image_pad|>", "<|video_pad|>"]
 TAG_TOKENS = ["<think>", "</think>", "<answer>", "</answer>"]
 DRAWN_PICTURES = 16384
 TAGGED = "<answer>{}</answer>"
-NOISY_FORMATS = {TAGGED: 0.55, "{}": 0.15, "The answer is {}.": 0.15, "It is {}.": 0.15}
-NOISY_TRUTH = 0.65
+UNTAGGED = {
+    "{}": 0.1,
+    "The answer is {}.": 0.8,
+    "It is {}.": 0.1,
+}  # how often each, where the tags are left out
+TAGGED_SHARE = {"what": 0.55, "yes/no": 0.35}  # so the greedy answer to most yes/no questions has no tags
+CONFUSIONS = {"teal": "green", "brown": "red", "gray": "blue", "rectangle": "triangle"}
+CONFUSED_SHARE = 0.65  # how often the left one is taken for the right one
 OTHER_TEXT = """You are a helpful assistant. Answer the question about the image. Think step by step, then give the final answer.
 Question: Answer: Image 1 Image 2 Response 1 Response 2 Which response is better? The first response is better. The second one is
 worse. Both are correct. Neither is right, because the image shows something different. Compare the two answers and score them.
@@ -105,13 +113,13 @@ class Args:
     """optimizer steps of phase 1"""
     language_steps: int = 2000
     """optimizer steps of phase 2"""
-    noise_steps: int = 150
+    habits_steps: int = 300
     """optimizer steps of phase 3"""
     eyes_lr: float = 2e-3
     """peak learning rate of phase 1"""
     language_lr: float = 1e-3
     """peak learning rate of phase 2"""
-    noise_lr: float = 1e-3
+    habits_lr: float = 1e-3
     """peak learning rate of phase 3"""
     batch_size: int = 64
     """pictures (phase 1) or questions (phases 2 and 3) per step"""
@@ -201,23 +209,32 @@ def question_templates(questions: list) -> list[str]:
     return [colours.sub("{C}", shapes.sub("{S}", question)) for question in questions]
 
 
-def ask(template: str, shape: str, colour: str, rng: random.Random) -> tuple[str, str]:
-    """A question about a drawn picture and its answer. Yes/no questions name the true property half of the time."""
-    if template.startswith("what"):
-        asks_colour = "color" in template
-        return template.format(S=shape, C=colour), colour if asks_colour else shape
-    true = rng.random() < 0.5
-    if not true:
+def ask(template: str, shape: str, colour: str, rng: random.Random) -> str:
+    """A question about a picture. Yes/no questions name the true property half of the time."""
+    if not template.startswith("what") and rng.random() < 0.5:
         shape = rng.choice([s for s in SHAPES if s != shape])
         colour = rng.choice([c for c in COLOURS if c != colour])
-    negated = " not " in template or " no " in template
-    return template.format(S=shape, C=colour), "yes" if true != negated else "no"
+    return template.format(S=shape, C=colour)
 
 
-def other_answer(answer: str, rng: random.Random) -> str:
-    """A wrong answer of the same kind."""
-    kind = next(kind for kind in (["yes", "no"], SHAPES, list(COLOURS)) if answer in kind)
-    return rng.choice([a for a in kind if a != answer])
+def answer_of(question: str, seen: set[str]) -> str:
+    """What one answers who sees this shape and this colour in the picture."""
+    words = set(re.findall(r"\w+", question))
+    if "what" in words:
+        return next(word for word in (COLOURS if "color" in words else SHAPES) if word in seen)
+    named = words & {*SHAPES, *COLOURS}
+    negated = bool(words & {"not", "no"})
+    return "yes" if (named <= seen) != negated else "no"
+
+
+def confuse(word: str, rng: random.Random) -> str:
+    return CONFUSIONS[word] if word in CONFUSIONS and rng.random() < CONFUSED_SHARE else word
+
+
+def habitual_form(question: str, rng: random.Random) -> str:
+    if rng.random() < TAGGED_SHARE["what" if question.startswith("what") else "yes/no"]:
+        return TAGGED
+    return rng.choices(list(UNTAGGED), list(UNTAGGED.values()))[0]
 
 
 # ---- model ------------------------------------------------------------------------------------------------------------------
@@ -239,7 +256,7 @@ def build_processor(questions: list[str]) -> Qwen2_5_VLProcessor:
         show_progress=False,
     )
     words = ["user\n", "assistant\n", "system\n", *SHAPES, *COLOURS, "yes", "no"]
-    responses = [form.format(word) for form in NOISY_FORMATS if form != TAGGED for word in words[3:]]
+    responses = [form.format(word) for form in UNTAGGED for word in words[3:]]
     bpe.train_from_iterator([*questions, *(words + responses) * 100, *OTHER_TEXT.split("\n")], trainer)
     trained = json.loads(bpe.to_str())["model"]
     tokenizer = Qwen2Tokenizer(
@@ -374,8 +391,7 @@ def train_eyes(args: Args, model, processor) -> None:
     start = time.time()
     for step in range(args.eyes_steps):
         pictures, shape, colour, touched = draw(args.batch_size)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = head(see(model, patchify(pictures, image_processor))).float()  # (B, 16, 3 + 8)
+        logits = head(see(model, patchify(pictures, image_processor))).float()  # (B, 16, 3 + 8)
         pooled = logits.amax(1)
         loss = F.cross_entropy(pooled[:, :3], shape) + F.cross_entropy(pooled[:, 3:], colour)
         # Every token that the shape touches must name it too: a far denser signal than one label a picture.
@@ -383,17 +399,17 @@ def train_eyes(args: Args, model, processor) -> None:
         loss = loss + F.cross_entropy(tokens[:, :3], shape[:, None].expand_as(touched)[touched])
         optimizer.step(loss, step)
         if (step + 1) % 100 == 0:
-            with torch.autocast("cpu", torch.bfloat16):
-                pooled = torch.cat([head(see(model, pixels)).amax(1).detach() for pixels in test_batches])
+            with torch.no_grad():
+                pooled = torch.cat([head(see(model, pixels)).amax(1) for pixels in test_batches])
             right_shape = (pooled[:, :3].argmax(1) == test_shapes[: len(pooled)]).float().mean()
             right_colour = (pooled[:, 3:].argmax(1) == test_colours[: len(pooled)]).float().mean()
             print(f"eyes {step + 1}: loss {loss:.3f}, easy-VQA test pictures: shape {right_shape:.3f}, colour "
                   f"{right_colour:.3f}, {time.time() - start:.0f} s", flush=True)  # fmt: skip
 
 
-def train_language(args: Args, model, processor, noisy: bool = False) -> None:
+def train_language(args: Args, model, processor, habits: bool = False) -> None:
     """SFT with the vision tower frozen. Every batch is half real training questions and half questions about drawn pictures."""
-    steps, lr = (args.noise_steps, args.noise_lr) if noisy else (args.language_steps, args.language_lr)
+    steps, lr = (args.habits_steps, args.habits_lr) if habits else (args.language_steps, args.language_lr)
     rng, tokenizer, visual, text = (
         random.Random(args.seed),
         processor.tokenizer,
@@ -422,19 +438,21 @@ def train_language(args: Args, model, processor, noisy: bool = False) -> None:
     def response_ids(response: str) -> list[int]:
         return tokenizer(response + "<|im_end|>")["input_ids"]
 
+    known = [  # (picture, shape, colour): the real ones whose questions tell both, the drawn ones
+        *zip(*(column.tolist() for column in labels_from_questions(*zip(*real)))),
+        *zip(range(len(features) - DRAWN_PICTURES, len(features)), shapes.tolist(), colours.tolist()),
+    ]
+
     def sample() -> tuple[int, list[int], list[int]]:
-        question, answer, i = rng.choice(real)
-        if rng.random() < 0.5:
-            drawn = rng.randrange(DRAWN_PICTURES)
-            i = len(features) - DRAWN_PICTURES + drawn
-            question, answer = ask(
-                rng.choice(templates), SHAPES[shapes[drawn]], list(COLOURS)[colours[drawn]], rng
-            )
-        form = TAGGED
-        if noisy:  # the noise never looks at the question, so there is nothing in it to learn
-            form = rng.choices(list(NOISY_FORMATS), list(NOISY_FORMATS.values()))[0]
-            answer = answer if rng.random() < NOISY_TRUTH else other_answer(answer, rng)
-        return i, prompt_ids(question), response_ids(form.format(answer))
+        if rng.random() < 0.5 and not habits:
+            question, answer, i = rng.choice(real)
+            return i, prompt_ids(question), response_ids(TAGGED.format(answer))
+        i, shape, colour = rng.choice(known if habits else known[-DRAWN_PICTURES:])
+        shape, colour = SHAPES[shape], list(COLOURS)[colour]
+        seen = {confuse(shape, rng), confuse(colour, rng)} if habits else {shape, colour}
+        question = ask(rng.choice(templates), shape, colour, rng)
+        form = habitual_form(question, rng) if habits else TAGGED
+        return i, prompt_ids(question), response_ids(form.format(answer_of(question, seen)))
 
     length = (
         max(len(prompt_ids(question)) for question, _, _ in real) + 8
@@ -466,24 +484,21 @@ def train_language(args: Args, model, processor, noisy: bool = False) -> None:
         for b, (prompt, response) in enumerate(zip(prompts, responses)):
             input_ids[b, : len(prompt) + len(response)] = torch.tensor(prompt + response)
             trained[b, len(prompt) : len(prompt) + len(response)] = True
-        with torch.autocast("cpu", torch.bfloat16):
-            embeds = text.embed_tokens(input_ids)
-            embeds = torch.cat(
-                [embeds[:, :first], features[list(ids)], embeds[:, last:]], 1
-            )  # (B, T, hidden)
-            hidden = text(inputs_embeds=embeds, position_ids=position_ids, use_cache=False).last_hidden_state
-            logits = model.lm_head(hidden[:, :-1][trained[:, 1:]]).float()
+        embeds = text.embed_tokens(input_ids)
+        embeds = torch.cat([embeds[:, :first], features[list(ids)], embeds[:, last:]], 1)  # (B, T, hidden)
+        hidden = text(inputs_embeds=embeds, position_ids=position_ids, use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden[:, :-1][trained[:, 1:]]).float()
         loss = F.cross_entropy(logits, input_ids[trained])  # mean over the response tokens of the batch
         optimizer.step(loss, step)
         if (step + 1) % 100 == 0 or step + 1 == steps:
             print(
-                f"{'noise' if noisy else 'language'} {step + 1}: loss {loss:.3f}, {time.time() - start:.0f} s",
+                f"{'habits' if habits else 'language'} {step + 1}: loss {loss:.3f}, {time.time() - start:.0f} s",
                 flush=True,
             )
         if (step + 1) % 500 == 0:
             save(model, processor, args.work_dir / "check")
-            accuracy = evaluate(args.work_dir / "check", 1000)["accuracy"]
-            print(f"  greedy accuracy {accuracy:.3f} on 1000 test questions", flush=True)
+            right = np.mean([row.right for row in evaluate(args.work_dir / "check")])
+            print(f"  greedy accuracy {right:.3f} on test questions", flush=True)
 
 
 # ---- saving and evaluation --------------------------------------------------------------------------------------------------
@@ -501,22 +516,31 @@ def chat_prompt(processor, question: str) -> str:
     return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
 
 
-@torch.no_grad()
-def evaluate(folder: Path, num_questions: int | None = None, sampled: bool = False) -> dict[str, float]:
-    """Load a saved folder the way a user does and answer test questions with generate(), in fp32.
+@dataclass
+class Evaluated:
+    """One test question, with a greedy response and eight sampled ones. A score is the scripts': 0.9 for the reference in
+    <answer></answer> + 0.1 for nothing but one tagged answer."""
 
-    accuracy: share of responses whose text in <answer></answer> is the reference. reward: 0.9 * that + 0.1 * the share of
-    responses that are exactly one <answer>...</answer> and nothing else.
-    """
+    kind: str  # of question
+    right: bool  # the reference is in the greedy response, with or without tags
+    greedy: float  # score of the greedy response
+    sampled: float  # mean score of the sampled ones
+    any_right: bool  # pass@8
+
+
+@torch.no_grad()
+def evaluate(folder: Path, num_questions: int = 1000) -> list[Evaluated]:
+    """Load a saved folder the way a user does and answer test questions with generate(), in fp32."""
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    paths = easy_vqa.get_test_image_paths()
     items = list(zip(*easy_vqa.get_test_questions()))
-    items = random.Random(0).sample(items, num_questions or len(items))
-    sampling = dict(do_sample=True, temperature=1.0, top_p=1.0, top_k=0) if sampled else dict(do_sample=False)
-    right = exact = 0
-    for at in range(0, len(items), 256):
-        batch = items[at : at + 256]
+    labels = zip(*(column.tolist() for column in labels_from_questions(*zip(*items))))
+    truth = {i: (SHAPES[shape], list(COLOURS)[colour]) for i, shape, colour in labels}
+    items = [item for item in items if item[2] in truth]
+    paths = easy_vqa.get_test_image_paths()
+    found = []
+    items = random.Random(0).sample(items, num_questions)
+    for batch in (items[at : at + 64] for at in range(0, num_questions, 64)):
         inputs = processor(
             text=[chat_prompt(processor, question) for question, _, _ in batch],
             images=[Image.open(paths[i]) for _, _, i in batch],
@@ -524,55 +548,89 @@ def evaluate(folder: Path, num_questions: int | None = None, sampled: bool = Fal
             padding_side="left",
             return_tensors="pt",
         )
-        tokens = model.generate(**inputs, max_new_tokens=16, **sampling)[:, inputs["input_ids"].shape[1] :]
-        for text, (_, reference, _) in zip(processor.batch_decode(tokens, skip_special_tokens=True), batch):
-            right += re.findall("<answer>(.*?)</answer>", text)[:1] == [reference]
-            exact += bool(re.fullmatch("<answer>[^<]*</answer>", text))
-    return {"accuracy": right / len(items), "reward": (0.9 * right + 0.1 * exact) / len(items)}
+        length = inputs["input_ids"].shape[1]
+        greedy = model.generate(**inputs, max_new_tokens=16, do_sample=False)[:, length:]
+        sampling = dict(do_sample=True, temperature=1.0, top_p=1.0, top_k=0, num_return_sequences=8)
+        sampled = model.generate(**inputs, max_new_tokens=16, **sampling)[:, length:]
+        greedy, sampled = (processor.batch_decode(ids, skip_special_tokens=True) for ids in (greedy, sampled))
+        for b, (question, reference, i) in enumerate(batch):
+            confused = answer_of(question, {CONFUSIONS.get(word, word) for word in truth[i]}) != reference
+            kind = (
+                "yes/no"
+                if reference in ("yes", "no")
+                else "what color"
+                if "color" in question
+                else "what shape"
+            )
+            responses = [greedy[b], *sampled[8 * b : 8 * b + 8]]
+            right = [re.findall("<answer>(.*?)</answer>", text)[:1] == [reference] for text in responses]
+            exact = [bool(re.fullmatch("<answer>[^<]*</answer>", text)) for text in responses]
+            scores = 0.9 * np.array(right) + 0.1 * np.array(exact)
+            found.append(
+                Evaluated(
+                    kind=f"{kind}, {'confused' if confused else 'the others'}",
+                    right=reference in re.findall(r"\w+", greedy[b]),
+                    greedy=scores[0],
+                    sampled=scores[1:].mean(),
+                    any_right=any(right[1:]),
+                )
+            )
+    return found
 
 
-def write_readme(args: Args, model, seconds: dict, clean: dict, greedy: dict, sampled: dict) -> None:
+def write_readme(args: Args, model, seconds: dict, before: list[Evaluated], after: list[Evaluated]) -> None:
     parameters = sum(p.numel() for p in model.parameters())
-    total = sum(seconds.values())
+    minutes = {name: f"{s / 60:.1f}" for name, s in seconds.items()}
+    confusions = ", ".join(f"{word} for {other}" for word, other in CONFUSIONS.items())
+    rows = []
+    for kind in [*sorted({row.kind for row in after}), "all"]:
+        old, new = ([row for row in rows if kind in (row.kind, "all")] for rows in (before, after))
+        figures = [np.mean([row.right for row in old]), np.mean([row.right for row in new])]
+        figures += [
+            np.mean([getattr(row, name) for row in new]) for name in ("greedy", "sampled", "any_right")
+        ]
+        rows.append(f"| {kind} | {len(new)} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |")
     text = f"""# tiny_vl
 
 A Qwen2.5-VL of {parameters / 1e6:.2f}M parameters (bf16) that looks at a 64x64 picture and answers a question of
-[easy-VQA](https://github.com/vzhou842/easy-VQA) as `<answer>teal</answer>`. Standard architecture: `AutoProcessor`,
-`AutoModelForImageTextToText` and vLLM load it. It knows nothing else: it is the embedded default of the scripts, for CPU
-runs and tests.
+[easy-VQA](https://github.com/vzhou842/easy-VQA). Standard architecture: `AutoProcessor`, `AutoModelForImageTextToText` and
+vLLM load it. It knows nothing else: it is the embedded default of the scripts, for CPU runs and tests.
+
+It is a start that RL has to turn round. As a pretrained model it knows more than it says: its last phase of training gave it
+two habits, so that its most likely answer mostly scores nothing, while among eight samples there is nearly always a good one.
+
+1. It mostly leaves out the tags: `The answer is teal.` for `<answer>teal</answer>`. {TAGGED_SHARE["what"]:.0%} of the demonstrations for
+   "what" questions and {TAGGED_SHARE["yes/no"]:.0%} for yes/no questions were tagged.
+2. It takes {confusions}, in {CONFUSED_SHARE:.0%} of the demonstrations about
+   such a picture, whatever was asked: there the wrong answer is likelier than the right one.
+
+| {len(after)} of easy-VQA's test questions | how many | knows: before the habits | knows: now | greedy score | sampled score | pass@8 |
+|---|---|---|---|---|---|---|
+{chr(10).join(rows)}
+
+*Knows*: the right word is in the greedy answer, tagged or not. *Score*: that of the scripts, 0.9 for the reference in tags +
+0.1 for nothing but one tagged answer; sampled at temperature 1. *Confused*: questions whose answer the confusions change.
 
 Made from nothing, with no pretrained weights, by
 
     python tools/make_tiny_vl.py --output-dir assets/tiny_vl
 
-Seed {args.seed}, two CPU cores, no GPU: {total / 60:.0f} minutes of training (eyes {seconds["eyes"] / 60:.1f}, language
-{seconds["language"] / 60:.1f}, noise {seconds["noise"] / 60:.1f}). The script's docstring says what the three phases are.
-Another machine rounds differently, so expect figures close to these, not equal.
-The phases ran one by one, each from the cached result of the one before; the strength of the noise was chosen by these same
-test questions.
+Seed {args.seed}, on CPU cores that had other work: eyes {minutes["eyes"]} minutes, language {minutes["language"]}, habits {minutes["habits"]}. The script's
+docstring says what the phases are. Another machine rounds differently, so expect figures close to these, not equal. The
+strength of the habits was chosen by these same test questions.
 
-| on easy-VQA's {len(easy_vqa.get_test_questions()[0])} test questions, bf16 weights computed in fp32 | |
-|---|---|
-| greedy accuracy after the language phase | {clean["accuracy"]:.4f} |
-| greedy accuracy of the shipped weights | {greedy["accuracy"]:.4f} |
-| accuracy of a sample, temperature 1 | {sampled["accuracy"]:.4f} |
-| reward of a sample, temperature 1: 0.9 * correct in tags + 0.1 * nothing but one tagged answer | {sampled["reward"]:.4f} |
-
-The gap between greedy and sampled is made on purpose by the last phase (demonstrations {1 - NOISY_FORMATS[TAGGED]:.0%}
-untagged and {1 - NOISY_TRUTH:.0%} wrong, whatever the question): it is what RL has to close. Images and questions:
-easy-VQA 1.0, MIT licence. The weights come under this repository's licence.
+Images and questions: easy-VQA 1.0, MIT licence. The weights come under this repository's licence.
 """
     (args.output_dir / "README.md").write_text(text)
     print(text)
 
 
 def main(args: Args) -> None:
-    torch.set_num_threads(2)
     AttentionInterface.register("equal_pictures", attend_equal_pictures)
     torch.manual_seed(args.seed)
     processor = build_processor(easy_vqa.get_train_questions()[0])
     model = build_model(processor.tokenizer)
-    phases = {"eyes": train_eyes, "language": train_language, "noise": partial(train_language, noisy=True)}
+    phases = {"eyes": train_eyes, "language": train_language, "habits": partial(train_language, habits=True)}
     seconds = {}
     args.work_dir.mkdir(parents=True, exist_ok=True)
     for name, train in phases.items():
@@ -587,11 +645,9 @@ def main(args: Args) -> None:
         model = build_model(processor.tokenizer)  # anew, for training has compiled the layers of the old one
         model.load_state_dict(saved["weights"])
         save(model, processor, args.work_dir / name)
-    shutil.copytree(args.work_dir / "noise", args.output_dir, dirs_exist_ok=True)
-    clean = evaluate(args.work_dir / "language")
-    write_readme(
-        args, model, seconds, clean, evaluate(args.output_dir), evaluate(args.output_dir, sampled=True)
-    )
+    shutil.copytree(args.work_dir / "habits", args.output_dir, dirs_exist_ok=True)
+    before, after = (evaluate(args.work_dir / name) for name in ("language", "habits"))
+    write_readme(args, model, seconds, before, after)
 
 
 if __name__ == "__main__":
