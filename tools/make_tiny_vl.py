@@ -75,9 +75,9 @@ UNTAGGED = {
     "The answer is {}.": 0.8,
     "It is {}.": 0.1,
 }  # how often each, where the tags are left out
-TAGGED_SHARE = {"what": 0.55, "yes/no": 0.35}  # so the greedy answer to most yes/no questions has no tags
+TAGGED_SHARE = {"what": 0.55, "yes/no": 0.37}  # so the greedy answer to most yes/no questions has no tags
 CONFUSIONS = {"teal": "green", "brown": "red", "gray": "blue", "rectangle": "triangle"}
-CONFUSED_SHARE = 0.65  # how often the left one is taken for the right one
+CONFUSED_SHARE = 0.6  # how often the left one is taken for the right one
 OTHER_TEXT = """You are a helpful assistant. Answer the question about the image. Think step by step, then give the final answer.
 Question: Answer: Image 1 Image 2 Response 1 Response 2 Which response is better? The first response is better. The second one is
 worse. Both are correct. Neither is right, because the image shows something different. Compare the two answers and score them.
