@@ -173,7 +173,9 @@ def main(args: Args) -> dict[str, float]:
     judge = run.judge
     state = run.state
     best_key = f"eval/{args.best_metric}"
-    signals = catch_signals()
+    signals = []  # that have come: the run then ends, after its step and a checkpoint
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: signals.append(number))
     stopped = False
     metrics = {}
 
@@ -183,10 +185,9 @@ def main(args: Args) -> dict[str, float]:
             fail(f"--best-metric: {run.eval_data.source} gives {', '.join(state['before'])}")
         log(args, run, {"train/step": 0, **state["before"]}, judgements)
 
-    first_step = state["step"] + 1
-    steps = range(first_step, args.total_steps + 1)
+    steps = range(state["step"] + 1, args.total_steps + 1)
     no_bar = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
-    bar = tqdm(steps, "grm_sft", total=args.total_steps, initial=first_step - 1, disable=no_bar)
+    bar = tqdm(steps, "grm_sft", total=args.total_steps, initial=state["step"], disable=no_bar)
     for step in bar:
         # --- 5. update: the gradients of all packs, and one optimizer step ---
         time_start = time.perf_counter()
@@ -361,14 +362,6 @@ def end_token_ids(model, tokenizer) -> list[int]:
     end_ids = model.generation_config.eos_token_id  # one, several or None
     end_ids = end_ids if isinstance(end_ids, list) else [end_ids]
     return sorted({*end_ids, tokenizer.eos_token_id} - {None})
-
-
-def catch_signals() -> list[int]:
-    """-> the signals that have come: the run then ends, after its step and a checkpoint."""
-    received = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: received.append(number))
-    return received
 
 
 # ---- data ----
@@ -627,38 +620,34 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
         items = row.get(kind) or row.get(f"{kind}s") or []
         media[kind] = list(items) if isinstance(items, list) else [items]
 
-    # First every content becomes a text with marks, <image> and <video>; all media lie in two lists.
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     messages = []
     for message in chat:
         text = message["content"]
-        if not isinstance(text, str):
+        if not isinstance(text, str):  # parts become a text with marks, their media join the row's
             parts = message["content"]
             for kind, items in media.items():
                 items += [part[kind] for part in parts if part.get(kind) is not None]
             text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
-        messages.append({"role": message["role"], "content": text})
-    for kind, items in media.items():
-        mark = f"<{kind}>"
-        places = sum(m["content"].count(mark) for m in messages if m["role"] != "assistant")
-        if items and places == 0:
-            first_user = next(m for m in messages if m["role"] == "user")
-            first_user["content"] = mark * len(items) + first_user["content"]
-        elif places != len(items):
-            raise ValueError(f"{places} places for {kind}s, but {len(items)} {kind}s")
+        pieces = [text] if message["role"] == "assistant" else re.split("<(image|video)>", text)
+        parts = []
+        for i, piece in enumerate(pieces):
+            if i % 2 == 1:  # between two texts the kind of a mark
+                parts.append({"type": piece})
+            elif piece:
+                parts.append({"type": "text", "text": defuse(piece, special_tokens)})
+        messages.append({"role": message["role"], "content": parts})
 
-    # Then each mark becomes a part with the next picture or video.
-    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    waiting = {f"<{kind}>": iter(items) for kind, items in media.items()}
-    for message in messages:
-        holds_media = message["role"] != "assistant"
-        pieces = re.split("(<image>|<video>)", message["content"]) if holds_media else [message["content"]]
-        message["content"] = []
-        for piece in filter(None, pieces):
-            if piece in waiting and holds_media:
-                part = open_media(piece[1:-1], next(waiting[piece]), folder, args.video_fps)
-            else:
-                part = {"type": "text", "text": defuse(piece, special_tokens)}
-            message["content"].append(part)
+    for kind, items in media.items():
+        places = [part for message in messages for part in message["content"] if part["type"] == kind]
+        if items and not places:  # in front
+            places = [{"type": kind} for _ in items]
+            first_user = next(message for message in messages if message["role"] == "user")
+            first_user["content"] = places + first_user["content"]
+        if len(places) != len(items):
+            raise ValueError(f"{len(places)} places for {kind}s, but {len(items)} {kind}s")
+        for part, source in zip(places, items):
+            part.update(open_media(kind, source, folder, args.video_fps))
     if args.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": args.system_prompt}]})
     return messages
@@ -1047,8 +1036,8 @@ def optimizer_step(engine) -> float | None:
         return float(norm)
     engine.step()
     optimizer = engine.optimizer
-    # A parameter without gradients in the next step, as a vision tower's without pictures, would have those
-    # of this step again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
+    # A parameter without gradients in the next step, as a vision tower's without pictures, would
+    # have these again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
     kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         kept += [group.grad for group in getattr(optimizer, name, [])]
@@ -1103,11 +1092,9 @@ def open_folder(args: Args, folder: Path, last_step: int) -> None:
         fail(f"--output-dir {args.output_dir} can't be written: {error}")
     (folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
     for path in folder.glob("*.jsonl"):
-        kept = []
-        for line in path.read_text().splitlines(keepends=True):
-            is_whole = line.endswith("\n")  # a kill may have cut the last one
-            if is_whole and 0 < last_step >= json.loads(line)["train/step"]:
-                kept.append(line)
+        lines = path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+        kept = [line for line in whole if 0 < last_step >= json.loads(line)["train/step"]]
         path.write_text("".join(kept))
 
 
@@ -1128,7 +1115,6 @@ def save_checkpoint(args: Args, run: Run, is_best: bool) -> Path:
         if RANK == 0 and name not in model.all_tied_weights_keys:
             weights[name] = weight.cpu()
     if RANK == 0:
-        weights |= {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
         config = type(model.config).from_dict(model.config.to_dict())  # without packing
         with torch.device("meta"):  # the same architecture, without adapters
             plain = type(model)(config)

@@ -347,7 +347,9 @@ def main(args: Args) -> dict[str, float]:
     updates_per_epoch = args.rollout_batch_size // args.train_batch_size
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
     clip = Clip(low=args.clip_coef, high=clip_high, dual=args.dual_clip)
-    signals = catch_signals()  # a list, which grows when one comes
+    signals = []  # that have come: the run then ends, after its step and a checkpoint
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: signals.append(number))
     stopped = False
     metrics = {}
 
@@ -355,10 +357,9 @@ def main(args: Args) -> dict[str, float]:
         run.state["before"], samples = evaluate(args, run)
         log(args, run, {"train/step": 0, "train/episode": 0, **run.state["before"]}, samples)
 
-    first_step = run.state["step"] + 1
-    steps = range(first_step, args.total_steps + 1)
+    steps = range(run.state["step"] + 1, args.total_steps + 1)
     no_bar = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
-    bar = tqdm(steps, "ppo_vl", total=args.total_steps, initial=first_step - 1, disable=no_bar)
+    bar = tqdm(steps, "ppo_vl", total=args.total_steps, initial=run.state["step"], disable=no_bar)
     for step in bar:
         # --- 2. rollout: G scored responses to each prompt ---
         time_start = time.perf_counter()
@@ -385,11 +386,9 @@ def main(args: Args) -> dict[str, float]:
         kl_coef = run.state["kl_coef"]
         mask = rollout.trained_mask  # (B, R)
         kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
-        scores = rollout.scores  # (n, G)
-        if args.reward_running_norm != "off":
-            scores, run.state["moments"] = normalize_scores(
-                scores, rollout.trained, run.state["moments"], args.reward_running_norm
-            )
+        scores, run.state["moments"] = normalize_scores(  # (n, G)
+            rollout.scores, rollout.trained, run.state["moments"], args.reward_running_norm
+        )
         if args.reward_clip:
             scores = scores.clamp(min=args.reward_clip[0], max=args.reward_clip[1])
         rewards = compute_token_rewards(  # (B, R)
@@ -521,7 +520,8 @@ def main(args: Args) -> dict[str, float]:
             "time/tokens_per_second": lengths.sum() / seconds,
         }
         metrics |= mean_over_ranks(update_metrics, run.device)
-        metrics |= mean_over_updates(losses, len(updates_taken), run.device)
+        for name, parts in losses.items():
+            metrics[name] = sum_over_ranks(torch.stack(parts).sum(), run.device) / len(updates_taken)
         metrics |= {name: np.mean(norms) for name, norms in grad_norms.items()}
         metrics |= {f"reward/{name}": values.nanmean() for name, values in rollout.rewards.items()}
         metrics |= rollout.logged
@@ -561,7 +561,7 @@ def main(args: Args) -> dict[str, float]:
         if is_last or stopped or all_skipped or is_due(step, args.save_steps):
             run.checkpoint = save_checkpoint(args, run)
         if all_skipped:  # in every update an engine left its step out
-            fail(f"step {step}: no update had finite gradients everywhere; last weights: {run.checkpoint}")
+            fail(f"step {step}: no update had finite gradients; the last weights: {run.checkpoint}")
         if stopped:
             tell(f"stopped by a signal after step {step}; go on with --resume {run.checkpoint}")
             break
@@ -598,7 +598,18 @@ def setup(args: Args) -> Run:
 
     actor, critic, reference = make_models(args, device, dtype)
     model = actor.module.model
-    state = start_or_resume(args, actor, critic, checkpoint)
+    state = {
+        "step": 0,
+        "before": {},  # the evaluation at step 0
+        "cursor": 0,  # entries of the stream of prompts that were taken
+        "kl_coef": args.kl_coef,
+        "moments": torch.zeros(3, dtype=torch.float64),  # of all scores, see normalize_scores
+    }
+    if checkpoint is not None:
+        _, client_state = actor.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")
+        state = client_state["ours"]
+        if critic:
+            critic.load_checkpoint(str(checkpoint / "state" / "critic"), tag="engine")
     average = None
     if args.ema_beta > 0 and RANK == 0:
         source = str(checkpoint / "state" / "ema") if checkpoint else args.model
@@ -627,39 +638,11 @@ def setup(args: Args) -> Run:
     # sharded weights or the rounding of bf16 make a difference: there the policy is asked again.
     sampler_is_exact = args.rollout == "hf" and is_fp32 and args.zero_stage < 3 and packing.is_packed(model)
     return Run(
-        folder=folder,
-        device=device,
-        dtype=dtype,
-        processor=processor,
-        actor=actor,
-        critic=critic,
-        reference=reference,
-        average=average,
-        train_data=train_data,
-        eval_data=eval_data,
-        turns=turns,
-        reward_functions=reward_functions,
-        sampler=sampler,
-        sampler_is_exact=sampler_is_exact,
-        checkpoint=checkpoint,
-        state=state,
-    )
-
-
-def start_or_resume(args: Args, actor, critic, checkpoint: Path | None) -> dict:
-    """-> the run's state; of a checkpoint, with what its engines had."""
-    if checkpoint is None:
-        return {
-            "step": 0,
-            "before": {},  # the evaluation at step 0
-            "cursor": 0,  # entries of the stream of prompts that were taken
-            "kl_coef": args.kl_coef,
-            "moments": torch.zeros(3, dtype=torch.float64),  # of all scores, see normalize_scores
-        }
-    _, client_state = actor.load_checkpoint(str(checkpoint / "state" / "actor"), tag="engine")
-    if critic:
-        critic.load_checkpoint(str(checkpoint / "state" / "critic"), tag="engine")
-    return client_state["ours"]
+        folder=folder, device=device, dtype=dtype, processor=processor, actor=actor, critic=critic,
+        reference=reference, average=average, train_data=train_data, eval_data=eval_data, turns=turns,
+        reward_functions=reward_functions, sampler=sampler, sampler_is_exact=sampler_is_exact,
+        checkpoint=checkpoint, state=state,
+    )  # fmt: skip
 
 
 def check_args(args: Args) -> None:
@@ -753,14 +736,6 @@ def end_token_ids(model, tokenizer) -> list[int]:
     return sorted({*end_ids, tokenizer.eos_token_id} - {None})
 
 
-def catch_signals() -> list[int]:
-    """-> the signals that have come: the run then ends, after its step and a checkpoint."""
-    received = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: received.append(number))
-    return received
-
-
 # ---- rollout ----
 
 
@@ -770,14 +745,11 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
     An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and
     so on: the same row in another epoch is another entry, and gets other responses.
     """
-    first_epoch = start // num_rows
-    last_epoch = (start + count - 1) // num_rows
     stream = []
-    for epoch in range(first_epoch, last_epoch + 1):
+    for epoch in range(start // num_rows, (start + count - 1) // num_rows + 1):
         rows = np.random.default_rng([seed, epoch]).permutation(num_rows)
         stream += (rows + epoch * num_rows).tolist()
-    offset = start - first_epoch * num_rows
-    return stream[offset : offset + count]
+    return stream[start % num_rows :][:count]
 
 
 def roll_out_useful_prompts(args: Args, run: Run, step: int) -> tuple[Rollout, int]:
@@ -852,8 +824,18 @@ def roll_out(
 ) -> Rollout:
     """num_samples scored responses to each entry: dealt out to ranks, gathered on all."""
     # --- this rank's share ---
-    own_entries = np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()
-    prompts, responses = sample_responses(args, run, data, own_entries, num_samples, temperature, step)
+    prompts = []
+    for entry in np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist():
+        prompt = data.encode(entry % len(data.rows))
+        if prompt is not None:  # else its warning has been printed
+            # Draws depend on seed, step and entry alone, not on batches, ranks or a resume.
+            seed = np.random.default_rng([args.seed, step, entry]).integers(2**31)
+            prompts.append(replace(prompt, seed=int(seed)))
+    responses = []  # prompt by prompt
+    batch_size = max(1, args.generation_batch_size // args.num_samples_per_prompt)  # prompts
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        responses += run.sampler.sample(batch, num_samples, temperature)
     texts = data.tokenizer.batch_decode([response.ids for response in responses], skip_special_tokens=True)
     rewards, logged = score_responses(
         functions=run.reward_functions,
@@ -873,9 +855,7 @@ def roll_out(
     responses = gather(responses)
     samples = gather(samples)
     rewards = {name: gather(values) for name, values in rewards.items()}
-    logged_values = defaultdict(list)
-    for name, value in gather(logged):
-        logged_values[name].append(value)
+    logged = gather(logged)
     n = len(infos)
     if n * 2 < len(entries):
         fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
@@ -887,34 +867,13 @@ def roll_out(
         prompts=infos,
         response_ids=[response.ids for response in responses],
         mask=torch.arange(int(lengths.max())) < lengths[:, None],
-        truncated=torch.tensor([response.truncated for response in responses]).view(n, num_samples),
+        truncated=torch.tensor([response.truncated for response in responses]).view(n, -1),
         rewards=dict(zip(rewards, values)),
         scores=weighted.nansum(0).masked_fill(weighted.isnan().all(0), math.nan),
         sampler_logprobs=nn.utils.rnn.pad_sequence(logprobs, batch_first=True),
         samples=samples,
-        logged={name: np.mean(values) for name, values in logged_values.items()},
+        logged={name: np.mean([x for other, x in logged if other == name]) for name, _ in logged},
     )
-
-
-def sample_responses(
-    args: Args, run: Run, data: "Data", entries: list[int], num_samples: int, temperature: float, step: int
-) -> tuple[list[Prompt], list[Response]]:
-    """-> the usable prompts, and num_samples responses to each, prompt by prompt."""
-    prompts, responses = [], []
-    batch_size = max(1, args.generation_batch_size // args.num_samples_per_prompt)  # prompts
-    for start in range(0, len(entries), batch_size):
-        batch = []
-        for entry in entries[start : start + batch_size]:
-            prompt = data.encode(entry % len(data.rows))
-            if prompt is None:  # its warning has been printed
-                continue
-            # Draws depend on seed, step and entry alone, not on batches, ranks or a resume.
-            seed = np.random.default_rng([args.seed, step, entry]).integers(2**31)
-            batch.append(replace(prompt, seed=int(seed)))
-        if batch:
-            prompts += batch
-            responses += run.sampler.sample(batch, num_samples, temperature)
-    return prompts, responses
 
 
 def gather(own: list) -> list:
@@ -1135,7 +1094,7 @@ def score_responses(
     texts: list[str],
     trainer_state,
 ) -> tuple[dict[str, list[float]], list[tuple[str, float]]]:
-    """-> {reward: B values, NaN where it does not apply}, and what was logged. prompts: B of them.
+    """-> {reward: B values, NaN where it does not apply}, and what was logged. B prompts.
 
     A function gets keywords as in TRL: prompts and completions (strings, or where the
     dataset's prompt is a chat, messages), completion_ids, every column, trainer_state (an
@@ -1314,38 +1273,34 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
         items = row.get(kind) or row.get(f"{kind}s") or []
         media[kind] = list(items) if isinstance(items, list) else [items]
 
-    # First every content becomes a text with marks, <image> and <video>; all media lie in two lists.
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     messages = []
     for message in chat:
         text = message["content"]
-        if not isinstance(text, str):
+        if not isinstance(text, str):  # parts become a text with marks, their media join the row's
             parts = message["content"]
             for kind, items in media.items():
                 items += [part[kind] for part in parts if part.get(kind) is not None]
             text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
-        messages.append({"role": message["role"], "content": text})
-    for kind, items in media.items():
-        mark = f"<{kind}>"
-        places = sum(m["content"].count(mark) for m in messages if m["role"] != "assistant")
-        if items and places == 0:
-            first_user = next(m for m in messages if m["role"] == "user")
-            first_user["content"] = mark * len(items) + first_user["content"]
-        elif places != len(items):
-            raise ValueError(f"{places} places for {kind}s, but {len(items)} {kind}s")
+        pieces = [text] if message["role"] == "assistant" else re.split("<(image|video)>", text)
+        parts = []
+        for i, piece in enumerate(pieces):
+            if i % 2 == 1:  # between two texts the kind of a mark
+                parts.append({"type": piece})
+            elif piece:
+                parts.append({"type": "text", "text": defuse(piece, special_tokens)})
+        messages.append({"role": message["role"], "content": parts})
 
-    # Then each mark becomes a part with the next picture or video.
-    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    waiting = {f"<{kind}>": iter(items) for kind, items in media.items()}
-    for message in messages:
-        holds_media = message["role"] != "assistant"
-        pieces = re.split("(<image>|<video>)", message["content"]) if holds_media else [message["content"]]
-        message["content"] = []
-        for piece in filter(None, pieces):
-            if piece in waiting and holds_media:
-                part = open_media(piece[1:-1], next(waiting[piece]), folder, args.video_fps)
-            else:
-                part = {"type": "text", "text": defuse(piece, special_tokens)}
-            message["content"].append(part)
+    for kind, items in media.items():
+        places = [part for message in messages for part in message["content"] if part["type"] == kind]
+        if items and not places:  # in front
+            places = [{"type": kind} for _ in items]
+            first_user = next(message for message in messages if message["role"] == "user")
+            first_user["content"] = places + first_user["content"]
+        if len(places) != len(items):
+            raise ValueError(f"{len(places)} places for {kind}s, but {len(items)} {kind}s")
+        for part, source in zip(places, items):
+            part.update(open_media(kind, source, folder, args.video_fps))
     if args.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": args.system_prompt}]})
     return messages
@@ -1382,16 +1337,11 @@ def defuse(text: str, special_tokens: list[str]) -> str:
 def packs_of(args: Args, run: Run, rollout: Rollout, groups: packing.Groups) -> Iterator[packing.Pack]:
     """This rank's packs of some groups: (prompt, its responses)."""
     packs = packing.packs_of_rank(
-        groups=groups,
-        prompts=rollout.prompts,
-        encode=run.train_data.encode,
-        responses=rollout.response_ids,
-        max_tokens=args.micro_batch_tokens,
-        rank=RANK,
-        world_size=WORLD_SIZE,
+        groups=groups, prompts=rollout.prompts, encode=run.train_data.encode,
+        responses=rollout.response_ids, max_tokens=args.micro_batch_tokens,
+        rank=RANK, world_size=WORLD_SIZE, media_everywhere=args.zero_stage > 0,
         packed=packing.is_packed(run.actor.module.model),
-        media_everywhere=args.zero_stage > 0,
-    )
+    )  # fmt: skip
     for pack in packs:
         yield pack.to(run.device)
 
@@ -1495,16 +1445,11 @@ def backward_of_turns(args: Args, run: Run, number: int) -> Tensor:
     if not turns:
         return loss
     packs = packing.packs_of_rank(
-        groups=[(i, [i]) for i in range(len(turns))],
-        prompts=[turn.prompt for turn in turns],
-        encode=lambda index: run.turns.encode(index).prompt,
-        responses=targets,
-        max_tokens=args.micro_batch_tokens,
-        rank=RANK,
-        world_size=WORLD_SIZE,
-        packed=packing.is_packed(run.actor.module.model),
-        media_everywhere=args.zero_stage > 0,
-    )
+        groups=[(i, [i]) for i in range(len(turns))], prompts=[turn.prompt for turn in turns],
+        encode=lambda index: run.turns.encode(index).prompt, responses=targets,
+        max_tokens=args.micro_batch_tokens, rank=RANK, world_size=WORLD_SIZE,
+        packed=packing.is_packed(run.actor.module.model), media_everywhere=args.zero_stage > 0,
+    )  # fmt: skip
     for pack in packs:  # an offloaded optimizer goes by the last pack, which is one of the rollout
         run.actor.set_gradient_accumulation_boundary(False)
         outputs = run.actor(pack.to(run.device), temperature=1.0)
@@ -1585,6 +1530,8 @@ def is_whitened(args: Args) -> bool:
 def normalize_scores(scores: Tensor, trained: Tensor, moments: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """By the deviation of all training scores so far; "standardize": their mean is subtracted first.
     scores, trained (n, G); moments (3,): count, sum, sum of squares -> scores, moments with these."""
+    if kind == "off":
+        return scores, moments
     new = scores[trained].double()
     moments = moments + torch.stack([new**0, new, new**2]).sum(1)
     _, mean, square = (moments / moments[0].clamp(min=1)).tolist()
@@ -1603,11 +1550,8 @@ def dual_clip_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Cl
     found = clip_loss(logratio, advantages, owner, clip)
     ceiling = -advantages * clip.dual
     is_above = (advantages < 0) & (found.losses > ceiling)
-    return PolicyLoss(
-        losses=torch.where(is_above, ceiling, found.losses),
-        ratio=found.ratio,
-        is_cut=found.is_cut | is_above,
-    )
+    losses = torch.where(is_above, ceiling, found.losses)
+    return found._replace(losses=losses, is_cut=found.is_cut | is_above)
 
 
 def cpg_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Clip) -> PolicyLoss:
@@ -1618,11 +1562,8 @@ def cpg_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Clip) ->
     """
     lowest = math.log1p(-clip.low) if clip.low < 1 else -math.inf
     clipped_logratio = logratio.clamp(lowest, math.log1p(clip.high))
-    return PolicyLoss(
-        losses=torch.maximum(-advantages * logratio, -advantages * clipped_logratio),
-        ratio=logratio.clamp(-20, 20).exp(),
-        is_cut=clip_loss(logratio, advantages, owner, clip).is_cut,
-    )
+    losses = torch.maximum(-advantages * logratio, -advantages * clipped_logratio)
+    return clip_loss(logratio, advantages, owner, clip)._replace(losses=losses)
 
 
 def gspo_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Clip) -> PolicyLoss:
@@ -1990,8 +1931,8 @@ def optimizer_step(engine) -> float | None:
         return float(norm)
     engine.step()
     optimizer = engine.optimizer
-    # A parameter without gradients in the next step, as a vision tower's without pictures, would have those
-    # of this step again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
+    # A parameter without gradients in the next step, as a vision tower's without pictures, would
+    # have these again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
     kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         kept += [group.grad for group in getattr(optimizer, name, [])]
@@ -2014,14 +1955,6 @@ def mean_over_ranks(values: dict[str, list[Tensor]], device: torch.device) -> di
     counts = [sum(len(x) for x in tensors) for tensors in values.values()]
     totals = sum_over_ranks(torch.tensor([sums, counts], dtype=torch.float64), device)
     return dict(zip(values, (totals[0] / totals[1]).tolist()))
-
-
-def mean_over_updates(losses: dict[str, list[Tensor]], num_updates: int, device) -> dict[str, float]:
-    """Name -> the sum of its entries, those of the other ranks too, by the number of optimizer steps."""
-    if not losses:
-        return {}
-    sums = torch.stack([torch.stack(parts).sum() for parts in losses.values()])
-    return dict(zip(losses, (sum_over_ranks(sums, device) / num_updates).tolist()))
 
 
 # ---- files ----
@@ -2062,11 +1995,9 @@ def open_folder(args: Args, folder: Path, last_step: int) -> None:
         fail(f"--output-dir {args.output_dir} can't be written: {error}")
     (folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
     for path in folder.glob("*.jsonl"):
-        kept = []
-        for line in path.read_text().splitlines(keepends=True):
-            is_whole = line.endswith("\n")  # a kill may have cut the last one
-            if is_whole and 0 < last_step >= json.loads(line)["train/step"]:
-                kept.append(line)
+        lines = path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+        kept = [line for line in whole if 0 < last_step >= json.loads(line)["train/step"]]
         path.write_text("".join(kept))
 
 
@@ -2090,7 +2021,6 @@ def save_checkpoint(args: Args, run: Run) -> Path:
         if RANK == 0 and name not in model.all_tied_weights_keys:
             weights[name] = weight.cpu()
     if RANK == 0:
-        weights |= {alias: weights[name] for alias, name in model.all_tied_weights_keys.items()}
         config = type(model.config).from_dict(model.config.to_dict())  # without packing
         with torch.device("meta"):  # the same architecture, without adapters
             plain = type(model)(config)

@@ -214,7 +214,9 @@ def main(args: Args) -> dict[str, float]:
     time_begin = time.perf_counter()
     run = setup(args)
     engine = run.engine
-    signals = catch_signals()
+    signals = []  # that have come: the run then ends, after its step and a checkpoint
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: signals.append(number))
     stopped = False
     metrics = {}
 
@@ -222,10 +224,9 @@ def main(args: Args) -> dict[str, float]:
         run.state["before"], samples = evaluate(args, run)
         log(args, run, {"train/step": 0, **run.state["before"]}, samples)
 
-    first_step = run.state["step"] + 1
-    steps = range(first_step, args.total_steps + 1)
+    steps = range(run.state["step"] + 1, args.total_steps + 1)
     no_bar = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
-    bar = tqdm(steps, "reward", total=args.total_steps, initial=first_step - 1, disable=no_bar)
+    bar = tqdm(steps, "reward", total=args.total_steps, initial=run.state["step"], disable=no_bar)
     for step in bar:
         # --- 5. update: one optimizer step on all pairs of some rankings ---
         time_start = time.perf_counter()
@@ -357,15 +358,9 @@ def setup(args: Args) -> Run:
     if not hasattr(processor, "tokenizer"):
         set_pad_token(model, processor, train_data)
     return Run(
-        folder=folder,
-        device=device,
-        processor=processor,
-        engine=engine,
-        train_data=train_data,
-        eval_sets=eval_sets,
-        checkpoint=checkpoint,
-        state=state,
-    )
+        folder=folder, device=device, processor=processor, engine=engine, train_data=train_data,
+        eval_sets=eval_sets, checkpoint=checkpoint, state=state,
+    )  # fmt: skip
 
 
 def check_args(args: Args) -> None:
@@ -419,14 +414,6 @@ def set_pad_token(model, tokenizer, data: "Data") -> None:
         fail(f"{tokenizer.name_or_path}: all chats end with the only special token, so none can pad")
     model.config.pad_token_id = free
     tokenizer.pad_token_id = free
-
-
-def catch_signals() -> list[int]:
-    """-> the signals that have come: the run then ends, after its step and a checkpoint."""
-    received = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: received.append(number))
-    return received
 
 
 def is_due(step: int, every: int) -> bool:
@@ -610,38 +597,34 @@ def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
         items = row.get(kind) or row.get(f"{kind}s") or []
         media[kind] = list(items) if isinstance(items, list) else [items]
 
-    # First every content becomes a text with marks, <image> and <video>; all media lie in two lists.
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     messages = []
     for message in chat:
         text = message["content"]
-        if not isinstance(text, str):
+        if not isinstance(text, str):  # parts become a text with marks, their media join the row's
             parts = message["content"]
             for kind, items in media.items():
                 items += [part[kind] for part in parts if part.get(kind) is not None]
             text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
-        messages.append({"role": message["role"], "content": text})
-    for kind, items in media.items():
-        mark = f"<{kind}>"
-        places = sum(m["content"].count(mark) for m in messages if m["role"] != "assistant")
-        if items and places == 0:
-            first_user = next(m for m in messages if m["role"] == "user")
-            first_user["content"] = mark * len(items) + first_user["content"]
-        elif places != len(items):
-            raise ValueError(f"{places} places for {kind}s, but {len(items)} {kind}s")
+        pieces = [text] if message["role"] == "assistant" else re.split("<(image|video)>", text)
+        parts = []
+        for i, piece in enumerate(pieces):
+            if i % 2 == 1:  # between two texts the kind of a mark
+                parts.append({"type": piece})
+            elif piece:
+                parts.append({"type": "text", "text": defuse(piece, special_tokens)})
+        messages.append({"role": message["role"], "content": parts})
 
-    # Then each mark becomes a part with the next picture or video.
-    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    waiting = {f"<{kind}>": iter(items) for kind, items in media.items()}
-    for message in messages:
-        holds_media = message["role"] != "assistant"
-        pieces = re.split("(<image>|<video>)", message["content"]) if holds_media else [message["content"]]
-        message["content"] = []
-        for piece in filter(None, pieces):
-            if piece in waiting and holds_media:
-                part = open_media(piece[1:-1], next(waiting[piece]), folder, args.video_fps)
-            else:
-                part = {"type": "text", "text": defuse(piece, special_tokens)}
-            message["content"].append(part)
+    for kind, items in media.items():
+        places = [part for message in messages for part in message["content"] if part["type"] == kind]
+        if items and not places:  # in front
+            places = [{"type": kind} for _ in items]
+            first_user = next(message for message in messages if message["role"] == "user")
+            first_user["content"] = places + first_user["content"]
+        if len(places) != len(items):
+            raise ValueError(f"{len(places)} places for {kind}s, but {len(items)} {kind}s")
+        for part, source in zip(places, items):
+            part.update(open_media(kind, source, folder, args.video_fps))
     if args.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": args.system_prompt}]})
     return messages
@@ -678,14 +661,11 @@ def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]
     An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and
     so on: the same row in another epoch is another entry, and gets other responses.
     """
-    first_epoch = start // num_rows
-    last_epoch = (start + count - 1) // num_rows
     stream = []
-    for epoch in range(first_epoch, last_epoch + 1):
+    for epoch in range(start // num_rows, (start + count - 1) // num_rows + 1):
         rows = np.random.default_rng([seed, epoch]).permutation(num_rows)
         stream += (rows + epoch * num_rows).tolist()
-    offset = start - first_epoch * num_rows
-    return stream[offset : offset + count]
+    return stream[start % num_rows :][:count]
 
 
 def gather_rankings(data: Data, entries: list[int]) -> list[Ranking]:
@@ -722,14 +702,10 @@ def packs_of(args: Args, run: Run, data: Data, rankings: list[Ranking]) -> Itera
     packs = packing.packs_of_rank(
         groups=[(g, own.tolist()) for g, own in enumerate(indices)],
         prompts=[ranking.prompt for ranking in rankings],
-        encode=lambda index: data.encode(index).prompt,
-        responses=responses,
-        max_tokens=args.micro_batch_tokens,
-        rank=RANK,
-        world_size=WORLD_SIZE,
-        packed=packing.is_packed(run.engine.module.model),
-        media_everywhere=args.zero_stage > 0,
-    )
+        encode=lambda index: data.encode(index).prompt, responses=responses,
+        max_tokens=args.micro_batch_tokens, rank=RANK, world_size=WORLD_SIZE,
+        packed=packing.is_packed(run.engine.module.model), media_everywhere=args.zero_stage > 0,
+    )  # fmt: skip
     for pack in packs:
         yield pack.to(run.device)
 
@@ -968,8 +944,8 @@ def optimizer_step(engine) -> float | None:
         return float(norm)
     engine.step()
     optimizer = engine.optimizer
-    # A parameter without gradients in the next step, as a vision tower's without pictures, would have those
-    # of this step again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
+    # A parameter without gradients in the next step, as a vision tower's without pictures, would
+    # have these again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
     kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         kept += [group.grad for group in getattr(optimizer, name, [])]
@@ -1024,11 +1000,9 @@ def open_folder(args: Args, folder: Path, last_step: int) -> None:
         fail(f"--output-dir {args.output_dir} can't be written: {error}")
     (folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
     for path in folder.glob("*.jsonl"):
-        kept = []
-        for line in path.read_text().splitlines(keepends=True):
-            is_whole = line.endswith("\n")  # a kill may have cut the last one
-            if is_whole and 0 < last_step >= json.loads(line)["train/step"]:
-                kept.append(line)
+        lines = path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+        kept = [line for line in whole if 0 < last_step >= json.loads(line)["train/step"]]
         path.write_text("".join(kept))
 
 

@@ -1,7 +1,7 @@
 """Attention of packs: a response sees its prompt and itself, through the model's own mask.
 
-A model composes its mask as a function of batch, head, query and key indices (causal, sliding windows,
-chunks, blocks of pictures) and hands it to transformers' AttentionMaskInterface. Here that function is kept
+A model composes its mask as a function of batch, head, query and key indices (causal, windows,
+chunks, blocks of pictures) and hands it to transformers' AttentionMaskInterface. Here it is kept
 (ModelMask), and asked at the indices that tokens have in a text of their own, [prompt; response].
 
 Three ways to attend, all exact:
@@ -36,7 +36,7 @@ class CannotPack(Exception):
 
 
 class Bucket(NamedTuple):
-    """Groups of a pack with similar lengths, which attend as one batch. Padding repeats the last token."""
+    """Groups of a pack with similar lengths, which attend as one batch. Padding is row position 0."""
 
     prompts: Tensor  # (n, P): row positions
     prompts_valid: Tensor  # (n, P): False where there is padding
@@ -106,12 +106,9 @@ def _make_buckets(groups: list[list[Tensor]]) -> tuple[list[Bucket], Tensor]:
 def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     if not rows:
         return torch.empty(0, 0, dtype=torch.long), torch.empty(0, 0, dtype=torch.bool)
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
-    longest = int(lengths.max())
-    # An empty response becomes a row of zeros, all of it padding.
-    last = [int(row[-1]) if len(row) else 0 for row in rows]
-    padded = [F.pad(row, (0, longest - len(row)), value=value) for row, value in zip(rows, last)]
-    return torch.stack(padded), torch.arange(longest) < lengths[:, None]
+    return padded, torch.arange(padded.shape[1]) < lengths[:, None]
 
 
 # ---- masks ----
@@ -137,8 +134,8 @@ class Place(Tensor):
 
 
 class ModelMask(BlockMask):
-    """What a model asks of attention, in its own words. Layers share it, so that what is made of it is made
-    once per forward. To transformers it is a mask that is ready (BlockMask), which models hand on."""
+    """What a model asks of attention, in its own words. Layers share it: what is made of it is
+    made once per forward. To transformers it is a mask that is ready, which models hand on."""
 
     shape = (1, 1, 1, 1)
 
@@ -157,7 +154,7 @@ class ModelMask(BlockMask):
         return self.made[key]
 
     def ask(self, query: Tensor, key: Tensor, query_rows=None, key_rows=None) -> Tensor:
-        """Indices in texts of their own, (B, Q) and (B, K), and their rows in a pack -> (B, 1, Q, K)."""
+        """Indices in texts of their own, (B, Q), (B, K), and rows in a pack -> (B, 1, Q, K)."""
         q = query[:, None, :, None].as_subclass(Place)
         k = key[:, None, None].as_subclass(Place)
         if query_rows is not None:
@@ -168,7 +165,7 @@ class ModelMask(BlockMask):
         return seen.expand(len(query), 1, query.shape[1], key.shape[1])
 
     def window(self, longest: int) -> int:
-        """How many tokens a token of a text sees at most, itself included; 0 for masks of another form."""
+        """How many tokens a token sees at most, itself included; 0 for masks of another form."""
         if self.is_causal:
             return longest
         index = torch.arange(longest, device=self.device)
@@ -219,13 +216,11 @@ def packed_attention(
         raise CannotPack("its mask is not made by transformers' masking_utils")
 
     scaling = kwargs.get("scaling")
-    attend = functools.partial(_attend_sdpa, scaling)
+    own_attend = None
     if eager:
-        attend = functools.partial(_attend_eager, functools.partial(own_eager, module, **kwargs))
+        own_attend = functools.partial(_attend_eager, functools.partial(own_eager, module, **kwargs))
     if layout is None:
-        return decoder.attend(
-            module.layer_idx, query, key, value, mask, scaling, attend if eager else None
-        ), None
+        return decoder.attend(module.layer_idx, query, key, value, mask, scaling, own_attend), None
     if decoder is not None:  # it runs its prompts
         decoder.remember(module.layer_idx, key, value)
     window = 0
@@ -233,6 +228,7 @@ def packed_attention(
         window = mask.once("window", lambda: mask.window(layout.max_k))
     if window:
         return _varlen_attention(query, key, value, scaling, layout, window), None
+    attend = own_attend or functools.partial(_attend_sdpa, scaling)
     return _grouped_attention(attend, query, key, value, layout, mask), None
 
 
@@ -253,7 +249,7 @@ def _varlen_attention(query, key, value, scaling, layout: Layout, window: int) -
 
 
 def _varlen(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scaling, window: tuple[int, int]) -> Tensor:
-    """Each segment's queries (N, heads, D) attend to its keys (K, kv_heads, D): on CUDA one kernel."""
+    """Each segment's queries (N, heads, D) attend to its keys (K, kv_heads, D), on CUDA at once."""
     is_grouped = q.shape[1] != k.shape[1]
     if q.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
@@ -277,7 +273,7 @@ def _varlen(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scaling, window: tuple[
 
 
 def _grouped_attention(attend: Callable, query, key, value, layout: Layout, mask: ModelMask) -> Tensor:
-    """Two calls per bucket: its prompts, and its responses, each after its prompt's keys and values."""
+    """Two calls per bucket: its prompts, and its responses, each after its prompt's keys, values."""
     tokens = [x[0].transpose(0, 1) for x in (query, key, value)]  # (N, heads, D)
     outputs = []
     for i, bucket in enumerate(layout.buckets):
@@ -307,20 +303,11 @@ def _attend_eager(eager: Callable, query, key, value, seen: Tensor | None) -> Te
     if seen is None:
         seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     lowest = torch.finfo(query.dtype).min
-    return eager(query, key, value, torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, lowest))[0]
+    bias = torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, lowest)
+    return eager(query, key, value, bias)[0]
 
 
-def vision_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask=None,
-    scaling=None,
-    cu_seq_lens_q=None,
-    max_length_q=None,
-    **kwargs,
-):
+def vision_attention(module, query, key, value, scaling, cu_seq_lens_q, max_length_q, **kwargs):
     """All windows or pictures of a vision tower in one call, where transformers would loop
     over them: it gives boundaries to an attention whose name has "flash" in it."""
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (N, heads, D)
@@ -355,10 +342,9 @@ def switch_attention(model, name: str) -> str:
 
 def _loops_over_windows(model) -> bool:
     """Does its vision tower attend in segments, and could one kernel call do?"""
-    takes_boundaries = [
-        "cu_seqlens" in inspect.signature(type(module).forward).parameters for module in model.modules()
-    ]
-    return model.dtype in (torch.float16, torch.bfloat16) and any(takes_boundaries)
+    forwards = [inspect.signature(type(module).forward) for module in model.modules()]
+    takes_boundaries = any("cu_seqlens" in forward.parameters for forward in forwards)
+    return model.dtype in (torch.float16, torch.bfloat16) and takes_boundaries
 
 
 def is_packed(model) -> bool:

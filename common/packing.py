@@ -1,4 +1,4 @@
-"""Prefix-shared packing: every prompt once, every picture once, no padding, exact log-probs and gradients.
+"""Prefix-shared packing: every prompt and picture once, no padding, exact log-probs and gradients.
 
 A *group* is one prompt with its G responses. A *pack* is one row of tokens,
 
@@ -46,11 +46,12 @@ from common.attention import CannotPack, ModelMask, is_packed, make_layout, swit
 
 __all__ = ["is_packed", "switch_attention"]  # for the scripts
 ENCODERS = {"image": "get_image_features", "video": "get_video_features"}  # what these take is media
-KEPT_LOGPROBS = 2**26  # log-probs kept from forward to backward: 256 MB that save their recomputation
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # nats, mean of log-probs that count as equal
+KEPT_LOGPROBS = 2**26  # log-probs kept from forward to backward: 256 MB that save computing them
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # nats, mean of log-probs, equal ones
 CHUNK = 256  # tokens whose logits live at a time, on a CPU
 ROOM = 32  # tokens that a decoder's cache grows by
 NEVER = -1e30  # logit of tokens that are never drawn; finite, so that p * log p is 0
+_source = functools.cache(inspect.getsource)  # of a function; parsing it takes milliseconds
 
 
 # ---- prompts ----
@@ -198,7 +199,7 @@ def media_of(prompts: list[Prompt]) -> dict[str, list[Medium]]:
 
 
 def media_token_ids(config) -> list[int]:
-    """Ids that stand for pictures or clips, or open and close them: never drawn, and masked in log-probs."""
+    """Ids that stand for pictures or clips, or open and close them: never drawn."""
     name = re.compile("(image|video|vision|vision_start|vision_end|boi|eoi)_token_(id|index)")
     ids = {value for key, value in vars(config).items() if name.fullmatch(key)}
     return sorted(i for i in ids if isinstance(i, int) and 0 <= i < config.get_text_config().vocab_size)
@@ -244,23 +245,20 @@ def plan_packs(
     pieces.sort(key=lambda piece: -piece[0])
     total = sum(tokens for _, tokens, _, _ in pieces)
     num_packs = max(1, math.ceil(total / (max_tokens * world_size))) * world_size
-    while True:
-        packs = [[] for _ in range(num_packs)]
-        room = [max_tokens] * num_packs
-        load = [0.0] * num_packs
-        for cost, tokens, prompt, members in pieces:
-            fitting = [i for i in range(num_packs) if room[i] >= tokens]
-            if not fitting:
-                break
-            target = min(fitting, key=lambda i: load[i])
-            packs[target].append((prompt, members))
-            room[target] -= tokens
-            load[target] += cost
-        else:
-            break
-        num_packs += world_size
+    packs = [[] for _ in range(num_packs)]
+    room = [max_tokens] * num_packs
+    load = [0.0] * num_packs
+    for cost, tokens, prompt, members in pieces:
+        if max(room) < tokens:  # another one for every rank
+            packs += [[] for _ in range(world_size)]
+            room += [max_tokens] * world_size
+            load += [0.0] * world_size
+        target = min((i for i in range(len(packs)) if room[i] >= tokens), key=load.__getitem__)
+        packs[target].append((prompt, members))
+        room[target] -= tokens
+        load[target] += cost
     # Ranks wait for the slowest at every pack: neighbours in the order of load run side by side.
-    order = sorted(range(num_packs), key=lambda i: -load[i])
+    order = sorted(range(len(packs)), key=lambda i: -load[i])
     return [[packs[i] for i in order[rank::world_size]] for rank in range(world_size)]
 
 
@@ -268,7 +266,7 @@ def packs_of_rank(
     groups: Groups, prompts: list[PromptInfo], encode: Callable[[int], Prompt], responses: list[Tensor],
     max_tokens: int, rank: int = 0, world_size: int = 1, packed: bool = True, media_everywhere: bool = False,
 ) -> Iterator["Pack"]:  # fmt: skip
-    """Yield one rank's packs of some groups; all ranks have equally many, since collectives need everyone.
+    """One rank's packs of some groups; all ranks have equally many: collectives need everyone.
 
     encode: row of the data set -> the whole prompt, asked for those that this rank needs.
     media_everywhere: pictures in every pack on every rank, or in none: ZeRO-3 gathers a vision
@@ -325,7 +323,7 @@ class Pack(NamedTuple):
 
 
 def build_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tensor]) -> Pack:
-    """Lay out the groups of one planned pack: prompts by prompt index, responses (each (R,)) by theirs."""
+    """Lay out the groups of a planned pack: prompts by prompt index, responses, (R,) each, by theirs."""
     positions = []
     groups = []  # of each group the row positions of [prompt, response, ...]
     offset = 0
@@ -334,7 +332,7 @@ def build_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tenso
         if prompt.unpackable:
             raise CannotPack(f"packs have no place for its {', '.join(prompt.unpackable)}")
         positions.append(prompt.positions)
-        # All axes go on from the last token: the frames of a long video may lie beyond the text after it.
+        # All axes go on from the last token: a long video's frames may lie beyond the text after it.
         next_position = int(prompt.positions[..., -1].max()) + 1
         segments = []
         for length in [prompt.length, *(len(responses[b]) for b in members)]:
@@ -357,19 +355,17 @@ def build_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tenso
 
 
 def plain_pack(pieces: Groups, prompts: dict[int, Prompt], responses: list[Tensor]) -> Pack:
-    """The same for the plain path: one prompt, at most one response, all of the processor's inputs."""
+    """For the plain path: one prompt, at most one response, all of the processor's inputs."""
     ((g, members),) = pieces
     prompt = prompts[g]
     own = [responses[b] for b in members]
-    inputs = dict(prompt.inputs)
-    for name in prompt.next_inputs:
-        inputs[name] = _per_token(prompt, name, own)
+    inputs = prompt.inputs | {name: _per_token(prompt, name, own) for name in prompt.next_inputs}
     places = [torch.arange(len(ids) + 1) + prompt.length - 1 for ids in own]
     return _make_pack(inputs, {}, pieces, responses, places)
 
 
 def _per_token(prompt: Prompt, name: str, responses: list[Tensor]) -> Tensor:
-    """An input of a prompt and of responses to it as in generate, (1, P + R); 0 where there is none."""
+    """An input of a prompt and responses to it, as in generate, (1, P + R); 0 where there is none."""
     if name == "input_ids":
         return torch.cat([prompt.ids, *responses])[None]
     R = sum(map(len, responses))
@@ -409,9 +405,9 @@ def enable_packing_if_exact(
     max_tokens: int,
     temperature: float = 1.0,
 ) -> str:
-    """Switch to packed attention, if it gives the log-probs of the unmodified model on some real prompts -> a
-    line that says which path is taken, and why. forward: pack -> log-probs (M,) or scores (S,). max_length:
-    tokens of prompt and response at most; max_tokens: of a pack. Collective."""
+    """Switch to packed attention if it gives the log-probs of the unmodified model on some real
+    prompts -> a line that says which path is taken, and why. forward: pack -> log-probs (M,) or
+    scores (S,). max_length: tokens of prompt and response; max_tokens: of a pack. Collective."""
     by_kind = defaultdict(list)
     for prompt in sorted(prompts, key=lambda prompt: prompt.length):
         by_kind[prompt.kinds].append(prompt)
@@ -442,10 +438,10 @@ def _length_of_fixed_angles(model) -> float:
 def packing_gap(
     model, forward: Callable, prompts: list[Prompt], max_tokens: int, temperature: float = 1.0
 ) -> float:
-    """Difference, in nats, of packed and of decoded log-probs from those of the unmodified model, the mean
-    over a response, of the worst of two to each prompt. The responses are the prompt's own words: random
-    tokens would be twice as noisy in bf16. The prompts are the last ones of a pack of about max_tokens, so
-    that a model that depends on places in a row is found out."""
+    """Difference, in nats, of packed and of decoded log-probs from the unmodified model's: mean over
+    a response, the worst of two to each prompt. These are the prompt's own words: random tokens
+    would be twice as noisy in bf16. The prompts end a pack of about max_tokens, so that a model
+    that depends on places in a row is found out."""
     never = torch.tensor(media_token_ids(model.config), dtype=torch.long)
     responses = []
     for prompt in prompts:
@@ -481,7 +477,7 @@ def packing_gap(
             gap = torch.maximum(gap, gap_of(decoded[pack.token_index]))  # or NaN
         return gap.item()
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-        # What the model's code has no place for; memory that is full, or a bug of ours, ends the run.
+        # What the model's code has no place for; full memory, or a bug of ours, ends the run.
         raise CannotPack(f"{type(error).__name__}, {error}") from error
     finally:
         switch_attention(model, before)
@@ -529,9 +525,8 @@ class Decoder:
         self.values = {}
         pack = build_pack([(i, []) for i in range(len(prompts))], dict(enumerate(prompts)), [])
         hidden = _run(model, pack.to(device), decoder=self)  # (N, H)
-        self.hidden = hidden[ends.to(device) - 1].repeat_interleave(
-            G, 0
-        )  # (n * G, H): predicts the next token
+        # (n * G, H): predict the next tokens
+        self.hidden = hidden[ends.to(device) - 1].repeat_interleave(G, dim=0)
         self.cache = Cache(layer_class_to_replicate=RoomyLayer)  # of the rows' own tokens
         self.rows = torch.arange(len(prompts) * G, device=device)  # row b: response rows[b] % G of its prompt
         self.lengths = lengths.to(device).repeat_interleave(G)  # (n * G,)
@@ -576,8 +571,8 @@ class Decoder:
     def attend(
         self, layer: int, query, key, value, mask: ModelMask, scaling: float | None, eager: Callable | None
     ) -> Tensor:
-        """One new token per row attends to its prompt, whose keys and values are read once for all its rows,
-        and to the row's own tokens so far. query (B, heads, 1, D), key and value (B, kv_heads, t, D)."""
+        """One new token per row attends to its prompt, whose keys are read once for all its rows, and
+        to the row's own tokens so far. query (B, heads, 1, D), key and value (B, kv_heads, t, D)."""
         keys, values, G = self.keys[layer], self.values[layer], self.G
         n, kv_heads, P, D = keys.shape
         B, heads, _, _ = query.shape
@@ -619,15 +614,13 @@ def generate_plain(
         inputs = {name: torch.cat([x] * G) for name, x in prompt.inputs.items()}
         torch.manual_seed(prompt.seed)
         out = model.generate(
-            **_to_model(inputs, model), max_new_tokens=max_length, eos_token_id=end_ids, output_logits=True,
+            **_to_model(inputs, model), max_new_tokens=max_length, eos_token_id=end_ids, output_scores=True,
             pad_token_id=end_ids[0], do_sample=temperature > 0, temperature=temperature or 1.0, top_p=1.0,
             top_k=0, repetition_penalty=1.0, suppress_tokens=suppressed or None, return_dict_in_generate=True,
         )  # fmt: skip
-        tokens = out.sequences[:, -len(out.logits) :]  # (G, R)
-        logits = torch.stack(out.logits, dim=1).float()  # (G, R, V)
-        logp = temper_(logits, temperature or 1.0, suppressed).log_softmax(-1)
-        logp = logp.gather(2, tokens[..., None])[..., 0].cpu()
-        for ids, logprobs in zip(tokens.cpu(), logp):
+        tokens = out.sequences[:, -len(out.scores) :].cpu()  # (G, R)
+        table = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)  # (G, R)
+        for ids, logprobs in zip(tokens, table.cpu()):
             ends = torch.isin(ids, torch.tensor(end_ids)).nonzero()[:, 0].tolist()
             length = ends[0] + 1 if ends else len(ids)
             responses.append(Response(ids[:length], logprobs[:length], truncated=not ends))
@@ -651,7 +644,7 @@ def _run(model, pack: Pack, **options) -> Tensor:
 
 
 def encode_media(base, media: dict[str, list[Medium]]) -> dict:
-    """The vision tower on each different picture and clip -> a keyword for the model: features by slot."""
+    """The vision tower on each different picture and clip -> a keyword for the model, by slot."""
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     outputs = {}
@@ -693,8 +686,7 @@ def _encode(base, method: str, items: list[dict]) -> list[list]:
 def _join(parts: tuple) -> list | Tensor:
     if not torch.is_tensor(parts[0]):
         return [x for part in parts for x in part]
-    alike = len({x.shape[1:] for x in parts}) == 1
-    return torch.cat(parts if alike else [x.flatten(0, -2) for x in parts])
+    return torch.cat([x.flatten(0, -2) for x in parts])
 
 
 def _to_model(inputs: dict, model) -> dict:
@@ -710,8 +702,8 @@ def _to_model(inputs: dict, model) -> dict:
 def response_logprobs(
     model, pack: Pack, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (M,) of a pack's response tokens and, if asked for, entropies (M,) of each next-token
-    distribution, in nats, fp32, of the policy at a temperature, without the placeholders of pictures."""
+    """Log-probs (M,) of a pack's response tokens and, if asked for, the entropies (M,) of their
+    distributions, in nats, fp32, at a temperature, without the placeholders of pictures."""
     suppressed = media_token_ids(model.config)
     if "layout" in pack.inputs:
         head = model.get_output_embeddings()
@@ -726,8 +718,8 @@ def response_logprobs(
             suppressed=suppressed,
             with_entropy=with_entropy,
         )
-    logits = model(**_to_model(pack.inputs, model), use_cache=False).logits[0, pack.predict_from].float()
-    logp = temper_(logits, temperature, suppressed).log_softmax(-1)  # (M, V)
+    logits = model(**_to_model(pack.inputs, model), use_cache=False).logits[0, pack.predict_from]
+    logp = to_logprobs_(logits, temperature, suppressed)  # (M, V)
     entropy = -torch.linalg.vecdot(logp.exp(), logp) if with_entropy else None
     return logp.gather(1, pack.targets[:, None])[:, 0], entropy
 
@@ -735,19 +727,14 @@ def response_logprobs(
 def next_logprobs(model, hidden: Tensor, temperature: float) -> Tensor:
     """The same of all tokens, from the hidden states of a Decoder: (rows, H) -> (rows, V)."""
     factor, softcap = after_head(model)
-    logits = bend(model.get_output_embeddings()(hidden).float(), softcap)
-    return temper_(logits, temperature / factor, media_token_ids(model.config)).log_softmax(-1)
-
-
-@functools.cache
-def _source_of_forward(kind: type) -> str:
-    return inspect.getsource(kind.forward)
+    logits = model.get_output_embeddings()(hidden)
+    return to_logprobs_(logits, temperature / factor, media_token_ids(model.config), softcap)
 
 
 def after_head(model) -> tuple[float, float | None]:
-    """What the model's own forward, by its source, does to logits: a factor, and before it a soft cap."""
+    """What the model's own forward, by its source, does to logits: a factor, before it a soft cap."""
     config = model.config.get_text_config()
-    source = _source_of_forward(type(model))
+    source = _source(type(model).forward)
 
     def number(name: str) -> float | None:
         return getattr(config, name, None) if name in source else None
@@ -761,17 +748,17 @@ def logprobs_from_hidden(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, suppressed=(),
     with_entropy: bool = False, bias: Tensor | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """log_softmax(logits / temperature) at `targets`, without the `suppressed` ids, and entropies, where
-    logits = hidden @ weight.T + bias, bent by softcap * tanh(logits / softcap).
+    """log_softmax(logits / temperature) at `targets`, without the `suppressed` ids, and entropies,
+    where logits = hidden @ weight.T + bias, bent by softcap * tanh(logits / softcap).
 
-    hidden (M, H), weight (V, H), targets (M,), bias (V,) -> (M,), (M,) or None. Peak memory does not grow
-    with M x V: logits live for a chunk of tokens at a time, in forward and, computed again, in backward. What
-    the first chunks leave for backward is kept, up to KEPT_LOGPROBS numbers.
+    hidden (M, H), weight (V, H), targets (M,), bias (V,) -> (M,), (M,) or None. Peak memory does
+    not grow with M x V: logits live for a chunk of tokens at a time, in forward and, computed
+    again, in backward. The first chunks' are kept for it, up to KEPT_LOGPROBS numbers.
     """
 
     def of_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = bend(F.linear(hidden, weight, bias).float(), softcap)  # (chunk, V)
-        logp = temper_(logits, temperature, suppressed).log_softmax(-1)
+        logits = F.linear(hidden, weight, bias)  # (chunk, V)
+        logp = to_logprobs_(logits, temperature, suppressed, softcap)
         entropy = -torch.linalg.vecdot(logp.exp(), logp) if with_entropy else None
         return logp.gather(1, targets[:, None])[:, 0], entropy
 
@@ -790,12 +777,14 @@ def logprobs_from_hidden(
     return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
 
-def bend(logits: Tensor, softcap: float | None) -> Tensor:
-    return softcap * (logits / softcap).tanh() if softcap else logits
-
-
-def temper_(logits: Tensor, temperature: float, suppressed: list[int]) -> Tensor:
-    """In place, and the suppressed ids out of reach."""
+def to_logprobs_(
+    logits: Tensor, temperature: float, suppressed: list[int], softcap: float | None = None
+) -> Tensor:
+    """Logits (..., V) -> log-probs in fp32, at a temperature, the suppressed ids out of reach. Logits
+    that are in fp32 already are changed in place, since they are the peak of memory."""
+    logits = logits.float()
+    if softcap:
+        logits = softcap * (logits / softcap).tanh()
     if temperature != 1:
         logits.div_(temperature)
     if suppressed:  # one by one: a list of them as an index would be a copy that the GPU waits for
@@ -803,4 +792,4 @@ def temper_(logits: Tensor, temperature: float, suppressed: list[int]) -> Tensor
         for i in suppressed:
             never[i] = NEVER
         logits.add_(never)
-    return logits
+    return logits.log_softmax(-1)

@@ -64,12 +64,6 @@ def test_every_flag_is_read_and_every_read_is_a_flag(script):
 
 
 @each_script
-def test_defaults_pass_the_checks(script):
-    module = importlib.import_module(script)
-    module.check_args(module.Args())
-
-
-@each_script
 def test_columns_of_other_names_are_renamed(script, tmp_path, capsys):
     row = {"problem": "Q", "solution": "A", "picture": "a.png", "answer": "no", "messages": "no"}
     source = write_jsonl(tmp_path / "rows.jsonl", [row | {"good": "G", "bad": "B"}])

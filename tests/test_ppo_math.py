@@ -154,20 +154,6 @@ def test_gae_is_its_sum_on_every_row(lengths, seed, gamma, gae_lambda):
         assert not advantages[b, n:].any() and not returns[b, n:].any()
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
-def test_without_a_critic_the_advantages_are_discounted_rewards_to_go(gamma):
-    lengths = [5, 1, 3, 7]
-    mask, kl, scores = ragged(lengths), noise(4, 7).float(), noise(4, seed=1).float()
-    rewards = ppo_vl.compute_token_rewards(scores, kl, mask, 0.05)
-    advantages, returns = ppo_vl.compute_gae(rewards, torch.zeros(4, 7), mask, gamma, 1.0)
-    assert torch.equal(advantages, returns)
-    for b, n in enumerate(lengths):
-        for t in range(7):
-            to_go = sum(gamma ** (s - t) * -0.05 * kl[b, s].item() for s in range(t, n))
-            to_go += gamma ** (n - 1 - t) * scores[b].item() if t < n else 0
-            assert advantages[b, t].item() == pytest.approx(to_go, abs=1e-5)
-
-
 @given(mask=masks, seed=seeds, shift=finite)
 @quick
 def test_whiten_is_the_formula_and_masked_entries_have_no_influence(mask, seed, shift):

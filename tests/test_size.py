@@ -10,15 +10,15 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, of these up to the end of main, main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1470, 400, 200, 57, 10),
-    "ppo_vl.py": (2170, 580, 270, 58, 12),
-    "reward_bt.py": (1135, 330, 150, 57, 10),
-    "grm_sft.py": (1215, 330, 150, 57, 10),
-    "common/*.py": (1250, 0, 0, 60, 14),
+    "rloo.py": (1425, 400, 200, 57, 10),
+    "ppo_vl.py": (2100, 580, 270, 57, 11),
+    "reward_bt.py": (1110, 330, 150, 57, 10),
+    "grm_sft.py": (1200, 330, 150, 57, 10),
+    "common/*.py": (1240, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all that match together
-    "common/packing.py": 790,
-    "common/attention.py": 370,
+    "common/packing.py": 800,
+    "common/attention.py": 355,
     "common/kl.py": 60,
     "README.md": 100,
     "docs/rloo.md": 150,
@@ -32,7 +32,7 @@ LINES = {  # of one file, or of all that match together
     "tools/families.py": 250,
     "tools/full_size.py": 150,
     "tests/test_gpu.py": 300,
-    "tests/*.py": 6780,
+    "tests/*.py": 6700,
 }
 
 
