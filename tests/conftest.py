@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -67,6 +68,13 @@ def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def metrics_of(folder: Path) -> list[dict]:
+    """NaN and infinity would be no JSON that every reader takes."""
+    found = read_jsonl(folder / "metrics.jsonl")
+    assert all(math.isfinite(value) for metrics in found for value in metrics.values())
+    return found
+
+
 def write_jsonl(path: Path, rows: list[dict]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -89,12 +97,18 @@ def vqa(vqa_rows, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
-def any_reward(tmp_path_factory) -> dict:
-    """Flags: the rules, and a reward that differs from response to response, whatever the model says."""
+def any_score(tmp_path_factory) -> dict:
+    """Flags: a reward that differs from response to response, whatever the model says."""
     path = tmp_path_factory.mktemp("reward") / "reward.py"
     code = "def score(completion_ids, **columns):\n    return [sum(i) % 7 / 7 for i in completion_ids]\n"
     path.write_text(code)
-    return {"rewards": ("accuracy", "format", f"{path}:score"), "reward_weights": (0.9, 0.1, 1)}
+    return {"rewards": (f"{path}:score",), "reward_weights": (1.0,)}
+
+
+@pytest.fixture(scope="session")
+def any_reward(any_score) -> dict:
+    """Flags: the rules, and that reward."""
+    return {"rewards": ("accuracy", "format", *any_score["rewards"]), "reward_weights": (0.9, 0.1, 1)}
 
 
 SHORT = {"total_steps": 2, "rollout_batch_size": 16, "num_samples_per_prompt": 4, "train_batch_size": 8}
@@ -165,6 +179,17 @@ def weights_of(checkpoint: Path) -> dict:
 def largest_difference(a: dict, b: dict) -> float:
     assert a.keys() == b.keys()
     return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
+
+
+def assert_same_run(one: Path, other: Path, tolerance: float, of_weights: float) -> None:
+    """Metrics but for times; weights of the last checkpoint, and their average and the best, where there are."""
+    worst = metrics_differ(metrics_of(one), metrics_of(other))
+    assert {name: x for name, x in worst.items() if x > tolerance} == {}
+    last = f"checkpoint-{metrics_of(one)[-1]['train/step']:.0f}"
+    assert (one / last).is_dir()
+    for name in (last, f"{last}/state/ema", "checkpoint-best"):
+        if (one / name).is_dir():
+            assert largest_difference(weights_of(one / name), weights_of(other / name)) <= of_weights
 
 
 def tensorboard_of(folder: Path) -> tuple[list[int], dict[str, dict[int, str]]]:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, largest_difference, metrics_differ, read_jsonl, weights_of, write_jsonl
+from conftest import ROOT, TINY, assert_same_run, metrics_of, read_jsonl, write_jsonl
 from PIL import Image
 
 import grm_sft
@@ -38,7 +38,6 @@ VIDEO = (*QWEN_VL, "internvl", "llava_onevision")
 NAMES = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>", "video_token": "<video>"}
 NAMES |= {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<context>"}
 SLOW = [pytest.param(x, marks=() if x in ("gemma3", "internvl") else pytest.mark.slow) for x in VISION]
-ANY_SCORE = "def score(completion_ids, **columns):\n    return [sum(x) % 7 / 7 for x in completion_ids]\n"
 TEMPERATURE, ENDS = 0.7, [*range(4, 500, 8), 500]  # rows end at once, later or never
 
 
@@ -288,28 +287,27 @@ def test_log_probs_and_greedy_answers_are_those_of_the_unmodified_model(family, 
         assert response.ids.tolist() == expected.tolist()
 
 
-def two_steps(folder, tmp_path) -> list[dict]:
-    """A run of rloo.py in tmp_path/run -> its lines in metrics.jsonl."""
-    (tmp_path / "reward.py").write_text(ANY_SCORE)
-    flags = {"model": str(folder), "dataset": str(folder / "rows.jsonl"), "output_dir": str(tmp_path)}
-    flags |= {"rewards": (f"{tmp_path}/reward.py:score",), "reward_weights": (1.0,), "run_name": "run"}
-    flags |= {"total_steps": 2, "rollout_batch_size": 16, "train_batch_size": 16, "num_iterations": 1}
-    rloo.main(rloo.Args(**flags, num_samples_per_prompt=4, max_response_length=8, max_prompt_length=256))
-    return read_jsonl(tmp_path / "run/metrics.jsonl")
+@pytest.fixture
+def on_family(folder_of, any_score):
+    """Family -> flags of a short run on its rows."""
+    flags = any_score | {"eval_dataset": None, "num_iterations": 1, "train_batch_size": 16}
+    return lambda family: flags | {"model": folder_of(family), "dataset": folder_of(family) / "rows.jsonl"}
 
 
 @pytest.mark.parametrize(
     "family", SLOW + [pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES if x not in VISION]
 )
-def test_two_steps(family, folder_of, tmp_path, capsys):
-    steps = two_steps(folder_of(family), tmp_path)
+def test_two_steps(family, on_family, folder_of, run, capsys):
+    folder = run("rloo", **on_family(family))
+    steps = metrics_of(folder)
     assert [step["train/step"] for step in steps] == [1, 2]
     for step in steps:
         assert 0 < step["train/grad_norm"] < 1e4 and step["rollout/prompts_dropped"] == 0
         assert step["rollout/engine_logprob_diff_max"] < 1e-4 > abs(step["policy/ratio"] - 1)
     assert ("warning: one response at a time" in capsys.readouterr().out) == (family not in PACKED)
-    folders = folder_of(family), tmp_path / "run/checkpoint-2"
-    before, after = (rloo.load_model(str(folder), torch.float32) for folder in folders)
+    before, after = (
+        rloo.load_model(str(path), torch.float32) for path in (folder_of(family), folder / "checkpoint-2")
+    )
     changed = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
     assert sum(changed) > len(changed) / 2
 
@@ -326,28 +324,14 @@ def test_one_step_is_the_same_packed_and_plain(script, family, folder_of, tmp_pa
     source = write_jsonl(folder / "answers.jsonl", [row | answers for row in rows])
     flags = {"model": str(folder), "dataset": source, "output_dir": str(tmp_path), "total_steps": 1}
     batch = len(rows) * (2 if script == grm_sft else 1)  # a pair is two entries
-    metrics, weights = [], []
     for name in ("packed", "plain"):
         script.main(script.Args(**flags, run_name=name, train_batch_size=batch, warmup_steps=0))
         captured = capsys.readouterr()
-        assert ("packed = unmodified model" in captured.out) == (
-            name == "packed"
-        ) and "left out" not in captured.err
-        metrics.append(read_jsonl(tmp_path / name / "metrics.jsonl")[-1])
-        weights.append(weights_of(tmp_path / name / "checkpoint-1"))
+        assert ("packed = unmodified model" in captured.out) == (name == "packed")
+        assert "left out" not in captured.err
         monkeypatch.setattr(packing, "enable_packing_if_exact", lambda **given: "plain")
-    loss = "rm/loss" if script == reward_bt else "loss/sft"
-    for metric in (loss, "train/grad_norm"):
-        assert metrics[0][metric] == pytest.approx(metrics[1][metric], rel=1e-4)
-    assert metrics[0]["train/grad_norm"] > 0 and largest_difference(*weights) < 1e-4
-
-
-@pytest.fixture
-def on_family(folder_of, tmp_path):
-    """Family -> flags of a short run on its rows, with any scores."""
-    (tmp_path / "reward.py").write_text(ANY_SCORE)
-    flags = {"rewards": (f"{tmp_path}/reward.py:score",), "reward_weights": (1.0,), "eval_dataset": None}
-    return lambda family: flags | {"model": folder_of(family), "dataset": folder_of(family) / "rows.jsonl"}
+    assert_same_run(tmp_path / "packed", tmp_path / "plain", 1e-4, of_weights=1e-4)
+    assert metrics_of(tmp_path / "packed")[-1]["train/grad_norm"] > 0
 
 
 @pytest.mark.slow
@@ -356,35 +340,15 @@ def test_two_ranks_with_zero_3_train_as_one(family, on_family, run, start, tmp_p
     flags = on_family(family)
     one = run("rloo", **flags, run_name="one")
     process = start("rloo", ranks=2, **flags, run_name="two", zero_stage=3)
-    log = tmp_path / "log"
-    assert process.wait(timeout=300) == 0 and "packed = unmodified" in log.read_text(), log.read_text()[
-        -3000:
-    ]
-    differ = metrics_differ(*(read_jsonl(one.parent / name / "metrics.jsonl") for name in ("one", "two")))
-    assert max(differ.values()) < 1e-4
-    assert largest_difference(*(weights_of(one.parent / x / "checkpoint-2") for x in ("one", "two"))) < 1e-4
+    code, told = process.wait(timeout=300), (tmp_path / "log").read_text()
+    assert code == 0 and "packed = unmodified" in told, told[-3000:]
+    assert_same_run(one, one.parent / "two", 1e-4, of_weights=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "internvl", "gpt_oss"])
-def test_resume_is_exact_with_adapters_in_bf16(family, on_family, run, capsys):
-    flags = on_family(family) | {"dtype": "bfloat16", "lora_rank": 4, "learning_rate": 1e-3}
-    whole = run("rloo", **flags, run_name="whole", save_steps=1)
-    assert "packed = unmodified" in capsys.readouterr().out
-    before, weights = read_jsonl(whole / "metrics.jsonl"), weights_of(whole / "checkpoint-2")
-    assert all(
-        step["rollout/engine_logprob_diff_max"] < 0.1 and step["train/grad_norm"] > 0 for step in before
-    )
-    run("rloo", **flags, resume=whole / "checkpoint-1", run_name="whole")
-    assert max(metrics_differ(before, read_jsonl(whole / "metrics.jsonl")).values()) == 0
-    assert largest_difference(weights, weights_of(whole / "checkpoint-2")) == 0
-    assert largest_difference(weights, weights_of(whole / "checkpoint-1")) > 0
-
-
-def test_what_generates_by_another_function_than_it_trains_ends_the_run(folder_of, tmp_path, capsys):
+def test_what_generates_by_another_function_than_it_trains_ends_the_run(on_family, run, capsys):
     """Dynamic RoPE beyond its limit: cached keys have the angles of shorter texts. No path mends that."""
     with pytest.raises(SystemExit):
-        two_steps(folder_of("llama beyond"), tmp_path)
+        run("rloo", **on_family("llama beyond"))
     assert "the sampler's log-probs are" in capsys.readouterr().err
 
 

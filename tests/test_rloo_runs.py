@@ -11,14 +11,10 @@ import time
 import conftest
 import pytest
 import torch
-from conftest import ROOT, largest_difference, metrics_differ, read_jsonl, weights_of, write_jsonl
+from conftest import ROOT, assert_same_run, metrics_differ, metrics_of, read_jsonl, weights_of, write_jsonl
 from PIL import Image, ImageChops
 
 import rloo
-
-
-def metrics_of(folder):
-    return read_jsonl(folder / "metrics.jsonl")
 
 
 def test_a_run_writes_what_the_page_says(run, any_reward, capsys):
@@ -27,7 +23,6 @@ def test_a_run_writes_what_the_page_says(run, any_reward, capsys):
     assert first["train/step"] == 0 and all(key.startswith(("eval/", "train/")) for key in first)
     assert [m["train/step"] for m in steps] == [1, 2] and "eval/sampled_score" in steps[0]
     assert steps[0]["eval/sampled_reward_score"] <= 1 != steps[0]["eval/sampled_score"]  # it is named score
-    assert all(math.isfinite(value) for m in steps for value in m.values())
     assert steps[0]["objective/kl"] == pytest.approx(0, abs=1e-5) and abs(steps[1]["objective/kl"]) > 1e-4
     samples = read_jsonl(folder / "samples.jsonl")
     assert {s["phase"] for s in samples} == {"train", "eval_greedy", "eval_sampled"}
@@ -107,9 +102,8 @@ def test_checkpoints_are_ordered_by_step(tmp_path):
 
 def test_a_row_that_occurs_twice_in_a_rollout_is_sampled_for_twice(run, tmp_path, vqa_rows, monkeypatch):
     found, real = [], rloo.roll_out
-    monkeypatch.setattr(
-        rloo, "roll_out", lambda *given, **how: found.append(real(*given, **how)) or found[-1]
-    )
+    watched = lambda *given, **how: found.append(real(*given, **how)) or found[-1]  # noqa: E731
+    monkeypatch.setattr(rloo, "roll_out", watched)
     run("rloo", dataset=write_jsonl(tmp_path / "one.jsonl", vqa_rows[:1]), eval_dataset=None, total_steps=1)
     texts = [tuple(ids.tolist()) for ids in found[0].response_ids]
     assert len({*zip(*[iter(texts)] * 4)}) == 4 and {prompt.index for prompt in found[0].prompts} == {0}
@@ -130,25 +124,7 @@ def test_two_ranks_train_as_one(run, start, tmp_path, vqa_rows, any_reward, flag
     one = run("rloo", dataset=data, run_name="one", **any_reward, **lora)
     process = start("rloo", ranks=2, dataset=data, run_name="two", **any_reward, **flags, **lora)
     assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
-    two = tmp_path / "runs" / "two"
-    assert max(metrics_differ(metrics_of(one), metrics_of(two)).values()) < 1e-4
-    assert largest_difference(*(weights_of(x / "checkpoint-2") for x in (one, two))) < 1e-4
-
-
-@pytest.mark.slow
-def test_resume_is_bit_exact(run, any_reward):
-    flags = {**any_reward, "normalize_advantages": True, "mask_truncated": True, "eval_steps": 2}
-    whole = run("rloo", total_steps=4, run_name="whole", save_steps=2, save_total_limit=9, **flags)
-    # The same schedule, stopped after two steps by a signal: what is logged later is dropped on resume.
-    again = run("rloo", total_steps=4, run_name="whole", resume=whole / "checkpoint-2", **flags)
-    assert again == whole
-    resumed = metrics_of(whole)
-    fresh = metrics_of(run("rloo", total_steps=4, run_name="fresh", **flags))
-    assert all(value == 0 for value in metrics_differ(resumed, fresh).values())
-    run("rloo", total_steps=4, run_name="fresh", resume="auto", **flags)  # finished: nothing is left to do
-    assert metrics_of(whole.parent / "fresh") == fresh
-    a, b = weights_of(whole / "checkpoint-4"), weights_of(whole.parent / "fresh" / "checkpoint-4")
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert_same_run(one, tmp_path / "runs/two", 1e-4, of_weights=1e-4)
 
 
 BF16 = [{"zero_stage": stage} for stage in (0, 1, 2, 3)]
@@ -189,9 +165,8 @@ def test_bf16(run, any_reward, monkeypatch, flags):
     metrics, weights = metrics_of(moved), weights_of(moved / "checkpoint-2")
     run("rloo", resume=moved / "checkpoint-1", **flags)
     assert all(value == 0 for value in metrics_differ(metrics, metrics_of(moved)).values())
-    assert largest_difference(weights, weights_of(moved / "checkpoint-2")) == 0 and torch.equal(
-        found[-1], after
-    )
+    assert conftest.largest_difference(weights, weights_of(moved / "checkpoint-2")) == 0
+    assert torch.equal(found[-1], after)
 
 
 @pytest.mark.slow
@@ -221,10 +196,7 @@ def test_sigterm_saves_and_kills_lose_nothing(start, run, tmp_path, any_reward):
         process.wait()
     assert start("rloo", **flags).wait(timeout=120) == 0, (tmp_path / "log").read_text()[-3000:]
     calm = run("rloo", **{**flags, "run_name": "calm", "resume": None})
-    killed = tmp_path / "runs" / "killed"
-    assert all(x == 0 for x in metrics_differ(metrics_of(calm), metrics_of(killed)).values())
-    a, b = (weights_of(x / "checkpoint-6") for x in (calm, killed))
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert_same_run(calm, tmp_path / "runs/killed", 0, of_weights=0)
 
 
 def wait_for(path, lines: int) -> None:
@@ -276,18 +248,6 @@ def test_rows_that_can_not_be_used_are_named_and_counted(run, tmp_path, vqa_rows
     with pytest.raises(SystemExit) as stopped:
         run("rloo", dataset=write_jsonl(tmp_path / "all.jsonl", rows), run_name="none")
     assert stopped.value.code == 2 and "no row can be used" in capsys.readouterr().err
-
-
-def test_gradients_that_are_not_finite_save_then_stop(run, tmp_path, capsys, monkeypatch):
-    real = rloo.compute_rloo_loss
-    monkeypatch.setattr(rloo, "compute_rloo_loss", lambda **x: (real(**x)[0] * math.nan, real(**x)[1]))
-    with pytest.raises(SystemExit) as stopped:
-        run("rloo", eval_dataset=None)
-    assert stopped.value.code == 2 and "no update had finite gradients" in capsys.readouterr().err
-    folder = tmp_path / "runs" / "run"
-    assert metrics_of(folder)[-1]["train/skipped_updates"] == 4
-    saved, start = weights_of(folder / "checkpoint-1"), weights_of(ROOT / "assets/tiny_vl")
-    assert largest_difference({k: saved[k] for k in start}, start) == 0
 
 
 @pytest.mark.parametrize("amount, words", [(math.nan, "nan"), (0.5, "0.5")])
