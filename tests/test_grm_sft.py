@@ -1,7 +1,6 @@
 """grm_sft.py: rows, label masks token by token, packed = one by one, judgements, runs; and what is built on it."""
 
 import importlib
-import math
 import os
 import subprocess
 import sys
@@ -248,28 +247,9 @@ def test_what_begins_alike_goes_through_the_processor_once(tiny_vl, rows, monkey
     assert keys[6] != keys[7], "the order of pictures counts"
 
 
-def losses_one_by_one(tiny_vl, rows: list[dict], entries: list[int]) -> tuple[torch.Tensor, int]:
-    """The unmodified model's own forward on every whole chat -> sum of -log p of trained tokens, their number."""
-    model, total, count = grm_sft.load_model(TINY, torch.float32).eval(), 0.0, 0
-    for entry in entries:
-        for sample in encode(tiny_vl, rows[entry // 2], entry).samples:
-            pack = packing.plain_pack([(0, [0])], [sample.prompt], [sample.response_ids])
-            logits = model(**pack.inputs).logits[0, sample.prompt.length - 1 : -1].float()  # (R, V)
-            logits[:, packing.media_token_ids(model.config)] = -math.inf
-            nll = torch.nn.functional.cross_entropy(logits, sample.response_ids, reduction="none")
-            total, count = total + nll[sample.start :].sum(), count + len(nll) - sample.start
-    return model, total / count, count
-
-
-def gradients(model) -> dict[str, torch.Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
-def make_judge(attention: str = "packed") -> grm_sft.Judge:
+def make_judge() -> grm_sft.Judge:
     judge = grm_sft.Judge(grm_sft.load_model(TINY, torch.float32).eval())
-    packing.switch_attention(judge.model, attention)
+    packing.switch_attention(judge.model, "packed")
     return judge
 
 
@@ -279,38 +259,10 @@ def make_run(judge, **known) -> grm_sft.Run:
     return grm_sft.Run(**dict.fromkeys(grm_sft.Run.__dataclass_fields__) | known)
 
 
-def packs_of(tiny_vl, judge, judgements: str, entries: list[int], **flags) -> tuple[list, list]:
-    """The packs of a step of these entries, and its samples."""
-    args = grm_sft.Args(video_fps=4.0, **flags)
-    data = grm_sft.load_data(args, judgements, "train", *tiny_vl[:2], True)
-    samples = grm_sft.load_samples(data, entries)
-    return [*grm_sft.packs_of(args, make_run(judge, train_data=data), samples)], samples
-
-
-@pytest.mark.slow
-def test_packed_loss_and_gradient_are_those_of_one_row_at_a_time(tiny_vl, rows, judgements):
-    entries = [*range(2 * len(rows) - 3), 2 * len(rows) - 2]
-    plain, want, count = losses_one_by_one(tiny_vl, rows, entries)
-    want.backward()
-    want_gradients = gradients(plain)
-    sizes = []
-    for attention, flags in (("packed", {}), ("packed", {"micro_batch_tokens": 320}), ("sdpa", {})):
-        judge = make_judge(attention)
-        packs, samples = packs_of(tiny_vl, judge, judgements, entries, **flags)
-        assert {sample.entry for sample in samples} == {*entries}
-        got = sum(grm_sft.next_token_loss(judge(pack), count) for pack in packs)
-        got.backward()
-        assert abs(got.item() - want.item()) < 1e-5, flags
-        found = gradients(judge.model)
-        assert found.keys() == want_gradients.keys()
-        gap = sum((found[n] - g).norm() ** 2 for n, g in want_gradients.items())
-        assert gap < 1e-8 * sum(g.norm() ** 2 for g in want_gradients.values()), flags
-        sizes.append(len(packs))
-    assert sizes[0] == 1 and sizes[1] >= 3 and sizes[2] == len(entries) + 2
-
-
 def test_rows_of_one_picture_share_it_in_a_pack(tiny_vl, rows, judgements):
-    (pack,), _ = packs_of(tiny_vl, make_judge(), judgements, [8, 9, 10, 11])
+    data = grm_sft.load_data(ARGS, judgements, "train", *tiny_vl[:2], True)
+    samples = grm_sft.load_samples(data, [8, 9, 10, 11])
+    (pack,) = grm_sft.packs_of(ARGS, make_run(make_judge(), train_data=data), samples)
     assert len(pack.media["image"]) == 1 and len(pack.response_index) == 4
     own = [encode(tiny_vl, rows[e // 2], e, share=True).samples[0] for e in (8, 9, 10, 11)]
     assert pack.inputs["input_ids"].numel() == own[0].prompt.length + sum(len(s.response_ids) for s in own)

@@ -84,16 +84,3 @@ def test_readme_commands_are_one_line_and_name_files_that_exist(name, last):
     for word in shlex.split(command):
         if word.endswith((".txt", ".py")):
             assert (ROOT / word).is_file(), word
-
-
-def test_ci_runs_the_readme_test_command_itself(tmp_path):
-    """Run .ci/run on a repository whose README has another command: that command runs, and its failure is CI's."""
-    (tmp_path / ".ci").mkdir()
-    (tmp_path / ".ci" / "run").write_bytes((ROOT / ".ci" / "run").read_bytes())
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    for command, code in [("echo ran-it-$((40 + 2)) && exit 7", 7), (None, 1)]:
-        block = "" if command is None else f"<!-- command: test -->\n```bash\n{command}\n```\n"
-        (tmp_path / "README.md").write_text(f"# title\n{block}\n<!-- command: x -->\n```bash\nexit 9\n```\n")
-        done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert done.returncode == code, done.stdout + done.stderr
-        assert ("ran-it-42" in done.stdout) == (command is not None)

@@ -45,6 +45,22 @@ def unzip(groups) -> tuple[torch.Tensor, torch.Tensor]:
     return scores.masked_fill(~mask, math.nan), mask
 
 
+def test_worked_examples_of_the_docstrings():
+    mask = tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask, 1.0)
+    assert_close(rewards, tensor([[-0.1, 0.9, 0.0], [-0.1, -0.1, 1.9]]))
+    ones = torch.ones(1, 3)
+    advantages, _ = ppo_vl.compute_gae(tensor([[0.0, 0.0, 1.0]]), ones / 2, ones, gamma=1.0, gae_lambda=0.5)
+    assert advantages.tolist() == [[0.125, 0.25, 0.5]]
+    expected = [[[1 / 3, 1 / 3, 0], [1 / 3, 0, 0]], [[1 / 4, 1 / 4, 0], [1 / 2, 0, 0]]]
+    expected += [[[1 / 2, 1 / 2, 0], [1 / 2, 0, 0]], [[1 / 8, 1 / 8, 0], [1 / 8, 0, 0]]]
+    for loss_agg, weights in zip(AGGREGATIONS, expected):
+        assert_close(ppo_vl.token_weights(tensor([[1, 1, 0], [1, 0, 0]]), loss_agg, 4), tensor(weights))
+    entropy, mask = tensor([[1.0, 5, 2], [4, 0, 9]]), tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    chosen = [[False, True, False], [True, False, False]]
+    assert ppo_vl.high_entropy_mask(entropy, mask, 0.4).tolist() == chosen
+
+
 # --- scores of a group ---
 
 
@@ -118,27 +134,12 @@ def test_cpgd_weighs_the_groups_that_say_something(flat, weight):
 # --- token rewards, GAE, whitening ---
 
 
-def test_score_lands_on_the_last_token_of_the_response():
-    mask = tensor([[1, 1, 0], [1, 1, 1]]).bool()
-    rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask, 1.0)
-    assert_close(rewards, tensor([[-0.1, 0.9, 0.0], [-0.1, -0.1, 1.9]]))
-
-
 def slow_gae(rewards, values, gamma: float, gae_lambda: float) -> list[float]:
     """One response: the sum of eq. (16) for each token."""
     T = len(rewards)
     values = [*values, 0.0]
     delta = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(T)]
     return [sum((gamma * gae_lambda) ** (s - t) * delta[s] for s in range(t, T)) for t in range(T)]
-
-
-def test_gae_by_hand():
-    ones = torch.ones(1, 3)
-    found = ppo_vl.compute_gae(tensor([[0.0, 0.0, 1.0]]), ones / 2, ones, gamma=1.0, gae_lambda=0.5)
-    assert [x.tolist() for x in found] == [[[0.125, 0.25, 0.5]], [[0.625, 0.75, 1.0]]]
-    # delta = [1 + .9*3 - 2, 2 + .9*4 - 3, 3 - 4] = [1.7, 2.6, -1];   A_t = delta_t + .9*.5*A_{t+1}
-    advantages, _ = ppo_vl.compute_gae(tensor([[1.0, 2.0, 3.0]]), tensor([[2.0, 3.0, 4.0]]), ones, 0.9, 0.5)
-    assert_close(advantages, tensor([[1.7 + 0.45 * 2.15, 2.6 - 0.45, -1.0]]))
 
 
 @given(lengths=row_lengths, seed=seeds, gamma=st.floats(0, 1), gae_lambda=st.floats(0, 1))
@@ -221,23 +222,6 @@ def test_policy_losses_and_gradients_are_the_formulas(kind, c, c_high):
     assert_close(metrics["policy/approx_kl"], (new - old).exp() - 1 - (new - old))
 
 
-# ratio, A -> loss and gradient; c .2, c_high .28, d 3
-CLIP = [(1.25, 1, -1.25, -1.25), (1.4, 1, -1.28, 0), (0.75, -1, 0.8, 0), (5, -2, 10, 10)]
-DUAL = [(1.4, 1, -1.28, 0), (5, -2, 6, 0), (2.9, -2, 5.8, 5.8), (5, 2, -2.56, 0), (0.75, -1, 0.8, 0)]
-# beyond a bound on the right side the gradient ends, on the wrong one it stays
-CPG = [(1.25, 2, -0.446287, -2), (1.4, 2, -0.493720, 0), (0.5, 2, 1.386294, -2), (5, 0, 0, 0)]
-CPG += [(0.5, -2, -0.446287, 0), (1.4, -2, 0.672944, 2)]  # 2 log of 1.25, 1.28, 1 / 0.5, 0.8, 1.4
-BY_HAND = {"clip": [*CLIP, (0.75, 1, -0.75, -0.75)], "dual_clip": DUAL, "cpg": CPG, "gspo": CLIP}
-
-
-@pytest.mark.parametrize("kind, case", [(kind, case) for kind, cases in BY_HAND.items() for case in cases])
-def test_policy_losses_by_hand(kind, case):
-    ratio, A, loss, gradient = case
-    zero = torch.zeros(1, dtype=torch.float64)
-    losses, _, grad = loss_and_grad(kind, zero + math.log(ratio), zero, zero + A)
-    assert losses.item() == pytest.approx(loss, abs=1e-6) and grad.item() == pytest.approx(gradient)
-
-
 @given(lengths=row_lengths, seed=seeds, c=st.floats(0.05, 0.4))
 @quick
 def test_gspo_with_sequence_means_is_the_formula_of_whole_responses(lengths, seed, c):
@@ -311,25 +295,6 @@ def test_token_weights_are_the_aggregate(loss_agg, mask, seed, limit, empty):
     assert not weights[~mask].any()
     more = torch.cat([mask, torch.zeros(empty, mask.shape[1]).bool()])  # empty responses do not count
     assert torch.equal(ppo_vl.token_weights(more, loss_agg, limit)[: len(mask)], weights)
-
-
-def test_token_weights_docstring_example():
-    mask = tensor([[1, 1, 0], [1, 0, 0]])
-    expected = [[[1 / 3, 1 / 3, 0], [1 / 3, 0, 0]], [[1 / 4, 1 / 4, 0], [1 / 2, 0, 0]]]
-    expected += [[[1 / 2, 1 / 2, 0], [1 / 2, 0, 0]], [[1 / 8, 1 / 8, 0], [1 / 8, 0, 0]]]
-    for loss_agg, weights in zip(AGGREGATIONS, expected):
-        assert_close(ppo_vl.token_weights(mask, loss_agg, 4), tensor(weights))
-
-
-def test_high_entropy_mask_by_hand():
-    entropy, mask = tensor([[1.0, 5, 2], [4, 0, 9]]), tensor([[1, 1, 1], [1, 1, 0]]).bool()
-    expected = [[False, True, False], [True, False, False]]
-    assert ppo_vl.high_entropy_mask(entropy, mask, 0.4).tolist() == expected
-    # one threshold for the whole batch: a row of low entropy has no token
-    rows, ones = tensor([[9.0, 8, 7, 6], [1, 2, 3, 4]]), torch.ones(2, 4, dtype=torch.bool)
-    assert ppo_vl.high_entropy_mask(rows, ones, 0.5).tolist() == [[True] * 4, [False] * 4]
-    assert ppo_vl.high_entropy_mask(torch.full((2, 4), 0.7), ones, 0.2).all()  # ties are all in
-    assert not ppo_vl.high_entropy_mask(rows, ~ones, 0.5).any()
 
 
 @given(mask=masks, seed=seeds, ratio=st.floats(0.01, 1), ties=st.booleans())

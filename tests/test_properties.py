@@ -50,7 +50,7 @@ def dense(hidden, weight, bias, targets, temperature, softcap=None, suppressed=(
     return logp.gather(1, column[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-@cases(quick=200, slow=3000)
+@cases(quick=100, slow=3000)
 def test_head(examples, monkeypatch):
     def property_(case: dict) -> None:
         M, V, chunk, random = case["M"], case["V"], case["chunk"], seeded(case["seed"])
@@ -62,11 +62,12 @@ def test_head(examples, monkeypatch):
         how = {"temperature": case["temperature"], "softcap": case["softcap"], "suppressed": suppressed}
         inputs = [torch.randn(shape, generator=random).to(case["dtype"]) for shape in ((M, 8), (V, 8), (V,))]
         exact = [x.double().requires_grad_() for x in inputs]
-        hidden, weight, bias = (
-            x.clone().requires_grad_(x is inputs[0] or not case["frozen"]) for x in inputs
-        )
-        how_much = {"with_entropy": case["with_entropy"]}
-        found = packing.logprobs_from_hidden(hidden, weight, targets, bias=bias, **how, **how_much)
+        hidden, weight, bias = (x.clone() for x in inputs)
+        hidden.requires_grad_()
+        weight.requires_grad_(not case["frozen"])
+        bias.requires_grad_(not case["frozen"])
+        entropy = {"with_entropy": case["with_entropy"]}
+        found = packing.logprobs_from_hidden(hidden, weight, targets, bias=bias, **how, **entropy)
         assert (found[1] is not None) is case["with_entropy"] and found[0].dtype == torch.float32
         found = [x for x in found if x is not None]
         expected = dense(*exact, targets, **how)[: len(found)]
@@ -87,29 +88,6 @@ def test_head(examples, monkeypatch):
         "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
     }
     check(examples, property_, **fields)
-
-
-@pytest.mark.slow
-def test_head_of_a_large_vocabulary():
-    """The first chunk is kept for backward, the rest is computed again, and the last one is short."""
-    V, ends = 151_936, [512, 513, 600, 700, 769]
-    hidden, weight = (torch.randn(n, 4, generator=seeded(n)) for n in (ends[-1], V))
-    targets = torch.randint(0, V, (ends[-1],), generator=seeded(0))
-    assert 0 < packing.KEPT_LOGPROBS // (packing.CHUNK * V) < ends[0] // packing.CHUNK
-    exact, parts, weight_grad = {}, [], torch.zeros(V, 4)
-    for start, end in zip([0, 256, *ends], [256, *ends]):  # what is summed up to each of the ends
-        h, w = hidden[start:end].clone().requires_grad_(), weight.clone().requires_grad_()
-        logp, entropy = dense(h, w, 0.0, targets[start:end], TEMPERATURE)
-        (logp + 0.5 * entropy).sum().backward()
-        weight_grad = weight_grad + w.grad
-        parts.append([logp.detach(), entropy.detach(), h.grad])
-        exact[end] = [*map(torch.cat, zip(*parts)), weight_grad]
-    for M in ends:
-        h, w = hidden[:M].clone().requires_grad_(), weight.clone().requires_grad_()
-        logp, entropy = packing.logprobs_from_hidden(h, w, targets[:M], TEMPERATURE, with_entropy=True)
-        (logp + 0.5 * entropy).sum().backward()
-        for x, y in zip((logp, entropy, h.grad, w.grad), exact[M], strict=True):
-            assert (x - y).norm() <= 1e-4 * y.norm(), M
 
 
 # ---- packs and the decoder against the unmodified model ----
@@ -152,7 +130,7 @@ def gradients(model) -> dict:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@cases(quick=20, slow=300)
+@cases(quick=12, slow=300)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packs(family, examples, pool_of):
     pool, (plain, packed) = pool_of(family), models_of(family)
@@ -164,9 +142,8 @@ def test_packs(family, examples, pool_of):
             groups.append((g, [*range(len(responses), len(responses) + len(lengths))]))
             responses += [torch.randint(0, 500, (R,), generator=random) for R in lengths]
         weights = torch.randn(len(responses), 9, generator=random)
-        budget = case["room"] + max(
-            p.length + max(n, default=0) for p, (_, n) in zip(prompts, case["groups"])
-        )
+        longest = [max(lengths, default=0) for _, lengths in case["groups"]]
+        budget = case["room"] + max(p.length + R for p, R in zip(prompts, longest))
         how = {name: case[name] for name in ("world_size", "packed", "media_everywhere")}
         given = groups, prompts, pool.__getitem__, responses, budget
         ranks = [list(packing.packs_of_rank(*given, rank, **how)) for rank in range(case["world_size"])]
@@ -204,7 +181,7 @@ def test_packs(family, examples, pool_of):
     check(examples, property_, groups=st.lists(GROUP, min_size=1, max_size=5), **fields)
 
 
-@cases(quick=40, slow=300)
+@cases(quick=20, slow=300)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoder(family, examples, pool_of):
     """Log-probs of what is sampled are those of teacher forcing, and rows end where they should."""

@@ -104,15 +104,21 @@ def of_rewards(script, whole: Parts) -> tuple:
 
 
 def of_judge(script, whole: Parts) -> tuple:
-    """Rows of two pictures, which share them; trained from the turn on."""
+    """Pairs of two pictures, which share them, one of texts, and a chat of two answers; trained from the turns on."""
     sides = {"image_0": "square.png", "image_1": "wide.png"}
     verdicts = zip(LONG, ["1", "2", "tie", "1"])
     rows = [("a box", [], {**sides, "verdict": x, "reasoning": text.strip()}) for text, x in verdicts]
+    texts = {"answer_0": "4", "answer_1": "5", "verdict": "1"}
+    turns = ("user", "<image>Good?"), ("assistant", LONG[2]), ("user", "Sure?"), ("assistant", LONG[1])
+    chat = [{"role": role, "content": text} for role, text in turns]
+    rows += [("What is 2 + 2?", [], texts), ("", ["small"], {"messages": chat})]
     args, data = load(script, whole, rows)
-    samples, module = grm_sft.load_samples(data, [0, 1, 2, 4, 6]), grm_sft.Judge(whole.model)
+    entries = [0, 1, 2, 4, 6, 8, 9, 10]
+    samples, module = grm_sft.load_samples(data, entries), grm_sft.Judge(whole.model)
     run = Parts(train_data=data, device="cpu", judge=Parts(module=module))
-    pairs = [(data.encode(x.entry).samples[0].prompt, x.response_ids) for x in samples]
-    starts = iter([x.start for x in samples])
+    own = [sample for entry in entries for sample in data.encode(entry).samples]
+    pairs = [(sample.prompt, sample.response_ids) for sample in own]
+    starts = iter([sample.start for sample in own])
     exact = lambda m, logp, hidden: logp[next(starts) :]  # noqa: E731
     return module, grm_sft.packs_of(args, run, samples), pairs, lambda m, pack: m(pack), exact
 
