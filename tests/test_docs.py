@@ -19,10 +19,8 @@ PYTHON = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "tools").gl
 PYTHON += [ROOT / f"{script}.py" for script in SCRIPTS]
 START = r"(?:\w+=\S+ )*(?:python|torchrun|deepspeed|pip|pytest|vllm|sed|patch) "
 # Flags of others, named in the text: pip, torchrun, deepspeed, vllm serve, OpenRLHF.
-FOREIGN = (
-    "deps nproc_per_node standalone hostfile tensor-parallel-size n_samples_per_prompt init_kl_coef".split()
-)
-FOREIGN += "advantage_estimator remote_rm_url port logprobs-mode max-model-len".split()
+FOREIGN = "deps nproc_per_node standalone hostfile tensor-parallel-size n_samples_per_prompt init_kl_coef"
+FOREIGN += " advantage_estimator remote_rm_url port logprobs-mode max-model-len"
 
 each_page = pytest.mark.parametrize("page", [*MARKDOWN, *PYTHON], ids=lambda p: str(p.relative_to(ROOT)))
 each_markdown = pytest.mark.parametrize("page", MARKDOWN, ids=lambda p: p.name)
@@ -45,17 +43,13 @@ def prose(page: Path) -> str:
 
 def commands(page: Path) -> list[list[str]]:
     """Every command as its words: bash blocks, lines of a docstring, inline code."""
-    blocks = [
-        re.sub(r"<<'(\w+)'\n.*?\n\1\n", "\n", text, flags=re.S)
-        for name, text in fences(page)
-        if name == "bash"
-    ]
+    bash = [text for name, text in fences(page) if name == "bash"]
+    blocks = [re.sub(r"<<'(\w+)'\n.*?\n\1\n", "\n", text, flags=re.S) for text in bash]
     if page.suffix == ".py":
         doc = prose(page).replace("\\\n", " ")
         blocks = [re.sub(r" \.\.\.( |$)", " ", line) for line in re.findall(rf"^ *{START}.*", doc, re.M)]
-    blocks += [
-        x for x in re.findall(r"`([^`\n]+)`", prose(page)) if re.match(START, x) and " ... " not in x + " "
-    ]
+    inline = re.findall(r"`([^`\n]+)`", prose(page))
+    blocks += [x for x in inline if re.match(START, x) and " ... " not in x + " "]
     found = []
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         for part in re.split(r" (?:&&|\|) ", re.sub(r" >>? \S+$", "", line)):
@@ -77,13 +71,11 @@ def check_python(path: Path, words: list[str]) -> None:
         named = [*getattr(args, "rewards", ()), getattr(args, "rollout", "hf")]
         files = [name.rpartition(":")[0] for name in named if name.startswith("examples/")]
         assert all((ROOT / file).is_file() for file in files), files
-    known = {name.replace("_", "-") for name in re.findall(r"^    (\w+): ", path.read_text(), re.M)} | {
-        "help"
-    }
-    unknown = (
-        {w[2:] for w in words if w.startswith("--")} - known - {w[5:] for w in words if w.startswith("--no-")}
-    )
-    assert {flag for flag in unknown if f'"--{flag}"' not in path.read_text()} == set()
+    source = path.read_text()
+    known = {name.replace("_", "-") for name in re.findall(r"^    (\w+): ", source, re.M)} | {"help"}
+    named = {word[2:] for word in words if word.startswith("--")}
+    known |= {flag for flag in named if f'"--{flag}"' in source or flag.removeprefix("no-") in known}
+    assert named - known == set()
 
 
 def check_command(words: list[str]) -> None:
@@ -107,9 +99,8 @@ def check_command(words: list[str]) -> None:
         files = [word for word in words if re.fullmatch(r"[\w/-]+\.(txt|md|sh)|tests/.*|tools/.*", word)]
         assert all((ROOT / file).exists() for file in files), files
     else:
-        assert program in "python vllm export cd mkdir git . echo cat curl".split() or program.startswith(
-            "pipeline"
-        ), program
+        known = "python vllm export cd mkdir git . echo cat curl".split()
+        assert program in known or program.startswith("pipeline"), program
 
 
 @each_page
@@ -131,12 +122,14 @@ def test_commands_are_found():
 @each_page
 def test_every_flag_named_in_the_text_exists(page):
     tools = "".join(path.read_text() for path in PYTHON)
-    known = {flag.replace("_", "-") for script in SCRIPTS for flag in flags_of(script)} | {"help", *FOREIGN}
+    known = {flag.replace("_", "-") for script in SCRIPTS for flag in flags_of(script)} | {
+        "help",
+        *FOREIGN.split(),
+    }
     forks = set(re.findall(r"^\+    (\w+): ", page.read_text(), re.M))  # of diffs
     named = {name for _, name in re.findall(r"(?<![\w-])--(no-)?([a-z][a-z0-9_-]+)", prose(page))}
-    known |= {
-        name for name in named if re.search(rf'"--{name}"|^    {name.replace("-", "_")}: ', tools, re.M)
-    }
+    in_tools = r'"--{}"|^    {}: '
+    known |= {x for x in named if re.search(in_tools.format(x, x.replace("-", "_")), tools, re.M)}
     assert {name for name in named - known if name.replace("-", "_") not in forks} == set()
 
 
@@ -154,13 +147,8 @@ def documented(script: str) -> set[str]:
 @each_script
 def test_the_table_of_metrics_is_what_a_run_writes(script, tmp_path):
     """Every key of a run is in the table; what is only there with a flag stands in the script at least."""
-    run = two_steps(
-        ROOT / f"{script}.py",
-        tmp_path,
-        eval_samples=4,
-        rewards=("accuracy", "format"),
-        reward_weights=(0.9, 0.1),
-    )
+    flags = {"eval_samples": 4, "rewards": ("accuracy", "format"), "reward_weights": (0.9, 0.1)}
+    run = two_steps(ROOT / f"{script}.py", tmp_path, **flags)
     written, known = {key for line in run.metrics for key in line}, documented(script)
     assert {key for key in written if not any(fnmatch.fnmatch(key, pattern) for pattern in known)} == set()
     absent = {pattern for pattern in known if not fnmatch.filter(written, pattern)}
@@ -216,10 +204,8 @@ def test_line_counts_of_the_readme():
 def test_memory_of_the_recipes_is_what_the_formula_gives():
     text, names = (ROOT / "docs/recipes.md").read_text(), {}
     exec([code for _, code in fences(ROOT / "docs/recipes.md") if "def memory" in code][0], names)
-    rows = [
-        line.split(" | ")
-        for line in re.findall(r"^\| (.* \| `(?!memory).*) \|$", text.split("## Will it")[1], re.M)
-    ]
+    lines = re.findall(r"^\| (.* \| `(?!memory).*) \|$", text.split("## Will it")[1], re.M)
+    rows = [line.split(" | ") for line in lines]
     assert len(rows) >= 6
     for recipe, call, states, others, peak in rows:
         gb = eval(f"memory(**{call.strip('`')})", names)

@@ -65,10 +65,9 @@ def test_inlined_file_runs_alone(name, tmp_path, vqa_rows):
     done = call([sys.executable, ROOT / "tools/inline.py", ROOT / f"{name}.py", "--output", "one.py"], folder)
     assert done.returncode == 0 and [path.name for path in folder.iterdir()] == ["one.py"], done.stderr
     more = {"rejected": "no answer", "answer_0": "right", "answer_1": "wrong", "verdict": "1"}
-    rows = write_jsonl(
-        tmp_path / "rows.jsonl", [row | more | {"chosen": row["answer"]} for row in vqa_rows[:8]]
-    )
-    flags = {"model": TINY, "dataset": rows, "total_steps": 1, "train_batch_size": 8, "output_dir": "runs"}
+    rows = [row | more | {"chosen": row["answer"]} for row in vqa_rows[:8]]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    flags = {"model": TINY, "dataset": data, "total_steps": 1, "train_batch_size": 8, "output_dir": "runs"}
     flags |= {"rollout_batch_size": 8} if name in ("rloo", "ppo_vl") else {}
     done = call([sys.executable, "one.py", *to_argv(flags | {"run_name": "run"})], folder)
     assert done.returncode == 0, done.stderr[-2000:]

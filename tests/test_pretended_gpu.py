@@ -8,65 +8,39 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT, to_argv
+from conftest import ROOT
 from pretend_device import pretend
 
 from common import packing
 
 slow = pytest.mark.slow
-BASE = {
-    "total_steps": 1,
-    "eval_samples": 4,
-    "eval_steps": 0,
-    "train_batch_size": 8,
-    "run_name": "run",
-    "seed": 3,
-}
-OF_RL = {
-    "rollout_batch_size": 16,
-    "num_samples_per_prompt": 4,
-    "eval_num_samples": 2,
-    "max_response_length": 8,
-}
-OWN = {
-    "rloo": OF_RL,
-    "ppo_vl": OF_RL,
-    "reward_bt": {},
-    "grm_sft": {"train_samples": 32, "max_response_length": 8},
-}
+PAIRS = {"dataset": "easy-vqa", "eval_dataset": None}
+OWN = {"rloo": {}, "ppo_vl": {}, "reward_bt": PAIRS, "grm_sft": PAIRS | {"train_samples": 32}}
 # Our functions in which the host waits: at start and end, once in a rollout, evaluation or optimizer step.
-WAITS_ONCE = (
-    "find_run make_policies make_models packing_gap save_checkpoint generate generate_greedily Decoder"
-)
-WAITS_ONCE += " sum_over_ranks mean_over_ranks optimizer_step sum_logprobs make_pairs"
+WAITS_ONCE = "find_run make_policies make_models packing_gap save_checkpoint generate generate_greedily"
+WAITS_ONCE += " Decoder sum_over_ranks mean_over_ranks optimizer_step sum_logprobs make_pairs"
 # Of others, where it waits in every pack: transformers at sizes of pictures, ZeRO-3 to compare ranks.
 WAITS_IN_PACKS = "modeling_qwen2_5_vl vision_utils generic import_utils engine.DeepSpeedEngine.backward"
 WAITS_IN_PACKS += " utils.get_lst_from_rank0 utils.assert_lst_len_same_as_other_ranks"
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys, vqa):
+def run(run, monkeypatch, capsys):
     """A run on the pretended GPU -> it, calls of some functions, and what was printed."""
-    watched = [
-        (packing, "build_pack"),
-        (packing, "_encode"),
-        (packing.Decoder, "__init__"),
-        (packing.Decoder, "step"),
-    ]
+    watched = [(packing, "build_pack"), (packing, "_encode")]
+    watched += [(packing.Decoder, "__init__"), (packing.Decoder, "step")]
 
     def go(script: str, **flags) -> tuple:
-        module = importlib.import_module(script)
-        data = {"dataset": vqa, "eval_dataset": vqa} if OWN[script] is OF_RL else {}
-        args = module.Args(**{"output_dir": str(tmp_path), **BASE, **data, **OWN[script], **flags})
+        flags = {"total_steps": 1, "micro_batch_tokens": 8192} | OWN[script] | flags
         calls = Counter()
 
         def counted(name: str, function):
             return lambda *args, **kwargs: calls.update([name]) or function(*args, **kwargs)
 
-        with monkeypatch.context() as patch, pretend(module) as gpu:
+        with monkeypatch.context() as patch, pretend(importlib.import_module(script)) as gpu:
             for owner, name in watched:
                 patch.setattr(owner, name, counted(name, getattr(owner, name)))
-            module.main(args)
+            run(script, **flags)
         return gpu, calls, capsys.readouterr().out
 
     return go
@@ -144,17 +118,15 @@ def test_more_packs_are_no_more_waits_but_for_the_known_ones(script, flags, run)
 @slow
 def test_resume(run, tmp_path):
     run("ppo_vl", total_steps=2, save_steps=1)
-    gpu, calls, out = run("ppo_vl", total_steps=2, resume=str(tmp_path / "run/checkpoint-1"))
+    gpu, calls, out = run("ppo_vl", total_steps=2, resume=tmp_path / "runs/run/checkpoint-1")
     assert "step 2 of 2" in out and "step 1 of 2" not in out
     expect_known_waits("ppo_vl", gpu, calls)
 
 
 @slow
-def test_two_ranks(tmp_path):
+def test_two_ranks(argv):
     """Our own collectives, which one rank leaves out, are on the device too."""
-    argv = to_argv({**BASE, **OF_RL, "zero_stage": 3, "output_dir": tmp_path})
     command = f"-m torch.distributed.run --standalone --nproc_per_node=2 {ROOT}/tests/pretend_device.py rloo"
-    done = subprocess.run(
-        [sys.executable, *command.split(), *argv], capture_output=True, text=True, timeout=300
-    )
+    words = [sys.executable, *command.split(), *argv("rloo", total_steps=1, zero_stage=3)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "2 rank(s), cuda:0" in done.stdout, done.stderr[-3000:]
