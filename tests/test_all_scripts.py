@@ -25,21 +25,10 @@ def go(run, any_reward):
     return lambda script, **flags: run(script, **own.get(script, pairs), **flags)
 
 
-EVERYTHING_ON = {  # of ppo_vl.py
-    "ema_beta": 0.9,
-    "kl_loss": True,
-    "kl_estimator": "k3",
-    "kl_target": 0.01,
-    "kl_horizon": 100,
-    "reward_running_norm": "standardize",
-    "dynamic_sampling": 1,
-    "replay_limit": 12,
-    "freezing_actor_steps": 1,
-    "ptx_batch_size": 3,
-    "tis_clip": 2.0,
-    "entropy_token_ratio": 0.5,
-}
-RESUMED = [("rloo", {"normalize_advantages": True, "mask_truncated": True}), ("ppo_vl", EVERYTHING_ON)]
+PPO = {"ema_beta": 0.9, "kl_loss": True, "kl_estimator": "k3", "kl_target": 0.01, "kl_horizon": 100}
+PPO |= {"reward_running_norm": "standardize", "dynamic_sampling": 1, "replay_limit": 12, "tis_clip": 2.0}
+PPO |= {"freezing_actor_steps": 1, "ptx_batch_size": 3, "entropy_token_ratio": 0.5}
+RESUMED = [("rloo", {"normalize_advantages": True, "mask_truncated": True}), ("ppo_vl", PPO)]
 RESUMED += [("reward_bt", {}), ("grm_sft", {})]
 RESUMED += [("grm_sft", {"lora_rank": 4, "gradient_checkpointing": True})]
 

@@ -57,32 +57,6 @@ def test_ratios_are_those_of_single_steps():
     assert result["step_steps"]["ratio"] == [8.0, 5.0, 3.0]
 
 
-def test_tables_and_picture_of_made_up_figures(tmp_path):
-    sides = {"step_ours": 2.0, "step_trl": 8.0, "step_ratio": 4.0, "memory_ours": 1e9, "memory_trl": 3e9}
-    results = [
-        {"part": "bare rloo_vlm", **bench.summarize_bare([dict(BARE)])},
-        {"part": "rloo vlm_64", **sides},
-        {"part": "memory", "memory_dense": 14e9, "memory_chunked": 7e8, "ratio": 20.0},
-    ]
-    for curve in bench.CURVES:
-        for x in (2, 8):
-            own = dict(seconds_ours=x, update_ours=0.5, memory_ours=x * 1e8, seconds_trl=2, memory_trl=2e8)
-            results.append({"part": "curves", "curve": curve, "x": x, **own})
-    table = bench.report({"torch": "2.13.0", "cores": 2}, results)
-    lines = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line] for line in lines]
-    assert ["bare rloo_vlm", "4000", "0.90", "1.00", "90%", "1.50", "1.60", "94%"] in rows
-    assert ["bare rloo_vlm", "0.50", "0.20", "0.20", "0.20", "0.20", "0.20"] in rows
-    assert ["bare rloo_vlm", "40", "80", "50%", "56%"] in rows
-    assert ["rloo vlm_64", "2.00", "8.00", "4.00", "", "", "", "1.00", "3.00"] in rows
-    assert ["curves", "group_vlm", "8", "8.00", "2.00", "0.50", "", "0.80", "0.20"] in rows
-    assert ["memory", "14.00", "0.70", "20.00"] in rows
-    for head, *rest in bench.TABLES.values():
-        assert head.count("|") == len(rest[0])
-    bench.draw_curves(results, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-
-
 @pytest.mark.slow
 def test_sides_take_steps_and_the_bare_work_is_that_of_the_script():
     """The scripts' hooks are still where the bench looks for them, and the parts of a step add up."""

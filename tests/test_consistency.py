@@ -8,14 +8,8 @@ from itertools import combinations
 import pytest
 from conftest import ROOT, SCRIPTS
 
-BANNERS = [
-    "args",
-    "the algorithm: tensors in, tensors and metrics out",
-    "the data of a step",
-    "main",
-    "setup",
-]
-BANNERS += ["rollout", "samplers", "rewards", "data", "forward", "other estimators and losses"]
+BANNERS = ["args", "the algorithm: tensors in, tensors and metrics out", "the data of a step", "main"]
+BANNERS += ["setup", "rollout", "samplers", "rewards", "data", "forward", "other estimators and losses"]
 BANNERS += ["evaluation", "model", "DeepSpeed", "files"]
 # Blocks that have one name and differ, because the algorithm differs.
 OWN = {"Args", "Rollout", "Run", "Data", "main", "setup", "check_args", "enable_packing"}

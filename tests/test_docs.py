@@ -20,7 +20,7 @@ PYTHON += [ROOT / f"{script}.py" for script in SCRIPTS]
 START = r"(?:\w+=\S+ )*(?:python|torchrun|deepspeed|pip|pytest|vllm|sed|patch) "
 # Flags of others, named in the text: pip, torchrun, deepspeed, vllm serve, OpenRLHF.
 FOREIGN = "deps nproc_per_node standalone hostfile tensor-parallel-size n_samples_per_prompt init_kl_coef"
-FOREIGN += " advantage_estimator remote_rm_url port logprobs-mode max-model-len"
+FOREIGN += " advantage_estimator remote_rm_url port logprobs-mode max-model-len help"
 
 each_page = pytest.mark.parametrize("page", [*MARKDOWN, *PYTHON], ids=lambda p: str(p.relative_to(ROOT)))
 each_markdown = pytest.mark.parametrize("page", MARKDOWN, ids=lambda p: p.name)
@@ -122,10 +122,8 @@ def test_commands_are_found():
 @each_page
 def test_every_flag_named_in_the_text_exists(page):
     tools = "".join(path.read_text() for path in PYTHON)
-    known = {flag.replace("_", "-") for script in SCRIPTS for flag in flags_of(script)} | {
-        "help",
-        *FOREIGN.split(),
-    }
+    flags = {flag for script in SCRIPTS for flag in flags_of(script)}
+    known = {flag.replace("_", "-") for flag in flags} | {*FOREIGN.split()}
     forks = set(re.findall(r"^\+    (\w+): ", page.read_text(), re.M))  # of diffs
     named = {name for _, name in re.findall(r"(?<![\w-])--(no-)?([a-z][a-z0-9_-]+)", prose(page))}
     in_tools = r'"--{}"|^    {}: '

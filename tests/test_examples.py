@@ -173,15 +173,6 @@ def test_remote_reward(reward_server, monkeypatch):
     assert logged == [("reward/remote_requests", 3)]
 
 
-@pytest.mark.slow
-def test_a_run_with_a_remote_reward(reward_server, run, monkeypatch):
-    monkeypatch.setenv("REWARD_URL", reward_server)
-    remote = f"{EXAMPLES}/remote_reward.py:remote"
-    folder = run("rloo", rewards=(remote, "accuracy"), reward_weights=(1, 1), total_steps=1)
-    step = read_jsonl(folder / "metrics.jsonl")[-1]
-    assert step["reward/remote"] >= step["reward/accuracy"] and step["reward/remote_requests"] == 1
-
-
 @pytest.fixture
 def odd_server(monkeypatch):
     """A server that answers (status, reply), one after the other -> what to answer, and what it was asked."""

@@ -50,7 +50,8 @@ def text_config(family: str, V: int) -> dict:
     gpt = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8}
     gemma = {"query_pre_attn_scalar": 16, "sliding_window": 8}
     experts = {"num_experts": 3, "num_experts_per_tok": 2}
-    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+    linear = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
     return size | {
         **dict.fromkeys(QWEN_VL, {"rope_parameters": {**rope, "mrope_section": [2, 3, 3]}}),
         "gemma2": gemma | {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
@@ -60,15 +61,10 @@ def text_config(family: str, V: int) -> dict:
         "cohere": {"logit_scale": 0.3},
         "llama dynamic": dynamic,
         "llama beyond": dynamic | {"max_position_embeddings": 16},
-        "phi3 longrope": {
-            "rope_parameters": {**rope, "rope_type": "longrope", **factors},
-            "original_max_position_embeddings": 200,
-        },
+        "phi3 longrope": {"rope_parameters": rope | factors, "original_max_position_embeddings": 200},
         "gpt_oss": {"num_local_experts": 3} | experts,
         **dict.fromkeys(("gpt2", "gptj"), gpt),
-        "qwen3_next": dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
-        | {"layer_types": ["linear_attention", "full_attention"]}
-        | experts,
+        "qwen3_next": experts | linear | {"layer_types": ["linear_attention", "full_attention"]},
     }.get(family, {})
 
 
@@ -163,14 +159,11 @@ def chat_template(family: str, tokenizer) -> str:
 
 def build_qwen_vl(family: str, ids, text: dict):
     vision = {"depth": 2, "patch_size": 8, "num_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+    depths = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     vision |= {
         "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
         "qwen2_5_vl": {"out_hidden_size": 64, "window_size": 32, "fullatt_block_indexes": [1]},
-        "qwen3_vl": {
-            "out_hidden_size": 64,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
+        "qwen3_vl": {"out_hidden_size": 64} | depths,
     }[family]
     names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     names |= {f"vision_{side}_token_id": f"<|vision_{side}|>" for side in ("start", "end")}
@@ -215,10 +208,8 @@ def folder_of(tmp_path_factory):
             rows[3] = {"prompt": "Is <image> like <image>?", "images": ["1.png", "2.png"]}
             rows += [{"prompt": "Is <image> wider?", "images": ["1.png"]}]
         if family == "paligemma":
-            rows = [
-                {"prompt": "<image>" + row["prompt"].replace("<image>", "the other"), "images": ["2.png"]}
-                for row in rows
-            ]
+            texts = ["<image>" + row["prompt"].replace("<image>", "the other") for row in rows]
+            rows = [{"prompt": text, "images": ["2.png"]} for text in texts]
         if family in VIDEO:
             write_video(folder / "clip.mp4")
             rows += [{"prompt": "<image>, then <video>?", "images": ["2.png"], "videos": ["clip.mp4"]}]

@@ -479,13 +479,6 @@ def test_a_judge_is_a_reward(judge_reward, vqa_rows):
 
 
 @pytest.mark.slow
-def test_the_judge_scores_rollouts(judge_reward, run):
-    reward = f"{ROOT}/examples/judge_reward.py:score"
-    step = metrics_of(run("rloo", rewards=(reward,), reward_weights=(1,)))[-1]
-    assert 0 < step["objective/scores"] < 1
-
-
-@pytest.mark.slow
 def test_the_endpoint_gives_the_same_scores(judge_reward, vqa_rows, monkeypatch):
     command = [sys.executable, str(ROOT / "examples/judge_server.py"), "0"]
     server = subprocess.Popen(command, env={**os.environ}, stdout=subprocess.PIPE, text=True)
