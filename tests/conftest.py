@@ -23,7 +23,7 @@ from transformers.utils import logging  # isort: skip
 logging.get_logger()  # its handler keeps the stderr of this moment, not that of the first test that captures it
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = str(ROOT / "assets/tiny_vl")
+TINY = str(ROOT / "assets/tiny_vl")  # folder of the tiny VLM
 SCRIPTS = ("rloo", "ppo_vl", "reward_bt", "grm_sft")
 
 
@@ -56,12 +56,6 @@ def pytest_terminal_summary(terminalreporter):
     rows = [row for report in reports for name, row in report.user_properties if name == "row"]
     if rows:
         terminalreporter.write_line("\n".join(["", "| | |", "|---|---|", *rows]))
-
-
-@pytest.fixture(scope="session")
-def tiny() -> str:
-    """Folder of the tiny VLM."""
-    return TINY
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -131,11 +125,11 @@ def to_argv(flags: dict) -> list[str]:
 
 
 @pytest.fixture
-def argv(tmp_path, tiny, vqa):
+def argv(tmp_path, vqa):
     """Flags of a short run in tmp_path/runs/run, changed by keywords -> list of command line words."""
 
     def build(script: str, **flags) -> list[str]:
-        base = {"model": tiny, "dataset": vqa, "eval_dataset": vqa, "output_dir": tmp_path / "runs", **SHORT}
+        base = {"model": TINY, "dataset": vqa, "eval_dataset": vqa, "output_dir": tmp_path / "runs", **SHORT}
         known = importlib.import_module(script).Args.__dataclass_fields__
         return to_argv({**{name: value for name, value in base.items() if name in known}, **flags})
 

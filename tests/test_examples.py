@@ -151,7 +151,6 @@ def wait_for(port: int) -> None:
 
 @pytest.fixture(scope="module")
 def reward_server():
-    """examples/reward_server.py -> its URL."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -303,7 +303,7 @@ def test_two_steps(family, on_family, folder_of, run, capsys):
     assert sum(changed) > len(changed) / 2
 
 
-@pytest.mark.parametrize("family", SLOW)
+@pytest.mark.parametrize("family", [*SLOW, "llama"])
 @pytest.mark.parametrize("script", [reward_bt, grm_sft], ids=["reward_bt", "grm_sft"])
 def test_one_step_is_the_same_packed_and_plain(script, family, folder_of, tmp_path, monkeypatch, capsys):
     """On all rows, with the weights that come out of it: three answers, of which one is like another's start."""

@@ -128,7 +128,6 @@ def test_varlen_attention_is_sdpa(heads, kv_heads, D, window, row):
 
 
 def test_bf16_against_fp32(vqa, row, monkeypatch):
-    """Log-probs and gradients of a pack of the tiny VLM."""
     import transformers
 
     import rloo
@@ -187,7 +186,6 @@ def test_the_ratio_is_1_before_any_update(launch, row):
 
 
 def test_zero(launch, row):
-    """On one GPU, and on all of them."""
     norms = []
     for ranks, stage in itertools.product(sorted({1, NUM_GPUS}), range(4)):
         flags = {**SMALL, "total_steps": 1, "zero_stage": stage, "run_name": f"{ranks}-{stage}"}

@@ -68,7 +68,6 @@ def tiny_vl() -> tuple:
 
 
 def on(source: str) -> dict:
-    """Flags of short runs on these rows."""
     data = {"dataset": source, "eval_dataset": source, "eval_dataset_split": "train", "video_fps": 4.0}
     small = {"train_batch_size": 6, "micro_batch_tokens": 4096, "warmup_steps": 0, "learning_rate": 1e-4}
     return data | small | {"best_metric": "loss"}
@@ -76,7 +75,6 @@ def on(source: str) -> dict:
 
 @pytest.fixture
 def grm(run, judgements):
-    """A short run on the rows above -> its folder."""
     return lambda **flags: run("grm_sft", **on(judgements) | flags)
 
 
@@ -369,23 +367,6 @@ def test_training_does_not_depend_on_ranks_or_zero(grm, start, tmp_path, judgeme
         process = start("grm_sft", 2, zero_stage=zero, run_name=name, **flags)
         assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-2000:]
         assert_same_run(one, tmp_path / "runs" / name, 1e-4, of_weights=1e-4)
-
-
-def test_a_text_model_on_the_plain_path_learns_texts(run, tiny_text_model, rows, tmp_path, capsys):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_text_model)
-    tokenizer.chat_template = LINE + "\n" + ASK
-    model = grm_sft.load_model(tiny_text_model, torch.float32)
-    folders = []
-    for name in ("packed", "plain"):
-        if name == "plain":  # angles that change beyond a length that short texts never reach
-            model.config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
-            model.config.max_position_embeddings = 512
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-        source = write_jsonl(tmp_path / "texts.jsonl", [rows[3], rows[7]])
-        folders.append(run("grm_sft", **on(source), model=tmp_path / name, run_name=name))
-        assert ("warning: one response at a time" in capsys.readouterr().out) == (name == "plain")
-    assert max(conftest.metrics_differ(*map(metrics_of, folders)).values()) < 1e-4
 
 
 # --- what is wrong ---

@@ -59,7 +59,6 @@ def test_names_that_stand_in_both_files_are_refused(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_inlined_file_runs_alone(name, tmp_path, vqa_rows):
-    """A step on the tiny model, in a folder with nothing else."""
     folder = tmp_path / "alone"
     folder.mkdir()
     done = call([sys.executable, ROOT / "tools/inline.py", ROOT / f"{name}.py", "--output", "one.py"], folder)

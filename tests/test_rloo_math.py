@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
+from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 import rloo
 from common.packing import Response
@@ -154,10 +157,8 @@ def test_rewards_get_what_trl_gives_them():
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(tiny)
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(TINY)
 
 
 def messages(row: dict, tokenizer, **flags):
@@ -165,8 +166,6 @@ def messages(row: dict, tokenizer, **flags):
 
 
 def test_pictures_go_to_their_places(tokenizer, vqa_rows):
-    from PIL import Image
-
     a, b = (Image.open(row["image"]).convert("RGB") for row in vqa_rows[:2])
     front = messages({"prompt": "Q", "image": a}, tokenizer)[0]["content"]
     assert [part["type"] for part in front] == ["image", "text"]

@@ -11,6 +11,7 @@ import torch
 import transformers
 from conftest import TINY, write_jsonl
 from PIL import Image
+from test_families import build_qwen_vl, text_config
 
 import grm_sft
 import ppo_vl
@@ -28,15 +29,9 @@ def whole(tmp_path_factory) -> Parts:
     """A folder of pictures, model and processor."""
     t, tiny = transformers, transformers.AutoProcessor.from_pretrained(TINY)
     ids = tiny.tokenizer.convert_tokens_to_ids
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
-    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text |= {"num_key_value_heads": 2, "vocab_size": V, "rope_parameters": rope}
-    vision = {"depth": 2, "num_heads": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
-    vision |= {"window_size": 112, "fullatt_block_indexes": [1]}
-    tokens = {f"{kind}_token_id": ids(f"<|{kind}_pad|>") for kind in ("image", "video")}
-    tokens |= {f"vision_{side}_token_id": ids(f"<|vision_{side}|>") for side in ("start", "end")}
+    config = build_qwen_vl("qwen2_5_vl", ids, text_config("qwen2_5_vl", V))
+    config.vision_config.patch_size, config.vision_config.window_size = 14, 112
     torch.manual_seed(0)
-    config = t.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
     model = t.Qwen2_5_VLForConditionalGeneration(config).eval()
     for parameter in model.parameters():  # attention that matters
         parameter.data = torch.randn_like(parameter) * 0.15 + (parameter.dim() == 1) * parameter.data

@@ -49,7 +49,6 @@ def environment():
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> str:
-    """64 held-out questions of easy-VQA."""
     rows = rloo.load_rows("easy-vqa", "test").select(range(0, 4096, 64))
     rows = [dict(row, image=str(row["image"])) for row in rows]
     return write_jsonl(tmp_path_factory.mktemp("data") / "pictures.jsonl", rows)
