@@ -74,6 +74,11 @@ def write_jsonl(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
+def chat(*contents) -> list[dict]:
+    """Of user and assistant in turn."""
+    return [{"role": role, "content": x} for role, x in zip(["user", "assistant"] * 9, contents)]
+
+
 @pytest.fixture(scope="session")
 def vqa_rows() -> list[dict]:
     """40 held-out questions of easy-VQA, about 40 pictures."""

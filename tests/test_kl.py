@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import common.kl
+import common.packing
 from common.kl import KL_ESTIMATORS, kl_estimate, next_kl_coef
 
 K1, K2 = [[0.5, -1.0, 0.0], [2.0, 0.25, -0.5]], [[0.125, 0.5, 0.0], [2.0, 0.03125, 0.125]]
@@ -61,6 +62,7 @@ def test_coefficient():
     assert kl_coef == pytest.approx(0.1, rel=1e-3)
 
 
-def test_doctests():
-    result = doctest.testmod(common.kl)
+@pytest.mark.parametrize("module", [common.kl, common.packing])
+def test_doctests(module):
+    result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0

@@ -3,7 +3,6 @@ that would be wrong is found out. What each family does through whichever path i
 lengths, budgets and ranks are in test_properties.py."""
 
 import copy
-import doctest
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -420,11 +419,6 @@ def test_plan_refuses_what_cannot_fit():
     with pytest.raises(AssertionError, match="30 \\+ 11 tokens never fit into a pack"):
         plan_packs([(0, [0, 1])], [30], [10, 11], 40)
     plan_packs([(0, [0, 1])], [30], [10, 10], 40)
-
-
-def test_doctests():
-    result = doctest.testmod(packing)
-    assert result.attempted > 0 and result.failed == 0
 
 
 # ---- prompts ----

@@ -56,6 +56,11 @@ def test_worked_examples_of_the_docstrings():
     expected += [[[1 / 2, 1 / 2, 0], [1 / 2, 0, 0]], [[1 / 8, 1 / 8, 0], [1 / 8, 0, 0]]]
     for loss_agg, weights in zip(AGGREGATIONS, expected):
         assert_close(ppo_vl.token_weights(tensor([[1, 1, 0], [1, 0, 0]]), loss_agg, 4), tensor(weights))
+    scores, whole = tensor([[1.0, 2, 6]]), torch.ones(1, 3, dtype=torch.bool)
+    root = math.sqrt(7)  # unbiased variance (4 + 1 + 9) / 2
+    expected = {"reinforce_baseline": [-2, -1, 3], "rloo": [-3, -1.5, 4.5]}
+    for method, values in (expected | {"group_norm": [-2 / root, -1 / root, 3 / root]}).items():
+        assert_close(ppo_vl.center_scores(scores, whole, method), tensor([values]).float(), atol=2e-6, rtol=0)
     entropy, mask = tensor([[1.0, 5, 2], [4, 0, 9]]), tensor([[1, 1, 1], [1, 1, 0]]).bool()
     chosen = [[False, True, False], [True, False, False]]
     assert ppo_vl.high_entropy_mask(entropy, mask, 0.4).tolist() == chosen
@@ -80,16 +85,6 @@ def slow_center(scores: torch.Tensor, mask: torch.Tensor, method: str) -> list[l
             centered *= min(3, sum(map(bool, groups)) / max(1, spread))
         out[g, i] = score if method in ("gae", "reinforce") else centered
     return out
-
-
-def test_center_scores_docstring_example():
-    scores, mask = tensor([[1.0, 2.0, 6.0]]), torch.ones(1, 3, dtype=torch.bool)
-    root = math.sqrt(7)  # unbiased variance (4 + 1 + 9) / 2
-    expected = {"rloo": [-3, -1.5, 4.5], "group_norm": [-2 / root, -1 / root, 3 / root]}
-    expected |= dict.fromkeys(("gae", "reinforce"), [1, 2, 6])
-    expected |= dict.fromkeys(("reinforce_baseline", "cpgd"), [-2, -1, 3])
-    for method, values in expected.items():
-        assert_close(ppo_vl.center_scores(scores, mask, method), tensor([values]).float(), atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("method", ["gae", "reinforce", *GROUP_METHODS])

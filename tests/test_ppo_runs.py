@@ -264,10 +264,9 @@ def test_neither_packs_nor_memory_flags_change_the_result(run, flags):
 
 
 def ptx_file(folder: Path) -> str:
-    texts, roles = ("what is 1 + 1?", "two", "and 2 + 2?", "four <|im_end|>"), ("user", "assistant") * 2
-    chat = [{"role": role, "content": text} for role, text in zip(roles, texts)]
-    chats = chat, chat[:2], [{"role": "system", "content": "be"}] + chat[:2]
-    return write_jsonl(folder / "ptx.jsonl", [{"messages": chat} for chat in chats])
+    turns = conftest.chat("what is 1 + 1?", "two", "and 2 + 2?", "four <|im_end|>")
+    chats = turns, turns[:2], [{"role": "system", "content": "be"}, *turns[:2]]
+    return write_jsonl(folder / "ptx.jsonl", [{"messages": own} for own in chats])
 
 
 def test_every_assistant_turn_is_learned(run, tmp_path, vqa_rows):
@@ -282,11 +281,8 @@ def test_every_assistant_turn_is_learned(run, tmp_path, vqa_rows):
     prompts = [processor.decode(turn.prompt.ids) for turn in found]
     assert [prompt.count("two") for prompt in prompts] == [0, 1, 0, 0]
     assert "Speak." in prompts[0] and "Speak." not in prompts[3]
-    rows = []
-    for row in vqa_rows[:4]:
-        texts = ("user", row["prompt"]), ("assistant", row["answer"])
-        chat = [{"role": role, "content": text} for role, text in texts]
-        rows.append({"messages": chat, "image": row["image"]})
+    chats = [conftest.chat(row["prompt"], row["answer"]) for row in vqa_rows[:4]]
+    rows = [{"messages": own, "image": row["image"]} for own, row in zip(chats, vqa_rows)]
     args.ptx_dataset = write_jsonl(tmp_path / "pictures.jsonl", rows)
     turns = ppo_vl.load_turns(args, model, processor, [end])
     found = [turns.encode(i) for i in range(4)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, assert_same_run, metrics_of, read_jsonl, weights_of, write_jsonl
+from conftest import ROOT, TINY, assert_same_run, chat, metrics_of, read_jsonl, weights_of, write_jsonl
 from PIL import Image
 from safetensors.torch import load_file
 from test_families import VISION, folder_of  # noqa: F401
@@ -40,10 +40,8 @@ def test_worked_examples_of_the_docstrings():
     assert pairs.margins.tolist() == [0, 0.5, 0.5, 0.5]
     assert pairs.weights.tolist() == pytest.approx([3 / 4, *[1 / 12] * 3])
     pairs = make_pairs([ranking(2, 0, 3), ranking(2, 0.5, 1)], CPU)
-    losses, metrics = compute_bt_loss(torch.tensor([1.0, 0, 0, 2]), pairs, 0.0, 0.1)
+    losses, _ = compute_bt_loss(torch.tensor([1.0, 0, 0, 2]), pairs, 0.0, 0.1)
     assert losses.tolist() == pytest.approx([0.4133, 2.9789], abs=1e-4)
-    assert metrics["rm/bt_loss"].tolist() == pytest.approx([0.3133, 2.5789], abs=1e-4)
-    assert metrics["rm/center_loss"].tolist() == [1, 4]
     assert calibration_error(torch.tensor([2.0, -2, 0]), torch.ones(3) / 3) == pytest.approx(0.2539, abs=1e-4)
 
 
@@ -127,10 +125,6 @@ def encode(text, tmp_path):
         return rankings, [tokenizer.batch_decode(own) for own in whole]
 
     return build
-
-
-def chat(*contents: str) -> list[dict]:
-    return [{"role": role, "content": x} for role, x in zip(["user", "assistant"] * 9, contents)]
 
 
 FORMS = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import TINY, write_jsonl
+from conftest import TINY, chat, write_jsonl
 from PIL import Image
 from test_families import build_qwen_vl, text_config
 
@@ -30,7 +30,8 @@ def whole(tmp_path_factory) -> Parts:
     t, tiny = transformers, transformers.AutoProcessor.from_pretrained(TINY)
     ids = tiny.tokenizer.convert_tokens_to_ids
     config = build_qwen_vl("qwen2_5_vl", ids, text_config("qwen2_5_vl", V))
-    config.vision_config.patch_size, config.vision_config.window_size = 14, 112
+    config.vision_config.patch_size = 14
+    config.vision_config.window_size = 112
     torch.manual_seed(0)
     model = t.Qwen2_5_VLForConditionalGeneration(config).eval()
     for parameter in model.parameters():  # attention that matters
@@ -104,9 +105,8 @@ def of_judge(script, whole: Parts) -> tuple:
     verdicts = zip(LONG, ["1", "2", "tie", "1"])
     rows = [("a box", [], {**sides, "verdict": x, "reasoning": text.strip()}) for text, x in verdicts]
     texts = {"answer_0": "4", "answer_1": "5", "verdict": "1"}
-    turns = ("user", "<image>Good?"), ("assistant", LONG[2]), ("user", "Sure?"), ("assistant", LONG[1])
-    chat = [{"role": role, "content": text} for role, text in turns]
-    rows += [("What is 2 + 2?", [], texts), ("", ["small"], {"messages": chat})]
+    turns = chat("<image>Good?", LONG[2], "Sure?", LONG[1])
+    rows += [("What is 2 + 2?", [], texts), ("", ["small"], {"messages": turns})]
     args, data = load(script, whole, rows)
     entries = [0, 1, 2, 4, 6, 8, 9, 10]
     samples, module = grm_sft.load_samples(data, entries), grm_sft.Judge(whole.model)
