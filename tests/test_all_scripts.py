@@ -35,8 +35,8 @@ RESUMED += [("grm_sft", {"lora_rank": 4, "gradient_checkpointing": True})]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script, flags", RESUMED)
-def test_resume_is_bit_exact_and_the_logs_have_no_gap(script, flags, go, tmp_path):
-    """After a crash amid the saving of step 4; what is done again replaces what was logged, in TensorBoard too."""
+def test_resume_is_bit_exact(script, flags, go, tmp_path):
+    """After a crash amid the saving of step 4. The logs have no gap and nothing twice, in TensorBoard either."""
     flags |= {"total_steps": 4, "save_steps": 2, "eval_steps": 2, "track": "tensorboard", "warmup_steps": 0}
     flags |= {"ptx_dataset": ptx_file(tmp_path)} if script == "ppo_vl" else {}
     whole, part = (go(script, run_name=name, **flags) for name in ("whole", "part"))
@@ -65,7 +65,9 @@ def test_a_signal_saves_and_ends_the_run(script, go, capsys, monkeypatch):
 
 
 @each_script
-def test_gradients_that_are_not_finite_save_then_stop(script, go, tmp_path, capsys, monkeypatch):
+def test_gradients_that_are_not_finite_end_the_run_after_a_checkpoint(
+    script, go, tmp_path, capsys, monkeypatch
+):
     module = importlib.import_module(script)
     make_engine = module.make_engine
 

@@ -46,9 +46,6 @@ def unzip(groups) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_worked_examples_of_the_docstrings():
-    mask = tensor([[1, 1, 0], [1, 1, 1]]).bool()
-    rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask, 1.0)
-    assert_close(rewards, tensor([[-0.1, 0.9, 0.0], [-0.1, -0.1, 1.9]]))
     ones = torch.ones(1, 3)
     advantages, _ = ppo_vl.compute_gae(tensor([[0.0, 0.0, 1.0]]), ones / 2, ones, gamma=1.0, gae_lambda=0.5)
     assert advantages.tolist() == [[0.125, 0.25, 0.5]]
@@ -127,6 +124,12 @@ def test_cpgd_weighs_the_groups_that_say_something(flat, weight):
 
 
 # --- token rewards, GAE, whitening ---
+
+
+def test_score_lands_on_the_last_token_of_the_response():
+    mask = tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask, 1.0)
+    assert_close(rewards, tensor([[-0.1, 0.9, 0.0], [-0.1, -0.1, 1.9]]))
 
 
 def slow_gae(rewards, values, gamma: float, gae_lambda: float) -> list[float]:

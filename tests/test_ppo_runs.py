@@ -325,7 +325,7 @@ def test_average_is_halfway_after_an_update_with_beta_one_half(run):
     transformers.AutoModelForImageTextToText.from_pretrained(folder / "checkpoint-1" / "state" / "ema")
 
 
-def test_a_text_model_whose_load_of_experts_is_balanced(run, tmp_path, tiny_text_model):
+def test_load_of_the_experts_is_balanced(run, tmp_path, tiny_text_model):
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     start = transformers.AutoConfig.from_pretrained(tiny_text_model)
     ids = {"vocab_size": start.vocab_size, "eos_token_id": start.eos_token_id, "pad_token_id": None}
