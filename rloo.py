@@ -124,20 +124,20 @@ class Args:
 # ---- the algorithm: tensors in, tensors and metrics out ----
 
 
-def compute_advantages(rewards: Tensor, mask: Tensor, normalize: bool) -> Tensor:
-    """A_i = R_i - mean of R over the siblings of i. rewards, mask (n, G): False is out -> (n, G)
+def compute_advantages(rewards: Tensor, trained: Tensor, normalize: bool) -> Tensor:
+    """A_i = R_i - mean of R over the siblings of i, (n, G). trained (n, G): False is left out.
 
     = k / (k - 1) (R_i - mean of the k responses), 0 where there are no siblings. In float64, so
     that equal rewards give exactly 0, not noise to learn from. normalize: by the deviation.
 
     rewards [[1, 2, 6]] -> [[-3, -1.5, 4.5]]
     """
-    rewards_64 = rewards.double().masked_fill(~mask, 0.0)
-    count = mask.sum(1, keepdim=True).clamp(min=1)  # (n, 1)
-    centered = (rewards_64 - rewards_64.sum(1, keepdim=True) / count) * mask
+    rewards_64 = rewards.double().masked_fill(~trained, 0.0)
+    count = trained.sum(1, keepdim=True).clamp(min=1)  # (n, 1)
+    centered = (rewards_64 - rewards_64.sum(1, keepdim=True) / count) * trained
     advantages = centered * count / (count - 1).clamp(min=1)
     if normalize:  # the mean of each group is 0 already
-        advantages = advantages / advantages[mask].std(correction=0).clamp(min=1e-4)
+        advantages = advantages / advantages[trained].std(correction=0).clamp(min=1e-4)
     return advantages.to(rewards.dtype)
 
 
