@@ -181,7 +181,7 @@ def largest_difference(a: dict, b: dict) -> float:
 
 
 def assert_same_run(one: Path, other: Path, tolerance: float, of_weights: float) -> None:
-    """Metrics but for times; weights of the last checkpoint, and their average and the best, where there are."""
+    """Metrics but for times; weights of the last checkpoint, their average and the best, if there are any."""
     worst = metrics_differ(metrics_of(one), metrics_of(other))
     assert {name: x for name, x in worst.items() if x > tolerance} == {}
     last = f"checkpoint-{metrics_of(one)[-1]['train/step']:.0f}"

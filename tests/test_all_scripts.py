@@ -1,4 +1,4 @@
-"""What every script promises of a run: it resumes bit for bit, saves at a signal, ends when nothing is finite."""
+"""What every script promises of a run: it resumes bit for bit, saves at a signal, ends at NaN."""
 
 import importlib
 import math
@@ -36,7 +36,7 @@ RESUMED += [("grm_sft", {"lora_rank": 4, "gradient_checkpointing": True})]
 @pytest.mark.slow
 @pytest.mark.parametrize("script, flags", RESUMED)
 def test_resume_is_bit_exact(script, flags, go, tmp_path):
-    """After a crash amid the saving of step 4. The logs have no gap and nothing twice, in TensorBoard either."""
+    """After a crash amid the saving of step 4. The logs have no gap, and nothing twice: TensorBoard's too."""
     flags |= {"total_steps": 4, "save_steps": 2, "eval_steps": 2, "track": "tensorboard", "warmup_steps": 0}
     flags |= {"ptx_dataset": ptx_file(tmp_path)} if script == "ppo_vl" else {}
     whole, part = (go(script, run_name=name, **flags) for name in ("whole", "part"))

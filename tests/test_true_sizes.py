@@ -100,7 +100,7 @@ def of_rewards(script, whole: Parts) -> tuple:
 
 
 def of_judge(script, whole: Parts) -> tuple:
-    """Pairs of two pictures, which share them, one of texts, and a chat of two answers; trained from the turns on."""
+    """Pairs that share two pictures, one of texts, and a chat of two answers; trained from the turns on."""
     sides = {"image_0": "square.png", "image_1": "wide.png"}
     verdicts = zip(LONG, ["1", "2", "tie", "1"])
     rows = [("a box", [], {**sides, "verdict": x, "reasoning": text.strip()}) for text, x in verdicts]
