@@ -13,9 +13,6 @@ import rloo
 sys.path.append(str(ROOT / "tools"))
 import bench  # noqa: E402
 
-BARE = dict(tokens=4000, packs=4, bare_update=0.9, bare_score=0.6, update=1.0, score=0.5, phase=1.6)
-BARE |= {f"update_{name}": 0.2 for name in bench.PARTS} | {"flops": 40e9, "peak_flops": 80e9}
-
 
 def test_what_can_not_be_measured_is_refused():
     for words in (["rloo", "--clock", "cpu"], ["reward", "--cases", "nonsense"]):
@@ -42,19 +39,6 @@ def test_cases_are_flags_of_the_scripts_and_the_same_work_for_trl():
     assert pairs["trl_rows"][0] == {"prompt": first["prompt"], "chosen": chosen, "rejected": rejected}
     shown = [len({row["image"] for row in cases[name]["rows"]}) for name in ("different", "by_picture")]
     assert shown[0] == 64 and shown[1] < 16
-
-
-def test_ratios_are_those_of_single_steps():
-    steps = [{**BARE, "update": x, "peak_flops": y} for x, y in ((1.0, 80e9), (1.2, 100e9), (0.9, 90e9))]
-    result = bench.summarize_bare(steps)
-    assert result["update_speed"] == pytest.approx(0.9)  # the median of 0.9, 0.75 and 1
-    assert result["phase_speed"] == pytest.approx(0.9 / 1.6)
-    assert result["work_speed"] == pytest.approx(1.5 / 1.6)
-    assert result["update_mfu"] == pytest.approx(40 / 1.0 / 100)  # of the fastest product in the run
-    ours, theirs = ([{"seconds": x} for x in own] for own in ((1.0, 2.0, 4.0), (8.0, 10.0, 12.0)))
-    result = bench.ratios(ours, theirs, "seconds", "step")
-    assert (result["step_ours"], result["step_trl"], result["step_ratio"]) == (2.0, 10.0, 5.0)
-    assert result["step_steps"]["ratio"] == [8.0, 5.0, 3.0]
 
 
 @pytest.mark.slow

@@ -71,17 +71,6 @@ def test_flags_with_one_name_have_one_type_and_meaning(one, other):
     assert sorted(name for name in shared.difference(OWN_FLAGS) if ours[name] != theirs[name]) == []
 
 
-def test_exceptions_are_needed():
-    """What has become equal everywhere leaves the lists above."""
-
-    def texts(found: list[dict], name: str) -> set:
-        return {blocks[name] for blocks in found if name in blocks}
-
-    blocks, flags = list(map(blocks_of, SCRIPTS)), list(map(flags_of, SCRIPTS))
-    assert {name for name in OWN if len(texts(blocks, name)) < 2} == set()
-    assert {name for name in OWN_FLAGS if len(texts(flags, name)) < 2} == set()
-
-
 @each_script
 def test_sections_and_phases_stand_in_the_house_order(script):
     banners = re.findall(r"^# ---- (.+) ----$", source_of(script), re.M)

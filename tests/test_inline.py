@@ -49,15 +49,6 @@ def test_metadata_is_that_of_the_requirements():
     assert data == {"requires-python": ">=3.11", "dependencies": [line for line in required if line]}
 
 
-def test_names_that_stand_in_both_files_are_refused(tmp_path, capsys):
-    source = '"""Doc."""\n\nfrom common.kl import kl_estimate\n\n\nkl_estimate = 1\n'
-    (tmp_path / "script.py").write_text(source)
-    for name, message in (("no.py", "there is no such file"), ("script.py", "both define kl_estimate")):
-        with pytest.raises(SystemExit) as stop:
-            inline_tool.main(inline_tool.Args(str(tmp_path / name)))
-        assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_inlined_file_runs_alone(name, tmp_path, vqa_rows):

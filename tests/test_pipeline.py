@@ -92,15 +92,3 @@ def run_shell(folder: Path, body: str) -> tuple[subprocess.CompletedProcess, lis
     env = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "LOG": str(folder / "log")}
     done = subprocess.run([SHELL, folder / "out"], env=env, capture_output=True, text=True)
     return done, (folder / "log").read_text().splitlines()
-
-
-def test_a_stage_that_is_done_is_not_run_again_and_the_first_error_ends_it(tmp_path):
-    fails = "[[ $1 == reward_bt.py ]] && { echo no pairs today; exit 2; }\n"
-    done, called = run_shell(tmp_path, fails + MAKES)
-    assert done.returncode == 1 and "no pairs today" in done.stderr
-    assert [line.split()[0] for line in called] == ["grm_sft.py"]
-    done, called = run_shell(tmp_path, MAKES)
-    assert done.returncode == 0 and len(called) == len(pipeline.STAGES) - 1 + 2  # the report and the tables
-    assert all((tmp_path / "out" / f"{name}.time").is_file() for name in pipeline.STAGES)
-    done, called = run_shell(tmp_path, MAKES)
-    assert [line.split()[0] for line in called] == ["tools/report.py", "tools/pipeline.py"]
