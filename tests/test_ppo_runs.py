@@ -86,10 +86,10 @@ def test_the_default_run_learns(start, tmp_path):
     defaults = {name: getattr(ppo_vl.Args(), name) for name in SHORT if name != "run_name"}
     flags = defaults | {"total_steps": 10, "eval_samples": 60, "dataset": "easy-vqa", "eval_dataset": None}
     assert start("ppo_vl", **flags).wait() == 0
-    before, *_, after = read_jsonl(tmp_path / "runs" / "run" / "metrics.jsonl")
-    assert after["eval/sampled_score"] > before["eval/sampled_score"] + 0.2
-    assert after["eval/greedy_score"] > before["eval/greedy_score"] - 0.05
-    assert after["val/explained_variance"] > 0.2
+    before, *steps = read_jsonl(tmp_path / "runs" / "run" / "metrics.jsonl")
+    assert steps[-1]["eval/sampled_score"] > before["eval/sampled_score"] + 0.4
+    assert steps[-1]["eval/greedy_score"] > before["eval/greedy_score"] + 0.5
+    assert max(step["val/explained_variance"] for step in steps) > 0.2  # while there is variance
 
 
 WRONG = [{"train_batch_size": 32}, {"train_batch_size": 6}]  # the first: more than a rollout
