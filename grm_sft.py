@@ -63,7 +63,7 @@ class Args:
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder, hub id
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
-    columns: tuple[str, ...] = ()  # the data's, renamed: prompt=problem answer=solution
+    columns: tuple[str, ...] = ()  # our names = the data's: prompt=problem answer=solution
     eval_dataset: str | None = None  # held-out rows; easy-vqa has its own
     eval_dataset_split: str = "test"  # as --dataset-split
     train_samples: int = 8000  # a random subset; 0 = all

@@ -78,7 +78,7 @@ class Args:
     critic_share_backbone: bool = False  # a value head on the actor's backbone instead of a critic of its own
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
-    columns: tuple[str, ...] = ()  # the data's, renamed: prompt=problem answer=solution
+    columns: tuple[str, ...] = ()  # our names = the data's: prompt=problem answer=solution
     eval_dataset: str | None = None  # held-out prompts; None: easy-vqa's test split with easy-vqa, else none
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
@@ -377,7 +377,7 @@ def main(args: Args) -> dict[str, float]:
         # A sampler that computes another function than the trainer would spoil a run silently.
         gap = (rollout.sampler_logprobs - rollout.logprobs).abs() * rollout.mask  # (B, R)
         gap = gap.sum(1) / rollout.mask.sum(1)  # (B,): nats per token
-        if not gap.mean() <= packing.TOLERANCE[run.dtype]:  # or NaN
+        if not gap.mean() <= packing.TOLERANCE[run.dtype]:  # fp32 0.001, bf16 0.15; or NaN
             worst = rollout.prompts[int(gap.argmax()) // G].index
             fail(f"the sampler's log-probs are {gap.mean():.2g} nats from the trainer's, most at row {worst}")
         time_scored = time.perf_counter()

@@ -66,7 +66,7 @@ class Args:
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder, hub id, own checkpoint
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
-    columns: tuple[str, ...] = ()  # the data's, renamed: prompt=problem answer=solution
+    columns: tuple[str, ...] = ()  # our names = the data's: prompt=problem answer=solution
     eval_datasets: tuple[str, ...] = ()  # held-out sets, name=source; easy-vqa has its own
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message

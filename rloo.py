@@ -2,7 +2,7 @@
 
 A step samples G responses to each prompt, scores them, and makes clipped policy updates:
 
-    R = score - kl_coef * KL to the reference      A = R - mean R of the other responses to the same prompt
+    r = score - kl_coef * KL to the reference      A = r - mean r of the other responses to the same prompt
     rho = p_now(response) / p_before(response)     loss = -mean of min(rho A, clip(rho, 1 - c, 1 + c) A)
 
 Papers: https://arxiv.org/abs/2402.14740, https://openreview.net/forum?id=r1lgTGL5DE.
@@ -70,7 +70,7 @@ class Args:
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder or hub id; vision-language or text
     dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
     dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
-    columns: tuple[str, ...] = ()  # the data's, renamed: prompt=problem answer=solution
+    columns: tuple[str, ...] = ()  # our names = the data's: prompt=problem answer=solution
     eval_dataset: str | None = None  # held-out prompts; None: easy-vqa's test split with easy-vqa, else none
     eval_dataset_split: str = "test"  # as --dataset-split
     system_prompt: str | None = None  # for prompts that have no system message
@@ -88,7 +88,7 @@ class Args:
     rollout: str = "hf"  # hf: the model itself; vllm: an engine in this process; path.py:Class, see SAMPLERS
     vllm_gpu_memory: float = 0.4  # share of the GPU for that engine
     # --- algorithm ---
-    rewards: tuple[str, ...] = ("accuracy", "format")  # or path.py:function like TRL's: score_responses
+    rewards: tuple[str, ...] = ("accuracy", "format")  # or path.py:function, as TRL calls it: score_responses
     reward_weights: tuple[float, ...] = (0.9, 0.1)  # the score of a response is the weighted sum
     reward_clip: tuple[float, float] | None = None  # range of scores, before the KL is subtracted
     kl_coef: float = 0.01  # weight of the KL to the reference in the reward (TRL: 0.05); 0 = no reference
@@ -125,9 +125,9 @@ class Args:
 
 
 def compute_advantages(rewards: Tensor, trained: Tensor, normalize: bool) -> Tensor:
-    """A_i = R_i - mean of R over the siblings of i, (n, G). trained (n, G): False is left out.
+    """A_i = r_i - mean of r over the siblings of i, (n, G). trained (n, G): False is left out.
 
-    = k / (k - 1) (R_i - mean of the k responses), 0 where there are no siblings. In float64, so
+    = k / (k - 1) (r_i - mean of the k responses), 0 where there are no siblings. In float64, so
     that equal rewards give exactly 0, not noise to learn from. normalize: by the deviation.
 
     rewards [[1, 2, 6]] -> [[-3, -1.5, 4.5]]
@@ -206,7 +206,7 @@ class Run:
     dtype: torch.dtype
     processor: Any  # of transformers, or a text model's tokenizer
     actor: Any  # DeepSpeed's engine around the trained Policy
-    reference: Callable | None  # pack -> (log-probs (M,), None); none with --kl-coef 0
+    reference: Callable | None  # pack -> log-probs (M,), no entropy; None with --kl-coef 0
     train_data: "Data"
     eval_data: "Data | None"
     reward_functions: dict[str, Callable]
@@ -226,7 +226,7 @@ def main(args: Args) -> dict[str, float]:
     run = setup(args)
     actor = run.actor
     G = args.num_samples_per_prompt
-    prompts_per_rollout = args.rollout_batch_size // G  # unusable rows are left out
+    prompts_per_rollout = args.rollout_batch_size // G  # fewer where rows can't be used
     updates_per_pass = args.rollout_batch_size // args.train_batch_size
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
     signals = []  # that have come: the run then ends, after its step and a checkpoint
@@ -269,7 +269,7 @@ def main(args: Args) -> dict[str, float]:
         # A sampler that computes another function than the trainer would spoil a run silently.
         gap = (rollout.sampler_logprobs - rollout.logprobs).abs() * rollout.mask  # (B, R)
         gap = gap.sum(1) / rollout.mask.sum(1)  # (B,): nats per token
-        if not gap.mean() <= packing.TOLERANCE[run.dtype]:  # or NaN
+        if not gap.mean() <= packing.TOLERANCE[run.dtype]:  # fp32 0.001, bf16 0.15; or NaN
             worst = rollout.prompts[int(gap.argmax()) // G].index
             fail(f"the sampler's log-probs are {gap.mean():.2g} nats from the trainer's, most at row {worst}")
         time_scored = time.perf_counter()
@@ -280,7 +280,7 @@ def main(args: Args) -> dict[str, float]:
         scores = rollout.scores
         if args.reward_clip:
             scores = scores.clamp(min=args.reward_clip[0], max=args.reward_clip[1])
-        rewards = scores - args.kl_coef * kl  # (n, G): R of the header, not rollout.rewards
+        rewards = scores - args.kl_coef * kl  # (n, G): r of the header
         rollout.trained = ~scores.isnan()
         if args.mask_truncated:
             rollout.trained &= ~rollout.truncated
@@ -300,8 +300,8 @@ def main(args: Args) -> dict[str, float]:
                         groups.append((i, members))
                 if not groups:
                     continue
-                num_responses = sum(len(members) for _, members in groups)  # the denominator
-                packs = list(packs_of(args, run, rollout, groups))  # this rank's; all have equally many
+                num_responses = sum(len(members) for _, members in groups)  # of all ranks
+                packs = list(packs_of(args, run, rollout, groups))  # this rank's, some without responses
                 for k, pack in enumerate(packs):
                     actor.set_gradient_accumulation_boundary(k == len(packs) - 1)
                     new_logprobs, entropy = actor(pack, with_entropy=True)  # (M,), (M,)
@@ -353,7 +353,7 @@ def main(args: Args) -> dict[str, float]:
             "time/total": seconds,
             "time/tokens_per_second": lengths.sum() / seconds,
         }
-        metrics |= mean_over_ranks(update_metrics, run.device)
+        metrics |= mean_over_ranks(update_metrics, run.device)  # of responses or tokens
         metrics |= {f"reward/{name}": values.nanmean() for name, values in rollout.rewards.items()}
         metrics |= rollout.logged
         metrics = {name: float(value) for name, value in metrics.items()}
@@ -381,7 +381,7 @@ def main(args: Args) -> dict[str, float]:
         stopped = sum_over_ranks(torch.tensor(len(signals)), run.device).item() > 0 and not is_last
         if is_last or stopped or all_skipped or is_due(step, args.save_steps):
             run.checkpoint = save_checkpoint(args, run)
-        if all_skipped:  # so these are the weights before the step
+        if all_skipped:  # so nothing was learnt; a resume begins behind this step
             fail(f"step {step}: no update had finite gradients; {run.checkpoint} has the weights before it")
         if stopped:
             tell(f"stopped by a signal after step {step}; go on with --resume {run.checkpoint}")
