@@ -686,7 +686,8 @@ def _encode(base, method: str, items: list[dict]) -> list[list]:
 def _join(parts: tuple) -> list | Tensor:
     if not torch.is_tensor(parts[0]):
         return [x for part in parts for x in part]
-    return torch.cat([x.flatten(0, -2) for x in parts])
+    alike = len({x.shape[1:] for x in parts}) == 1  # some models want their tiles as they are
+    return torch.cat(parts if alike else [x.flatten(0, -2) for x in parts])
 
 
 def _to_model(inputs: dict, model) -> dict:
