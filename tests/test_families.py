@@ -355,7 +355,7 @@ def test_common_knows_no_family_by_name():
 
 
 @pytest.mark.parametrize(
-    "name", ["PaliGemma", "Llama 3.2 Vision", pytest.param("Qwen3.5", marks=pytest.mark.slow)]
+    "name", ["PaliGemma", "SmolVLM", "Llama 3.2 Vision", pytest.param("Qwen3.5", marks=pytest.mark.slow)]
 )
 def test_the_page_on_models_has_what_its_tool_measures(name):
     page = (ROOT / "docs/models.md").read_text()
