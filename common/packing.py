@@ -47,10 +47,7 @@ from common.attention import CannotPack, ModelMask, is_packed, make_layout, swit
 __all__ = ["is_packed", "switch_attention"]  # for the scripts
 ENCODERS = {"image": "get_image_features", "video": "get_video_features"}  # what these take is media
 KEPT_LOGPROBS = 2**26  # log-probs kept from forward to backward: 256 MB that save computing them
-TOLERANCE = {
-    torch.float32: 1e-3,
-    torch.bfloat16: 0.15,
-}  # nats: log-probs that differ by less on average are equal
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # nats: smaller mean differences are none
 CHUNK = 256  # tokens whose logits live at a time, on a CPU
 ROOM = 32  # tokens that a decoder's cache grows by
 NEVER = -1e30  # logit of tokens that are never drawn; finite, so that p * log p is 0
