@@ -173,7 +173,7 @@ def main(args: Args) -> dict[str, float]:
     judge = run.judge
     state = run.state
     best_key = f"eval/{args.best_metric}"
-    signals = []  # that have come: the run then ends, after its step and a checkpoint
+    signals = []  # received: the run then ends, after its step and a checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: signals.append(number))
     stopped = False
@@ -204,7 +204,7 @@ def main(args: Args) -> dict[str, float]:
             judge.set_gradient_accumulation_boundary(k == len(packs) - 1)
             logprobs = judge(pack)  # (M,)
             loss = next_token_loss(logprobs, num_tokens)
-            # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
+            # The factor undoes DeepSpeed's mean over ranks, scale_wrt_gas=False its mean over packs.
             judge.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
             step_loss += loss.detach()
         grad_norm = optimizer_step(judge)  # None: left out, its gradients were not finite

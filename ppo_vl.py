@@ -18,7 +18,7 @@ and main, which is the whole method. What main calls stands below it, to be look
 order of use: setup, rollout, samplers, rewards, data, forward, other losses, model, and so on.
 
 Shapes: n prompts with G responses each, B = n * G of them, R tokens in the longest, V words; a
-pack (common/packing.py) is one forward of prompts and S responses; these have M tokens.
+pack (common/packing.py) is one forward of prompts and S responses, which have M tokens.
 
     python ppo_vl.py                    # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python ppo_vl.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6
@@ -98,19 +98,19 @@ class Args:
     vllm_gpu_memory: float = 0.4  # share of the GPU for that engine
     tis_clip: float = 0.0  # tokens' gradients times p(trainer) / p(sampler), at most this; 0 = off
     dynamic_sampling: int = 0  # rounds that replace prompts whose responses all score alike (DAPO)
-    replay_limit: int = 0  # train on so many of a step's responses, to the last prompts; 0 = all
+    replay_limit: int = 0  # update on so many responses only, those of a step's last prompts; 0 = all
     # --- algorithm ---
     rewards: tuple[str, ...] = ("accuracy", "format")  # also overlong, or path.py:function: score_responses
     reward_weights: tuple[float, ...] = (0.9, 0.1)  # the score of a response is the weighted sum
-    reward_running_norm: Literal["off", "scale", "standardize"] = "off"  # by std, or mean too, of all so far
+    reward_running_norm: Literal["off", "scale", "standardize"] = "off"  # by all so far: / std, or - mean too
     reward_clip: tuple[float, float] | None = None  # range of scores, before the KL is subtracted
     # estimator, see center_scores; all but gae work without a critic
     advantage: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "cpgd"] = "gae"
     gamma: float = 1.0  # discount per token
-    gae_lambda: float = 0.95  # paper: 0.95
+    gae_lambda: float = 0.95  # of gae: 1 = no bias, 0 = least noise
     whiten_advantages: Literal["auto", "on", "off"] = "auto"  # to mean 0, std 1; auto: gae and reinforce(_*)
     advantage_clip: float = 0.0  # bound of the advantages, whitened or not; 0 = off
-    policy_loss: Literal["clip", "dual_clip", "cpg", "gspo"] = "clip"  # of a token, see compute_policy_loss
+    policy_loss: Literal["clip", "dual_clip", "cpg", "gspo"] = "clip"  # of a token, see POLICY_LOSSES
     clip_coef: float = 0.2  # the ratio is clipped below 1 - c (paper: 0.2; GSPO: 3e-4)
     clip_coef_high: float | None = None  # and above 1 + c; None: as --clip-coef
     dual_clip: float = 3.0  # dual_clip's loss is at most this times -A where A < 0
@@ -125,7 +125,7 @@ class Args:
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # per token, see common/kl.py
     kl_loss: bool = False  # KL as a loss term, with gradient, instead of in the rewards; prefer k2 or k3
     kl_target: float | None = None  # nats per response that an adaptive coefficient steers to; None: fixed
-    kl_horizon: int = 10000  # responses over which it reacts
+    kl_horizon: int = 10000  # responses over which it gets there
     value_clip: float = 0.2  # new values are clipped to old ones +- this, in units of reward; 0 = off
     vf_coef: float = 0.5  # weight of the value loss
     freezing_actor_steps: int = 0  # steps at the start in which the critic trains alone
@@ -206,25 +206,37 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     return ((x.double() - values.mean()) / std).to(x.dtype).masked_fill(~mask, 0.0)
 
 
-def clip_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: "Clip") -> "PolicyLoss":
-    """L = -min(rho A, clip(rho, 1 - low, 1 + high) A), rho = exp(logratio); owner is for other losses
+class Clip(NamedTuple):
+    low: float  # the ratio is clipped below 1 - low
+    high: float  # and above 1 + high
+    dual: float  # with dual_clip a loss is at most this times -A where A < 0
+
+
+class PolicyLoss(NamedTuple):
+    losses: Tensor  # (M,)
+    ratio: Tensor  # (M,)
+    is_clipped: Tensor  # (M,) bool: without gradient
+
+
+def clip_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Clip) -> PolicyLoss:
+    """L = -min(rho A, clip(rho, 1 - low, 1 + high) A), rho = exp(logratio). owner: for gspo_loss
 
     https://arxiv.org/abs/1707.06347 eq. (7)
     high .2: rho 1.5, A 1 -> -1.2 (clipped: no gradient); rho 1.5, A -1 -> 1.5 (not clipped)
     """
-    ratio = logratio.clamp(-20, 20).exp()  # fp32 ends at e^88
+    ratio = logratio.clamp(-20, 20).exp()  # far from e^88, fp32's end
     clipped_ratio = ratio.clamp(1 - clip.low, 1 + clip.high)
     too_low = (ratio < 1 - clip.low) & (advantages < 0)
     too_high = (ratio > 1 + clip.high) & (advantages > 0)
     return PolicyLoss(
         losses=torch.maximum(-advantages * ratio, -advantages * clipped_ratio),
         ratio=ratio,
-        is_cut=too_low | too_high,
+        is_clipped=too_low | too_high,
     )
 
 
 def compute_policy_loss(
-    new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, owner: Tensor, kind: str, clip: "Clip"
+    new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, owner: Tensor, kind: str, clip: Clip
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of each token (M,), to be averaged, and metrics (M,). new_logprobs, logprobs (M,): now and before
     the update; advantages (M,); owner (M,): the response that each token is of; kind: of POLICY_LOSSES."""
@@ -233,8 +245,8 @@ def compute_policy_loss(
     metrics = {
         "policy/ratio": found.ratio.detach(),
         "policy/approx_kl": (torch.expm1(logratio.clamp(max=20)) - logratio).detach(),  # KL(old || new), k3
-        "policy/clipfrac_low": (found.is_cut & (advantages < 0)).float(),
-        "policy/clipfrac_high": (found.is_cut & (advantages > 0)).float(),
+        "policy/clipfrac_low": (found.is_clipped & (advantages < 0)).float(),
+        "policy/clipfrac_high": (found.is_clipped & (advantages > 0)).float(),
     }
     return found.losses, metrics
 
@@ -251,24 +263,12 @@ def compute_value_loss(
         return losses, torch.zeros_like(losses)
     change = new_values - values
     clipped_losses = (values + change.clamp(-value_clip, value_clip) - returns).square()
-    # Within the bound they differ by rounding alone.
+    # Within the bound rounding alone would count as a clip.
     is_clipped = (change.abs() > value_clip) & (clipped_losses > losses)
     return torch.where(is_clipped, clipped_losses, losses), is_clipped.float()
 
 
 # ---- the data of a step ----
-
-
-class Clip(NamedTuple):
-    low: float  # the ratio is clipped below 1 - low
-    high: float  # and above 1 + high
-    dual: float  # with dual_clip a loss is at most this times -A where A < 0
-
-
-class PolicyLoss(NamedTuple):
-    losses: Tensor  # (M,)
-    ratio: Tensor  # (M,)
-    is_cut: Tensor  # (M,) bool: without gradient
 
 
 class Outputs(NamedTuple):  # of the actor, for a pack
@@ -347,7 +347,7 @@ def main(args: Args) -> dict[str, float]:
     updates_per_epoch = args.rollout_batch_size // args.train_batch_size
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
     clip = Clip(low=args.clip_coef, high=clip_high, dual=args.dual_clip)
-    signals = []  # that have come: the run then ends, after its step and a checkpoint
+    signals = []  # received: the run then ends, after its step and a checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: signals.append(number))
     stopped = False
@@ -364,15 +364,15 @@ def main(args: Args) -> dict[str, float]:
         # --- 2. rollout: G scored responses to each prompt ---
         time_start = time.perf_counter()
         rollout, num_entries = roll_out_useful_prompts(args, run, step)
-        run.state["cursor"] += num_entries  # of the endless stream of shuffled prompts
+        run.state["cursor"] += num_entries  # place in the endless stream of shuffled prompts
         if hasattr(run.sampler, "sleep"):  # the trainer needs the memory; sync wakes it
             run.sampler.sleep()
-        rollout.trained = trained_responses(args, rollout)  # (n, G)
+        rollout.trained = trained_responses(args, rollout)  # (n, G): those that the update is on
         rollout.trained_mask = rollout.mask & rollout.trained.view(-1, 1)  # (B, R)
         time_sampled = time.perf_counter()
 
         # --- 3. log-probs and values before the update ---
-        add_logprobs_and_values(args, run, rollout)  # values: 0 without a critic
+        add_logprobs_and_values(args, run, rollout)  # fills logprobs, ref_logprobs, entropy and values
 
         # A sampler that computes another function than the trainer would spoil a run silently.
         gap = (rollout.sampler_logprobs - rollout.logprobs).abs() * rollout.mask  # (B, R)
@@ -380,66 +380,66 @@ def main(args: Args) -> dict[str, float]:
         if not gap.mean() <= packing.TOLERANCE[run.dtype]:  # fp32 0.001, bf16 0.15; or NaN
             worst = rollout.prompts[int(gap.argmax()) // G].index
             fail(f"the sampler's log-probs are {gap.mean():.2g} nats from the trainer's, most at row {worst}")
-        time_scored = time.perf_counter()
+        time_asked = time.perf_counter()
 
         # --- 4. advantages: every rank holds the whole rollout, so nothing is communicated ---
         kl_coef = run.state["kl_coef"]
-        mask = rollout.trained_mask  # (B, R)
+        trained_mask = rollout.trained_mask  # (B, R)
         kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator) * rollout.mask  # (B, R)
-        scores, run.state["moments"] = normalize_scores(  # (n, G)
+        shaped_scores, run.state["moments"] = normalize_scores(  # (n, G)
             rollout.scores, rollout.trained, run.state["moments"], args.reward_running_norm
         )
         if args.reward_clip:
-            scores = scores.clamp(min=args.reward_clip[0], max=args.reward_clip[1])
-        rewards = compute_token_rewards(  # (B, R)
-            scores=center_scores(scores, rollout.trained, args.advantage).flatten(),  # gae: as they are
+            shaped_scores = shaped_scores.clamp(min=args.reward_clip[0], max=args.reward_clip[1])
+        token_rewards = compute_token_rewards(  # (B, R): of all responses
+            scores=center_scores(shaped_scores, rollout.trained, args.advantage).flatten(),  # gae: as is
             kl=kl,
             mask=rollout.mask,
             kl_coef=0.0 if args.kl_loss else kl_coef,
         )
         rollout.advantages, rollout.returns = compute_gae(  # (B, R)
-            rewards=rewards,
+            rewards=token_rewards,
             values=rollout.values,
-            mask=mask,
+            mask=trained_mask,
             gamma=args.gamma,
             gae_lambda=args.gae_lambda if args.advantage == "gae" else 1.0,
         )
         if is_whitened(args):
-            rollout.advantages = whiten(rollout.advantages, mask)
+            rollout.advantages = whiten(rollout.advantages, trained_mask)
         if args.advantage_clip > 0:
             rollout.advantages = rollout.advantages.clamp(-args.advantage_clip, args.advantage_clip)
-        rollout.policy_mask = high_entropy_mask(rollout.entropy, mask, args.entropy_token_ratio)
+        rollout.policy_mask = high_entropy_mask(rollout.entropy, trained_mask, args.entropy_token_ratio)
 
         # --- 5. update: epochs over the rollout in shuffled mini-batches ---
-        trained_engines = {"train/critic_grad_norm": critic} if critic else {}  # name of a norm -> engine
+        engines = {"critic": critic} if critic else {}  # that learn in this step
         train_actor = step > args.freezing_actor_steps
         if train_actor:
-            trained_engines["train/grad_norm"] = actor
-        for engine in trained_engines.values():
+            engines["actor"] = actor
+        for engine in engines.values():
             engine.train()
         groups = []  # (prompt, its responses)
         for i in range(len(rollout.prompts)):
             members = [i * G + j for j in range(G) if rollout.trained[i, j]]
             if members:
                 groups.append((i, members))
-        losses = defaultdict(list)  # name -> of each pack, its part of the loss of its optimizer step
+        losses = defaultdict(list)  # name -> of each pack, its share of an optimizer step's loss
         update_metrics = defaultdict(list)  # name -> of each pack (M,)
-        grad_norms = defaultdict(list)  # name -> of each optimizer step that was taken
+        grad_norms = defaultdict(list)  # engine -> of each optimizer step that it took
         updates_taken = []  # False: an engine left it out, its gradients were not finite
         for epoch in range(args.num_ppo_epochs):
             order = np.random.default_rng([args.seed, step, epoch]).permutation(len(groups))
-            mini_batches = [part for part in np.array_split(order, updates_per_epoch) if len(part)]
-            for number, mini_batch in enumerate(mini_batches):
-                batch = [groups[i] for i in mini_batch]
-                weights = make_token_weights(args, rollout, batch)
-                packs = list(packs_of(args, run, rollout, batch))  # this rank's share
-                if run.turns and train_actor:
+            parts = [part for part in np.array_split(order, updates_per_epoch) if len(part)]
+            for number, part in enumerate(parts):
+                mini_batch = [groups[k] for k in part]  # fewer of them where prompts were left out
+                weights = make_token_weights(args, rollout, mini_batch)
+                packs = list(packs_of(args, run, rollout, mini_batch))  # this rank's share
+                if run.turns and train_actor:  # first: DeepSpeed's step comes with the last pack
                     num_updates = ((step - 1) * args.num_ppo_epochs + epoch) * updates_per_epoch + number
                     losses["loss/ptx"].append(backward_of_turns(args, run, num_updates))
                 for k, pack in enumerate(packs):
-                    for engine in trained_engines.values():
+                    for engine in engines.values():
                         engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
-                    # DeepSpeed averages over ranks, hence the factor; it must not divide by packs too.
+                    # The factor undoes DeepSpeed's mean over ranks, scale_wrt_gas=False its mean over packs.
                     if critic:  # backward before the actor's graph takes its memory
                         value_loss, is_clipped = value_loss_of(args, rollout, weights, pack, critic(pack))
                         critic.backward(args.vf_coef * value_loss * WORLD_SIZE, scale_wrt_gas=False)
@@ -450,7 +450,7 @@ def main(args: Args) -> dict[str, float]:
                     outputs = actor(pack, with_entropy=True)
                     new_logprobs = outputs.logprobs  # (M,)
                     if args.tis_clip > 0:
-                        new_logprobs = weigh_gradients(  # the same values
+                        new_logprobs = weigh_gradients(  # the values stay, gradients are weighed
                             new_logprobs=new_logprobs,
                             logprobs=pack.tokens(rollout.logprobs),
                             sampler_logprobs=pack.tokens(rollout.sampler_logprobs),
@@ -478,14 +478,14 @@ def main(args: Args) -> dict[str, float]:
                     for name, values in policy_metrics.items():
                         update_metrics[name].append(values)
                     update_metrics["policy/entropy"].append(outputs.entropy.detach())
-                norms = {name: optimizer_step(engine) for name, engine in trained_engines.items()}
+                norms = {name: optimizer_step(engine) for name, engine in engines.items()}
                 updates_taken.append(None not in norms.values())
                 for name, norm in norms.items():
                     if norm is not None:
                         grad_norms[name].append(norm)
-                if args.ema_beta > 0 and norms.get("train/grad_norm") is not None:
+                if args.ema_beta > 0 and norms.get("actor") is not None:
                     update_average(run.average, actor.module.model, args.ema_beta)
-        for engine in trained_engines.values():
+        for engine in engines.values():
             engine.eval()
         time_updated = time.perf_counter()
 
@@ -496,7 +496,6 @@ def main(args: Args) -> dict[str, float]:
         # --- 7. metrics ---
         lengths = rollout.mask.sum(1).float()  # (B,)
         response_kl = kl.sum(1).view(-1, G)  # (n, G)
-        equal_scores = (rollout.scores - rollout.scores[:, :1]).abs().amax(1) < 1e-9  # (n,)
         seconds = time_synced - time_start
         metrics = {
             "train/step": step,
@@ -506,15 +505,15 @@ def main(args: Args) -> dict[str, float]:
             "train/skipped_updates": updates_taken.count(False),
             "objective/scores": rollout.scores.nanmean(),
             "objective/kl": response_kl.mean(),
-            "objective/rlhf_reward": (scores - kl_coef * response_kl).nanmean(),
+            "objective/rlhf_reward": (shaped_scores - kl_coef * response_kl).nanmean(),
             "rollout/response_length_mean": lengths.mean(),
             "rollout/truncated_frac": rollout.truncated.float().mean(),
-            "rollout/zero_std_groups_frac": equal_scores.float().mean(),
+            "rollout/zero_std_groups_frac": (~have_spread(rollout.scores)).float().mean(),
             "rollout/prompts_dropped": num_entries - len(rollout.prompts),
             "rollout/engine_logprob_diff_max": gap.max(),
             "time/rollout": time_sampled - time_start,
-            "time/score": time_scored - time_sampled,
-            "time/update": time_updated - time_scored,
+            "time/logprobs": time_asked - time_sampled,
+            "time/update": time_updated - time_asked,
             "time/sync": time_synced - time_updated,
             "time/total": seconds,
             "time/tokens_per_second": lengths.sum() / seconds,
@@ -522,11 +521,12 @@ def main(args: Args) -> dict[str, float]:
         metrics |= mean_over_ranks(update_metrics, run.device)
         for name, parts in losses.items():
             metrics[name] = sum_over_ranks(torch.stack(parts).sum(), run.device) / len(updates_taken)
-        metrics |= {name: np.mean(norms) for name, norms in grad_norms.items()}
+        norm_names = {"actor": "train/grad_norm", "critic": "train/critic_grad_norm"}
+        metrics |= {norm_names[name]: np.mean(norms) for name, norms in grad_norms.items()}
         metrics |= {f"reward/{name}": values.nanmean() for name, values in rollout.rewards.items()}
         metrics |= rollout.logged
         if args.advantage == "gae":
-            explained = explained_variance(rollout.values[mask], rollout.returns[mask])
+            explained = explained_variance(rollout.values[trained_mask], rollout.returns[trained_mask])
             metrics["val/explained_variance"] = explained
         metrics = {name: float(value) for name, value in metrics.items()}
         samples = [{"phase": "train", **sample} for sample in rollout.samples[:2]]
@@ -570,7 +570,7 @@ def main(args: Args) -> dict[str, float]:
     if not stopped:
         summary = []
         for name, before in run.state["before"].items():
-            if "_score" in name and name in metrics:
+            if name.endswith("_score") and name in metrics:
                 summary.append(f"{name} {before:.3f} -> {metrics[name]:.3f}")
         tell(" · ".join([*summary, f"{time.perf_counter() - time_begin:.0f} s", str(run.checkpoint)]))
         tell(f"to see it: python tools/report.py {run.folder}")
@@ -1551,7 +1551,7 @@ def dual_clip_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Cl
     ceiling = -advantages * clip.dual
     is_above = (advantages < 0) & (found.losses > ceiling)
     losses = torch.where(is_above, ceiling, found.losses)
-    return found._replace(losses=losses, is_cut=found.is_cut | is_above)
+    return found._replace(losses=losses, is_clipped=found.is_clipped | is_above)
 
 
 def cpg_loss(logratio: Tensor, advantages: Tensor, owner: Tensor, clip: Clip) -> PolicyLoss:

@@ -214,7 +214,7 @@ def main(args: Args) -> dict[str, float]:
     time_begin = time.perf_counter()
     run = setup(args)
     engine = run.engine
-    signals = []  # that have come: the run then ends, after its step and a checkpoint
+    signals = []  # received: the run then ends, after its step and a checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: signals.append(number))
     stopped = False
@@ -259,7 +259,7 @@ def main(args: Args) -> dict[str, float]:
                 center_coef=args.center_coef,
             )
             loss = (pairs.weights * losses).sum()  # pairs of other packs add a constant
-            # DeepSpeed averages over ranks, hence the factor; it must not divide by the number of packs.
+            # The factor undoes DeepSpeed's mean over ranks, scale_wrt_gas=False its mean over packs.
             engine.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
         grad_norm = optimizer_step(engine)  # None: left out, the gradients were not finite
         engine.eval()

@@ -14,7 +14,7 @@ step, and main, which is the whole method. What main calls stands below it, to b
 the order of use: setup, rollout, samplers, rewards, data, forward, model, DeepSpeed, files.
 
 Shapes: n prompts with G responses each, B = n * G of them, R tokens in the longest, V words; a
-pack (common/packing.py) is one forward of prompts and S responses; these have M tokens.
+pack (common/packing.py) is one forward of prompts and S responses, which have M tokens.
 
     python rloo.py                      # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
     python rloo.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-6
@@ -229,7 +229,7 @@ def main(args: Args) -> dict[str, float]:
     prompts_per_rollout = args.rollout_batch_size // G  # fewer where rows can't be used
     updates_per_pass = args.rollout_batch_size // args.train_batch_size
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
-    signals = []  # that have come: the run then ends, after its step and a checkpoint
+    signals = []  # received: the run then ends, after its step and a checkpoint
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: signals.append(number))
     stopped = False
@@ -272,7 +272,7 @@ def main(args: Args) -> dict[str, float]:
         if not gap.mean() <= packing.TOLERANCE[run.dtype]:  # fp32 0.001, bf16 0.15; or NaN
             worst = rollout.prompts[int(gap.argmax()) // G].index
             fail(f"the sampler's log-probs are {gap.mean():.2g} nats from the trainer's, most at row {worst}")
-        time_scored = time.perf_counter()
+        time_asked = time.perf_counter()
 
         # --- 4. advantages: every rank holds the whole rollout, so nothing is communicated ---
         kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)  # (B, R)
@@ -314,7 +314,7 @@ def main(args: Args) -> dict[str, float]:
                         clip_high=clip_high,
                     )
                     loss = losses.sum() / num_responses
-                    # DeepSpeed averages over ranks, hence the factor; it must not divide by packs too.
+                    # The factor undoes DeepSpeed's mean over ranks, scale_wrt_gas=False its mean over packs.
                     actor.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
                     for name, values in loss_metrics.items():
                         update_metrics[name].append(values)
@@ -347,8 +347,8 @@ def main(args: Args) -> dict[str, float]:
             "rollout/prompts_dropped": prompts_per_rollout - len(rollout.prompts),
             "rollout/engine_logprob_diff_max": gap.max(),
             "time/rollout": time_sampled - time_start,
-            "time/score": time_scored - time_sampled,
-            "time/update": time_updated - time_scored,
+            "time/logprobs": time_asked - time_sampled,
+            "time/update": time_updated - time_asked,
             "time/sync": time_synced - time_updated,
             "time/total": seconds,
             "time/tokens_per_second": lengths.sum() / seconds,
@@ -391,7 +391,7 @@ def main(args: Args) -> dict[str, float]:
     if not stopped:
         summary = []
         for name, before in run.state["before"].items():
-            if "_score" in name and name in metrics:
+            if name.endswith("_score") and name in metrics:
                 summary.append(f"{name} {before:.3f} -> {metrics[name]:.3f}")
         tell(" · ".join([*summary, f"{time.perf_counter() - time_begin:.0f} s", str(run.checkpoint)]))
         tell(f"to see it: python tools/report.py {run.folder}")

@@ -270,7 +270,7 @@ def run_ours(job: dict, folder: Path) -> None:
         if "time/total" in metrics:
             loss = next(metrics[name] for name in ("rm/loss", "loss/sft", "loss/policy") if name in metrics)
             step = {"seconds": metrics["time/total"], "loss": loss, "grad_norm": metrics["train/grad_norm"]}
-            step["update_seconds"] = metrics.get("time/score", 0.0) + metrics.get("time/update", 0.0)
+            step["update_seconds"] = metrics.get("time/logprobs", 0.0) + metrics.get("time/update", 0.0)
             prompt_ids = [ids for _, ids in sorted(kept["prompt_ids"].items())]
             turns.next(step | (bare.work(metrics) if bare else kept | {"prompt_ids": prompt_ids}))
 
@@ -388,7 +388,7 @@ class Bare:
                 self.seconds(kind, update)
         step = {"update_packing": 0.0, **self.spent, "bare_update": bare_update, "bare_score": bare_score}
         step |= {"packs": len(update), "tokens": sum(pack.inputs["input_ids"].shape[1] for pack in update)}
-        step |= {"score": metrics["time/score"], "update": metrics["time/update"]}
+        step |= {"score": metrics["time/logprobs"], "update": metrics["time/update"]}
         step |= {"phase": step["score"] + step["update"], "flops": counter.get_total_flops()}
         for kept in (self.spent, self.calls, self.packs):
             kept.clear()

@@ -55,7 +55,7 @@ PANELS = [
     ("sampler's against trainer's log-probs, nats", ["rollout/engine_logprob_diff_*"]),
     ("losses", ["loss/*"]),
     ("gradient norm", ["train/*grad_norm"]),
-    ("seconds of a step", ["time/rollout", "time/score", "time/update", "time/sync"]),
+    ("seconds of a step", ["time/rollout", "time/logprobs", "time/update", "time/sync"]),
 ]
 
 
