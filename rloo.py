@@ -1367,8 +1367,10 @@ def log(args: Args, run: Run, metrics: dict[str, float], samples: list[dict]) ->
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    append_lines(run.folder / "metrics.jsonl", [metrics])
-    append_lines(run.folder / "samples.jsonl", [{"train/step": step, **sample} for sample in samples])
+    lines_of = {"metrics": [metrics], "samples": [{"train/step": step, **sample} for sample in samples]}
+    for name, lines in lines_of.items():
+        with (run.folder / f"{name}.jsonl").open("a") as file:
+            file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
     shown = {}  # at evaluations: by phase (sample, its pictures)
     if args.track != "off" and any(name.startswith("eval/") for name in metrics):
         for sample in samples[:: len(samples) // 64 + 1]:
@@ -1409,12 +1411,6 @@ def to_show(run: Run, sample: dict) -> tuple[dict, list[Image.Image]]:
     pictures = [part["image"] for part in parts if part["type"] == "image"]
     others = {name: x for name, x in sample.items() if name != "prompt"}
     return {"prompt": prompt, **others}, pictures
-
-
-def append_lines(path: Path, lines: list[dict]) -> None:
-    with path.open("a") as file:
-        for line in lines:
-            file.write(json.dumps(line, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, of these up to the end of main, main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1425, 400, 200, 57, 10),
-    "ppo_vl.py": (2100, 580, 270, 57, 11),
-    "reward_bt.py": (1110, 330, 150, 57, 10),
-    "grm_sft.py": (1200, 330, 150, 57, 10),
+    "rloo.py": (1420, 400, 200, 57, 10),
+    "ppo_vl.py": (2095, 580, 270, 57, 11),
+    "reward_bt.py": (1105, 330, 150, 57, 10),
+    "grm_sft.py": (1195, 330, 150, 57, 10),
     "common/*.py": (1240, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all that match together
