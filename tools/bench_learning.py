@@ -1,88 +1,215 @@
-"""How much is learnt in how many seconds: rloo.py beside TRL's RLOOTrainer, on the same start.
+"""How much is learnt in how many seconds: our scripts beside TRL's trainers, from the same start.
 
     python tools/bench_learning.py --trl-python TRL/bin/python --output runs/learning
 
-The same data, rewards and weights of rewards, responses per step, KL coefficient, passes, learning rate and
-schedule; one thread for each side, both at the same time. Every few rollouts both save their weights, and one
-evaluation, rloo.py's, scores them all on the same held-out prompts. Seconds are those of the steps: no
-evaluation, no saving. It writes results.json, and learning.png: score by steps and by seconds.
+rloo       rloo.py and RLOOTrainer: the tiny VLM answers questions about pictures
+reward_bt  reward_bt.py and RewardTrainer: examples/spelling_pairs.py, since RewardTrainer takes no pictures, on the
+           tiny VLM's language model; the same head at first, the same pairs in the same order
+grm_sft    grm_sft.py and SFTTrainer: the tiny VLM learns to write verdicts, which alone are trained; its vision
+           tower stays. TRL shuffles rows, ours pictures with all their rows
+
+The same rows, batches, loss (rloo: rewards, KL coefficient, passes), rate, schedule, clipping; one thread each, both
+sides at the same time. Both save their weights several times, and one evaluation, our script's, scores them all on
+the same held-out rows. Seconds are those of the steps alone. It writes results.json and learning.png.
 """
 
 import json
-import os
+import re
+import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
+
+from bench_trl import trainer_arguments  # mends torchvision, so it comes before transformers
+
+# isort: split
+import datasets
+import numpy as np
+import torch
+import transformers
+import tyro
+from bench import chat
+
+import grm_sft
+import reward_bt
+import rloo
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-import common  # noqa: E402, F401, I001  mends torchvision, so it comes before transformers
-import torch  # noqa: E402
-import transformers  # noqa: E402
-import tyro  # noqa: E402
+TINY = ROOT / "assets/tiny_vl"
+transformers.logging.set_verbosity_error()
 
 
 @dataclass
 class Args:
     trl_python: str = "python"  # of the environment that has TRL, see tools/bench_trl.py
     output: str = "runs/learning"
+    tasks: tuple[str, ...] = ("rloo", "reward_bt", "grm_sft")
     seeds: tuple[int, ...] = (1, 2, 3)
-    rollouts: int = 30  # of 256 responses
-    every: int = 3  # rollouts between two evaluations
-    child: str | None = None  # internal: ours or trl
+    rloo_steps: int = 30  # rollouts of 256 responses
+    reward_bt_steps: int = 240  # of 32 pairs
+    grm_sft_steps: int = 300  # of 32 rows
+    points: int = 10  # evaluations of a run
+    child: str | None = None  # internal: ours or trl, for the first task and seed
 
 
-# ---- the two sides: folder/rollout-N with weights, and seconds.json ----
+@dataclass
+class Task:
+    script: Any
+    trainer: str  # TRL's
+    steps: str  # what is counted
+    metric: str  # of our script's evaluation
+    label: str
+    levels: tuple[float, ...]  # when they are reached is told
+    axis: str = "linear"
 
 
-def train_ours(seed: int, rollouts: int, every: int, folder: Path) -> None:
-    import rloo
+SCORE = "eval/sampled_score", "held-out score, sampled", (0.8, 0.9, 0.95)
+ACCURACY = "eval/held_out/accuracy", "held-out pair accuracy", (0.7, 0.8, 0.9)
+LOSS = "eval/loss", "held-out loss, nats per token", (1.0, 0.1, 0.05), "log"
+TASKS = {
+    "rloo": Task(rloo, "RLOOTrainer", "rollouts of 256 responses", *SCORE),
+    "reward_bt": Task(reward_bt, "RewardTrainer", "steps of 32 pairs", *ACCURACY),
+    "grm_sft": Task(grm_sft, "SFTTrainer", "steps of 32 rows", *LOSS),
+}
 
-    args = rloo.Args(
-        seed=seed, total_steps=rollouts, output_dir=str(folder), run_name="run", eval_steps=0, eval_samples=1
-    )
-    args.save_steps, args.save_total_limit = every, 99
-    rloo.main(args)
-    for path in (folder / "run").glob("checkpoint-*"):
-        path.rename(folder / f"rollout-{path.name[11:]}")
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    seconds = [json.loads(line).get("time/total") for line in lines]
-    (folder / "seconds.json").write_text(json.dumps([s for s in seconds if s is not None]))
+
+@dataclass
+class Point:
+    steps: int
+    seconds: float
+    score: float
+
+
+def main(args: Args) -> None:
+    output = Path(args.output)
+    if args.child:
+        run_child(args, args.tasks[0], args.seeds[0], output)
+        return
+    all_curves = {}
+    for name in args.tasks:
+        prepare(args, name, output / "data")
+        for seed in args.seeds:
+            words = [*sys.argv[1:], "--tasks", name, "--seeds", str(seed), "--child"]
+            ours = subprocess.Popen([sys.executable, __file__, *words, "ours"])
+            trl = subprocess.Popen([args.trl_python, __file__, *words, "trl"])
+            if any([ours.wait(), trl.wait()]):
+                raise SystemExit("one side has ended: see above")
+        with get_context("spawn").Pool(1) as pool:  # DeepSpeed starts once in a process
+            all_curves[name] = pool.apply(evaluate_all, (args, name))
+        print_table(args, TASKS[name], all_curves[name])
+    (output / "results.json").write_text(json.dumps(all_curves, indent=1, default=asdict))
+    draw(all_curves, output / "learning.png")
+
+
+def run_child(args: Args, name: str, seed: int, output: Path) -> None:
+    """Leaves a folder with checkpoints and seconds.json."""
+    torch.set_num_threads(1)
+    folder = output / f"{name}-{args.child}-{seed}"
+    train = {"ours": train_ours, "trl": train_trl}[args.child]
+    seconds = train(args, name, settings(args, name, seed), folder)
+    (folder / "seconds.json").write_text(json.dumps(seconds))
+
+
+# ---- starts and data ----
+
+
+def settings(args: Args, name: str, seed: int):
+    """Our script's Args; what TRL gets is taken from them."""
+    data = Path(args.output) / "data"
+    flags = {"seed": seed, "total_steps": getattr(args, f"{name}_steps")}
+    if name == "reward_bt":  # without label smoothing, which TRL has not
+        flags |= {"model": str(data / f"scorer-{seed}"), "dataset": str(data / "train.jsonl")}
+        flags |= {"eval_datasets": (f"held_out={data}/held_out.jsonl",), "label_smoothing": 0.0}
+    if name == "grm_sft":
+        flags |= {"model": str(data / "judge"), "eval_samples": 200}
+    return TASKS[name].script.Args(**flags)
+
+
+def prepare(args: Args, name: str, data: Path) -> None:
+    data.mkdir(parents=True, exist_ok=True)
+    if name == "reward_bt":
+        subprocess.run([sys.executable, ROOT / "examples/spelling_pairs.py", data], check=True)
+        pairs = (data / "train.jsonl").read_text().splitlines(keepends=True)
+        (data / "train.jsonl").write_text("".join(pairs[:1600]))
+        (data / "held_out.jsonl").write_text("".join(pairs[1600:]))  # the same words in other sentences
+        for seed in args.seeds:
+            save_scorer(data / f"scorer-{seed}", seed)
+    if name == "grm_sft":  # TRL would train on the newline that the template has after the end token
+        shutil.copytree(TINY, data / "judge", dirs_exist_ok=True)
+        template = data / "judge/chat_template.jinja"
+        template.write_text(template.read_text().replace("'<|im_end|>\\n'", "'<|im_end|>'"))
+
+
+def save_scorer(folder: Path, seed: int) -> None:
+    """The tiny VLM's language model with a new head, as both sides load it."""
+    vlm = reward_bt.load_model(str(TINY), torch.float32)
+    config = vlm.config.text_config.to_diff_dict() | {"num_labels": 1}
+    del config["model_type"], config["rope_parameters"]["mrope_section"]  # of pictures
+    scorer = transformers.Qwen2ForSequenceClassification(transformers.Qwen2Config(**config))
+    scorer.model.load_state_dict(vlm.model.language_model.state_dict())
+    torch.manual_seed(seed)  # as reward_bt.py does: its own head is equal
+    scorer.score = reward_bt.RewardModel(scorer.model).score
+    scorer.save_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY, processor_class=None)
+    tokenizer.save_pretrained(folder)
+
+
+# ---- the two sides: their checkpoints, and the seconds of each step ----
+
+
+def train_ours(args: Args, name: str, ours, folder: Path) -> list[float]:
+    where = {"output_dir": args.output, "run_name": folder.name, "save_total_limit": 99}
+    every = ours.total_steps // args.points
+    TASKS[name].script.main(replace(ours, **where, save_steps=every, eval_steps=0, eval_samples=1))
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["time/total"] for line in lines if "time/total" in line]
 
 
 class Clock(transformers.TrainerCallback):
-    """Seconds of each rollout with its updates, loading included, saving not."""
+    """Seconds of each optimizer step, loading included, saving not."""
 
-    def __init__(self, updates: int):
-        self.updates = updates  # of a rollout
+    def __init__(self):
         self.seconds = []
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.start = time.perf_counter()
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        if state.global_step % self.updates == 0:
-            self.seconds.append(time.perf_counter() - self.start)
-            self.start = time.perf_counter()
+    on_save = on_train_begin
 
-    def on_save(self, args, state, control, **kwargs) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.seconds.append(time.perf_counter() - self.start)
         self.start = time.perf_counter()
 
 
-def train_trl(seed: int, rollouts: int, every: int, folder: Path) -> None:
-    import datasets
+def train_trl(args: Args, name: str, ours, folder: Path) -> list[float]:
     import trl
 
-    import rloo
+    job = {"flags": {"learning_rate": ours.learning_rate}, "steps": ours.total_steps, "seed": ours.seed}
+    fields = trainer_arguments(job, rows=ours.train_batch_size, folder=str(folder)) | {
+        "lr_scheduler_type": "cosine_warmup_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": ours.min_lr_ratio},
+        "warmup_steps": ours.warmup_steps,
+        "adam_beta1": ours.adam_betas[0],
+        "adam_beta2": ours.adam_betas[1],
+        "save_strategy": "steps",
+        "save_steps": ours.total_steps // args.points,
+        "save_only_model": True,
+    }
+    make_trainer = {"rloo": rloo_trainer, "reward_bt": reward_trainer, "grm_sft": sft_trainer}[name]
+    trainer = make_trainer(trl, ours, fields)
+    clock = Clock()
+    trainer.add_callback(clock)
+    trainer.train()
+    return np.reshape(clock.seconds, (ours.total_steps, -1)).sum(1).tolist()
 
-    ours = rloo.Args(seed=seed)
-    updates = ours.rollout_batch_size // ours.train_batch_size * ours.num_iterations
-    rows = rloo.easy_vqa_rows("train")
-    chats = [[{"role": "user", "content": prompt}] for prompt in rows["prompt"]]
-    rows = rows.remove_columns("prompt").add_column("prompt", chats).cast_column("image", datasets.Image())
+
+def rloo_trainer(trl, ours, fields: dict):
+    rows = rloo.easy_vqa_rows("train").map(lambda row: {"prompt": chat("user", row["prompt"])})
 
     def accuracy(completions, answer, **columns) -> list[float]:
         return rloo.accuracy([chat[0]["content"] for chat in completions], answer)
@@ -90,136 +217,123 @@ def train_trl(seed: int, rollouts: int, every: int, folder: Path) -> None:
     def format_reward(completions, **columns) -> list[float]:
         return rloo.format_reward([chat[0]["content"] for chat in completions])
 
+    mini_batches = ours.rollout_batch_size // ours.train_batch_size
+    for name in ("max_steps", "save_steps"):  # a step here is a rollout
+        fields[name] *= mini_batches * ours.num_iterations
     config = trl.RLOOConfig(
-        output_dir=str(folder),
-        seed=seed,
-        per_device_train_batch_size=ours.train_batch_size,
-        steps_per_generation=ours.rollout_batch_size // ours.train_batch_size,
+        **fields,
+        steps_per_generation=mini_batches,
         num_iterations=ours.num_iterations,
         num_generations=ours.num_samples_per_prompt,
         max_completion_length=ours.max_response_length,
-        max_steps=rollouts * updates,
         beta=ours.kl_coef,
         reward_weights=list(ours.reward_weights),
-        learning_rate=ours.learning_rate,
-        lr_scheduler_type="cosine_warmup_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": ours.min_lr_ratio},
-        warmup_steps=ours.warmup_steps,
-        adam_beta1=ours.adam_betas[0],
-        adam_beta2=ours.adam_betas[1],
-        max_grad_norm=ours.max_grad_norm,
-        use_cpu=not torch.cuda.is_available(),
-        bf16=torch.cuda.is_available(),
-        gradient_checkpointing=False,
-        save_steps=every * updates,
-        save_only_model=True,
-        report_to="none",
-        logging_steps=updates,
     )
-    clock = Clock(updates)
-    trainer = trl.RLOOTrainer(
-        model=ours.model,
-        reward_funcs=[accuracy, format_reward],
-        args=config,
-        train_dataset=rows,
-        callbacks=[clock],
-    )
-    trainer.train()
-    for path in folder.glob("checkpoint-*"):
-        path.rename(folder / f"rollout-{int(path.name[11:]) // updates}")
-    (folder / "seconds.json").write_text(json.dumps(clock.seconds))
+    rows = rows.cast_column("image", datasets.Image())
+    rewards = [accuracy, format_reward]
+    return trl.RLOOTrainer(model=ours.model, reward_funcs=rewards, args=config, train_dataset=rows)
+
+
+def reward_trainer(trl, ours, fields: dict):
+    pairs = reward_bt.load_rows(ours.dataset, "train")
+    order = reward_bt.batch_indices(0, ours.total_steps * ours.train_batch_size, len(pairs), ours.seed)
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+    pairs = pairs.select([i % len(pairs) for i in order])
+    pairs = pairs.map(lambda pair: {name: chat(role, pair[name]) for name, role in roles.items()})
+    config = trl.RewardConfig(**fields, train_sampling_strategy="sequential", max_length=None)
+    return trl.RewardTrainer(model=ours.model, args=config, train_dataset=pairs)
+
+
+def sft_trainer(trl, ours, fields: dict):
+    groups = grm_sft.load_data(ours, "easy-vqa", "train", model=None, processor=None, training=True).groups
+    questions = grm_sft.easy_vqa_rows("train")
+    rows = []
+    for entry in sum(groups, []):
+        pair = grm_sft.make_pair(questions[entry // 2], np.random.default_rng([ours.seed, entry // 2]))
+        judged, _, _ = grm_sft.make_chat(pair, swap=entry % 2 == 1)
+        asked, said = (message["content"] for message in judged["messages"])
+        prompt = chat("user", asked.removeprefix("<image>"))  # TRL puts it in front itself
+        rows.append({"prompt": prompt, "completion": chat("assistant", said), "image": pair["image"]})
+    rows = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
+    model = grm_sft.load_model(ours.model, torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not re.search(ours.freeze, name))
+    config = trl.SFTConfig(**fields, completion_only_loss=True, max_length=None)
+    return trl.SFTTrainer(model=model, args=config, train_dataset=rows)
 
 
 # ---- the same evaluation for both ----
 
 
-def evaluate_all(folders: list[Path], output: Path) -> dict[Path, float]:
-    """Held-out sampled score of the weights in each folder."""
-    import rloo
-
-    run = rloo.setup(
-        rloo.Args(kl_coef=0.0, output_dir=str(output), run_name=f"evaluation-{int(time.time())}")
-    )
-    args = rloo.Args()
-    scores = {}
-    for folder in folders:
-        weights = rloo.load_model(str(folder), torch.float32).state_dict()
-        run.actor.module.model.load_state_dict(weights)
-        metrics, _ = rloo.evaluate(args, run)
-        scores[folder] = metrics["eval/sampled_score"]
-        print(f"{folder}: {scores[folder]:.3f}", file=sys.stderr, flush=True)
-    return scores
-
-
-def curve(folder: Path, scores: dict[Path, float], start: float) -> list[dict]:
-    """Points of one side and seed: rollouts, seconds, score."""
-    seconds = json.loads((folder / "seconds.json").read_text())
-    points = [{"rollouts": 0, "seconds": 0.0, "score": start}]
-    for path in sorted(folder.glob("rollout-*"), key=lambda path: int(path.name[8:])):
-        rollouts = int(path.name[8:])
-        points.append({"rollouts": rollouts, "seconds": sum(seconds[:rollouts]), "score": scores[path]})
-    return points
+def evaluate_all(args: Args, name: str) -> dict[str, list[list[Point]]]:
+    """Side -> a curve of each seed: all saved weights, scored by our script on the same held-out rows."""
+    task = TASKS[name]
+    ours = settings(args, name, args.seeds[0])
+    ours = replace(ours, output_dir=args.output, run_name=f"evaluation-{name}-{int(time.time())}")
+    run = task.script.setup(ours)
+    curves = {"ours": [], "trl": []}
+    for seed in args.seeds:
+        start = settings(args, name, seed).model
+        for side, own in curves.items():
+            folder = Path(args.output) / f"{name}-{side}-{seed}"
+            seconds = json.loads((folder / "seconds.json").read_text())
+            own.append([])
+            for i, weights in enumerate([start, *task.script.checkpoints(folder)]):
+                load_weights(task, run, str(weights))
+                metrics, _ = task.script.evaluate(ours, run)
+                steps = i * (ours.total_steps // args.points)
+                own[-1].append(Point(steps, sum(seconds[:steps]), metrics[task.metric]))
+                print(f"{name}, {side}, seed {seed}: {own[-1][-1]}", file=sys.stderr, flush=True)
+    return curves
 
 
-def seconds_to(points: list[dict], score: float) -> float:
-    """When the line between the points first reaches the score; infinite where it never does."""
-    for a, b in zip(points, points[1:]):
-        if b["score"] >= score:
-            share = (score - a["score"]) / (b["score"] - a["score"])
-            return a["seconds"] + share * (b["seconds"] - a["seconds"])
+def load_weights(task: Task, run, folder: str) -> None:
+    if task.script is reward_bt:  # both sides save a classifier
+        saved = transformers.Qwen2ForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+        run.engine.module.model.load_state_dict(saved.model.state_dict())
+        run.engine.module.score.load_state_dict(saved.score.state_dict())
+    else:
+        engine = run.actor if task.script is rloo else run.judge
+        saved = task.script.load_model(folder, torch.float32)
+        engine.module.model.load_state_dict(saved.state_dict())
+
+
+def seconds_to(points: list[Point], level: float) -> float:
+    """When the line between the points first crosses the level; infinite where it never does."""
+    for a, b in pairwise(points):
+        if min(a.score, b.score) <= level <= max(a.score, b.score):
+            return a.seconds + (level - a.score) / (b.score - a.score) * (b.seconds - a.seconds)
     return float("inf")
 
 
-def draw(curves: dict[str, list[list[dict]]], path: Path) -> None:
-    """A line per seed; by rollouts the sides should lie on each other."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def print_table(args: Args, task: Task, curves: dict[str, list[list[Point]]]) -> None:
+    names = [f"{side}, seed {seed}" for side in curves for seed in args.seeds]
+    print(f"\n| {task.label} | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}")
+    for level in task.levels:
+        reached = [f"{seconds_to(points, level):.0f} s" for side in curves.values() for points in side]
+        print(f"| {level} | {' | '.join(reached)} |", flush=True)
+
+
+def draw(all_curves: dict[str, dict[str, list[list[Point]]]], path: Path) -> None:
+    """A row per task, a line per seed; by steps the sides should lie on each other."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, x in zip(figure.subplots(1, 2, sharey=True), ("rollouts", "seconds")):
-        for side, color, name in (("trl", "#d9772b", "TRL's RLOOTrainer"), ("ours", "#2b6cb0", "rloo.py")):
-            for i, points in enumerate(curves[side]):
-                line = [point[x] for point in points], [point["score"] for point in points]
-                axes.plot(
-                    *line, "o-", color=color, markersize=3, linewidth=1.4, label=name if i == 0 else None
-                )
-        axes.set(xlim=(0, None), ylim=(0, 1.02), xlabel={"rollouts": "rollouts of 256 responses"}.get(x, x))
-        axes.grid(color="#e4e4e4", linewidth=0.7)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("held-out score, sampled")
-    figure.axes[0].legend(frameon=False, loc="lower right")
+    figure = Figure(figsize=(9, 3.6 * len(all_curves)), dpi=110, layout="constrained")
+    rows = figure.subplots(len(all_curves), 2, sharey="row", squeeze=False)
+    for row, (name, curves) in zip(rows, all_curves.items()):
+        task = TASKS[name]
+        for axes, x in zip(row, ("steps", "seconds")):
+            for side, color in (("trl", "#d9772b"), ("ours", "#2b6cb0")):
+                for points in curves[side]:
+                    line = [getattr(point, x) for point in points], [point.score for point in points]
+                    axes.plot(*line, "o-", color=color, markersize=3, linewidth=1.4)
+            axes.set(xlim=(0, None), yscale=task.axis, xlabel=task.steps if x == "steps" else x)
+            axes.grid(color="#e4e4e4", linewidth=0.7)
+            axes.spines[["top", "right"]].set_visible(False)
+        row[0].set_ylabel(task.label)
+        first_of_each = row[0].lines[:: len(curves["trl"])]
+        row[0].legend(first_of_each, [f"TRL's {task.trainer}", f"{name}.py"], frameon=False)
     figure.savefig(path)
-
-
-def main(args: Args) -> None:
-    output = Path(args.output)
-    if args.child:
-        torch.set_num_threads(1)
-        train = {"ours": train_ours, "trl": train_trl}[args.child]
-        folder = output / f"{args.child}-{args.seeds[0]}"
-        train(args.seeds[0], args.rollouts, args.every, folder)
-        return
-    for seed in args.seeds:
-        running = []
-        for side, python in (("ours", sys.executable), ("trl", args.trl_python)):
-            command = [python, __file__, "--child", side, "--seeds", str(seed), "--output", args.output]
-            command += ["--rollouts", str(args.rollouts), "--every", str(args.every)]
-            running.append(subprocess.Popen(command))
-        if any([process.wait() for process in running]):
-            raise SystemExit("one side has ended: see above")
-    start = ROOT / "assets/tiny_vl"
-    scores = evaluate_all([start, *output.glob("*/rollout-*")], output)
-    curves = {
-        side: [curve(output / f"{side}-{s}", scores, scores[start]) for s in args.seeds]
-        for side in ("ours", "trl")
-    }
-    (output / "results.json").write_text(json.dumps(curves, indent=1))
-    draw(curves, output / "learning.png")
-    print("| score | " + " | ".join(f"{side}, seed {seed}" for side in curves for seed in args.seeds) + " |")
-    for score in (0.8, 0.9, 0.95):
-        reached = [f"{seconds_to(points, score):.0f} s" for side in curves.values() for points in side]
-        print(f"| {score} | {' | '.join(reached)} |")
 
 
 if __name__ == "__main__":
