@@ -21,7 +21,7 @@ Shapes: n prompts with G responses each, B = n * G of them, R tokens in the long
 pack (common/packing.py) is one forward of prompts and S responses, which have M tokens.
 
     python ppo_vl.py                    # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
-    python ppo_vl.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset x.jsonl --lora-rank 16 --learning-rate 1e-5
+    python ppo_vl.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset my.jsonl --lora-rank 8 --learning-rate 1e-5
     torchrun --standalone --nproc_per_node=8 ppo_vl.py --zero-stage 3 ...     # or: deepspeed ppo_vl.py ...
 """
 
