@@ -102,7 +102,7 @@ class Args:
     # --- algorithm ---
     rewards: tuple[str, ...] = ("accuracy", "format")  # also overlong, or path.py:function: score_responses
     reward_weights: tuple[float, ...] = (0.9, 0.1)  # the score of a response is the weighted sum
-    reward_running_norm: Literal["off", "scale", "standardize"] = "off"  # by all so far: / std, or - mean too
+    reward_running_norm: Literal["off", "scale", "standardize"] = "off"  # scores / std so far, or - mean too
     reward_clip: tuple[float, float] | None = None  # range of scores, before the KL is subtracted
     # estimator, see center_scores; all but gae work without a critic
     advantage: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "cpgd"] = "gae"
@@ -428,9 +428,9 @@ def main(args: Args) -> dict[str, float]:
         updates_taken = []  # False: an engine left it out, its gradients were not finite
         for epoch in range(args.num_ppo_epochs):
             order = np.random.default_rng([args.seed, step, epoch]).permutation(len(groups))
-            parts = [part for part in np.array_split(order, updates_per_epoch) if len(part)]
-            for number, part in enumerate(parts):
-                mini_batch = [groups[k] for k in part]  # fewer of them where prompts were left out
+            splits = [split for split in np.array_split(order, updates_per_epoch) if len(split)]
+            for number, split in enumerate(splits):
+                mini_batch = [groups[i] for i in split]  # fewer where prompts were left out
                 weights = make_token_weights(args, rollout, mini_batch)
                 packs = list(packs_of(args, run, rollout, mini_batch))  # this rank's share
                 if run.turns and train_actor:  # first: DeepSpeed's step comes with the last pack
