@@ -54,8 +54,6 @@ def dense(hidden, weight, bias, targets, temperature, softcap=None, suppressed=(
 def test_head(examples, monkeypatch):
     def property_(case: dict) -> None:
         M, V, chunk, random = case["M"], case["V"], case["chunk"], seeded(case["seed"])
-        if case["dtype"] == torch.bfloat16:  # gradients of chunks are added in bf16: 8 of them in a pack of users
-            chunk = max(chunk, M // 8 + 1)
         monkeypatch.setattr(packing, "CHUNK", chunk)
         monkeypatch.setattr(packing, "KEPT_LOGPROBS", int(case["kept"] * chunk * V))
         suppressed = (torch.rand(V, generator=random) < case["suppressed"]).nonzero()[: V - 1, 0].tolist()
@@ -78,7 +76,8 @@ def test_head(examples, monkeypatch):
             sum((w * x).sum() for w, x in zip(weights, results)).backward()
         pairs = [*zip(found, expected), *((x.grad, y.grad) for x, y in zip((hidden, weight, bias), exact))]
         for x, y in pairs:
-            precision = 1e-4 if case["dtype"] == torch.float32 else 0.05
+            in_bf16 = 0.05 / min(1.0, case["temperature"])  # which magnifies the rounding of logits
+            precision = 1e-4 if case["dtype"] == torch.float32 else in_bf16
             assert x is None or (x - y).norm() <= precision * (1 + y.norm())
 
     fields = {"M": st.integers(0, 50), "V": st.integers(2, 60), "chunk": st.integers(1, 16), "seed": SEED}
