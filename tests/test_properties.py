@@ -78,7 +78,7 @@ def test_head(examples, monkeypatch):
         for x, y in pairs:
             in_bf16 = 0.05 / min(1.0, case["temperature"])  # which magnifies the rounding of logits
             precision = 1e-4 if case["dtype"] == torch.float32 else in_bf16
-            assert x is None or (x - y).norm() <= precision * (1 + y.norm())
+            assert (x is None and case["frozen"]) or (x - y).norm() <= precision * (1 + y.norm())
 
     fields = {"M": st.integers(0, 50), "V": st.integers(2, 60), "chunk": st.integers(1, 16), "seed": SEED}
     fields |= {"kept": st.floats(0, 5), "suppressed": st.sampled_from([0.0, 0.1, 0.9])}  # chunks; share of V
