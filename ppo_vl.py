@@ -496,6 +496,7 @@ def main(args: Args) -> dict[str, float]:
         # --- 7. metrics ---
         lengths = rollout.mask.sum(1).float()  # (B,)
         response_kl = kl.sum(1).view(-1, G)  # (n, G)
+        equal_scores = (rollout.scores - rollout.scores[:, :1]).abs().amax(1) < 1e-9  # (n,)
         seconds = time_synced - time_start
         metrics = {
             "train/step": step,
@@ -508,7 +509,7 @@ def main(args: Args) -> dict[str, float]:
             "objective/rlhf_reward": (shaped_scores - kl_coef * response_kl).nanmean(),
             "rollout/response_length_mean": lengths.mean(),
             "rollout/truncated_frac": rollout.truncated.float().mean(),
-            "rollout/zero_std_groups_frac": (~have_spread(rollout.scores)).float().mean(),
+            "rollout/zero_std_groups_frac": equal_scores.float().mean(),
             "rollout/prompts_dropped": num_entries - len(rollout.prompts),
             "rollout/engine_logprob_diff_max": gap.max(),
             "time/rollout": time_sampled - time_start,
