@@ -1,19 +1,29 @@
-"""GRM SFT: a vision-language model learns to be a judge, which writes a verdict on two candidates.
+"""GRM SFT: fine-tune a vision-language model to judge, as a generative reward model.
 
-It reads a question and two pictures, videos or texts; next-token prediction teaches it to write
+A judge reads a question and two candidates (images, videos or texts) and writes which is better:
 
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
-Pairs are shown in both orders, so that a side alone says nothing. The probabilities of its verdicts
-serve as a reward: examples/judge_reward.py. Papers: https://arxiv.org/abs/2408.15240 and 2505.03318.
-What differs from GRMTrainerVL (opendilab/LightRFT@49e62cb): docs/grm_sft.md.
+It learns this by next-token prediction. Each pair of candidates is shown in both orders, so that
+their order says nothing about which is better. Papers: https://arxiv.org/abs/2408.15240, 2505.03318.
+examples/judge_reward.py turns the probabilities of a judge's verdicts into a reward.
+docs/grm_sft.md lists the differences from GRMTrainerVL (opendilab/LightRFT@49e62cb).
 
-Read to the end of main; below stands what it calls, in the order of use. Letters: B samples, R tokens
-in the longest response, M trained tokens in a pack (common/packing.py), which is one forward.
+Read to the end of `main`. The functions that `main` calls follow, in order of use. Words:
 
-    python grm_sft.py                   # tiny VLM on easy-VQA, minutes on two CPU cores
-    python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset data.jsonl --learning-rate 1e-5
-    torchrun --standalone --nproc_per_node=8 grm_sft.py --zero-stage 3 ...  # or: deepspeed grm_sft.py ...
+    row         dataset row: two candidates with a verdict (a pair), or a chat
+    example     a row as the model reads it; a pair gives two, one for each order of its candidates
+    prompt      the beginning of an example, up to its last image; examples can share it
+    response    the rest of an example; assistant turns are trained on, other tokens are context
+    verdict     "1", "2" or "tie": which candidate is better; the verdict of the dataset is the label
+    judgment    what the model generates for an example of the evaluation set
+
+Shapes: B examples per step, P prompt tokens, R response tokens. A pack (common/packing.py) is one
+forward pass over several examples, with M trained tokens.
+
+    python grm_sft.py                # default: a tiny VLM on easy-VQA, minutes on two CPU cores
+    python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset my.jsonl --learning-rate 1e-5
+    torchrun --standalone --nproc_per_node=8 grm_sft.py --zero-stage 3 ...    # or: deepspeed grm_sft.py ...
 """
 
 import functools
@@ -27,12 +37,14 @@ import shutil
 import signal
 import sys
 import time
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import jinja2
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -41,8 +53,9 @@ import tyro
 from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common import packing
+from common import decoding, packing, packing_check
 from common.packing import Prompt, PromptInfo
 
 RANK = int(os.environ.get("RANK", 0))
@@ -55,112 +68,134 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 @dataclass
 class Args:
     # --- experiment ---
-    seed: int = 1  # of data order and easy-vqa's pairs
-    output_dir: str = "runs"  # folder that holds one folder per run
-    run_name: str | None = None  # this run's folder; None: script, model, seed and time
-    resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
+    seed: int = 1  # Random seed for data order and easy-VQA's pairs.
+    output_dir: str = "runs"  # Directory that contains one directory per run.
+    run_name: str | None = None  # Directory of this run. Default: script, model, seed and time.
+    resume: str | None = None  # Checkpoint to resume from, or "auto" for the latest of --run-name.
     # --- model and data ---
-    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder, hub id
-    dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
-    dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
-    columns: tuple[str, ...] = ()  # our names = the data's: prompt=problem answer=solution
-    eval_dataset: str | None = None  # held-out rows; easy-vqa has its own
-    eval_dataset_split: str = "test"  # as --dataset-split
-    train_samples: int = 8000  # a random subset; 0 = all
-    system_prompt: str | None = None  # for prompts that have no system message
-    video_fps: float = 2.0  # frames per second that are taken from videos
-    max_length: int = 2048  # tokens of a row; longer rows are left out
-    freeze: str = "visual|vision_tower|projector"  # weights that stay, by name
-    lora_rank: int = 0  # train adapters of this rank on the language model; 0 = all weights
-    lora_alpha: float = 32.0  # the adapters' output is scaled by alpha / rank
-    # --- rollout ---
-    generation_batch_size: int = 64  # judgements written side by side
-    max_response_length: int = 16  # tokens, EOS counted; longer responses are cut
+    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # Path or hub id of a VLM or a text model.
+    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved dataset or a hub id.
+    dataset_split: str = "train"  # Split of --dataset, unless it is a file.
+    columns: tuple[str, ...] = ()  # Columns to rename: prompt=problem answer=solution.
+    eval_dataset: str | None = None  # Evaluation set. Default: easy-VQA's test split, or none.
+    eval_dataset_split: str = "test"  # Split of --eval-dataset, unless it is a file.
+    system_prompt: str | None = None  # System prompt for prompts that have no system message.
+    video_fps: float = 2.0  # Frames per second to sample from videos.
+    max_length: int = 2048  # Maximum tokens per example, with its images; longer ones are skipped.
+    freeze: str = "visual|vision_tower|projector"  # Regular expression: names of weights to freeze.
+    lora_rank: int = 0  # Rank of LoRA adapters on the language model; 0 trains all weights.
+    lora_alpha: float = 32.0  # LoRA scaling: the adapters' output is multiplied by alpha / rank.
     # --- algorithm ---
-    total_steps: int = 500  # optimizer steps; a pair is two rows, one an order
-    train_batch_size: int = 32  # rows per step, over all ranks
+    total_steps: int = 500  # Number of optimizer steps.
+    train_batch_size: int = 32  # Examples per optimizer step, over all ranks; a pair is two examples.
     # --- optimizer ---
-    learning_rate: float = 1e-3  # peak; pretrained: 1e-5, LoRA: 1e-4
-    min_lr_ratio: float = 0.1  # after the warm-up it follows a cosine down to this fraction; 1 = constant
-    warmup_steps: int = 20  # optimizer steps of linear warm-up
-    weight_decay: float = 0.0  # of matrices (AdamW)
-    adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW
-    max_grad_norm: float = 1.0  # gradients are clipped to this norm
+    learning_rate: float = 1e-3  # Peak learning rate; about 1e-5 for pretrained models, 1e-4 with LoRA.
+    min_lr_ratio: float = 0.1  # Final learning rate of the cosine schedule, as a fraction of the peak.
+    warmup_steps: int = 20  # Optimizer steps of linear warmup.
+    weight_decay: float = 0.0  # AdamW weight decay of matrices; vectors have none.
+    adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW betas.
+    max_grad_norm: float = 1.0  # Maximum gradient norm.
     # --- DeepSpeed and memory ---
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
-    zero_stage: Literal[0, 1, 2, 3] = 0  # shards 1 the optimizer, 2 + gradients, 3 + parameters
-    offload_optimizer: bool = False  # keep optimizer states and the optimizer step on the CPU
-    gradient_checkpointing: bool = False  # less memory, a third more time
-    micro_batch_tokens: int = 8192  # tokens of one forward and backward on one rank
-    # --- logging and checkpoints ---
-    eval_steps: int = 100  # evaluate every so many steps, and at both ends; 0 = only there
-    eval_samples: int = 500  # held-out rows; 0 = all
-    best_metric: str = "accuracy"  # checkpoint-best has the best eval/...
-    save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only there
-    save_total_limit: int = 2  # checkpoints kept, newest first
-    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
+    zero_stage: Literal[0, 1, 2, 3] = 0  # ZeRO: shard optimizer (1), gradients (2), parameters (3).
+    offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
+    gradient_checkpointing: bool = False  # Recompute activations to save memory; 1/3 slower.
+    micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
+    # --- evaluation, logging and checkpoints ---
+    eval_steps: int = 100  # Evaluation interval in steps; 0 evaluates at the start and the end only.
+    eval_rows: int = 500  # Number of evaluation rows, a fixed random subset; 0 for all.
+    generation_batch_size: int = 64  # Judgments generated in parallel on a rank.
+    max_response_length: int = 16  # Maximum tokens per judgment, including EOS; longer ones are truncated.
+    best_metric: Literal["accuracy", "soft_accuracy", "swap_consistency", "loss"] = "accuracy"
+    # ^ Evaluation metric that selects checkpoint-best.
+    save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
+    save_total_limit: int = 2  # Number of checkpoints to keep.
+    track: Literal["off", "wandb", "tensorboard"] = "off"  # Experiment tracker to log to.
 
 
 # ---- the algorithm: tensors in, tensors and metrics out ----
 
 
-def next_token_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
-    """L = -sum over t of log p(token t | those before) / num_tokens: logprobs (M,) of a pack, num_tokens
-    of the step, so that its packs, on all ranks, add up to the mean. [-1, -3], 8 -> 0.5"""
+def compute_sft_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
+    """Next-token loss L = -sum of logprobs / num_tokens, in nats per token.
+
+    logprobs (M,): log-probs of a pack's trained tokens. num_tokens: trained tokens of the whole
+    step, so that the losses of all packs on all ranks add up to the mean.
+
+    logprobs [-1, -3], num_tokens 8 -> 0.5
+    """
     return -logprobs.sum() / num_tokens
 
 
-def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """95 % interval of a rate p, E. B. Wilson 1927. 9 of 10 -> (0.596, 0.982)
+def wilson_interval(rate: float, n: int) -> tuple[float, float]:
+    """95 % confidence interval of a success rate in n trials (E. B. Wilson 1927).
 
-    (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+    (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), with p = rate
+
+    rate 0.9, n 10 -> (0.596, 0.982)
     """
-    p = successes / n
     z = 1.96
-    middle = p + z * z / (2 * n)
-    spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    center = rate + z * z / (2 * n)
+    spread = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
 
 
 # ---- the data of a step ----
 
 
 @dataclass
-class Sample:
-    """An assistant's turn, and all before it: a prompt, which samples with the same pictures share, and
-    the response that follows. The prompt ends with the last picture (in an evaluation where the turn
-    begins); of the response the turn alone is trained."""
+class Example:
+    """A row as the model reads it: a chat, or a pair in one order of its candidates."""
 
-    entry: int  # of batch_entries
-    prompt: PromptInfo  # a whole Prompt on the rank that encodes the entry
-    prompt_key: bytes  # equal where the prompts are
-    response_ids: Tensor  # (R_b,): all behind the prompt, up to the turn's EOS
-    start: int  # the turn is response_ids[start:]
+    example_id: int  # 2 * row, plus 1 if the candidates are swapped
+    prompt: PromptInfo  # a full Prompt on the rank that encoded it
+    prompt_key: bytes  # content hash: equal prompts have equal keys
+    response_ids: Tensor  # (R,): the tokens after the prompt, up to the EOS of the last assistant turn
+    loss_mask: Tensor  # (P + R,) bool: True for tokens of assistant turns
+    noun: str  # what the candidates are called: "Image", "Video" or "Answer"; "" for a chat
+    label: str | None  # the right verdict in this order; None for a chat
+    columns: dict  # strings and numbers of the row, for samples.jsonl
 
 
 @dataclass
-class Data:
+class Judgment:
+    """What the model generates for an example of the evaluation set, and what it predicts."""
+
+    example_id: int
+    label: str | None  # as in Example
+    columns: dict  # as in Example
+    text: str
+    length: int  # generated tokens, including EOS
+    truncated: bool  # stopped by the length limit
+    verdict: str | None  # None if the text has no readable verdict, and for a chat
+    probabilities: dict[str, float]  # of each verdict, after the text's own reasoning; {} for a chat
+    loss: float  # sum over the tokens of the example's response, in nats
+    num_tokens: int  # in the example's response
+
+
+@dataclass
+class ExampleDataset:
     source: str
     tokenizer: Any
-    groups: list[list[int]]  # all entries, those with the same pictures together
-    encode: Callable[[int], "Example | None"]  # None, and a warning, where it can't be used
+    groups: list[list[int]]  # ids of all examples; those with the same images are in one group
+    encode: Callable[[int], Example]  # example id -> example; raises one of ROW_ERRORS
 
 
 @dataclass
 class Run:
-    """What setup makes, and all steps use."""
+    """State created by setup and shared by all steps."""
 
-    folder: Path
+    run_dir: Path
     device: torch.device
-    processor: Any  # of transformers, or a text model's tokenizer
-    judge: Any  # DeepSpeed's engine around the trained Judge
-    writer: Any  # the model that writes judgements: the trained one, under ZeRO-3 its copy
-    train_data: Data
-    eval_data: Data | None
-    checkpoint: Path | None  # the newest
-    state: dict  # stands in every checkpoint: add what must survive a resume
-    tensorboard: Any = None  # its writer, once there is one
+    processor: Any  # transformers processor, or the tokenizer of a text model
+    judge: Any  # DeepSpeed engine around the trained Judge
+    sampling_model: Any  # generates judgments: the trained model, or its unsharded copy under ZeRO-3
+    train_data: ExampleDataset
+    eval_data: ExampleDataset | None
+    checkpoint: Path | None  # latest checkpoint
+    state: dict  # saved in each checkpoint, see setup; add what must survive a resume
+    writer: Any = None  # TensorBoard's SummaryWriter
 
 
 # ---- main ----
@@ -168,224 +203,239 @@ class Run:
 
 def main(args: Args) -> dict[str, float]:
     # --- 1. setup ---
-    time_begin = time.perf_counter()
+    run_start = time.perf_counter()
     run = setup(args)
     judge = run.judge
     state = run.state
     best_key = f"eval/{args.best_metric}"
-    signals = []  # received: the run then ends, after its step and a checkpoint
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: signals.append(number))
+    received_signals = catch_signals()  # after a signal, the run saves and exits once the step ends
     stopped = False
     metrics = {}
-
-    if run.eval_data and not state["before"]:  # a resumed run has it
-        state["before"], judgements = evaluate(args, run)
-        if best_key not in state["before"]:
-            fail(f"--best-metric: {run.eval_data.source} gives {', '.join(state['before'])}")
-        log(args, run, {"train/step": 0, **state["before"]}, judgements)
+    if run.eval_data and not state["initial_eval"]:  # a resumed run has loaded it
+        state["initial_eval"], eval_records = evaluate(args, run)
+        if best_key not in state["initial_eval"]:
+            fail(
+                f"--best-metric {args.best_metric} needs pairs, and {run.eval_data.source} has none: use loss"
+            )
+        log(args, run, {"train/step": 0, **state["initial_eval"]}, eval_records)
 
     steps = range(state["step"] + 1, args.total_steps + 1)
-    no_bar = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
-    bar = tqdm(steps, "grm_sft", total=args.total_steps, initial=state["step"], disable=no_bar)
+    show_bar = RANK == 0 and sys.stderr.isatty()  # otherwise each step prints a line
+    bar = tqdm(steps, "grm_sft", total=args.total_steps, initial=state["step"], disable=not show_bar)
     for step in bar:
-        # --- 5. update: the gradients of all packs, and one optimizer step ---
-        time_start = time.perf_counter()
-        first_entry = (step - 1) * args.train_batch_size
-        entries = batch_entries(
-            run.train_data.groups, start=first_entry, count=args.train_batch_size, seed=args.seed
+        # --- 2. data: the examples of all ranks, and this rank's packs ---
+        step_start = time.perf_counter()
+        example_ids = sample_example_ids(
+            groups=run.train_data.groups,
+            start=(step - 1) * args.train_batch_size,
+            count=args.train_batch_size,
+            seed=args.seed,
         )
-        samples = load_samples(run.train_data, entries)  # of all ranks
-        num_tokens = sum(len(sample.response_ids) - sample.start for sample in samples)
-        judge.train()
-        step_loss = torch.zeros((), device=run.device)  # of this rank's packs
-        packs = list(packs_of(args, run, samples))  # this rank's share
+        examples = gather_examples(run.train_data, example_ids)
+        num_tokens = sum(int(example.loss_mask.sum()) for example in examples)
+        packs = list(iter_packs(args, run, examples))
+
+        # --- 3. update: the gradients of all packs, and one optimizer step ---
+        set_checkpointing(judge.module, True)
+        pack_losses = torch.zeros((), device=run.device)  # sum over this rank's packs
         for k, pack in enumerate(packs):
             judge.set_gradient_accumulation_boundary(k == len(packs) - 1)
             logprobs = judge(pack)  # (M,)
-            loss = next_token_loss(logprobs, num_tokens)
-            # The factor undoes DeepSpeed's mean over ranks, scale_wrt_gas=False its mean over packs.
+            loss = compute_sft_loss(logprobs, num_tokens)
+            # Undo DeepSpeed's mean over ranks (WORLD_SIZE) and over packs (scale_wrt_gas).
             judge.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
-            step_loss += loss.detach()
-        grad_norm = optimizer_step(judge)  # None: left out, its gradients were not finite
-        judge.eval()
-        step_loss = sum_over_ranks(step_loss, run.device).item()  # of all ranks
-        seconds = time.perf_counter() - time_start
+            pack_losses += loss.detach()
+        grad_norm = optimizer_step(judge)  # None: not finite, the step was skipped
+        set_checkpointing(judge.module, False)
+        loss = all_reduce_sum(pack_losses, run.device).item()
+        seconds = time.perf_counter() - step_start
 
-        # --- 7. metrics ---
+        # --- 4. metrics ---
+        skipped_ids = set(example_ids) - {example.example_id for example in examples}
         metrics = {
             "train/step": step,
             "train/learning_rate": judge.get_lr()[0],
             "train/grad_norm": grad_norm or 0.0,
             "train/skipped_updates": int(grad_norm is None),
             "train/trained_tokens": num_tokens,
-            "loss/sft": step_loss,
-            "rollout/prompts_dropped": len(set(entries) - {sample.entry for sample in samples}),
+            "train/rows_skipped": len({example_id // 2 for example_id in skipped_ids}),
+            "loss/sft": loss,
             "time/total": seconds,
         }
-        judgements = []
-        shown = {"loss": f"{step_loss:.4f}"}
 
-        # --- 8. evaluate, log, save ---
-        is_last = step == args.total_steps
+        # --- 5. evaluate, log, save ---
+        is_last_step = step == args.total_steps
         is_best = False
-        if run.eval_data and (is_last or is_due(step, args.eval_steps)):
-            eval_metrics, judgements = evaluate(args, run)
+        eval_records = []
+        if run.eval_data and (is_last_step or (args.eval_steps and step % args.eval_steps == 0)):
+            eval_metrics, eval_records = evaluate(args, run)
             metrics |= eval_metrics
-            shown[f"held-out {args.best_metric}"] = f"{eval_metrics[best_key]:.3f}"
-            goodness = eval_metrics[best_key] * (-1 if args.best_metric == "loss" else 1)
-            is_best = goodness > state["best"]
-            state["best"] = max(goodness, state["best"])
-        log(args, run, metrics, judgements)
-        bar.set_postfix(shown)
-        if no_bar:
-            tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
+            score = -metrics[best_key] if args.best_metric == "loss" else metrics[best_key]
+            is_best = score > state["best_score"]
+            state["best_score"] = max(score, state["best_score"])
+        log(args, run, metrics, eval_records)
+        postfix = {name: f"{metrics[name]:.3g}" for name in ("loss/sft", best_key) if name in metrics}
+        bar.set_postfix(postfix)
+        if not show_bar:
+            print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {postfix}")
 
         state["step"] = step
-        state["skipped"] = state["skipped"] + 1 if grad_norm is None else 0
-        is_hopeless = state["skipped"] >= 5
-        stopped = sum_over_ranks(torch.tensor(len(signals)), run.device).item() > 0 and not is_last
-        if is_last or is_best or stopped or is_hopeless or is_due(step, args.save_steps):
+        state["skipped_in_a_row"] = state["skipped_in_a_row"] + 1 if grad_norm is None else 0
+        diverged = state["skipped_in_a_row"] >= 5
+        num_signals = int(all_reduce_sum(torch.tensor(len(received_signals)), run.device))
+        stopped = num_signals > 0 and not is_last_step
+        is_due = args.save_steps > 0 and step % args.save_steps == 0
+        if is_last_step or is_best or is_due or stopped or diverged:
             run.checkpoint = save_checkpoint(args, run, is_best)
-        if is_hopeless:
-            fail(f"step {step}: no finite gradients, 5 times; the weights before: {run.checkpoint}")
+        if diverged:
+            fail(f"step {step}: no finite gradients in 5 steps; the last weights are in {run.checkpoint}")
         if stopped:
-            tell(f"stopped by a signal after step {step}; go on with --resume {run.checkpoint}")
+            print0(f"stopped by a signal; continue with --resume {run.checkpoint}")
             break
 
-    # --- 9. finish ---
+    # --- 6. finish ---
     if not stopped:
-        summary = []
-        for name, before in state["before"].items():
+        for name in ("eval/accuracy", "eval/swap_consistency", "eval/loss"):
             if name in metrics:
-                summary.append(f"{name} {before:.3f} -> {metrics[name]:.3f}")
-        tell(" · ".join([*summary, f"{time.perf_counter() - time_begin:.0f} s", str(run.checkpoint)]))
-        tell(f"to see it: python tools/report.py {run.folder}")
+                print0(f"{name} {state['initial_eval'][name]:.3f} -> {metrics[name]:.3f}")
+        print0(f"{time.perf_counter() - run_start:.0f} s; saved {run.checkpoint}")
+        print0(f"report: python tools/report.py {run.run_dir}")
     dist.destroy_process_group()
     return metrics
-
-
-def is_due(step: int, every: int) -> bool:
-    """every: --eval-steps or --save-steps, 0 for never."""
-    return every != 0 and step % every == 0
 
 
 # ---- setup ----
 
 
 def setup(args: Args) -> Run:
-    """Load what the steps need, and prove what they rely on. Bad input ends the run here."""
+    """Load everything that the steps use, and check that packing is exact."""
     transformers.utils.logging.disable_progress_bar()
     check_args(args)
     device = init_distributed()
-    folder, checkpoint = find_run(args)
+    run_dir, checkpoint = resolve_run_dir(args)
     is_fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
     dtype = torch.float32 if is_fp32 else torch.bfloat16
 
-    torch.manual_seed(args.seed)  # of LoRA's first weights
+    torch.manual_seed(args.seed)  # for the initial LoRA weights
     model = load_model(args.model, dtype)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (args.freeze and re.search(args.freeze, name)))
     if args.lora_rank > 0:
-        add_adapters(args, model)
+        add_lora(args, model)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    judge = make_engine(args, Judge(model), dtype, args.total_steps, args.learning_rate)
+    judge = init_deepspeed_engine(args, Judge(model), dtype, args.total_steps, args.learning_rate)
     judge.eval()
-    # before: the evaluation at step 0; best: so far; skipped: updates in a row
-    state = {"step": 0, "before": {}, "best": -math.inf, "skipped": 0}
+    sampling_model = model
+    if args.zero_stage == 3:
+        sampling_model = load_model(args.model, dtype).to(device)
+    state = {"step": 0, "initial_eval": {}, "best_score": -math.inf, "skipped_in_a_row": 0}
     if checkpoint is not None:
         _, client_state = judge.load_checkpoint(str(checkpoint / "state" / "judge"), tag="engine")
-        state = client_state["ours"]
+        state = client_state["run_state"]
 
     processor = transformers.AutoProcessor.from_pretrained(args.model)
-    train_data = load_data(args, args.dataset, args.dataset_split, model, processor, training=True)
+    train_data = load_examples(args, args.dataset, args.dataset_split, model, processor, training=True)
     eval_source = args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None)
     eval_data = None
     if eval_source:
-        eval_data = load_data(args, eval_source, args.eval_dataset_split, model, processor, training=False)
-    open_folder(args, folder, last_step=state["step"])
-    tell(f"{folder}: {sum(map(len, train_data.groups))} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
+        eval_data = load_examples(
+            args, eval_source, args.eval_dataset_split, model, processor, training=False
+        )
+    prepare_run_dir(args, run_dir, last_step=state["step"])
+    example_ids = [example_id for group in train_data.groups for example_id in group]
+    num_rows = len({example_id // 2 for example_id in example_ids})
+    counts = f"{num_rows} rows, {len(example_ids)} examples"
+    print0(f"{run_dir}: {counts}, {WORLD_SIZE} rank(s), {device}, {dtype}")
 
     enable_packing(args, judge, train_data)
-    writer = model
-    if args.zero_stage == 3:
-        writer = load_model(args.model, dtype).to(device)
-        packing.switch_attention(writer, model.config.get_text_config()._attn_implementation)
+    packing.set_attention(sampling_model, model.config.get_text_config()._attn_implementation)
     return Run(
-        folder=folder, device=device, processor=processor, judge=judge, writer=writer,
+        run_dir=run_dir, device=device, processor=processor, judge=judge, sampling_model=sampling_model,
         train_data=train_data, eval_data=eval_data, checkpoint=checkpoint, state=state,
     )  # fmt: skip
 
 
 def check_args(args: Args) -> None:
-    if min(args.train_batch_size, args.total_steps) < 1:
-        fail("counts must be at least 1")
+    """Reject flags that contradict each other, before anything is loaded."""
+    for name in "total_steps train_batch_size generation_batch_size max_response_length".split():
+        if getattr(args, name) < 1:
+            fail(f"--{name.replace('_', '-')} ({getattr(args, name)}) must be at least 1")
     if args.micro_batch_tokens < args.max_length:
-        fail("--micro-batch-tokens must hold --max-length")
+        fail(f"--micro-batch-tokens must be at least --max-length ({args.max_length})")
     if args.offload_optimizer and args.zero_stage == 0:
-        fail("--offload-optimizer needs --zero-stage 1 to 3")
+        fail("--offload-optimizer requires --zero-stage 1, 2 or 3")
     if args.resume == "auto" and args.run_name is None:
-        fail("--resume auto needs --run-name")
+        fail("--resume auto requires --run-name")
 
 
 def fail(message: str) -> NoReturn:
-    """Bad input: one sentence that names the file or flag and what to do; exit code 2."""
+    """Print an error that says what is wrong, where, and what to do; exit with code 2."""
     tqdm.write(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def tell(message: str) -> None:
+def print0(message: str) -> None:
+    """Print on rank 0, above the progress bar."""
     if RANK == 0:
-        tqdm.write(message)  # also under a progress bar
+        tqdm.write(message)
         sys.stdout.flush()
 
 
-def enable_packing(args: Args, judge, data: Data) -> None:
-    """Pack if that is exact for some rows of the data."""
-    some_groups = data.groups[:: len(data.groups) // 16 + 1]
-    examples = [example for group in some_groups if (example := data.encode(group[0]))]
+def catch_signals() -> list[int]:
+    """Collect SIGTERM and SIGINT in the returned list; the second one ends the process at once.
+
+    Under a launcher it does not: torchrun repeats signals that the terminal or a job scheduler
+    has sent to the ranks already, and the repetition must not interrupt the save."""
+    received_signals = []
+
+    def handler(number, frame):
+        received_signals.append(number)
+        if "RANK" not in os.environ:
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+    return received_signals
+
+
+def enable_packing(args: Args, judge, data: ExampleDataset) -> None:
+    """Switch to packed attention if it is exact on some examples."""
+    probe_ids = [group[0] for group in data.groups[:: len(data.groups) // 16 + 1]]
+    examples = [example for example_id in probe_ids if (example := encode_example_or_skip(data, example_id))]
     if not examples:
-        fail(f"{data.source}: no row can be used")
-    prompts = [sample.prompt for example in examples for sample in example.samples]
-    told = packing.enable_packing_if_exact(
+        fail(f"{data.source}: all rows are skipped, see the warnings")
+    message = packing_check.enable_packing_if_exact(
         model=judge.module.model,
         forward=judge,
-        prompts=prompts,
+        prompts=[example.prompt for example in examples],
         max_length=args.max_length,
         max_tokens=args.micro_batch_tokens,
     )
-    tell(told)
+    print0(message)
 
 
-def end_token_ids(model, tokenizer) -> list[int]:
-    end_ids = model.generation_config.eos_token_id  # one, several or None
-    end_ids = end_ids if isinstance(end_ids, list) else [end_ids]
-    return sorted({*end_ids, tokenizer.eos_token_id} - {None})
+def get_eos_ids(model, tokenizer) -> list[int]:
+    """Ids of all tokens that end a response."""
+    eos_ids = model.generation_config.eos_token_id  # an int, a list or None
+    eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    return sorted({*eos_ids, tokenizer.eos_token_id} - {None})
 
 
 # ---- data ----
 
+ROW_ERRORS = (OSError, ValueError, Image.DecompressionBombError, jinja2.TemplateError)
 
-EASY_VQA_KINDS = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
+EASY_VQA_ROWS = 8000  # training rows of easy-VQA that are used, out of 38,575: enough, and quick to list
+EASY_VQA_ANSWERS = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
 VERDICTS = {"1": "{} 1 is better", "2": "{} 2 is better", "tie": "Both are equally good"}
 SWAPPED = {"1": "2", "2": "1", "tie": "tie", "first": "second", "second": "first"}
-SIDE = r"(?i)(?<=\b{0} )[12]\b|\b(?:first|second)(?= {0}\b)"  # in reasoning
+# Words in a reasoning that name a candidate: the 1 of "Image 1", the "first" of "first image".
+CANDIDATE_WORDS = r"(?i)(?<=\b{0} )[12]\b|\b(?:first|second)(?= {0}\b)"
 
 
-@dataclass
-class Example:
-    """An entry as the model reads it."""
-
-    entry: int  # 2 * row; + 1: a pair with its sides exchanged
-    row: dict  # of the data set
-    samples: list[Sample]  # of each assistant's turn; a pair has one
-    noun: str  # what the candidates are called: Image, Video or Answer; empty for a chat
-    truth: str | None  # the verdict, one of VERDICTS; None for a chat
-
-
-def batch_entries(groups: list[list[int]], start: int, count: int, seed: int) -> list[int]:
-    """Entries start ... start + count - 1 of one endless stream of epochs of shuffled groups."""
+def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: int) -> list[int]:
+    """Elements start ... start + count - 1 of an endless stream of epochs with shuffled groups."""
     epoch_size = sum(len(group) for group in groups)
     stream = []
     for epoch in range(start // epoch_size, (start + count - 1) // epoch_size + 1):
@@ -394,84 +444,104 @@ def batch_entries(groups: list[list[int]], start: int, count: int, seed: int) ->
     return stream[start % epoch_size :][:count]
 
 
-def load_samples(data: Data, entries: list[int]) -> list[Sample]:
-    """Some entries, dealt out to the ranks -> their samples on all ranks, without pictures."""
-    own = []
-    for entry in np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist():
-        example = data.encode(entry)
-        for sample in example.samples if example else []:
-            prompt = sample.prompt
-            info = PromptInfo(prompt.index, prompt.length, prompt.kinds)
-            own.append(replace(sample, prompt=info))
-    samples = gather(own)
-    if len({sample.entry for sample in samples}) * 2 < len(set(entries)):
-        fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
-    return samples
+def gather_examples(data: ExampleDataset, example_ids: list[int]) -> list[Example]:
+    """The examples of a step on all ranks, without images; each rank encodes its share."""
+    examples = []
+    for example_id in np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist():
+        example = encode_example_or_skip(data, example_id)
+        if example:
+            prompt = example.prompt
+            info = PromptInfo(index=example_id, length=prompt.length, media_keys=prompt.media_keys)
+            examples.append(replace(example, prompt=info))
+    examples = all_gather_list(examples)
+    if len(examples) * 2 < len(example_ids):
+        fail(f"{data.source}: more than half of a batch's rows are skipped, see the warnings")
+    return examples
 
 
-def gather(own: list) -> list:
-    """The lists of all ranks as one list, on every rank."""
+def encode_example_or_skip(data: ExampleDataset, example_id: int) -> Example | None:
+    """The example, or None and a warning if its row can't be used."""
+    try:
+        return data.encode(example_id)
+    except ROW_ERRORS as error:
+        row = example_id // 2
+        tqdm.write(f"warning: {data.source} row {row} is skipped: {error!s:.300}", file=sys.stderr)
+        return None
+
+
+def all_gather_list(items: list) -> list:
+    """The concatenated lists of all ranks, on every rank."""
     if WORLD_SIZE == 1:
-        return own
+        return items
     lists = [None] * WORLD_SIZE
-    dist.all_gather_object(lists, own)
+    dist.all_gather_object(lists, items)
     return [item for part in lists for item in part]
 
 
-def load_data(args: Args, source: str, split: str, model, processor, training: bool) -> Data:
-    """Columns of pairs: `prompt`; `image_0`, `image_1` or `video_0`, `video_1` or texts, `answer_0`,
-    `answer_1`; `verdict`: 1, 2 or tie; optional `reasoning`, `image(s)`, `video(s)` of the prompt.
-    Chats: `messages`, `image(s)`, `video(s)`. From `answer` alone, as in easy-VQA, pairs are made."""
+def load_examples(args: Args, source: str, split: str, model, processor, training: bool) -> ExampleDataset:
+    """Columns of pairs: prompt; image_0 and image_1, or video_0 and video_1, or texts answer_0 and
+    answer_1; verdict: 1, 2 or tie; optional reasoning. Chats: messages. Both can have image(s) and
+    video(s), see build_messages. A dataset with only prompt and answer is easy-VQA: its pairs are
+    made here."""
     rows = rename_columns(args, source, load_rows(source, split))
-    columns = set(rows.column_names)
-    if "messages" not in columns and not ("prompt" in columns and columns & {"verdict", "answer"}):
-        has = ", ".join(rows.column_names)
-        fail(f"{source} has columns {has}: rename yours, --columns messages=... or prompt=... verdict=...")
-    makes_pairs = not columns & {"messages", "verdict"}
-    folder = Path(source).parent
-    seed = args.seed if training else 0
-    previous = None  # the newest sample: rows with the same pictures follow each other
+    columns = rows.column_names
+    is_easy_vqa = {"prompt", "answer"} <= {*columns} and not {"messages", "verdict"} & {*columns}
+    if not (is_easy_vqa or "messages" in columns or {"prompt", "verdict"} <= {*columns}):
+        fail(f"{source} has columns {columns}: rename yours, --columns prompt=... verdict=...")
+    seed = args.seed if training else 0  # the evaluation set does not depend on --seed
+    prompt_cache = weakref.WeakValueDictionary()  # prompts of the examples that are cached
 
-    @functools.lru_cache(maxsize=2 * args.train_batch_size)  # a step asks twice
-    def encode(entry: int) -> Example | None:
-        nonlocal previous
-        index = entry // 2
-        try:
-            row = rows[index]
-            if makes_pairs:
-                row = make_pair(row, np.random.default_rng([seed, index]))
-            example = encode_row(
-                args, model, processor, row, entry, folder, share=training, previous=previous
-            )
-            previous = example.samples[-1]
-            return example
-        except Exception as error:
-            tqdm.write(f"warning: {source} row {index} is left out: {error!s:.300}", file=sys.stderr)
-            return None
+    # Cached: a step needs an example's length first, to plan the packs, and its images later.
+    @functools.lru_cache(maxsize=2 * args.train_batch_size)
+    def encode(example_id: int) -> Example:
+        index = example_id // 2
+        row = rows[index]
+        if is_easy_vqa:
+            row = make_easy_vqa_pair(row, np.random.default_rng([seed, index]))
+        return encode_row(
+            args=args,
+            model=model,
+            processor=processor,
+            row=row,
+            example_id=example_id,
+            data_dir=Path(source).parent,
+            share_prompt=training,
+            prompt_cache=prompt_cache,
+        )
 
-    limit = args.train_samples if training else args.eval_samples
-    chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[: limit or None]).tolist()
-    groups = group_entries(rows, chosen, makes_pairs)
+    limit = args.eval_rows
+    if training:
+        limit = EASY_VQA_ROWS if source == "easy-vqa" else 0
+    indices = np.random.default_rng(0).permutation(len(rows))[: limit or None]
+    groups = group_examples(rows, np.sort(indices).tolist(), is_easy_vqa)
     tokenizer = getattr(processor, "tokenizer", processor)
-    return Data(source=source, tokenizer=tokenizer, groups=groups, encode=encode)
+    return ExampleDataset(source=source, tokenizer=tokenizer, groups=groups, encode=encode)
 
 
-def group_entries(rows, chosen: list[int], makes_pairs: bool) -> list[list[int]]:
-    """Of a chat one entry, of a pair two; those whose pictures have the same paths stand together."""
-    media = ("image", "images", "video", "videos")
-    names = [name for name in ("messages", "verdict", "answer") if name in rows.column_names]
-    names += [x for x in media if re.match("(List|Value).*string", str(rows.features.get(x)))]
+def group_examples(rows, indices: list[int], is_easy_vqa: bool) -> list[list[int]]:
+    """Example ids of some rows, grouped by the paths of the images and videos that they share."""
+    media_columns = ("image", "images", "video", "videos")
+    columns = [name for name in ("prompt", "verdict") if name in rows.column_names]
+    for name in media_columns:  # only paths: reading other columns would decode every image
+        if re.match("(List|Value).*string", str(rows.features.get(name))):
+            columns.append(name)
     groups = defaultdict(list)
-    for index, row in zip(chosen, rows.select(chosen).select_columns(names)):
-        is_pair = makes_pairs or (row.get("verdict") is not None and not row.get("messages"))
-        paths = [row.get(name) for name in media]
+    for index, row in zip(indices, rows.select(indices).select_columns(columns)):
+        paths = [row.get(name) for name in media_columns]
         key = str(paths) if any(paths) else index
-        groups[key] += [2 * index, 2 * index + 1] if is_pair else [2 * index]
+        groups[key].append(2 * index)
+        if is_easy_vqa or is_pair(row):
+            groups[key].append(2 * index + 1)  # with swapped candidates
     return list(groups.values())
 
 
+def is_pair(row: dict) -> bool:
+    """Whether a row is a pair; other rows are chats."""
+    return row.get("prompt") is not None and row.get("verdict") is not None
+
+
 def load_rows(source: str, split: str):
-    """A `datasets.Dataset` from easy-vqa, a local file or folder, or the hub."""
+    """Load a `datasets.Dataset`: easy-vqa, a local file, a saved directory or a hub id."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -486,39 +556,42 @@ def load_rows(source: str, split: str):
         rows = datasets.load_from_disk(source)
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
-        fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
+        fail(f"can't load the dataset {source} (split {split}): {error.__cause__ or error}")
 
 
 def rename_columns(args: Args, source: str, rows):
-    """By --columns. Held-out data may have the script's names already."""
-    names = {}  # the script's -> the data's
+    """Apply --columns. The evaluation set may already use the script's names."""
+    columns = rows.column_names
+    new_names = {}  # column of the dataset -> name in this script
     for pair in args.columns:
-        ours, _, theirs = pair.partition("=")
-        if ours and theirs in rows.column_names:
-            names[ours] = theirs
+        name, _, column = pair.partition("=")
+        if name and column in columns:
+            new_names[column] = name
         elif source == args.dataset:
-            fail(f"--columns takes name=column, not {pair}: {source} has {', '.join(rows.column_names)}")
-    taken = {*names, "messages"} if "prompt" in names else {*names}  # else messages would be the prompt
-    unused = [name for name in rows.column_names if name in taken and name not in names.values()]
-    return rows.remove_columns(unused).rename_columns({names[ours]: ours for ours in names})
+            fail(f"--columns {pair} must be name=column; {source} has {', '.join(columns)}")
+    # A column that has one of the new names already, and does not get another one, is replaced.
+    replaced = [column for column in columns if column in new_names.values() and column not in new_names]
+    return rows.remove_columns(replaced).rename_columns(new_names)
 
 
 def easy_vqa_rows(split: str):
-    """64 x 64 drawings with questions, inside the package of that name."""
+    """64 x 64 images of shapes with questions, from the package easy-vqa."""
     import datasets
     import easy_vqa
 
-    questions, answers, image_numbers = getattr(easy_vqa, f"get_{split}_questions")()
+    questions, answers, image_ids = getattr(easy_vqa, f"get_{split}_questions")()
     paths = getattr(easy_vqa, f"get_{split}_image_paths")()
-    images = [str(paths[number]) for number in image_numbers]
+    images = [str(paths[image_id]) for image_id in image_ids]
     return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
 
 
-def make_pair(row: dict, rng: np.random.Generator) -> dict:
-    """easy-VQA: the answer against a wrong one of its kind, on drawn sides."""
+def make_easy_vqa_pair(row: dict, rng: np.random.Generator) -> dict:
+    """A row of easy-VQA as a pair: its answer and a wrong one of the same type, in random order."""
     right = row["answer"]
-    kind = next(kind.split() for kind in EASY_VQA_KINDS if right in kind.split())
-    wrong = str(rng.choice([other for other in kind if other != right]))
+    same_type = [answers.split() for answers in EASY_VQA_ANSWERS if right in answers.split()]
+    if not same_type:
+        raise ValueError(f"{right!r} is not an answer of easy-VQA; other data needs a column verdict")
+    wrong = str(rng.choice([answer for answer in same_type[0] if answer != right]))
     pair = {"answer_0": right, "answer_1": wrong, "verdict": "1"}
     if rng.integers(2) == 1:
         pair = {"answer_0": wrong, "answer_1": right, "verdict": "2"}
@@ -526,60 +599,83 @@ def make_pair(row: dict, rng: np.random.Generator) -> dict:
 
 
 def encode_row(
-    args: Args, model, processor, row: dict, entry: int, folder: Path, share: bool, previous: Sample | None
-) -> Example:
-    """folder: of relative paths. share: prompts end with the last picture, if there is one. previous: a
-    sample whose prompt serves again where it is equal: a picture goes through the processor once."""
+    args: Args, model, processor, row: dict, example_id: int, data_dir: Path, share_prompt: bool,
+    prompt_cache: MutableMapping[bytes, Prompt],
+) -> Example:  # fmt: skip
+    """Tokenize one order of a row. For the evaluation (share_prompt False), the response is the last
+    assistant turn only. For training it begins after the last image, so that packs share more:
+
+    prompt      <|im_start|> user \n <|vision_start|> <|image_pad|> x 16 <|vision_end|>
+    response    What color? \n Answer 1: red \n Answer 2: blue <|im_end|> \n <|im_start|> assistant \n
+                <answer> Answer 1 is better </answer> <|im_end|>
+    loss_mask   True for the last line, False before
+    """
     tokenizer = getattr(processor, "tokenizer", processor)
-    chat, noun, truth = make_chat(row, swap=entry % 2 == 1)
-    messages = to_messages(args, chat, folder, tokenizer)
-    media_ids = packing.media_token_ids(model.config) if share else []
-    samples = []
-    for n, ids, start in split_chat(processor, messages, end_token_ids(model, tokenizer)):
-        ends = [t + 1 for t in range(start) if ids[t] in media_ids]
-        end = ends[-1] if ends else start  # of the prompt
-        key = key_of(ids[:end], messages[:n])
-        if previous is None or previous.prompt_key != key:
+    chat, noun, label = build_chat(row, swapped=example_id % 2 == 1)
+    messages = build_messages(args, chat, data_dir, tokenizer)
+    ids, turns = locate_turns(processor, messages, get_eos_ids(model, tokenizer))
+    media_ids = packing.media_token_ids(model.config)
+    last_message, last_start, _ = turns[-1]
+    context = messages[:last_message]
+    end = last_start  # of the prompt, in ids
+    if share_prompt:
+        end = max((t + 1 for t in range(last_start) if ids[t] in media_ids), default=last_start)
+    key = hash_content(ids[:end], context)
+    prompt = prompt_cache.get(key)
+    if prompt is None:
+        prompt, end = encode_prompt(model, processor, context, example_id, ids[:last_start], end)
+        key = hash_content(ids[:end], context)
+        prompt_cache[key] = prompt
+    response_ids = torch.tensor(ids[end:])
+    sequence = torch.cat([prompt.input_ids, response_ids])  # (P + R,)
+    if len(sequence) > args.max_length:
+        raise ValueError(f"{len(sequence)} tokens exceed --max-length")
+
+    loss_mask = torch.zeros(len(sequence), dtype=torch.bool)
+    for n, start, stop in turns:
+        shift = prompt.length - end  # tokens that images add before the turn: ids has one per image
+        if any(token in media_ids for token in ids[stop:end]):  # some images come later
             inputs = packing.encode_chat(processor, messages[:n], add_generation_prompt=True)
-            N = inputs["input_ids"].shape[1]  # a picture is several tokens here
-            P = N - (start - end)
-            if inputs["input_ids"][0, P:].tolist() != ids[end:start]:
-                end, P = start, N  # the processor has rewritten it: nothing is shared
-                key = key_of(ids[:end], messages[:n])
-            inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
-            inputs = {k: x[:, :P] if x.shape[:2] == (1, N) else x for k, x in inputs.items()}
-            prompt = packing.make_prompt(model, inputs, index=entry, messages=messages[:n])
-        else:
-            prompt = previous.prompt
-        response_ids = torch.tensor(ids[end:])
-        length = prompt.length + len(response_ids)
-        if length > args.max_length:
-            raise ValueError(f"{length} tokens are more than --max-length")
-        previous = Sample(
-            entry=entry, prompt=prompt, prompt_key=key, response_ids=response_ids, start=start - end
-        )
-        samples.append(previous)
-    if not samples:
-        raise ValueError("no assistant's turn")
-    return Example(entry=entry, row=row, samples=samples, noun=noun, truth=truth)
+            shift = len(inputs["input_ids"][0]) - start
+        if sequence[start + shift : stop + shift].tolist() != ids[start:stop]:
+            raise ValueError(f"the processor changes message {n}, so its tokens can't be located")
+        loss_mask[start + shift : stop + shift] = True
+    return Example(
+        example_id=example_id,
+        prompt=prompt,
+        prompt_key=key,
+        response_ids=response_ids,
+        loss_mask=loss_mask,
+        noun=noun,
+        label=label,
+        columns={name: x for name, x in row.items() if isinstance(x, str | int | float)},
+    )
 
 
-def make_chat(row: dict, swap: bool) -> tuple[dict, str, str | None]:
-    """A pair, its sides exchanged or not -> a chat, what the candidates are called, the verdict."""
-    if row.get("messages"):
-        return row, "", None
-    kinds = [kind for kind in ("image", "video", "answer") if row.get(f"{kind}_0") is not None]
+def build_chat(row: dict, swapped: bool) -> tuple[dict, str, str | None]:
+    """A row as a chat, the noun for its candidates, and the label. For example, swapped:
+
+    row        {"prompt": "a ball", "image_0": "a.png", "image_1": "b.png", "verdict": "1"}
+    chat       user: "a ball\nImage 1: <image>\nImage 2: <image>", with images b.png and a.png
+               assistant: "<answer>Image 2 is better</answer>"
+    noun       Image
+    label      2
+    """
+    if not is_pair(row):
+        return row | {"prompt": row["messages"]}, "", None
+    types = [name for name in ("image", "video", "answer") if row.get(f"{name}_0") is not None]
     verdict = str(row["verdict"])
-    if not kinds or verdict not in VERDICTS:
-        raise ValueError("a pair needs two candidates, a verdict: 1, 2 or tie")
-    kind = kinds[0]
-    noun = kind.capitalize()
-    sides = [row[f"{kind}_0"], row[f"{kind}_1"]]
-    thought = row.get("reasoning") or ""
-    if swap:
-        sides.reverse()
+    if not types or verdict not in VERDICTS:
+        raise ValueError(f"a pair needs two candidates and a verdict 1, 2 or tie, not {verdict}")
+    candidate_type = types[0]
+    noun = candidate_type.capitalize()
+    candidates = [row[f"{candidate_type}_0"], row[f"{candidate_type}_1"]]
+    reasoning = row.get("reasoning") or ""
+    if swapped:
+        candidates.reverse()
         verdict = SWAPPED[verdict]
-        thought = re.sub(SIDE.format(noun), lambda side: SWAPPED[side[0].lower()], thought)
+        words = CANDIDATE_WORDS.format(noun)
+        reasoning = re.sub(words, lambda word: SWAPPED[word[0].lower()], reasoning)
 
     question = row["prompt"]
     media = {}
@@ -588,296 +684,417 @@ def make_chat(row: dict, swap: bool) -> tuple[dict, str, str | None]:
         items = items if isinstance(items, list) else [items]
         if f"<{name}>" not in question:
             question = f"<{name}>" * len(items) + question
-        media[f"{name}s"] = items + sides if name == kind else items
-    shown = [f"<{kind}>", f"<{kind}>"]
-    if kind == "answer":  # a text can't show pictures
-        shown = [re.sub("<(image|video)>", r"< \1>", text) for text in sides]
-    asked = f"{question}\n{noun} 1: {shown[0]}\n{noun} 2: {shown[1]}"
-    said = (f"<think>{thought}</think>" if thought else "") + write_verdict(verdict, noun)
-    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-    return {"messages": turns, **media}, noun, verdict
+        media[f"{name}s"] = items + candidates if name == candidate_type else items
+    texts = [f"<{candidate_type}>"] * 2
+    if candidate_type == "answer":  # the text of a candidate must not refer to an image
+        texts = [re.sub("<(image|video)>", r"< \1>", candidate) for candidate in candidates]
+    user = f"{question}\n{noun} 1: {texts[0]}\n{noun} 2: {texts[1]}"
+    assistant = (f"<think>{reasoning}</think>" if reasoning else "") + format_verdict(verdict, noun)
+    turns = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+    return {"prompt": turns, **media}, noun, verdict
 
 
-def write_verdict(verdict: str, noun: str) -> str:
+def format_verdict(verdict: str, noun: str) -> str:
     return f"<answer>{VERDICTS[verdict].format(noun)}</answer>"
 
 
-def read_verdict(text: str) -> str | None:
-    """None where the text has not exactly one <answer>, or another sentence in it."""
+def parse_verdict(text: str) -> str | None:
+    """The verdict of a judgment; None unless it has exactly one <answer>, with a known sentence."""
     sentence = "(?:Image|Video|Answer) ([12]) is better|Both are equally good"
-    found = re.findall(f"<answer>(?:{sentence})</answer>", text)
-    return found[0] or "tie" if len(found) == text.count("<answer>") == 1 else None
+    answers = re.findall(f"<answer>(?:{sentence})</answer>", text)
+    return answers[0] or "tie" if len(answers) == text.count("<answer>") == 1 else None
 
 
-def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
-    """A row's string or chat, pictures and videos -> messages of lists of parts, media opened and in
-    their places: where <image> and <video> stand, or parts of such types; else in front."""
-    chat = row.get("messages") or row["prompt"]
+def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
+    """Convert a dataset row to messages whose content is a list of parts, with loaded media.
+
+    The markers <image> and <video> in a text, or typed parts, say where media go. Media without
+    a marker go to the front of the first user message. In assistant messages a marker is text,
+    because chat templates accept media from users only.
+
+    {"prompt": "Is <image> red?", "image": "a.png"} -> one user message with the parts
+    {"type": "text", "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}
+    """
+    chat = row.get("prompt") or row.get("messages")
+    if not chat:
+        raise ValueError("its prompt is empty")
     if isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
-    media = {}
-    for kind in ("image", "video"):
-        items = row.get(kind) or row.get(f"{kind}s") or []
-        media[kind] = list(items) if isinstance(items, list) else [items]
+    media = {}  # sources by type, in order of their markers
+    for name in ("image", "video"):
+        sources = row.get(name) or row.get(f"{name}s") or []
+        media[name] = list(sources) if isinstance(sources, list) else [sources]
 
-    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    messages = []
+    # 1. Each message becomes one text: typed parts turn into markers, and their media join the row's.
+    roles = [message["role"] for message in chat]
+    texts = []
     for message in chat:
-        text = message["content"]
-        if not isinstance(text, str):  # parts become a text with marks, their media join the row's
-            parts = message["content"]
-            for kind, items in media.items():
-                items += [part[kind] for part in parts if part.get(kind) is not None]
-            text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
-        pieces = [text] if message["role"] == "assistant" else re.split("<(image|video)>", text)
-        parts = []
-        for i, piece in enumerate(pieces):
-            if i % 2 == 1:  # between two texts the kind of a mark
-                parts.append({"type": piece})
-            elif piece:
-                parts.append({"type": "text", "text": defuse(piece, special_tokens)})
-        messages.append({"role": message["role"], "content": parts})
+        parts = message["content"] or ""
+        if isinstance(parts, str):
+            parts = [{"type": "text", "text": parts}]
+        text = ""
+        for part in parts:
+            name = part["type"]
+            if name != "text" and name not in media:
+                raise ValueError(f"content of type {name} is not supported")
+            text += part["text"] if name == "text" else f"<{name}>"
+            if name in media and part.get(name) is not None:
+                media[name].append(part[name])
+        texts.append(text)
 
-    for kind, items in media.items():
-        places = [part for message in messages for part in message["content"] if part["type"] == kind]
-        if items and not places:  # in front
-            places = [{"type": kind} for _ in items]
-            first_user = next(message for message in messages if message["role"] == "user")
-            first_user["content"] = places + first_user["content"]
-        if len(places) != len(items):
-            raise ValueError(f"{len(places)} places for {kind}s, but {len(items)} {kind}s")
-        for part, source in zip(places, items):
-            part.update(open_media(kind, source, folder, args.video_fps))
-    if args.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": args.system_prompt}]})
+    # 2. Media without markers get theirs.
+    for name, sources in media.items():
+        marker = f"<{name}>"
+        count = sum(text.count(marker) for role, text in zip(roles, texts) if role != "assistant")
+        if count == 0 and sources:
+            first = roles.index("user")
+            texts[first] = marker * len(sources) + texts[first]
+        elif count != len(sources):
+            raise ValueError(f"{count} {marker} markers, but {len(sources)} {name}s")
+
+    # 3. Each text is split at its markers.
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    unread = {name: iter(sources) for name, sources in media.items()}
+    messages = []
+    for role, text in zip(roles, texts):
+        pieces = [text] if role == "assistant" else re.split("<(image|video)>", text)
+        parts = []
+        for k, piece in enumerate(pieces):  # texts alternate with the names of markers
+            if k % 2 == 1:
+                parts.append(load_media(piece, next(unread[piece]), data_dir, args.video_fps))
+            elif piece:
+                parts.append({"type": "text", "text": escape_special_tokens(piece, special_tokens)})
+        messages.append({"role": role, "content": parts})
+    if args.system_prompt and roles[0] != "system":
+        parts = [{"type": "text", "text": args.system_prompt}]
+        messages.insert(0, {"role": "system", "content": parts})
     return messages
 
 
-def open_media(kind: str, source, folder: Path, fps: float) -> dict:
-    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> part of a message:
-    a picture in RGB, or fps frames a second (F, height, width, 3) and when they were taken."""
-    if kind == "video":
-        frames, metadata = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
-        needed = {name: metadata[name] for name in ("total_num_frames", "fps", "frames_indices")}
-        return {"type": "video", "video": frames, "metadata": needed}
-    if isinstance(source, dict):
+def load_media(media_type: str, source, data_dir: Path, video_fps: float) -> dict:
+    """A message part from a PIL image, bytes, {"bytes", "path"} or a path in data_dir.
+
+    Images are RGB. A video is its frames (F, height, width, 3) and metadata with their times."""
+    if media_type == "video":
+        load_video = transformers.video_utils.load_video
+        frames, metadata = load_video(str(data_dir / source), fps=video_fps, backend="pyav")
+        names = ("total_num_frames", "fps", "frames_indices")
+        return {"type": "video", "video": frames, "metadata": {name: metadata[name] for name in names}}
+    if isinstance(source, dict):  # an image as `datasets` stores it
         source = source["bytes"] or source["path"]
     if isinstance(source, bytes):
         source = io.BytesIO(source)
     elif isinstance(source, str):
-        source = folder / source
+        source = data_dir / source
     image = source if isinstance(source, Image.Image) else Image.open(source)
     return {"type": "image", "image": image.convert("RGB")}
 
 
-def defuse(text: str, special_tokens: list[str]) -> str:
-    """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-    while found := [token for token in special_tokens if token in text]:  # one may leave another
-        token = found[0]
+def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
+    """Data must not end a turn or stand for an image: "<|im_end|>" -> "< |im_end|>"."""
+    while present := [token for token in special_tokens if token in text]:
+        token = present[0]  # one at a time, because breaking one up may form another
         text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
     return text
 
 
-def split_chat(processor, messages: list[dict], end_ids: list[int]) -> list[tuple[int, list[int], int]]:
-    """A chat -> of each assistant's turn its number, the tokens of the chat up to its EOS
-    (which the last one always gets), a picture being one, and where in these it starts. Found
-    by counting: the tokens up to a turn, and up to its end, must be how the whole begins."""
+def tokenize_chat(processor, messages: list[dict], **template) -> list[int]:
+    """Token ids of a chat, with one token per image."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    if tokenizer is processor:  # a text model's template takes strings
-        messages = [m | {"content": "".join(part["text"] for part in m["content"])} for m in messages]
-    tokenize = functools.partial(
-        tokenizer.apply_chat_template, chat_template=processor.chat_template, return_dict=False
-    )
-    whole = tokenize(messages)
+    if tokenizer is processor:
+        return packing.encode_chat(processor, messages, **template)["input_ids"][0].tolist()
+    template |= {"chat_template": processor.chat_template, "return_dict": False}
+    return tokenizer.apply_chat_template(messages, **template)
+
+
+def locate_turns(
+    processor, messages: list[dict], eos_ids: list[int]
+) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """Token ids of a chat up to its last assistant turn, with one token per image, and the assistant
+    turns: (message, start, stop). A turn ends with its first EOS.
+
+    messages   user: "Hi", assistant: "Hello"
+    ids        <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assistant \n Hello <|im_end|>
+    turns      [(1, 9, 11)]: message 1 is ids[9:11], Hello <|im_end|>
+
+    Turns are located by their length: the chat before a turn, and up to its end, must be prefixes
+    of the whole chat. If the template writes no EOS, the last turn gets one.
+    """
+    whole = tokenize_chat(processor, messages)
+    ids = []
     turns = []
     for n, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = tokenize(messages[:n], add_generation_prompt=True)
-        ids = tokenize(messages[: n + 1])
+        before = tokenize_chat(processor, messages[:n], add_generation_prompt=True)
+        ids = tokenize_chat(processor, messages[: n + 1])
         if whole[: len(before)] != before or whole[: len(ids)] != ids:
             raise ValueError(f"the chat template writes message {n} differently if others follow")
-        ends = [t for t in range(len(before), len(ids)) if ids[t] in end_ids]
-        if ends:
-            ids = ids[: ends[0] + 1]
+        eos_positions = [t for t in range(len(before), len(ids)) if ids[t] in eos_ids]
+        if eos_positions:
+            ids = ids[: eos_positions[0] + 1]
         elif n == len(messages) - 1:
-            ids = [*ids, tokenizer.eos_token_id]
-        turns.append((n, ids, len(before)))
-    return turns
+            ids = [*ids, getattr(processor, "tokenizer", processor).eos_token_id]
+        turns.append((n, len(before), len(ids)))
+    if not turns:
+        raise ValueError("the chat has no assistant turn")
+    return ids, turns
 
 
-def key_of(ids: list[int], messages: list[dict]) -> bytes:
-    """A hash of tokens and of the pictures and videos that they stand for."""
-    key = hashlib.blake2b(str(ids).encode())
+def encode_prompt(
+    model, processor, context: list[dict], example_id: int, ids: list[int], end: int
+) -> tuple[Prompt, int]:
+    """The Prompt for ids[:end] of a context, and the end that was possible: the processor expands
+    images to many tokens, and if it also changes the text after them, the prompt is all of ids."""
+    inputs = packing.encode_chat(processor, context, add_generation_prompt=True)
+    N = len(inputs["input_ids"][0])
+    P = N - (len(ids) - end)
+    if inputs["input_ids"][0, P:].tolist() != ids[end:]:
+        end = len(ids)
+        P = N
+    inputs = truncate_inputs(inputs, P)
+    return packing.make_prompt(model, inputs, index=example_id, messages=context), end
+
+
+def truncate_inputs(inputs: dict, length: int) -> dict:
+    """The first `length` tokens of a processor's output for one chat, with all of its media."""
+    inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
+    N = inputs["input_ids"].shape[1]
+    return {name: x[:, :length] if x.shape[:2] == (1, N) else x for name, x in inputs.items()}
+
+
+def hash_content(ids: list[int], messages: list[dict]) -> bytes:
+    """Hash of token ids and of the images and videos that they refer to."""
+    digest = hashlib.blake2b(str(ids).encode())
     for message in messages:
         for part in message["content"]:
             if part["type"] != "text":
                 content = np.asarray(part[part["type"]])
-                key.update(f"{content.shape} {part.get('metadata')}".encode() + content.tobytes())
-    return key.digest()
+                digest.update(f"{content.shape} {part.get('metadata')}".encode() + content.tobytes())
+    return digest.digest()
 
 
 # ---- forward ----
 
 
-def packs_of(args: Args, run: Run, samples: list[Sample]) -> Iterator[packing.Pack]:
-    """This rank's packs of a step's samples, with the trained tokens alone as targets."""
-    sharing = defaultdict(list)  # key of a prompt -> the samples that have it
-    for b, sample in enumerate(samples):
-        sharing[sample.prompt_key].append(b)
-
-    def encode(b: int) -> Prompt:
-        own = run.train_data.encode(samples[b].entry).samples
-        return next(x.prompt for x in own if x.prompt_key == samples[b].prompt_key)
-
-    packs = packing.packs_of_rank(
+def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packing.Pack]:
+    """This rank's packs of a step's examples, with the trained tokens as targets."""
+    sharing = defaultdict(list)  # prompt key -> the examples with this prompt
+    for b, example in enumerate(examples):
+        sharing[example.prompt_key].append(b)
+    packs = packing.iter_rank_packs(
+        model=run.judge.module.model,
         groups=[(members[0], members) for members in sharing.values()],
-        prompts=[replace(sample.prompt, index=b) for b, sample in enumerate(samples)],
-        encode=encode, responses=[sample.response_ids for sample in samples],
-        max_tokens=args.micro_batch_tokens, rank=RANK, world_size=WORLD_SIZE,
-        packed=packing.is_packed(run.judge.module.model), media_everywhere=args.zero_stage > 0,
+        prompts=[example.prompt for example in examples],
+        encode=lambda example_id: run.train_data.encode(example_id).prompt,
+        responses=[example.response_ids for example in examples], max_tokens=args.micro_batch_tokens,
+        rank=RANK, world_size=WORLD_SIZE, media_everywhere=args.zero_stage > 0,
     )  # fmt: skip
-    starts = torch.tensor([sample.start for sample in samples])  # (B,)
     for pack in packs:
-        b, t = pack.token_index
-        trained = t >= starts[b]  # of all response tokens of the pack
-        targets = pack.targets[trained]
-        predict_from = pack.predict_from[trained]
-        yield pack._replace(targets=targets, predict_from=predict_from).to(run.device)
+        yield select_trained_tokens(pack, examples)
+
+
+def select_trained_tokens(pack: packing.Pack, examples: list[Example]) -> packing.Pack:
+    """Replace the targets of a pack, its response tokens, by the tokens of its examples' loss masks.
+
+    These can also be in a prompt: of a chat with an image in a later turn."""
+    input_ids = pack.model_inputs["input_ids"][0].cpu()  # (N,)
+    response_indices = pack.response_index.tolist()
+    lengths = [len(examples[b].response_ids) for b in response_indices]
+    logit_indices = [torch.empty(0, dtype=torch.long)]
+    target_ids = [torch.empty(0, dtype=torch.long)]
+    for b, indices in zip(response_indices, pack.logit_indices.cpu().split(lengths)):
+        prompt_end = int(indices[0]) + 1  # the last prompt token predicts the first response token
+        prompt_indices = torch.arange(prompt_end - examples[b].prompt.length, prompt_end)
+        indices = torch.cat([prompt_indices[:-1], indices])  # (P + R - 1,): predict tokens 1, 2, ...
+        tokens = torch.cat([input_ids[prompt_indices[1:]], examples[b].response_ids])  # (P + R - 1,)
+        is_trained = examples[b].loss_mask[1:]
+        logit_indices.append(indices[is_trained])
+        target_ids.append(tokens[is_trained])
+    device = pack.target_ids.device
+    return pack._replace(
+        logit_indices=torch.cat(logit_indices).to(device), target_ids=torch.cat(target_ids).to(device)
+    )
 
 
 # ---- evaluation ----
 
 
 def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
-    """Held-out rows, dealt out to the ranks -> metrics, and the judgements of the first orders."""
+    """Metrics of the evaluation set, with each pair in both orders, and one record per row."""
     data = run.eval_data
-    if run.writer is not run.judge.module.model:
-        weights = run.writer.state_dict()
-        for name, weight in merged_weights(run.judge.module.model):
+    if run.sampling_model is not run.judge.module.model:
+        weights = run.sampling_model.state_dict()
+        for name, weight in iter_full_weights(run.judge.module.model):
             weights[name].copy_(weight)
-    entries = [entry for group in data.groups for entry in group]
-    own_entries = np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist()
-    own = []  # (entry, judgement)
-    for start in range(0, len(own_entries), args.generation_batch_size):
-        batch = own_entries[start : start + args.generation_batch_size]
-        examples = [example for entry in batch if (example := data.encode(entry))]
+    example_ids = [example_id for group in data.groups for example_id in group]
+    rank_ids = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
+    judgments = []
+    for start in range(0, len(rank_ids), args.generation_batch_size):
+        batch = rank_ids[start : start + args.generation_batch_size]
+        examples = [example for i in batch if (example := encode_example_or_skip(data, i))]
         if examples:
-            judgements = write_judgements(args, run.writer, data.tokenizer, examples)
-            own += zip([example.entry for example in examples], judgements)
-    judged = dict(sorted(gather(own)))
-    if not judged:
-        fail(f"{data.source}: no row can be used")
-
-    for entry, judgement in judged.items():
-        other = judged.get(entry ^ 1)  # a chat has none
-        expected = SWAPPED.get(judgement["verdict"], "unreadable")
-        judgement["swap_consistency"] = other["verdict"] == expected if other else None
-        judgement["swapped_response"] = other["response"] if other else None
-    in_first_order = [judgement for entry, judgement in judged.items() if entry % 2 == 0]
-    return judge_metrics(in_first_order), in_first_order
+            judgments += judge_examples(args, run.sampling_model, data.tokenizer, examples)
+    judgments = all_gather_list(judgments)
+    if not judgments:
+        fail(f"{data.source}: all rows are skipped, see the warnings")
+    by_id = {judgment.example_id: judgment for judgment in judgments}
+    rows = []  # (judgment, judgment of the swapped order or None)
+    for example_id in sorted(by_id):
+        if example_id % 2 == 0:
+            rows.append((by_id[example_id], by_id.get(example_id + 1)))
+    return judge_metrics(rows), [make_record(*row) for row in rows]
 
 
 @torch.no_grad()
-def write_judgements(args: Args, model, tokenizer, examples: list[Example]) -> list[dict]:
-    """What the model as a judge writes to each example, and how likely it finds each verdict:
-    softmax over verdicts of log p(own reasoning, verdict | prompt)."""
-    end_ids = end_token_ids(model, tokenizer)
-    samples = [example.samples[-1] for example in examples]
-    prompts = [replace(sample.prompt, index=i) for i, sample in enumerate(samples)]
-    written = generate_greedily(args, model, prompts, end_ids)
-    texts = tokenizer.batch_decode(written, skip_special_tokens=True)
+def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> list[Judgment]:
+    """Generate a judgment per example, and score its verdicts and the example's own response.
 
-    responses = []  # to each prompt the true one, and the judge's own reasoning with each verdict
-    for example, sample, text in zip(examples, samples, texts):
-        reasoning = text.partition("<answer>")[0]
-        verdicts = [reasoning + write_verdict(verdict, example.noun) for verdict in VERDICTS]
-        verdict_ids = tokenizer(verdicts, add_special_tokens=False)["input_ids"]
-        responses += [sample.response_ids, *map(torch.tensor, verdict_ids)]
-    logprobs = sum_logprobs(args, model, prompts, responses)  # (n, 1 + verdicts)
+    p(verdict) = softmax over verdicts of log p(own reasoning, verdict | prompt)"""
+    eos_ids = get_eos_ids(model, tokenizer)
+    prompts = [example.prompt for example in examples]
+    generated = generate_greedily(args, model, prompts, eos_ids)  # (R,) each
+    texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
+    responses = []  # per prompt: the example's response, then for a pair one response per verdict
+    for example, text in zip(examples, texts):
+        responses.append([example.response_ids])
+        if example.label is not None:
+            reasoning = text.partition("<answer>")[0]
+            verdicts = [reasoning + format_verdict(verdict, example.noun) for verdict in VERDICTS]
+            verdict_ids = tokenizer(verdicts, add_special_tokens=False)["input_ids"]
+            responses[-1] += [torch.tensor(ids) for ids in verdict_ids]
+    logprobs = sum_logprobs(args, model, prompts, responses)
 
-    judgements = []
+    judgments = []
     for i, example in enumerate(examples):
-        truth = example.truth
-        verdict = read_verdict(texts[i])
-        soft = dict(zip(VERDICTS, logprobs[i, 1:].softmax(0).tolist()))
-        likeliest = max(soft, key=soft.get)
-        readable = {k: x for k, x in example.row.items() if isinstance(x, str | int | float)}
-        judgements.append({
-            **readable, "phase": "eval", "row": example.entry // 2,
-            "response": texts[i], "verdict": verdict, "truth": truth, "probabilities": soft,
-            "accuracy": None if truth is None else verdict == truth,  # unreadable: wrong
-            "soft_accuracy": None if truth is None else likeliest == truth,
-            "parse_rate": verdict is not None, "tie_rate": verdict == "tie",
-            "length": len(written[i]), "truncated_frac": int(written[i][-1]) not in end_ids,
-            "loss": -float(logprobs[i, 0]), "tokens": len(samples[i].response_ids),
-        })  # fmt: skip
-    return judgements
+        judgments.append(
+            Judgment(
+                example_id=example.example_id,
+                label=example.label,
+                columns=example.columns,
+                text=texts[i],
+                length=len(generated[i]),
+                truncated=int(generated[i][-1]) not in eos_ids,
+                verdict=None if example.label is None else parse_verdict(texts[i]),
+                probabilities=dict(zip(VERDICTS, logprobs[i][1:].softmax(0).tolist())),
+                loss=-float(logprobs[i][0]),
+                num_tokens=len(example.response_ids),
+            )
+        )
+    return judgments
 
 
-def generate_greedily(args: Args, model, prompts: list[Prompt], end_ids: list[int]) -> list[Tensor]:
-    """The likeliest tokens after each prompt (R_b,), up to an EOS or the length limit."""
-    R = args.max_response_length
+def generate_greedily(args: Args, model, prompts: list[Prompt], eos_ids: list[int]) -> list[Tensor]:
+    """The most likely tokens (R,) after each prompt, up to an EOS or the length limit."""
+    max_length = args.max_response_length
     if not packing.is_packed(model):
-        responses = packing.generate_plain(model, prompts, 1, R, end_ids, temperature=0.0)
-        return [response.ids for response in responses]
-    decoder = packing.Decoder(model, prompts, 1)
-    ends = torch.tensor(end_ids, device=model.device)
-    tokens = ends.new_empty(len(prompts), 0)
-    while tokens.shape[1] < R:
-        token = packing.next_logprobs(model, decoder.hidden, 1.0).argmax(-1)  # (n,)
-        tokens = torch.cat([tokens, token[:, None]], dim=1)  # (n, t)
-        is_end = torch.isin(tokens, ends)
-        if is_end.any(1).all():
+        responses = decoding.generate_unpacked(model, prompts, 1, max_length, eos_ids, temperature=0.0)
+        return [response.token_ids for response in responses]
+    decoder = decoding.Decoder(model, prompts, num_samples=1, max_tokens=args.micro_batch_tokens)
+    tokens = [[] for _ in prompts]
+    active = list(range(len(prompts)))  # unfinished responses
+    for t in range(max_length):
+        token = decoding.next_logprobs(model, decoder.hidden, temperature=1.0).argmax(-1)  # (active,)
+        for i, token_id in zip(active, token.tolist()):
+            tokens[i].append(token_id)
+        unfinished = [k for k, i in enumerate(active) if tokens[i][-1] not in eos_ids]
+        if not unfinished or t + 1 == max_length:
             break
+        if len(unfinished) < len(active):  # finished responses leave the batch
+            active = [active[k] for k in unfinished]
+            indices = torch.tensor(unfinished, device=token.device)
+            token = token[indices]
+            decoder.select(indices)
         decoder.step(token)
-    is_kept = is_end.cumsum(1) - is_end.long() == 0  # up to the first EOS
-    return [row[kept] for row, kept in zip(tokens.cpu(), is_kept.cpu())]
+    return [torch.tensor(ids) for ids in tokens]
 
 
-def sum_logprobs(args: Args, model, prompts: list[Prompt], responses: list[Tensor]) -> Tensor:
-    """log p of whole responses, k to each of n prompts -> (n, k), in float64."""
-    n = len(prompts)
-    k = len(responses) // n
-    packs = packing.packs_of_rank(
-        groups=[(i, list(range(i * k, (i + 1) * k))) for i in range(n)], prompts=prompts,
-        encode=prompts.__getitem__, responses=responses, packed=packing.is_packed(model),
-        max_tokens=args.micro_batch_tokens + 2 * args.max_response_length,
-    )  # fmt: skip
-    table = torch.zeros(n * k, max(map(len, responses)), dtype=torch.float64)  # (n * k, R)
+def sum_logprobs(
+    args: Args, model, prompts: list[Prompt], responses: list[list[Tensor]]
+) -> tuple[Tensor, ...]:
+    """log p of each prompt's responses: (k,) in float64 for a prompt with k responses."""
+    flat = [ids for own in responses for ids in own]  # (R,) each
+    counts = [len(own) for own in responses]
+    indices = torch.arange(len(flat)).split(counts)
+    lengths = [prompt.length + len(ids) for prompt, own in zip(prompts, responses) for ids in own]
+    packs = packing.iter_rank_packs(
+        model=model,
+        groups=[(i, own.tolist()) for i, own in enumerate(indices)],
+        prompts=[replace(prompt, index=i) for i, prompt in enumerate(prompts)],
+        encode=prompts.__getitem__,
+        responses=flat,
+        max_tokens=max(args.micro_batch_tokens, *lengths),  # a text can have more tokens than generated
+    )
+    table = torch.zeros(len(flat), max(map(len, flat)), dtype=torch.float64)  # (responses, R)
     for pack in packs:
-        logprobs, _ = packing.response_logprobs(model, pack.to(model.device))
+        logprobs, _ = packing.response_logprobs(model, pack)
         table[pack.token_index] = logprobs.double().cpu()
-    return table.sum(1).view(n, k)
+    return table.sum(1).split(counts)
 
 
-def judge_metrics(judgements: list[dict]) -> dict[str, float]:
-    """Means over the judgements that have what it takes: a verdict, two sides."""
-    metrics = {}
-    names = "accuracy soft_accuracy swap_consistency parse_rate tie_rate length truncated_frac"
-    for name in names.split():
-        values = [float(x[name]) for x in judgements if x[name] is not None]
-        if values:
-            metrics[f"eval/{name}"] = float(np.mean(values))
-        if values and name == "accuracy":
-            low, high = wilson_interval(sum(values), len(values))
-            metrics |= {"eval/accuracy_low": low, "eval/accuracy_high": high}
-    num_tokens = sum(x["tokens"] for x in judgements)
-    metrics["eval/loss"] = sum(x["loss"] for x in judgements) / num_tokens
-    metrics["eval/num_samples"] = len(judgements)
-    return metrics
+def judge_metrics(rows: list[tuple[Judgment, Judgment | None]]) -> dict[str, float]:
+    """Means over the judgments of both orders, so that always answering "1" has accuracy 0.5.
+
+    The confidence interval counts rows, because the two judgments of a row are not independent."""
+    judgments = [judgment for row in rows for judgment in row if judgment]
+    metrics = {
+        "eval/loss": sum(x.loss for x in judgments) / sum(x.num_tokens for x in judgments),
+        "eval/length": np.mean([x.length for x in judgments]),
+        "eval/truncated_frac": np.mean([x.truncated for x in judgments]),
+        "eval/num_rows": len(rows),
+    }
+    pairs = [row for row in rows if row[0].label is not None]
+    judgments = [judgment for row in pairs for judgment in row if judgment]
+    if pairs:
+        accuracy = np.mean([x.verdict == x.label for x in judgments])  # unreadable verdicts are wrong
+        low, high = wilson_interval(accuracy, len(pairs))
+        likeliest = [max(x.probabilities, key=x.probabilities.get) for x in judgments]
+        metrics |= {
+            "eval/accuracy": accuracy,
+            "eval/accuracy_low": low,
+            "eval/accuracy_high": high,
+            "eval/soft_accuracy": np.mean([x.label == soft for x, soft in zip(judgments, likeliest)]),
+            "eval/swap_consistency": np.mean([is_swap_consistent(*row) for row in pairs]),
+            "eval/parse_rate": np.mean([x.verdict is not None for x in judgments]),
+            "eval/tie_rate": np.mean([x.verdict == "tie" for x in judgments]),
+        }
+    return {name: float(value) for name, value in metrics.items()}
 
 
-def messages_of(run: Run, sample: dict) -> list[dict]:
-    """The prompt of a sample, with opened pictures."""
-    return run.eval_data.encode(2 * sample["row"]).samples[-1].prompt.messages
+def is_swap_consistent(judgment: Judgment, swapped: Judgment | None) -> bool:
+    """Whether both verdicts are readable and mean the same candidate."""
+    return swapped is not None and SWAPPED.get(judgment.verdict, "unreadable") == swapped.verdict
+
+
+def make_record(judgment: Judgment, swapped: Judgment | None) -> dict:
+    """A line of samples.jsonl: the row, its judgment, and the text in the swapped order."""
+    is_chat = judgment.label is None
+    return {
+        **judgment.columns,
+        "phase": "eval",
+        "row": judgment.example_id // 2,
+        "response": judgment.text,
+        "predicted_verdict": judgment.verdict,
+        "probabilities": judgment.probabilities,
+        "accuracy": None if is_chat else judgment.verdict == judgment.label,
+        "swap_consistency": None if is_chat else is_swap_consistent(judgment, swapped),
+        "swapped_response": swapped.text if swapped else None,
+        "length": judgment.length,
+        "truncated": judgment.truncated,
+        "loss": judgment.loss,
+    }
+
+
+def get_messages(run: Run, record: dict) -> list[dict]:
+    """The prompt of a record, with loaded media."""
+    return run.eval_data.encode(2 * record["row"]).prompt.messages
 
 
 # ---- model ----
 
 
 class Judge(nn.Module):
-    """The model as DeepSpeed runs it: pack -> log-probs (M,) of its targets."""
+    """The model for DeepSpeed: pack -> log-probs (M,) of its targets."""
 
     def __init__(self, model):
         super().__init__()
@@ -889,18 +1106,19 @@ class Judge(nn.Module):
 
 
 def load_model(name: str, dtype: torch.dtype):
-    """A vision-language or text model, by what its config says, without dropout."""
+    """Load a vision-language or text model, depending on its config, without dropout."""
     try:
         config = transformers.AutoConfig.from_pretrained(name)
-        is_vision = hasattr(config, "vision_config")
-        kind = transformers.AutoModelForImageTextToText if is_vision else transformers.AutoModelForCausalLM
-        # SDPA would leave out a soft cap on attention scores (Gemma 2) without a word.
-        has_softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-        attention = "eager" if has_softcap else None
-        model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
+        auto_class = transformers.AutoModelForCausalLM
+        if hasattr(config, "vision_config"):
+            auto_class = transformers.AutoModelForImageTextToText
+        # SDPA silently ignores softcapping of attention scores (Gemma 2).
+        softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+        attention = None if softcap is None else "eager"
+        model = auto_class.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
-        fail(f"the model {name} can't be loaded: {error}")
-    # Sampled, old and new log-probs are of one function: no attention_dropout, layerdrop, ...
+        fail(f"can't load the model {name}: {error}")
+    # Checkpointed layers train in training mode, see set_checkpointing, but without dropout.
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
@@ -909,40 +1127,45 @@ def load_model(name: str, dtype: torch.dtype):
     return model
 
 
-def add_adapters(args: Args, model) -> None:
-    """LoRA on the language model's linear layers; B starts at 0, so nothing changes yet."""
+def add_lora(args: Args, model) -> None:
+    """Add LoRA adapters to the linear layers of the language model."""
     from peft import LoraConfig
 
     language_model = getattr(model.base_model, "language_model", model.base_model)
     inside = set(language_model.modules())
-    targets = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
-    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets))
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
+    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=linear))
 
 
 @torch.no_grad()
-def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of the plain model, one after the other, tied ones under each name:
-    gathered under ZeRO-3 (collective), adapters added out of place, W + alpha / rank B A:
-    merging in place would wear bf16 weights down."""
+def iter_full_weights(model, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights as a checkpoint has them: unsharded, with LoRA merged. Call on all ranks.
+
+    LoRA is merged into copies, W + alpha / rank * B A: merging in place and undoing it would change
+    bf16 weights by rounding. Tied weights appear under each of their names. trainable_only: skip
+    what training does not change."""
     import deepspeed
 
-    saved_names = set(model.state_dict())
-    lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    lora_layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
+    saved_names = set() if trainable_only else set(model.state_dict())
     for name, buffer in model.named_buffers():
         if name in saved_names:
             yield name, buffer
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if ".lora_" in name:
+        if ".lora_" in name:  # merged into its layer's weight
             continue
-        is_sharded = hasattr(parameter, "ds_id")
         layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
-        adapters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
-        with deepspeed.zero.GatheredParameters([parameter, *adapters], enabled=is_sharded):
+        factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
+        if trainable_only and not any(x.requires_grad for x in (parameter, *factors)):
+            continue
+        is_sharded = hasattr(parameter, "ds_id")  # ZeRO-3
+        with deepspeed.zero.GatheredParameters([parameter, *factors], enabled=is_sharded):
             weight = parameter.detach()
             if layer:
-                lora_a, lora_b = (adapter.float() for adapter in adapters)  # (rank, in), (out, rank)
-                weight = (weight.float() + layer.scaling["default"] * (lora_b @ lora_a)).to(weight.dtype)
-            elif is_sharded:
+                lora_a, lora_b = (factor.float() for factor in factors)  # (rank, in), (out, rank)
+                merged = weight.float() + layer.scaling["default"] * (lora_b @ lora_a)
+                weight = merged.to(weight.dtype)
+            elif is_sharded:  # the gathered weight is freed when this block ends
                 weight = weight.clone()
         yield name.replace(".base_layer.", "."), weight
 
@@ -951,13 +1174,13 @@ def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
 
 
 def init_distributed() -> torch.device:
-    """Without a launcher: one process and no port, so that runs never collide."""
+    """Initialize the process group; without a launcher it uses no port, so runs never collide."""
     on_cuda = torch.cuda.is_available()
     local_rank = os.environ.get("LOCAL_RANK", "0")
     device = torch.device("cuda", int(local_rank)) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
-        # SDPA's first choice on sm90: NaN gradients with masks (torch 2.13, huggingface/trl#7181).
+        # cuDNN's SDPA gives NaN gradients with masks on sm90 (torch 2.13, trl#7181).
         torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "nccl" if on_cuda else "gloo"
     if "RANK" in os.environ:
@@ -968,18 +1191,18 @@ def init_distributed() -> torch.device:
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would compile for a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes a minute
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return device
 
 
-def make_engine(
+def init_deepspeed_engine(
     args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0, learning_rate: float = 0.0
 ):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a
-    frozen module's, it has neither. A pack is a micro-batch: their number varies, so
-    `set_gradient_accumulation_boundary` ends a step, batch sizes stay 1 here, and the losses
-    carry their own global denominators."""
+    """DeepSpeed engine with AdamW and a cosine schedule, or for a frozen module without them.
+
+    A pack is a micro-batch and their number varies, so main ends an optimizer step with
+    set_gradient_accumulation_boundary, and the losses are already divided by global counts."""
     import deepspeed
 
     config = {
@@ -989,22 +1212,23 @@ def make_engine(
         "zero_optimization": {
             "stage": args.zero_stage,
             "overlap_comm": False,
-            "reduce_scatter": dist.get_backend() != "gloo",  # gloo has none
+            "reduce_scatter": dist.get_backend() != "gloo",  # gloo does not support it
             "stage3_param_persistence_threshold": 10_000,
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW needs no compiler
+        "zero_force_ds_cpu_optimizer": False,  # it needs a compiler; torch's AdamW does not
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
-        deepspeed.zero.register_external_parameter(module, head.weight)  # read outside its own forward
+        # packing.py uses this weight outside of the head's forward, where ZeRO-3 gathers it.
+        deepspeed.zero.register_external_parameter(module, head.weight)
     optimizer = None
     schedule = None
     if total_updates > 0:
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        matrices = [parameter for parameter in trained if parameter.dim() > 1]
-        vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in trainable if parameter.dim() > 1]
+        vectors = [parameter for parameter in trainable if parameter.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": args.weight_decay}]
-        if vectors:  # LoRA has none
+        if vectors:  # LoRA adapters have none
             groups.append({"params": vectors, "weight_decay": 0.0})
         optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=args.adam_betas, fused=True)
         schedule = transformers.get_scheduler(
@@ -1017,175 +1241,200 @@ def make_engine(
     engine, _, _, _ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, lr_scheduler=schedule, dist_init_required=False
     )
-    if optimizer is not None:  # in bf16 without ZeRO it has made a step without gradients
+    if optimizer is not None:
+        # DeepSpeed's bf16 optimizer takes a dummy step at initialization; reset its step counters.
         for state in optimizer.state.values():
             state["step"].zero_()
     return engine
 
 
+def set_checkpointing(module: nn.Module, enabled: bool) -> None:
+    """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
+
+    The module itself is never in training mode: router noise or batch norm would make the trained
+    function differ from the one that sampled. But transformers checkpoints a layer only if the
+    layer's own training flag is True, and decoding needs it to be False."""
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+            layer.training = enabled
+
+
 def optimizer_step(engine) -> float | None:
-    """Clip, step, advance the schedule -> gradient norm before clipping, or None where it was
-    not finite and the step was left out: all ranks decide alike, by the reduced gradients."""
-    if not engine.zero_optimization() and not engine.bfloat16_enabled():  # has no check of its own
-        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if not norm.isfinite():
-            engine.zero_grad()
-            return None
-        engine.step()
-        return float(norm)
+    """Clip gradients, step, advance the schedule; returns the gradient norm before clipping.
+
+    If the norm is not finite, all ranks skip the step and return None: they see the same norm."""
+    if engine.zero_optimization() or engine.bfloat16_enabled():
+        engine.step()  # skips non-finite gradients
+        zero_gradient_buffers(engine.optimizer)
+        return float(engine.get_global_grad_norm()) if engine.was_step_applied() else None
+    # In this mode DeepSpeed does not check whether gradients are finite.
+    norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+    if not norm.isfinite():
+        engine.zero_grad()
+        return None
     engine.step()
-    optimizer = engine.optimizer
-    # A parameter without gradients in the next step, as a vision tower's without pictures, would
-    # have these again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
-    kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
-        kept += [group.grad for group in getattr(optimizer, name, [])]
-    for gradients in kept:
-        if torch.is_tensor(gradients):
-            gradients.zero_()
-    return float(engine.get_global_grad_norm()) if engine.was_step_applied() else None
+    return float(norm)
 
 
-def sum_over_ranks(table: Tensor, device: torch.device) -> Tensor:
-    if WORLD_SIZE > 1:  # alone, gloo would copy in a thread of its own, and slow down OpenMP's
-        table = table.to(device)
-        dist.all_reduce(table)
-    return table.cpu()
+def zero_gradient_buffers(optimizer) -> None:
+    """Zero the buffers in which DeepSpeed 0.19 keeps gradients under ZeRO-3 and CPU offload.
+
+    It would apply them again to parameters that get no new ones, such as those of the vision
+    tower in a batch of texts. DeepSpeed has no public call for this."""
+    buffers = [getattr(optimizer, "grad_partitions_flat_buffer", None)]  # ZeRO-3
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # offload
+        buffers += [partition.grad for partition in getattr(optimizer, name, [])]
+    for buffer in buffers:
+        if torch.is_tensor(buffer):
+            buffer.zero_()
+
+
+def all_reduce_sum(x: Tensor, device: torch.device) -> Tensor:
+    """Sum of the tensors of all ranks, on the CPU."""
+    if WORLD_SIZE > 1:  # on one rank gloo would copy in a thread that slows down OpenMP
+        x = x.to(device)
+        dist.all_reduce(x)
+    return x.cpu()
 
 
 # ---- files ----
 
 
-def find_run(args: Args) -> tuple[Path, Path | None]:
-    """-> the run's folder, and the checkpoint to go on from."""
+def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
+    """The directory of this run, and the checkpoint to resume from."""
     if args.resume not in (None, "auto"):
         checkpoint = Path(args.resume)
         if not (checkpoint / "state").is_dir():
-            fail(f"--resume {args.resume} is no checkpoint: it has no folder named state")
+            fail(f"--resume {args.resume} is not a checkpoint: it has no folder named state")
         return checkpoint.resolve().parent, checkpoint
     script = Path(__file__).stem
     now = time.strftime("%Y%m%d-%H%M%S")
     names = [args.run_name or f"{script}-{Path(args.model).name}-seed{args.seed}-{now}"]
-    dist.broadcast_object_list(names)  # all ranks take rank 0's time
-    folder = Path(args.output_dir) / names[0]
+    dist.broadcast_object_list(names)  # clocks of ranks may differ
+    run_dir = Path(args.output_dir) / names[0]
     if args.resume == "auto":
-        found = checkpoints(folder)
-        return folder, found[-1] if found else None
-    if RANK == 0 and folder.exists():
-        fail(f"{folder} exists already: choose another --run-name, or go on with --resume auto")
-    return folder, None
+        checkpoints = list_checkpoints(run_dir)
+        return run_dir, checkpoints[-1] if checkpoints else None
+    if RANK == 0 and run_dir.exists():
+        fail(f"{run_dir} already exists: use another --run-name, or --resume auto")
+    return run_dir, None
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """By step."""
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints, ordered by step."""
     return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name[11:]))
 
 
-def open_folder(args: Args, folder: Path, last_step: int) -> None:
-    """Make the run's folder; of a resumed run, drop what was logged after its checkpoint."""
+def prepare_run_dir(args: Args, run_dir: Path, last_step: int) -> None:
+    """Create the run directory; drop what was logged after the checkpoint to resume from."""
     if RANK > 0:
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        fail(f"--output-dir {args.output_dir} can't be written: {error}")
-    (folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
-    for path in folder.glob("*.jsonl"):
-        lines = path.read_text().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-        kept = [line for line in whole if 0 < last_step >= json.loads(line)["train/step"]]
-        path.write_text("".join(kept))
+        fail(f"can't create {run_dir} in --output-dir: {error}")
+    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+    for path in run_dir.glob("*.jsonl"):
+        lines = path.read_text().splitlines(keepends=True) if last_step > 0 else []
+        lines = [line for line in lines if line.endswith("\n")]  # a kill may truncate the last
+        lines = [line for line in lines if json.loads(line)["train/step"] <= last_step]
+        path.write_text("".join(lines))
 
 
 def save_checkpoint(args: Args, run: Run, is_best: bool) -> Path:
-    """checkpoint-N: a Hugging Face folder that loads by itself, and state/ for --resume;
-    without that also checkpoint-best. Collective."""
+    """Save checkpoint-N: a Hugging Face directory, and state/ for --resume; if is_best, also
+    checkpoint-best, without state/. Call on all ranks."""
     model = run.judge.module.model
-    final = run.folder / f"checkpoint-{run.state['step']}"
-    unfinished = final.with_suffix(".tmp")  # renamed when all of it is written
+    checkpoint = run.run_dir / f"checkpoint-{run.state['step']}"
+    temporary = checkpoint.with_suffix(".tmp")  # renamed once it is complete
     if RANK == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     dist.barrier()
-    run.judge.save_checkpoint(
-        str(unfinished / "state" / "judge"), tag="engine", client_state={"ours": run.state}
-    )
+    engine_dir = str(temporary / "state" / "judge")
+    run.judge.save_checkpoint(engine_dir, tag="engine", client_state={"run_state": run.state})
     weights = {}
-    for name, weight in merged_weights(model):  # collective; one rank holds them
+    for name, weight in iter_full_weights(model):  # on all ranks, but only rank 0 keeps them
         if RANK == 0 and name not in model.all_tied_weights_keys:
             weights[name] = weight.cpu()
     if RANK == 0:
-        config = type(model.config).from_dict(model.config.to_dict())  # without packing
-        with torch.device("meta"):  # the same architecture, without adapters
-            plain = type(model)(config)
-        plain.generation_config = model.generation_config
-        plain.save_pretrained(unfinished, state_dict=weights)
-        run.processor.save_pretrained(unfinished)
-        if is_best:  # before the rename: a run that is killed in between does this step again
-            best = run.folder / "checkpoint-best"
+        config = type(model.config).from_dict(model.config.to_dict())  # drops packed attention
+        with torch.device("meta"):  # the same architecture, without LoRA
+            export = type(model)(config)
+        export.generation_config = model.generation_config
+        export.save_pretrained(temporary, state_dict=weights)
+        run.processor.save_pretrained(temporary)
+        if is_best:  # before checkpoint-N exists: a run killed in between repeats this step
+            best = run.run_dir / "checkpoint-best"
+            best_temporary = best.with_suffix(".tmp")
             ignore = shutil.ignore_patterns("state")
-            shutil.copytree(unfinished, run.folder / "best.tmp", ignore=ignore, dirs_exist_ok=True)
+            shutil.copytree(temporary, best_temporary, ignore=ignore, dirs_exist_ok=True)
             shutil.rmtree(best, ignore_errors=True)
-            (run.folder / "best.tmp").rename(best)
-        shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed before it
-        unfinished.rename(final)
-        for old in checkpoints(run.folder)[: -max(1, args.save_total_limit)]:
+            best_temporary.rename(best)
+        shutil.rmtree(checkpoint, ignore_errors=True)  # if resumed from an earlier checkpoint
+        temporary.rename(checkpoint)
+        for old in list_checkpoints(run.run_dir)[: -max(1, args.save_total_limit)]:
             shutil.rmtree(old)
     dist.barrier()
-    return final
+    return checkpoint
 
 
-def log(args: Args, run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
-    """Rank 0 alone: to metrics.jsonl and samples.jsonl; where --track says, with samples of evaluations."""
+def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
+    """Append to metrics.jsonl and samples.jsonl, and log to --track. On rank 0 only."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    lines_of = {"metrics": [metrics], "samples": [{"train/step": step, **sample} for sample in samples]}
-    for name, lines in lines_of.items():
-        with (run.folder / f"{name}.jsonl").open("a") as file:
-            file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-    shown = {}  # at evaluations: by phase (sample, its pictures)
+    with (run.run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics) + "\n")
+    with (run.run_dir / "samples.jsonl").open("a") as file:
+        for record in sample_records:
+            file.write(json.dumps({"train/step": step, **record}, default=str) + "\n")
+    table = []  # records of an evaluation, at most 64
     if args.track != "off" and any(name.startswith("eval/") for name in metrics):
-        for sample in samples[:: len(samples) // 64 + 1]:
-            shown.setdefault(f"samples/{sample['phase']}", []).append(to_show(run, sample))
+        every = len(sample_records) // 64 + 1
+        table = [format_record(run, record) for record in sample_records[::every]]
     if args.track == "wandb":
-        import wandb
-
-        name = run.folder.name
-        if wandb.run is None:
-            wandb.init(id=name, name=name, config=asdict(args), dir=run.folder, resume="allow")
-        tables = {}
-        for key, pairs in shown.items():
-            rows = []
-            for sample, pictures in pairs:
-                rows.append(sample | {f"picture_{k}": wandb.Image(x) for k, x in enumerate(pictures)})
-            columns = list(dict.fromkeys(column for row in rows for column in row))
-            cells = [[row.get(column) for column in columns] for row in rows]
-            tables[key] = wandb.Table(columns=columns, data=cells)
-        wandb.run.log(metrics | tables, step=step)
+        log_to_wandb(args, run, metrics, table, step)
     if args.track == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        if run.tensorboard is None:  # of a resumed run, what it does again is hidden
-            run.tensorboard = SummaryWriter(str(run.folder), purge_step=step)
-        for name, value in metrics.items():
-            run.tensorboard.add_scalar(name, value, step)
-        for key, pairs in shown.items():
-            texts = ["\n".join(f"{name}: {x}" for name, x in sample.items()) for sample, _ in pairs]
-            text = re.sub("(?m)^", "    ", "\n\n".join(texts))  # Markdown, verbatim
-            run.tensorboard.add_text(key, text, step)
-        run.tensorboard.flush()
+        log_to_tensorboard(run, metrics, table, step)
 
 
-def to_show(run: Run, sample: dict) -> tuple[dict, list[Image.Image]]:
-    """A sample with its whole prompt as text, and the prompt's pictures."""
-    parts = [part for message in messages_of(run, sample) for part in message["content"]]
+def format_record(run: Run, record: dict) -> dict:
+    """A record with its whole prompt as text, and the prompt's images as image_0, image_1, ..."""
+    parts = [part for message in get_messages(run, record) for part in message["content"]]
     prompt = "\n".join(part.get("text", f"<{part['type']}>") for part in parts)
-    pictures = [part["image"] for part in parts if part["type"] == "image"]
-    others = {name: x for name, x in sample.items() if name != "prompt"}
-    return {"prompt": prompt, **others}, pictures
+    images = [part["image"] for part in parts if part["type"] == "image"]
+    return {**record, "prompt": prompt, **{f"image_{k}": image for k, image in enumerate(images)}}
+
+
+def log_to_wandb(args: Args, run: Run, metrics: dict[str, float], table: list[dict], step: int) -> None:
+    import wandb
+
+    if wandb.run is None:
+        name = run.run_dir.name
+        wandb.init(id=name, name=name, config=asdict(args), dir=run.run_dir, resume="allow")
+    values = dict(metrics)
+    if table:
+        columns = list(dict.fromkeys(column for record in table for column in record))
+        values["samples"] = wandb.Table(columns=columns)
+        for record in table:
+            cells = [record.get(column) for column in columns]
+            values["samples"].add_data(*[wandb.Image(x) if isinstance(x, Image.Image) else x for x in cells])
+    wandb.run.log(values, step=step)
+
+
+def log_to_tensorboard(run: Run, metrics: dict[str, float], table: list[dict], step: int) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    if run.writer is None:  # purge_step hides the steps that a resumed run repeats
+        run.writer = SummaryWriter(str(run.run_dir), purge_step=step)
+    for name, value in metrics.items():
+        run.writer.add_scalar(name, value, step)
+    texts = ["\n".join(f"{name}: {value}" for name, value in record.items()) for record in table]
+    if texts:  # indented, so that Markdown shows it verbatim
+        run.writer.add_text("samples", re.sub("(?m)^", "    ", "\n\n".join(texts)), step)
+    run.writer.flush()
 
 
 if __name__ == "__main__":
-    argv = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # the deepspeed launcher's
+    argv = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # added by deepspeed
     main(tyro.cli(Args, args=argv, description=__doc__))
