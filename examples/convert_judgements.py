@@ -1,12 +1,12 @@
-"""Data sets of judgements -> rows for grm_sft.py, one JSON object per line:
+"""Convert datasets of judgements to rows for grm_sft.py, one JSON object per line:
 
     python examples/convert_judgements.py HPDv3/train.json judgements.jsonl
     python examples/convert_judgements.py ImageGen-CoT-Reward-5K.json OmniReward-Bench.parquet mixed.jsonl
 
-Columns tell which data set a file is of: HPDv3 (path1, the preferred one, path2, prompt),
-ImageGen-CoT-Reward-5K (images, conversations), or the text-to-image part of OmniReward-Bench (response1_path,
-response2_path, criteria, criteria_preference). Paths, relative to the file, become absolute. Sides of HPDv3
-are drawn.
+The last argument is the output file. The dataset is recognized by its columns: HPDv3 (path1, the preferred
+image; path2; prompt), ImageGen-CoT-Reward-5K (images, conversations), or the text-to-image part of
+OmniReward-Bench (response1_path, response2_path, criteria, criteria_preference). Relative paths become
+absolute. HPDv3 always lists the preferred image first, so the order is randomized.
 """
 
 import json
@@ -20,43 +20,49 @@ import tyro
 INSTRUCTION = """Two images were made for the prompt below. Compare how well they follow it and how good they
 look, and say which one is better.
 Prompt: {prompt}"""
+VERDICT_PATTERN = "<answer>(?:Image ([12]) is better|Both [a-z ]*equally good)</answer>"
 PREFERENCES = {"a": "1", "b": "2", "c": "tie", "response1": "1", "response2": "2", "tie": "tie"}
 
 
 @dataclass
 class Args:
-    files: tyro.conf.Positional[tuple[Path, ...]]  # .json, .jsonl or .parquet, and the .jsonl to write
-    seed: int = 0  # of the sides of HPDv3
+    files: tyro.conf.Positional[tuple[Path, ...]]  # .json, .jsonl or .parquet inputs, then the .jsonl output.
+    seed: int = 0  # Random seed for the order of HPDv3's images.
 
 
 def convert(row: dict, rng: random.Random) -> dict:
-    """A row of one of the three data sets -> prompt, image_0, image_1, verdict, maybe reasoning."""
+    """Columns prompt, image_0, image_1, verdict (1, 2 or tie), and reasoning if the dataset has it."""
+    reasoning = {}
     if "path1" in row:
-        images, verdict = [row["path1"], row["path2"]], rng.choice("12")
-        prompt, extra = INSTRUCTION.format(prompt=row["prompt"]), {}
-        images = images if verdict == "1" else images[::-1]
+        images = [row["path1"], row["path2"]]
+        verdict = rng.choice("12")
+        if verdict == "2":
+            images.reverse()
+        prompt = INSTRUCTION.format(prompt=row["prompt"])
     elif "conversations" in row:
-        images, turns = row["images"], [turn["value"] for turn in row["conversations"]]
-        prompt, said = turns[0].replace("<image>", "").strip(), turns[-1]
-        found = re.search("<answer>(?:Image ([12]) is better|Both [a-z ]*equally good)</answer>", said)
-        verdict, thought = found[1] or "tie", re.search("<think>(.*?)</think>", said, re.DOTALL)
-        extra = {"reasoning": thought[1]} if thought else {}
+        images = row["images"]
+        turns = [turn["value"] for turn in row["conversations"]]
+        prompt = turns[0].replace("<image>", "").strip()
+        verdict = re.search(VERDICT_PATTERN, turns[-1])[1] or "tie"
+        thought = re.search("<think>(.*?)</think>", turns[-1], re.DOTALL)
+        reasoning = {"reasoning": thought[1]} if thought else {}
     else:
-        images, extra = [row["response1_path"], row["response2_path"]], {}
+        images = [row["response1_path"], row["response2_path"]]
         prompt = f"{INSTRUCTION.format(prompt=row['prompt'])}\n{row['criteria']}"
         verdict = PREFERENCES[row["criteria_preference"].strip().lower()]
-    return {"prompt": prompt, "image_0": images[0], "image_1": images[1], "verdict": verdict, **extra}
+    return {"prompt": prompt, "image_0": images[0], "image_1": images[1], "verdict": verdict, **reasoning}
 
 
 def main(args: Args) -> None:
     import datasets
 
     *sources, target = args.files
-    rng, count = random.Random(args.seed), 0
+    rng = random.Random(args.seed)
+    count = 0
     with target.open("w") as file:
         for source in sources:
-            kind = source.suffix[1:].replace("jsonl", "json")
-            for row in datasets.load_dataset(kind, data_files=str(source), split="train"):
+            file_format = source.suffix[1:].replace("jsonl", "json")
+            for row in datasets.load_dataset(file_format, data_files=str(source), split="train"):
                 row = convert(row, rng)
                 row |= {name: str(source.resolve().parent / row[name]) for name in ("image_0", "image_1")}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -1,12 +1,12 @@
-"""Data of your own for all four scripts, from a folder with one subfolder of pictures per class (cats/1.png):
+"""Datasets for all four scripts, from a directory with one subdirectory of images per class (cats/1.png):
 
-    python examples/custom_data.py pictures data
-    python rloo.py --dataset data/prompts.jsonl --eval-dataset data/prompts_test.jsonl      # ppo_vl.py alike
-    python reward_bt.py --dataset data/pairs.jsonl
+    python examples/custom_data.py images data
+    python rloo.py --dataset data/prompts.jsonl --eval-dataset data/prompts_test.jsonl      # or ppo_vl.py
+    python reward_bt.py --dataset data/pairs.jsonl --eval-datasets test=data/pairs_test.jsonl
     python grm_sft.py --dataset data/judged.jsonl --eval-dataset data/judged_test.jsonl
 
-The right answer is the folder's name, a wrong one another folder's. A held-out picture, one in five, is in
-none of the other files. Rows of your own need no script: one JSON object per line, with these columns.
+The right answer is the name of the class, the wrong one the name of another class. One image in five goes
+to the test files. Your own data needs no script: write one JSON object per line with these columns.
 """
 
 import json
@@ -14,41 +14,42 @@ import random
 import sys
 from pathlib import Path
 
-ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
-QUESTION = "What does the picture show?"
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
+QUESTION = "What does the image show?"
 
 
-def make_rows(path: Path, right: str, wrong: str, first: int) -> dict[str, dict]:
-    """One picture's row in each file. first: which of the judge's answers, 0 or 1, is the right one."""
-    asked = {"prompt": QUESTION, "image": str(path.resolve())}
+def make_rows(path: Path, right: str, wrong: str, right_index: int) -> dict[str, dict]:
+    """The row of one image in each file. right_index (0 or 1): which of the judge's candidates is right."""
+    question = {"prompt": QUESTION, "image": str(path.resolve())}
+    candidates = {f"answer_{right_index}": right, f"answer_{1 - right_index}": wrong}
     return {
-        # Prompts: `answer` is what the accuracy reward compares with.
-        "prompts": asked | {"answer": right},
-        # Pairs: two answers to the same prompt, the better one is `chosen`.
-        "pairs": asked | {"chosen": f"<answer>{right}</answer>", "rejected": f"<answer>{wrong}</answer>"},
-        # For a judge: two candidates, and which of them, 1 or 2, is better (or tie).
-        "judged": asked | {f"answer_{first}": right, f"answer_{1 - first}": wrong, "verdict": str(1 + first)},
+        # For rloo.py and ppo_vl.py: the accuracy reward compares responses with `answer`.
+        "prompts": question | {"answer": right},
+        # For reward_bt.py: two responses to the same prompt; `chosen` is the better one.
+        "pairs": question | {"chosen": f"<answer>{right}</answer>", "rejected": f"<answer>{wrong}</answer>"},
+        # For grm_sft.py: two candidates, and which of them is better: 1, 2 or tie.
+        "judged": question | candidates | {"verdict": str(1 + right_index)},
     }
 
 
-def main(pictures: Path, output: Path) -> None:
-    files = sorted(path for path in pictures.glob("*/*") if path.suffix.lower() in ENDINGS)
-    classes = sorted({path.parent.name for path in files})
+def main(image_dir: Path, output_dir: Path) -> None:
+    paths = sorted(path for path in image_dir.glob("*/*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    classes = sorted({path.parent.name for path in paths})
     if len(classes) < 2:
-        raise SystemExit(f"{pictures} needs at least two subfolders with pictures, it has {len(classes)}")
+        raise SystemExit(f"{image_dir} needs at least two subdirectories with images, but has {len(classes)}")
     rng = random.Random(0)
-    rng.shuffle(files)
-    held_out = max(1, len(files) // 5)
-    output.mkdir(parents=True, exist_ok=True)
-    for ending, part in (("_test", files[:held_out]), ("", files[held_out:])):
+    rng.shuffle(paths)
+    num_test = max(1, len(paths) // 5)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for suffix, split in (("_test", paths[:num_test]), ("", paths[num_test:])):
         rows = []
-        for path in part:
+        for path in split:
             wrong = rng.choice([name for name in classes if name != path.parent.name])
             rows.append(make_rows(path, path.parent.name, wrong, rng.randrange(2)))
-        for kind in rows[0]:
-            lines = [json.dumps(row[kind], ensure_ascii=False) + "\n" for row in rows]
-            (output / f"{kind}{ending}.jsonl").write_text("".join(lines))
-    print(f"{len(files)} pictures of {len(classes)} classes, {held_out} held out: six files in {output}")
+        for name in rows[0]:
+            lines = [json.dumps(row[name], ensure_ascii=False) + "\n" for row in rows]
+            (output_dir / f"{name}{suffix}.jsonl").write_text("".join(lines))
+    print(f"{len(paths)} images of {len(classes)} classes, {num_test} for testing: six files in {output_dir}")
 
 
 if __name__ == "__main__":

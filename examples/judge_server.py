@@ -1,9 +1,10 @@
-"""The judge of judge_reward.py behind HTTP:
+"""The judge of judge_reward.py as an HTTP server:
 
     JUDGE=runs/NAME/checkpoint-best python examples/judge_server.py 8008
 
-POST a JSON list of {"prompt", "images": [base64 of the file], "answer_0", "answer_1"}; the reply is a list
-with the probability that answer_0 is better, one per pair. Status 400 with {"error": ...} where that fails.
+The body of a POST request is a JSON list of {"prompt", "images", "answer_0", "answer_1"}, where images are
+base64-encoded files. The reply is a list with the probability that answer_0 is better, one per pair. If
+judging fails, the status is 400 and the reply is {"error": ...}.
 """
 
 import base64
@@ -20,9 +21,11 @@ class Judge(BaseHTTPRequestHandler):
             pairs = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             for pair in pairs:
                 pair["images"] = [base64.b64decode(image) for image in pair["images"]]
-            status, reply = 200, judge_pairs(pairs)
+            reply = judge_pairs(pairs)
+            status = 200
         except Exception as error:
-            status, reply = 400, {"error": repr(error)}
+            reply = {"error": repr(error)}
+            status = 400
         body = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))

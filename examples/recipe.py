@@ -1,8 +1,9 @@
-"""Different rewards for different kinds of rows, chosen by the dataset's column `label`:
+"""Different rewards for different tasks in one dataset, chosen by its column `label`:
 
     python rloo.py --dataset mixed.jsonl --rewards examples/recipe.py:by_label --reward-weights 1
 
-A row of another kind gets None: this reward does not apply, and the row is left out if no other one does.
+A row with an unknown label gets None: this reward does not apply, and if no other one does either, the row
+is excluded from the update.
 """
 
 
@@ -27,9 +28,9 @@ RECIPE = {  # label: [(reward, weight), ...]
 
 def by_label(texts: list[str], answer: list, label: list[str], log_metric, **columns) -> list[float | None]:
     scores = []
-    for text, reference, kind in zip(texts, answer, label):
-        values = [weight * reward(text, reference) for reward, weight in RECIPE.get(kind, [])]
+    for text, expected, task in zip(texts, answer, label):
+        values = [weight * reward(text, expected) for reward, weight in RECIPE.get(task, [])]
         scores.append(sum(values) if values else None)
         if values:
-            log_metric(f"reward/{kind}", scores[-1])
+            log_metric(task, scores[-1])
     return scores

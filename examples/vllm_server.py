@@ -1,11 +1,12 @@
-"""vLLM's own OpenAI servers as the sampler, on other GPUs or other machines:
+"""vLLM servers, on other GPUs or other machines, as the sampler:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --port 8000      # one or more
-    VLLM_URLS=http://localhost:8000 python rloo.py --model MODEL --rollout examples/vllm_server.py:Servers
+    VLLM_URLS=http://localhost:8000 python rloo.py --model MODEL --sampler examples/vllm_server.py:Servers
 
-They read new weights from the run's folder, so they must see --output-dir. A sampler is any class with
-sync(), which takes over the model's weights, and sample(): prompts (common/packing.py) -> num_samples
-responses to each. The rloo below is a second copy of the running script: it gives functions only.
+The servers load new weights from the run's directory, so they need read access to --output-dir. A sampler is
+any class with update_weights(), which sends the model's weights, and generate(), which returns num_samples
+responses per prompt (common/packing.py). The `rloo` imported below is a second copy of the running script;
+only functions without state are used from it.
 """
 
 import base64
@@ -20,83 +21,88 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from common.packing import Prompt, Response, media_token_ids
-from rloo import fail, merged_weights
+from rloo import fail, iter_full_weights
 
 
 class Servers:
-    def __init__(self, args, model, end_ids: list[int], run_dir: Path):
+    def __init__(self, args, model, eos_ids: list[int], run_dir: Path):
         import httpx
 
         self.args = args
         self.model = model
-        self.end_ids = end_ids
-        self.folder = run_dir.resolve() / "server_weights"
+        self.eos_ids = eos_ids
+        self.weights_dir = run_dir.resolve() / "server_weights"
         self.client = httpx.Client(timeout=600)
         self.urls = os.environ.get("VLLM_URLS", "http://localhost:8000").split(",")
-        self.url = self.urls[dist.get_rank() % len(self.urls)]  # this rank's
-        self.name = self.ask(self.url, "GET", "/v1/models")["data"][0]["id"]
+        self.url = self.urls[dist.get_rank() % len(self.urls)]  # this rank generates with one server
+        self.model_name = self.request(self.url, "GET", "/v1/models")["data"][0]["id"]
 
-    def ask(self, url: str, method: str, path: str, body: dict | None = None) -> dict:
+    def request(self, url: str, method: str, path: str, body: dict | None = None) -> dict:
         try:
-            answer = self.client.request(method, url + path, json=body).raise_for_status()
-            return answer.json() if path.startswith("/v1") else {}
+            reply = self.client.request(method, url + path, json=body).raise_for_status()
+            return reply.json() if path.startswith("/v1") else {}
         except Exception as error:
-            said = getattr(getattr(error, "response", None), "text", "")[:300]
-            fail(f"vLLM server {url}{path}: {error} {said}; when it is back, go on with --resume")
+            details = getattr(getattr(error, "response", None), "text", "")[:300]
+            fail(f"vLLM server {url}{path}: {error} {details}; restart it, then continue with --resume")
 
-    def sync(self) -> None:
+    def update_weights(self) -> None:
+        """Send the policy's weights through a file, and clear all caches of the old ones."""
         from safetensors.torch import save_file
 
         weights = {}
-        for name, weight in merged_weights(self.model):  # collective; one rank holds them
+        for name, weight in iter_full_weights(self.model):  # on all ranks, but only rank 0 keeps them
             if dist.get_rank() == 0:
                 weights[name] = weight.to("cpu", copy=True)
         if dist.get_rank() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            save_file(weights, self.folder / "model.safetensors")
-            call = {"method": "reload_weights", "kwargs": {"weights_path": str(self.folder)}}
+            self.weights_dir.mkdir(parents=True, exist_ok=True)
+            save_file(weights, self.weights_dir / "model.safetensors")
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(self.weights_dir)}}
             for url in self.urls:
-                self.ask(url, "POST", "/collective_rpc", call)
-                for cache in ("prefix", "mm", "encoder"):  # they hold what the old weights computed
-                    self.ask(url, "POST", f"/reset_{cache}_cache")
+                self.request(url, "POST", "/collective_rpc", call)
+                for cache in ("prefix", "mm", "encoder"):
+                    self.request(url, "POST", f"/reset_{cache}_cache")
         dist.barrier()
 
-    def sample(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
-        requests = [self.make_request(prompt, num_samples, temperature) for prompt in prompts]
+    def generate(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
+        bodies = [self.make_request(prompt, num_samples, temperature) for prompt in prompts]
         with ThreadPoolExecutor(32) as pool:
-            answers = pool.map(
-                lambda body: self.ask(self.url, "POST", "/v1/chat/completions", body), requests
+            replies = pool.map(
+                lambda body: self.request(self.url, "POST", "/v1/chat/completions", body), bodies
             )
         responses = []
-        for prompt, answer in zip(prompts, answers):
-            if answer["prompt_token_ids"] != prompt.ids.tolist():
-                fail(f"row {prompt.index}: vLLM reads other tokens than the trainer; use --rollout hf")
-            for choice in answer["choices"]:
+        for prompt, reply in zip(prompts, replies):
+            if reply["prompt_token_ids"] != prompt.input_ids.tolist():
+                fail(f"row {prompt.index}: vLLM tokenizes it differently; use --sampler hf")
+            for choice in reply["choices"]:
                 ids = torch.tensor(choice["token_ids"])
                 logprobs = torch.tensor([token["logprob"] for token in choice["logprobs"]["content"]])
                 responses.append(Response(ids, logprobs, truncated=choice["finish_reason"] == "length"))
         return responses
 
     def make_request(self, prompt: Prompt, num_samples: int, temperature: float) -> dict:
-        """In OpenAI's protocol, pictures as data URLs. The seed is the prompt's: batches change nothing."""
+        """An OpenAI chat completion request, with images as data URLs and the prompt's seed."""
 
-        def rename(part: dict) -> dict:
-            if part["type"] == "video":  # vLLM counts the positions after one otherwise
-                fail(f"row {prompt.index} has a video: use --rollout hf")
+        def convert_part(part: dict) -> dict:
+            if part["type"] == "video":  # vLLM would sample other frames
+                fail(f"row {prompt.index} has a video, which needs --sampler hf")
             if part["type"] == "text":
                 return part
-            part["image"].save(buffer := io.BytesIO(), "PNG")
+            buffer = io.BytesIO()
+            part["image"].save(buffer, "PNG")
             data = base64.b64encode(buffer.getvalue()).decode()
             return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
+        messages = []
+        for message in prompt.messages:
+            messages.append({**message, "content": [convert_part(part) for part in message["content"]]})
         return {
-            "model": self.name,
-            "messages": [m | {"content": [*map(rename, m["content"])]} for m in prompt.messages],
+            "model": self.model_name,
+            "messages": messages,
             "n": num_samples,
             "temperature": temperature,
             "seed": prompt.seed,
             "max_tokens": self.args.max_response_length,
-            "stop_token_ids": self.end_ids,
+            "stop_token_ids": self.eos_ids,
             "logit_bias": dict.fromkeys(media_token_ids(self.model.config), -100.0),
             "return_token_ids": True,
             "logprobs": True,
