@@ -1,4 +1,4 @@
-"""examples/: each does what its docstring says, against the real thing; TRL's rewards run unchanged."""
+"""examples/: each does what its docstring promises, with a real server if it needs one; TRL's rewards run unchanged."""
 
 import asyncio
 import base64
@@ -24,8 +24,8 @@ import rloo
 from common.packing import Response
 
 EXAMPLES = ROOT / "examples"
-KINDS = {"rloo": ("prompts", "eval_dataset"), "ppo_vl": ("prompts", "eval_dataset")}
-KINDS |= {"reward_bt": ("pairs", "eval_datasets"), "grm_sft": ("judged", "eval_dataset")}
+FILES = {"rloo": ("prompts", "eval_dataset"), "ppo_vl": ("prompts", "eval_dataset")}
+FILES |= {"reward_bt": ("pairs", "eval_datasets"), "grm_sft": ("judged", "eval_dataset")}
 
 
 def load(name: str) -> dict:
@@ -33,23 +33,23 @@ def load(name: str) -> dict:
 
 
 def make(script: str, folder, *words: str, code: int = 0) -> str:
-    """Run an example in a folder -> what it says."""
+    """Run an example in a folder; returns its output."""
     command = [sys.executable, str(EXAMPLES / script), *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
-    return done.stdout + done.stderr
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert result.returncode == code and "Traceback" not in result.stderr, result.stderr
+    return result.stdout + result.stderr
 
 
-def score(functions: dict, texts: list[str], ids=None, pictures=(), **columns) -> tuple[dict, list]:
-    """One response to each row of some columns, as rloo.py would have it scored."""
+def score(functions: dict, texts: list[str], ids=None, images=(), **columns) -> tuple[dict, list]:
+    """Score one response per row of the columns, as rloo.py does."""
     rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
-    parts = [{"type": "image", "image": picture} for picture in pictures]
+    parts = [{"type": "image", "image": image} for image in images]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
     ids = ids or [torch.tensor([1])] * len(texts)
     return rloo.score_responses(
         functions=functions,
         prompts=[SimpleNamespace(row={"prompt": "?"} | row, messages=messages) for row in rows],
-        responses=[Response(own, torch.zeros(len(own)), truncated=False) for own in ids],
+        responses=[Response(token_ids, torch.zeros(len(token_ids)), truncated=False) for token_ids in ids],
         texts=texts,
         trainer_state=None,
     )
@@ -61,16 +61,27 @@ def score(functions: dict, texts: list[str], ids=None, pictures=(), **columns) -
 def test_custom_reward():
     ids = [torch.arange(n) for n in (3, 5)]
     function = load("custom_reward.py")["short_and_right"]
-    results, logged = score({"mine": function}, ["It is RED.", "blue"], ids, answer=["red", "red"])
-    assert results["mine"] == pytest.approx([0.97, -0.05]) and logged == [("reward/mentions_answer", 0.5)]
+    results, metrics = score({"mine": function}, ["It is RED.", "blue"], ids, answer=["red", "red"])
+    assert results["mine"] == pytest.approx([0.97, -0.05]) and metrics == [("mentions_answer", 0.5)]
+
+
+def test_overlong():
+    """The limit is 24 tokens: no penalty up to 19.2, -1 at 24."""
+    results, _ = score(
+        {"length": load("custom_reward.py")["overlong"]},
+        [""] * 3,
+        [torch.arange(n) for n in (19, 22, 24)],
+        answer=[""] * 3,
+    )
+    assert results["length"] == pytest.approx([0, -2.8 / 4.8, -1])
 
 
 def test_recipe():
     texts, labels = ["it makes 1,204.", "(b)", "b) yes", "whatever"], ["math", "choice", "choice", "other"]
     function = load("recipe.py")["by_label"]
-    results, logged = score({"r": function}, texts, answer=["1204", "b", "B", "?"], label=labels)
+    results, metrics = score({"r": function}, texts, answer=["1204", "b", "B", "?"], label=labels)
     assert results["r"][:3] == pytest.approx([1 - 0.0015, 0, 1]) and results["r"][3] != results["r"][3]
-    assert [name for name, _ in logged] == ["reward/math", "reward/choice", "reward/choice"]
+    assert [name for name, _ in metrics] == ["math", "choice", "choice"]
 
 
 def test_addition(tmp_path):
@@ -88,7 +99,7 @@ def test_spelling_pairs(tmp_path):
     assert len(train) == 2000 and len(test) == 500
     texts = (" ".join(row["chosen"] for row in rows) for rows in (train, test))
     words = [{word for word in text.replace(".", "").split() if len(word) > 3} for text in texts]
-    assert not words[0] & words[1] and all(len(known) > 40 for known in words)
+    assert not words[0] & words[1] and all(len(vocabulary) > 40 for vocabulary in words)
     for row in train:
         pairs = zip(row["chosen"].split(), row["rejected"].split())
         [(good, bad)] = [(good, bad) for good, bad in pairs if good != bad]
@@ -100,39 +111,39 @@ def test_spelling_pairs(tmp_path):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, vqa_rows):
-    """Forty pictures in folders by their answer -> the folder with the six files."""
+    """The directory with the six files made from forty images, which are in one directory per answer."""
     folder = tmp_path_factory.mktemp("custom")
     for i, row in enumerate(vqa_rows):
-        (folder / "pictures" / row["answer"]).mkdir(parents=True, exist_ok=True)
-        shutil.copy(row["image"], folder / "pictures" / row["answer"] / f"{i}.png")
-    (folder / "pictures/yes/notes.txt").write_text("not a picture")
-    said = make("custom_data.py", folder, "pictures", "made")
-    assert said.startswith("40 pictures of ") and "8 held out" in said
-    return folder / "made"
+        (folder / "images" / row["answer"]).mkdir(parents=True, exist_ok=True)
+        shutil.copy(row["image"], folder / "images" / row["answer"] / f"{i}.png")
+    (folder / "images/yes/notes.txt").write_text("not an image")
+    output = make("custom_data.py", folder, "images", "data")
+    assert output.startswith("40 images of ") and "8 for testing" in output
+    return folder / "data"
 
 
 def test_custom_data(data, tmp_path):
-    for kind in ("prompts", "pairs", "judged"):
-        train, test = read_jsonl(data / f"{kind}.jsonl"), read_jsonl(data / f"{kind}_test.jsonl")
+    for name in ("prompts", "pairs", "judged"):
+        train, test = read_jsonl(data / f"{name}.jsonl"), read_jsonl(data / f"{name}_test.jsonl")
         assert len(train) == 32 and len(test) == 8
         assert not {row["image"] for row in train} & {row["image"] for row in test}
         for row in train + test:
             right = row["image"].split("/")[-2]
             side = int(row.get("verdict", 1)) - 1
-            good = row[{"prompts": "answer", "pairs": "chosen", "judged": f"answer_{side}"}[kind]]
+            good = row[{"prompts": "answer", "pairs": "chosen", "judged": f"answer_{side}"}[name]]
             assert good in (right, f"<answer>{right}</answer>")
             assert good not in (row.get("rejected"), row.get(f"answer_{1 - side}"))
     (tmp_path / "only").mkdir()
     (tmp_path / "only/a.png").write_bytes(b"")
-    assert "at least two subfolders" in make("custom_data.py", tmp_path, ".", "out", code=1)
+    assert "at least two subdirectories" in make("custom_data.py", tmp_path, ".", "out", code=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", KINDS)
-def test_every_script_takes_its_file(script, data, run):
-    kind, name = KINDS[script]
-    sources = {"dataset": str(data / f"{kind}.jsonl"), "eval_dataset": None}
-    sources |= {name: ("held_out=" if name == "eval_datasets" else "") + f"{data}/{kind}_test.jsonl"}
+@pytest.mark.parametrize("script", FILES)
+def test_every_script_trains_on_its_file(script, data, run):
+    file, flag = FILES[script]
+    sources = {"dataset": str(data / f"{file}.jsonl"), "eval_dataset": None}
+    sources |= {flag: ("test=" if flag == "eval_datasets" else "") + f"{data}/{file}_test.jsonl"}
     folder = run(script, **sources, total_steps=1, micro_batch_tokens=4096)
     assert [step["train/step"] for step in read_jsonl(folder / "metrics.jsonl")][-1] == 1
 
@@ -166,21 +177,21 @@ def test_remote_reward(reward_server, monkeypatch):
     monkeypatch.setenv("REWARD_URL", reward_server)
     texts = [f"<answer>a{b}</answer>" if b % 3 else f"a{b}" for b in range(150)]
     answers = [f"A{b}" if b % 2 else (None if b % 4 else "no") for b in range(150)]
-    results, logged = score({"remote": load("remote_reward.py")["remote"]}, texts, answer=answers)
+    results, metrics = score({"remote": load("remote_reward.py")["remote"]}, texts, answer=answers)
     expected = [1.0 if b % 2 else (None if b % 4 else 0.0) for b in range(150)]
     assert [x if x == x else None for x in results["remote"]] == expected  # in order, of three requests
-    assert logged == [("reward/remote_requests", 3)]
+    assert metrics == [("remote_requests", 3)]
 
 
 @pytest.fixture
 def odd_server(monkeypatch):
-    """A server that answers (status, reply), one after the other -> what to answer, and what it was asked."""
-    answers, asked = [], []
+    """A server that sends a list of (status, reply) in turn; yields that list and the bodies of the requests."""
+    replies, requests = [], []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            status, reply = answers.pop(0)
+            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            status, reply = replies.pop(0)
             body = json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
@@ -193,35 +204,35 @@ def odd_server(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setenv("REWARD_URL", f"http://127.0.0.1:{server.server_port}")
-    yield answers, asked
+    yield replies, requests
     server.shutdown()
     server.server_close()
 
 
-def test_a_server_that_stumbles_is_asked_again(odd_server, monkeypatch):
-    answers, asked = odd_server
+def test_temporary_errors_of_the_server_are_retried(odd_server, monkeypatch):
+    replies, requests = odd_server
     waits, sleep = [], asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: waits.append(seconds) or sleep(0))
     remote = {"remote": load("remote_reward.py")["remote"]}
-    picture = Image.new("RGB", (5, 7), "red")
-    answers += [(503, {}), (429, {}), (200, {"rewards": [0.5, 1]})]
-    assert score(remote, ["a", "b"], pictures=[picture], answer=["x", "y"])[0] == {"remote": [0.5, 1.0]}
-    assert waits == [0, 1, 2] and len(asked) == 3
-    texts = [asked[2][name] for name in ("prompts", "responses", "references")]
+    image = Image.new("RGB", (5, 7), "red")
+    replies += [(503, {}), (429, {}), (200, {"rewards": [0.5, 1]})]
+    assert score(remote, ["a", "b"], images=[image], answer=["x", "y"])[0] == {"remote": [0.5, 1.0]}
+    assert waits == [0, 1, 2] and len(requests) == 3
+    texts = [requests[2][name] for name in ("prompts", "responses", "references")]
     assert texts == [["?", "?"], ["a", "b"], ["x", "y"]]
-    [[sent], _] = asked[2]["images"]
+    [[sent], _] = requests[2]["images"]
     assert list(Image.open(io.BytesIO(base64.b64decode(sent))).get_flattened_data()) == [(255, 0, 0)] * 35
-    answers += [(400, {"error": "no such thing"})]  # stays bad: asked once
+    replies += [(400, {"error": "no such thing"})]  # not temporary: requested once
     with pytest.raises(RuntimeError, match="status 400.*no such thing"):
         score(remote, ["a"], answer=["x"])
-    assert len(asked) == 4
-    answers += [(500, {"error": "broken"})] * 9
-    with pytest.raises(RuntimeError, match="no answer in 6 tries: status 500.*broken"):
+    assert len(requests) == 4
+    replies += [(500, {"error": "broken"})] * 9
+    with pytest.raises(RuntimeError, match="failed 6 times: status 500.*broken"):
         score(remote, ["a"], answer=["x"])
-    assert len(asked) == 10 and waits[-6:] == [0, 1, 2, 4, 8, 16]
+    assert len(requests) == 10 and waits[-6:] == [0, 1, 2, 4, 8, 16]
 
 
-def test_async_rewards_run_side_by_side():
+def test_async_rewards_run_concurrently():
     both_are_here = asyncio.Barrier(2)
 
     async def meet(texts, **columns):

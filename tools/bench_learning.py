@@ -1,16 +1,17 @@
-"""How much is learnt in how many seconds: our scripts beside TRL's trainers, from the same start.
+"""Learning curves of our scripts and TRL's trainers, by steps and by seconds, from the same initial weights.
 
     python tools/bench_learning.py --trl-python TRL/bin/python --output runs/learning
 
-rloo       rloo.py and RLOOTrainer: the tiny VLM answers questions about pictures
-reward_bt  reward_bt.py and RewardTrainer: examples/spelling_pairs.py, since RewardTrainer takes no pictures, on the
-           tiny VLM's language model; the same head at first, the same pairs in the same order
-grm_sft    grm_sft.py and SFTTrainer: the tiny VLM learns to write verdicts, which alone are trained; its vision
-           tower stays. TRL shuffles rows, ours pictures with all their rows
+rloo       rloo.py and RLOOTrainer: the tiny VLM answers questions about images
+reward_bt  reward_bt.py and RewardTrainer: examples/spelling_pairs.py on the language model of the tiny VLM, because
+           RewardTrainer does not support images; the same initial head, the same pairs in the same order
+grm_sft    grm_sft.py and SFTTrainer: the tiny VLM learns to write verdicts; only the verdict tokens are trained and
+           the vision tower is frozen. TRL shuffles rows, grm_sft.py shuffles images with all their rows
 
-The same rows, batches, loss (rloo: rewards, KL coefficient, passes), rate, schedule, clipping; one thread each, both
-sides at the same time. Both save their weights several times, and one evaluation, our script's, scores them all on
-the same held-out rows. Seconds are those of the steps alone. It writes results.json and learning.png.
+Both sides use the same rows, batches, loss (rloo: rewards, KL coefficient, epochs), learning rate, schedule and
+gradient clipping, with one thread each, at the same time. Both save their weights several times, and the
+evaluation of our script scores all of them on the same held-out rows. Seconds are those of the training steps only.
+The results are results.json and learning.png. "cleanrft" is our side.
 """
 
 import json
@@ -25,7 +26,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from bench_trl import trainer_arguments  # mends torchvision, so it comes before transformers
+from bench_trl import trainer_arguments  # repairs torchvision, so it comes before transformers
 
 # isort: split
 import datasets
@@ -46,25 +47,25 @@ transformers.logging.set_verbosity_error()
 
 @dataclass
 class Args:
-    trl_python: str = "python"  # of the environment that has TRL, see tools/bench_trl.py
-    output: str = "runs/learning"
-    tasks: tuple[str, ...] = ("rloo", "reward_bt", "grm_sft")
-    seeds: tuple[int, ...] = (1, 2, 3)
-    rloo_steps: int = 30  # rollouts of 256 responses
-    reward_bt_steps: int = 240  # of 32 pairs
-    grm_sft_steps: int = 300  # of 32 rows
-    points: int = 10  # evaluations of a run
-    child: str | None = None  # internal: ours or trl, for the first task and seed
+    trl_python: str = "python"  # Python of the environment that has TRL, see tools/bench_trl.py.
+    output: str = "runs/learning"  # Directory for runs and results.
+    tasks: tuple[str, ...] = ("rloo", "reward_bt", "grm_sft")  # Tasks to run.
+    seeds: tuple[int, ...] = (1, 2, 3)  # Random seeds; one run per seed and side.
+    rloo_steps: int = 30  # Number of rollouts of 256 responses.
+    reward_bt_steps: int = 240  # Number of steps of 32 pairs.
+    grm_sft_steps: int = 300  # Number of steps of 32 rows.
+    points: int = 10  # Evaluations per run.
+    child: str | None = None  # Internal: train one side, cleanrft or trl, for the first task and seed.
 
 
 @dataclass
 class Task:
     script: Any
-    trainer: str  # TRL's
-    steps: str  # what is counted
-    metric: str  # of our script's evaluation
-    label: str
-    levels: tuple[float, ...]  # when they are reached is told
+    trainer: str  # TRL's class
+    steps: str  # label of the x axis
+    metric: str  # in the evaluation of our script
+    label: str  # label of the y axis
+    levels: tuple[float, ...]  # the table has the seconds until each level is reached
     axis: str = "linear"
 
 
@@ -94,12 +95,12 @@ def main(args: Args) -> None:
     for name in args.tasks:
         prepare(args, name, output / "data")
         for seed in args.seeds:
-            words = [*sys.argv[1:], "--tasks", name, "--seeds", str(seed), "--child"]
-            ours = subprocess.Popen([sys.executable, __file__, *words, "ours"])
-            trl = subprocess.Popen([args.trl_python, __file__, *words, "trl"])
-            if any([ours.wait(), trl.wait()]):
-                raise SystemExit("one side has ended: see above")
-        with get_context("spawn").Pool(1) as pool:  # DeepSpeed starts once in a process
+            flags = [*sys.argv[1:], "--tasks", name, "--seeds", str(seed), "--child"]
+            cleanrft = subprocess.Popen([sys.executable, __file__, *flags, "cleanrft"])
+            trl = subprocess.Popen([args.trl_python, __file__, *flags, "trl"])
+            if any([cleanrft.wait(), trl.wait()]):
+                raise SystemExit("one side failed, see its error above")
+        with get_context("spawn").Pool(1) as pool:  # a process can initialize DeepSpeed only once
             all_curves[name] = pool.apply(evaluate_all, (args, name))
         print_table(args, TASKS[name], all_curves[name])
     (output / "results.json").write_text(json.dumps(all_curves, indent=1, default=asdict))
@@ -107,26 +108,26 @@ def main(args: Args) -> None:
 
 
 def run_child(args: Args, name: str, seed: int, output: Path) -> None:
-    """Leaves a folder with checkpoints and seconds.json."""
+    """Write a run directory with checkpoints and seconds.json."""
     torch.set_num_threads(1)
-    folder = output / f"{name}-{args.child}-{seed}"
-    train = {"ours": train_ours, "trl": train_trl}[args.child]
-    seconds = train(args, name, settings(args, name, seed), folder)
-    (folder / "seconds.json").write_text(json.dumps(seconds))
+    run_dir = output / f"{name}-{args.child}-{seed}"
+    train = {"cleanrft": train_cleanrft, "trl": train_trl}[args.child]
+    seconds = train(args, name, make_script_args(args, name, seed), run_dir)
+    (run_dir / "seconds.json").write_text(json.dumps(seconds))
 
 
-# ---- starts and data ----
+# ---- initial models and data ----
 
 
-def settings(args: Args, name: str, seed: int):
-    """Our script's Args; what TRL gets is taken from them."""
+def make_script_args(args: Args, name: str, seed: int):
+    """The script's Args, from which TRL's arguments are derived, too."""
     data = Path(args.output) / "data"
     flags = {"seed": seed, "total_steps": getattr(args, f"{name}_steps")}
-    if name == "reward_bt":  # without label smoothing, which TRL has not
+    if name == "reward_bt":  # without label smoothing, which TRL does not have
         flags |= {"model": str(data / f"scorer-{seed}"), "dataset": str(data / "train.jsonl")}
         flags |= {"eval_datasets": (f"held_out={data}/held_out.jsonl",), "label_smoothing": 0.0}
     if name == "grm_sft":
-        flags |= {"model": str(data / "judge"), "eval_samples": 200}
+        flags |= {"model": str(data / "judge"), "eval_rows": 200}
     return TASKS[name].script.Args(**flags)
 
 
@@ -136,42 +137,43 @@ def prepare(args: Args, name: str, data: Path) -> None:
         subprocess.run([sys.executable, ROOT / "examples/spelling_pairs.py", data], check=True)
         pairs = (data / "train.jsonl").read_text().splitlines(keepends=True)
         (data / "train.jsonl").write_text("".join(pairs[:1600]))
-        (data / "held_out.jsonl").write_text("".join(pairs[1600:]))  # the same words in other sentences
+        (data / "held_out.jsonl").write_text("".join(pairs[1600:]))  # new sentences, the same words
         for seed in args.seeds:
             save_scorer(data / f"scorer-{seed}", seed)
-    if name == "grm_sft":  # TRL would train on the newline that the template has after the end token
+    if name == "grm_sft":  # TRL would train on the newline that the template adds after the EOS token
         shutil.copytree(TINY, data / "judge", dirs_exist_ok=True)
         template = data / "judge/chat_template.jinja"
         template.write_text(template.read_text().replace("'<|im_end|>\\n'", "'<|im_end|>'"))
 
 
-def save_scorer(folder: Path, seed: int) -> None:
-    """The tiny VLM's language model with a new head, as both sides load it."""
+def save_scorer(model_dir: Path, seed: int) -> None:
+    """Save the tiny VLM's language model with a new head, in a format that both sides load."""
     vlm = reward_bt.load_model(str(TINY), torch.float32)
     config = vlm.config.text_config.to_diff_dict() | {"num_labels": 1}
-    del config["model_type"], config["rope_parameters"]["mrope_section"]  # of pictures
+    del config["model_type"], config["rope_parameters"]["mrope_section"]  # only for images
     scorer = transformers.Qwen2ForSequenceClassification(transformers.Qwen2Config(**config))
     scorer.model.load_state_dict(vlm.model.language_model.state_dict())
-    torch.manual_seed(seed)  # as reward_bt.py does: its own head is equal
+    torch.manual_seed(seed)  # as reward_bt.py does, so that its head is equal
     scorer.score = reward_bt.RewardModel(scorer.model).score
-    scorer.save_pretrained(folder)
+    scorer.save_pretrained(model_dir)
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY, processor_class=None)
-    tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(model_dir)
 
 
-# ---- the two sides: their checkpoints, and the seconds of each step ----
+# ---- training: both sides write checkpoints and return the seconds of each step ----
 
 
-def train_ours(args: Args, name: str, ours, folder: Path) -> list[float]:
-    where = {"output_dir": args.output, "run_name": folder.name, "save_total_limit": 99}
-    every = ours.total_steps // args.points
-    TASKS[name].script.main(replace(ours, **where, save_steps=every, eval_steps=0, eval_samples=1))
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+def train_cleanrft(args: Args, name: str, script_args, run_dir: Path) -> list[float]:
+    flags = {"output_dir": args.output, "run_name": run_dir.name, "save_total_limit": 99, "eval_steps": 0}
+    flags["save_steps"] = script_args.total_steps // args.points
+    flags["eval_prompts" if name == "rloo" else "eval_rows"] = 1
+    TASKS[name].script.main(replace(script_args, **flags))
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [line["time/total"] for line in lines if "time/total" in line]
 
 
 class Clock(transformers.TrainerCallback):
-    """Seconds of each optimizer step, loading included, saving not."""
+    """Seconds of each optimizer step, including data loading, excluding saving."""
 
     def __init__(self):
         self.seconds = []
@@ -186,120 +188,131 @@ class Clock(transformers.TrainerCallback):
         self.start = time.perf_counter()
 
 
-def train_trl(args: Args, name: str, ours, folder: Path) -> list[float]:
+def train_trl(args: Args, name: str, script_args, run_dir: Path) -> list[float]:
     import trl
 
-    job = {"flags": {"learning_rate": ours.learning_rate}, "steps": ours.total_steps, "seed": ours.seed}
-    fields = trainer_arguments(job, rows=ours.train_batch_size, folder=str(folder)) | {
+    job = {
+        "flags": {"learning_rate": script_args.learning_rate},
+        "steps": script_args.total_steps,
+        "seed": script_args.seed,
+    }
+    fields = trainer_arguments(job, rows=script_args.train_batch_size, output_dir=str(run_dir)) | {
         "lr_scheduler_type": "cosine_warmup_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": ours.min_lr_ratio},
-        "warmup_steps": ours.warmup_steps,
-        "adam_beta1": ours.adam_betas[0],
-        "adam_beta2": ours.adam_betas[1],
+        "lr_scheduler_kwargs": {"min_lr_rate": script_args.min_lr_ratio},
+        "warmup_steps": script_args.warmup_steps,
+        "adam_beta1": script_args.adam_betas[0],
+        "adam_beta2": script_args.adam_betas[1],
         "save_strategy": "steps",
-        "save_steps": ours.total_steps // args.points,
+        "save_steps": script_args.total_steps // args.points,
         "save_only_model": True,
     }
     make_trainer = {"rloo": rloo_trainer, "reward_bt": reward_trainer, "grm_sft": sft_trainer}[name]
-    trainer = make_trainer(trl, ours, fields)
+    trainer = make_trainer(trl, script_args, fields)
     clock = Clock()
     trainer.add_callback(clock)
     trainer.train()
-    return np.reshape(clock.seconds, (ours.total_steps, -1)).sum(1).tolist()
+    return np.reshape(clock.seconds, (script_args.total_steps, -1)).sum(1).tolist()
 
 
-def rloo_trainer(trl, ours, fields: dict):
+def rloo_trainer(trl, script_args, fields: dict):
     rows = rloo.easy_vqa_rows("train").map(lambda row: {"prompt": chat("user", row["prompt"])})
 
     def accuracy(completions, answer, **columns) -> list[float]:
-        return rloo.accuracy([chat[0]["content"] for chat in completions], answer)
+        return rloo.accuracy_reward([chat[0]["content"] for chat in completions], answer)
 
     def format_reward(completions, **columns) -> list[float]:
         return rloo.format_reward([chat[0]["content"] for chat in completions])
 
-    mini_batches = ours.rollout_batch_size // ours.train_batch_size
-    for name in ("max_steps", "save_steps"):  # a step here is a rollout
-        fields[name] *= mini_batches * ours.num_iterations
+    mini_batches = script_args.rollout_batch_size // script_args.train_batch_size
+    for name in ("max_steps", "save_steps"):  # our steps are rollouts, TRL's are optimizer steps
+        fields[name] *= mini_batches * script_args.num_epochs
     config = trl.RLOOConfig(
         **fields,
         steps_per_generation=mini_batches,
-        num_iterations=ours.num_iterations,
-        num_generations=ours.num_samples_per_prompt,
-        max_completion_length=ours.max_response_length,
-        beta=ours.kl_coef,
-        reward_weights=list(ours.reward_weights),
+        num_iterations=script_args.num_epochs,
+        num_generations=script_args.num_samples_per_prompt,
+        max_completion_length=script_args.max_response_length,
+        beta=script_args.kl_coef,
+        reward_weights=list(script_args.reward_weights),
     )
     rows = rows.cast_column("image", datasets.Image())
     rewards = [accuracy, format_reward]
-    return trl.RLOOTrainer(model=ours.model, reward_funcs=rewards, args=config, train_dataset=rows)
+    return trl.RLOOTrainer(model=script_args.model, reward_funcs=rewards, args=config, train_dataset=rows)
 
 
-def reward_trainer(trl, ours, fields: dict):
-    pairs = reward_bt.load_rows(ours.dataset, "train")
-    order = reward_bt.batch_indices(0, ours.total_steps * ours.train_batch_size, len(pairs), ours.seed)
+def reward_trainer(trl, script_args, fields: dict):
+    pairs = reward_bt.load_rows(script_args.dataset, "train")
+    order = reward_bt.sample_indices(
+        0, script_args.total_steps * script_args.train_batch_size, len(pairs), script_args.seed
+    )
     roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
     pairs = pairs.select([i % len(pairs) for i in order])
     pairs = pairs.map(lambda pair: {name: chat(role, pair[name]) for name, role in roles.items()})
     config = trl.RewardConfig(**fields, train_sampling_strategy="sequential", max_length=None)
-    return trl.RewardTrainer(model=ours.model, args=config, train_dataset=pairs)
+    return trl.RewardTrainer(model=script_args.model, args=config, train_dataset=pairs)
 
 
-def sft_trainer(trl, ours, fields: dict):
-    groups = grm_sft.load_data(ours, "easy-vqa", "train", model=None, processor=None, training=True).groups
+def sft_trainer(trl, script_args, fields: dict):
+    groups = grm_sft.load_data(
+        script_args, "easy-vqa", "train", model=None, processor=None, training=True
+    ).groups
     questions = grm_sft.easy_vqa_rows("train")
     rows = []
     for entry in sum(groups, []):
-        pair = grm_sft.make_pair(questions[entry // 2], np.random.default_rng([ours.seed, entry // 2]))
+        pair = grm_sft.make_pair(questions[entry // 2], np.random.default_rng([script_args.seed, entry // 2]))
         judged, _, _ = grm_sft.make_chat(pair, swap=entry % 2 == 1)
         asked, said = (message["content"] for message in judged["messages"])
         prompt = chat("user", asked.removeprefix("<image>"))  # TRL puts it in front itself
         rows.append({"prompt": prompt, "completion": chat("assistant", said), "image": pair["image"]})
     rows = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
-    model = grm_sft.load_model(ours.model, torch.float32)
+    model = grm_sft.load_model(script_args.model, torch.float32)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not re.search(ours.freeze, name))
+        parameter.requires_grad_(not re.search(script_args.freeze, name))
     config = trl.SFTConfig(**fields, completion_only_loss=True, max_length=None)
     return trl.SFTTrainer(model=model, args=config, train_dataset=rows)
 
 
-# ---- the same evaluation for both ----
+# ---- evaluation of both sides by our script ----
 
 
 def evaluate_all(args: Args, name: str) -> dict[str, list[list[Point]]]:
-    """Side -> a curve of each seed: all saved weights, scored by our script on the same held-out rows."""
+    """Per side, one curve per seed: all saved weights, scored by our script on the same held-out rows."""
     task = TASKS[name]
-    ours = settings(args, name, args.seeds[0])
-    ours = replace(ours, output_dir=args.output, run_name=f"evaluation-{name}-{int(time.time())}")
-    run = task.script.setup(ours)
-    curves = {"ours": [], "trl": []}
+    script_args = make_script_args(args, name, args.seeds[0])
+    script_args = replace(
+        script_args, output_dir=args.output, run_name=f"evaluation-{name}-{int(time.time())}"
+    )
+    run = task.script.setup(script_args)
+    curves = {"cleanrft": [], "trl": []}
     for seed in args.seeds:
-        start = settings(args, name, seed).model
-        for side, own in curves.items():
-            folder = Path(args.output) / f"{name}-{side}-{seed}"
-            seconds = json.loads((folder / "seconds.json").read_text())
-            own.append([])
-            for i, weights in enumerate([start, *task.script.checkpoints(folder)]):
-                load_weights(task, run, str(weights))
-                metrics, _ = task.script.evaluate(ours, run)
-                steps = i * (ours.total_steps // args.points)
-                own[-1].append(Point(steps, sum(seconds[:steps]), metrics[task.metric]))
-                print(f"{name}, {side}, seed {seed}: {own[-1][-1]}", file=sys.stderr, flush=True)
+        start = make_script_args(args, name, seed).model
+        for side, side_curves in curves.items():
+            run_dir = Path(args.output) / f"{name}-{side}-{seed}"
+            seconds = json.loads((run_dir / "seconds.json").read_text())
+            points = []
+            for i, checkpoint in enumerate([start, *task.script.list_checkpoints(run_dir)]):
+                load_weights(task, run, str(checkpoint))
+                metrics, _ = task.script.evaluate(script_args, run)
+                steps = i * (script_args.total_steps // args.points)
+                points.append(Point(steps, sum(seconds[:steps]), metrics[task.metric]))
+                print(f"{name}, {side}, seed {seed}: {points[-1]}", file=sys.stderr, flush=True)
+            side_curves.append(points)
     return curves
 
 
-def load_weights(task: Task, run, folder: str) -> None:
+def load_weights(task: Task, run, checkpoint: str) -> None:
     if task.script is reward_bt:  # both sides save a classifier
-        saved = transformers.Qwen2ForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-        run.engine.module.model.load_state_dict(saved.model.state_dict())
-        run.engine.module.score.load_state_dict(saved.score.state_dict())
+        saved = transformers.Qwen2ForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32)
+        run.reward_model.module.model.load_state_dict(saved.model.state_dict())
+        run.reward_model.module.score.load_state_dict(saved.score.state_dict())
     else:
         engine = run.actor if task.script is rloo else run.judge
-        saved = task.script.load_model(folder, torch.float32)
+        saved = task.script.load_model(checkpoint, torch.float32)
         engine.module.model.load_state_dict(saved.state_dict())
 
 
 def seconds_to(points: list[Point], level: float) -> float:
-    """When the line between the points first crosses the level; infinite where it never does."""
+    """Seconds until the curve, linear between its points, first crosses the level; infinite if it never does."""
     for a, b in pairwise(points):
         if min(a.score, b.score) <= level <= max(a.score, b.score):
             return a.seconds + (level - a.score) / (b.score - a.score) * (b.seconds - a.seconds)
@@ -315,7 +328,7 @@ def print_table(args: Args, task: Task, curves: dict[str, list[list[Point]]]) ->
 
 
 def draw(all_curves: dict[str, dict[str, list[list[Point]]]], path: Path) -> None:
-    """A row per task, a line per seed; by steps the sides should lie on each other."""
+    """One row per task, one line per seed. By steps, the curves of the two sides should coincide."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6 * len(all_curves)), dpi=110, layout="constrained")
@@ -323,7 +336,7 @@ def draw(all_curves: dict[str, dict[str, list[list[Point]]]], path: Path) -> Non
     for row, (name, curves) in zip(rows, all_curves.items()):
         task = TASKS[name]
         for axes, x in zip(row, ("steps", "seconds")):
-            for side, color in (("trl", "#d9772b"), ("ours", "#2b6cb0")):
+            for side, color in (("trl", "#d9772b"), ("cleanrft", "#2b6cb0")):
                 for points in curves[side]:
                     line = [getattr(point, x) for point in points], [point.score for point in points]
                     axes.plot(*line, "o-", color=color, markersize=3, linewidth=1.4)
@@ -331,8 +344,8 @@ def draw(all_curves: dict[str, dict[str, list[list[Point]]]], path: Path) -> Non
             axes.grid(color="#e4e4e4", linewidth=0.7)
             axes.spines[["top", "right"]].set_visible(False)
         row[0].set_ylabel(task.label)
-        first_of_each = row[0].lines[:: len(curves["trl"])]
-        row[0].legend(first_of_each, [f"TRL's {task.trainer}", f"{name}.py"], frameon=False)
+        first_lines = row[0].lines[:: len(curves["trl"])]
+        row[0].legend(first_lines, [f"TRL's {task.trainer}", f"{name}.py"], frameon=False)
     figure.savefig(path)
 
 

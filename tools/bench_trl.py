@@ -1,27 +1,27 @@
-"""The TRL side of tools/bench.py: one job with TRL's own trainer, a step whenever the parent says so.
+"""The TRL side of tools/bench.py: runs one job with TRL's trainer, one step per request of the parent process.
 
     python tools/bench_trl.py job.json
 
-It wants an environment of its own (trl 1.16.0, transformers 5.19.0, torch 2.13.0, torchvision 0.28.0,
+It needs a separate environment (trl 1.16.0, transformers 5.19.0, torch 2.13.0, torchvision 0.28.0,
 datasets 5.2.0, accelerate 1.15.0). fp32 on the CPU, bf16 on a GPU, no gradient checkpointing, AdamW, gradients
-clipped at 1.0, constant learning rate, one optimizer step per batch, nothing logged or saved. All else is TRL's
-default.
+clipped at 1.0, constant learning rate, one optimizer step per batch, nothing logged or saved. Everything else
+is TRL's default.
 
-Fields of a job, those without a default are required:
-    script      rloo, reward_bt or grm_sft: the script of ours that it is compared with
-    flags       of our side; TRL takes model, learning_rate and kl_coef
-    steps, seed, threads (0: torch's choice), clock (wall, cpu)
-    trl_rows    rows as TRL wants them, all of which make the batch of every step
-    micro_rows  rows (pairs) of one forward and backward; default: the whole batch. Fastest for RLOOTrainer:
-                the whole batch for tiny_vl (32 to 256 rows: the same within 5 %), 4 for SmolLM2 (16 rows of
-                170 + 64 tokens, one thread, CPU seconds of a step and peak GB: 2 rows 81 s, 3.6; 4 rows 78 s,
+Fields of a job; all are required unless a default is given:
+    script      rloo, reward_bt or grm_sft: the script to compare with
+    flags       flags of the script; TRL uses model, learning_rate and kl_coef
+    steps, seed, threads (0: torch's default), clock (wall or cpu)
+    trl_rows    rows in TRL's format; all of them are the batch of every step
+    micro_rows  rows (pairs) per forward and backward; default: the whole batch. Fastest for RLOOTrainer:
+                the whole batch for tiny_vl (32 to 256 rows: equal within 5 %), 4 for SmolLM2 (16 rows of
+                170 + 64 tokens, one thread, CPU seconds per step and peak GB: 2 rows 81 s, 3.6; 4 rows 78 s,
                 5.0; 8 rows 80 s, 7.7; 16 rows 86 s, 12.3)
-    G, R, full_length    rloo: responses per prompt, their longest length, and whether all shall have it
-    replay      rloo: train on the responses that our side sampled in the same step, which the parent sends
-    pad_token   reward_bt: if the tokenizer knows it
+    G, R, full_length    rloo: responses per prompt, their maximum length, and whether all have that length
+    replay      rloo: train on the responses that the script sampled in the same step, sent by the parent
+    pad_token   reward_bt: used if the tokenizer has it
 
-What is answered after a step: seconds (all of it), update_seconds (rloo: all but generation, rewards and the
-preparation of pictures and texts; else forward, backward and optimizer), peak memory, loss, gradient norm.
+The answer after a step: seconds (the whole step), update_seconds (rloo: everything except generation, rewards and
+processing of images and texts; else forward, backward and optimizer), peak memory, loss, gradient norm.
 """
 
 import json
@@ -34,72 +34,80 @@ from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import common  # noqa: E402, F401, I001  mends torchvision, so it comes before transformers
+import common  # noqa: E402, F401, I001  repairs torchvision, so it comes before transformers
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
 
 class Turns:
-    """Processes that work by turns: each answers the parent with what it has done, and waits for a line."""
+    """Lets processes work by turns: each sends its measurements to the parent and waits for the reply."""
 
     def __init__(self):
         self.answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what else is printed goes to stderr
+        os.dup2(2, 1)  # all other output goes to stderr
 
-    def next(self, done: dict) -> dict:
-        print(json.dumps(done | {"peak_bytes": peak_memory()}), file=self.answers, flush=True)
+    def next(self, measured: dict) -> dict:
+        print(json.dumps(measured | {"peak_bytes": peak_memory()}), file=self.answers, flush=True)
         return json.loads(sys.stdin.readline())
 
 
 def peak_memory() -> int:
-    """Bytes. Not ru_maxrss, which a child process inherits from its parent."""
+    """Peak resident memory in bytes. (A child process would inherit ru_maxrss from its parent.)"""
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
 def id_sum_reward(completion_ids: list[list[int]], **columns) -> list[float]:
-    """Any deterministic reward will do that differs between the responses of a group."""
+    """A deterministic reward that differs between the responses of a group."""
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
 class StepClock(transformers.TrainerCallback):
-    """Times every optimizer step; `spent` collects what the watched methods of the trainer took."""
+    """Times every optimizer step; `elapsed` sums the seconds of the watched methods of the trainer."""
 
     def __init__(self, clock: str):
         self.now = time.process_time if clock == "cpu" else time.perf_counter
-        self.turns, self.spent, self.notes = Turns(), defaultdict(float), {}
+        self.turns = Turns()
+        self.elapsed = defaultdict(float)
+        self.notes = {}
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.message, self.start = self.turns.next({"ready": True}), self.now()
+        self.message = self.turns.next({"ready": True})
+        self.start = self.now()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        now, spent = self.now(), self.spent
-        update = spent["logprobs"] + spent["training_step"] - spent["prepare"] + now - self.last_backward
+        now = self.now()
+        elapsed = self.elapsed
+        update = (
+            elapsed["logprobs"] + elapsed["training_step"] - elapsed["prepare"] + now - self.last_backward
+        )
         self.step = {"seconds": now - self.start, "update_seconds": update, **self.notes}
 
     def on_log(self, args, state, control, logs, **kwargs) -> None:
-        done = self.step | {name: float(logs[name]) for name in ("loss", "grad_norm")}
-        self.spent, self.message = defaultdict(float), self.turns.next(done)
+        self.elapsed = defaultdict(float)
+        self.message = self.turns.next(
+            self.step | {name: float(logs[name]) for name in ("loss", "grad_norm")}
+        )
         self.start = self.now()
 
     def watch(self, trainer, method: str, part: str, when=lambda: True) -> None:
-        """Replace a method of this trainer by one that is timed."""
+        """Replace a method of the trainer by a timed one."""
         original = getattr(trainer, method)
 
         def timed(*args, **kwargs):
             start = self.now()
             result = original(*args, **kwargs)
-            self.last_backward = self.now()  # that of the last training_step: the optimizer comes next
-            self.spent[part] += self.last_backward - start if when() else 0.0
+            self.last_backward = self.now()  # after the last training_step, the optimizer steps
+            self.elapsed[part] += self.last_backward - start if when() else 0.0
             return result
 
         setattr(trainer, method, timed)
 
 
-def trainer_arguments(job: dict, rows: int, folder: str) -> dict:
-    """What the three jobs share; `rows` make one optimizer step."""
+def trainer_arguments(job: dict, rows: int, output_dir: str) -> dict:
+    """Arguments that the three trainers share, with `rows` rows per optimizer step."""
     micro_rows = job.get("micro_rows") or rows
     return {
-        "output_dir": folder,
+        "output_dir": output_dir,
         "per_device_train_batch_size": micro_rows,
         "gradient_accumulation_steps": rows // micro_rows,
         "max_steps": job["steps"],
@@ -108,7 +116,7 @@ def trainer_arguments(job: dict, rows: int, folder: str) -> dict:
         "max_grad_norm": 1.0,
         "seed": job["seed"],
         "use_cpu": not torch.cuda.is_available(),
-        "bf16": torch.cuda.is_available(),  # as our scripts; TRL's own default is bf16, on a CPU too
+        "bf16": torch.cuda.is_available(),  # as in our scripts; TRL's default is bf16, even on a CPU
         "gradient_checkpointing": False,  # TRL's default is True
         "logging_steps": 1,
         "report_to": "none",
@@ -118,7 +126,7 @@ def trainer_arguments(job: dict, rows: int, folder: str) -> dict:
 
 
 def make_dataset(job: dict):
-    """One batch more than steps: accelerate loads a batch ahead, so that every step then loads one."""
+    """One batch more than steps, because accelerate prefetches one: then every step loads a batch."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -126,12 +134,12 @@ def make_dataset(job: dict):
     return dataset.cast_column("image", datasets.Image()) if "image" in job["trl_rows"][0] else dataset
 
 
-def rloo(job: dict, folder: str, clock: StepClock):
+def rloo(job: dict, output_dir: str, clock: StepClock):
     import trl
 
     G = job["G"]
     config = trl.RLOOConfig(
-        **trainer_arguments(job, len(job["trl_rows"]) * G, folder),
+        **trainer_arguments(job, len(job["trl_rows"]) * G, output_dir),
         num_generations=G,
         max_completion_length=job["R"],
         generation_kwargs={"min_new_tokens": job["R"] if job.get("full_length") else 0},
@@ -162,32 +170,33 @@ def rloo(job: dict, folder: str, clock: StepClock):
     return trainer
 
 
-def reward_bt(job: dict, folder: str, clock: StepClock):
+def reward_bt(job: dict, output_dir: str, clock: StepClock):
     import trl
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["flags"]["model"])
-    known = job["pad_token"] in tokenizer.get_vocab()
-    tokenizer.pad_token = job["pad_token"] if known else tokenizer.pad_token or tokenizer.eos_token
-    own = trainer_arguments(job, len(job["trl_rows"]), folder)
+    if job["pad_token"] in tokenizer.get_vocab():
+        tokenizer.pad_token = job["pad_token"]
+    else:
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    fields = trainer_arguments(job, len(job["trl_rows"]), output_dir)
+    fields |= {"train_sampling_strategy": "sequential", "max_length": None}  # None: rows are never dropped
     return trl.RewardTrainer(
         model=job["flags"]["model"],
-        args=trl.RewardConfig(
-            **own, train_sampling_strategy="sequential", max_length=None
-        ),  # none are dropped
+        args=trl.RewardConfig(**fields),
         train_dataset=make_dataset(job),
         processing_class=tokenizer,
         callbacks=[clock],
     )
 
 
-def grm_sft(job: dict, folder: str, clock: StepClock):
+def grm_sft(job: dict, output_dir: str, clock: StepClock):
     import trl
 
-    own = trainer_arguments(job, len(job["trl_rows"]), folder)
-    own |= {"train_sampling_strategy": "sequential", "completion_only_loss": True, "max_length": None}
+    fields = trainer_arguments(job, len(job["trl_rows"]), output_dir)
+    fields |= {"train_sampling_strategy": "sequential", "completion_only_loss": True, "max_length": None}
     return trl.SFTTrainer(
         model=job["flags"]["model"],
-        args=trl.SFTConfig(**own),
+        args=trl.SFTConfig(**fields),
         train_dataset=make_dataset(job),
         callbacks=[clock],
     )
@@ -198,10 +207,9 @@ def main(job: dict) -> None:
         torch.set_num_threads(job["threads"])
     transformers.logging.set_verbosity_error()
     clock = StepClock(job["clock"])
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = {"rloo": rloo, "reward_bt": reward_bt, "grm_sft": grm_sft}[job["script"]](
-            job, folder, clock
-        )
+    make_trainer = {"rloo": rloo, "reward_bt": reward_bt, "grm_sft": grm_sft}[job["script"]]
+    with tempfile.TemporaryDirectory() as output_dir:
+        trainer = make_trainer(job, output_dir, clock)
         trainer.remove_callback(transformers.PrinterCallback)
         clock.watch(trainer, "_prepare_inputs", "prepare")
         clock.watch(trainer, "training_step", "training_step")
