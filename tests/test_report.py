@@ -1,4 +1,4 @@
-"""tools/report.py: sections of each script's runs, escaping, nothing from outside, seeds, what is missing."""
+"""tools/report.py: sections of each script's runs, escaping, a self-contained file, seeds, errors."""
 
 import json
 import shutil
@@ -34,29 +34,29 @@ class Page(HTMLParser):
         return [attrs for tag, attrs in self.tags if tag == name]
 
 
-def make_run(folder: Path, metrics: list[dict], samples: list[dict] = (), **args) -> Path:
+def make_run(folder: Path, metrics: list[dict], records: list[dict] = (), **args) -> Path:
     folder.mkdir()
     flags = {"seed": 1, "run_name": folder.name, "model": "m", "dataset": "data/d.jsonl", "lr": 1e-4}
     (folder / "args.json").write_text(json.dumps({**flags, **args}))
     write_jsonl(folder / "metrics.jsonl", metrics)
-    write_jsonl(folder / "samples.jsonl", samples)
+    write_jsonl(folder / "samples.jsonl", records)
     return folder
 
 
-def policy_run(folder: Path, picture: str = "gone.png", seed: int = 1, said: str = "yes", **args) -> Path:
-    """As rloo.py leaves it, made by hand: three steps, two evaluations of one row, greedy and sampled."""
-    times = {"time/rollout": 1.0, "time/total": 4.0, "rollout/engine_logprob_diff_max": 1e-6}
+def policy_run(folder: Path, image: str = "gone.png", seed: int = 1, response: str = "yes", **args) -> Path:
+    """A run directory like rloo.py's: three steps, two evaluations of one row, greedy and sampled."""
+    times = {"time/rollout": 1.0, "time/total": 4.0, "sampling/logprob_diff_mean": 1e-6}
     lines = [{"train/step": t, "objective/scores": t * seed / 10, "odd/<b>": t, **times} for t in (1, 2, 3)]
     lines[2]["eval/sampled_score"] = 0.2 * seed
-    row = {"row": 7, "prompt": f"what? {EVIL}", "image": picture, "answer": "blue", "reward/accuracy": 1.0}
-    samples = [{"train/step": 2, "phase": "train", **row, "response": "in training"}]
-    for step, response in ((0, "before it"), (3, said)):
+    row = {"row": 7, "prompt": f"what? {EVIL}", "image": image, "answer": "blue", "reward/accuracy": 1.0}
+    records = [{"train/step": 2, "phase": "train", **row, "response": "in training"}]
+    for step, text in ((0, "before it"), (3, response)):
         for mode in ("greedy", "sampled"):
-            samples.append({"train/step": step, "phase": f"eval_{mode}", **row, "response": response})
+            records.append({"train/step": step, "phase": f"eval_{mode}", **row, "response": text})
     lines.insert(0, {"train/step": 0, "eval/sampled_score": 0.1 * seed})
-    run = make_run(folder, lines, samples, seed=seed, **args)
+    run = make_run(folder, lines, records, seed=seed, **args)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"train/step": 4, "objec')  # a line that is being written is left out
+        file.write('{"train/step": 4, "objec')  # an incomplete line is skipped
     return run
 
 
@@ -66,9 +66,9 @@ def report(*folders: Path) -> str:
 
 
 def test_a_policy(tmp_path):
-    """Args folded at the end; before and after side by side; pictures in the page, nothing from outside."""
+    """Flags collapsed at the end; before and after side by side; images embedded, nothing loaded from elsewhere."""
     Image.effect_noise((1200, 900), 80).save(tmp_path / "noise.png")
-    run = policy_run(tmp_path / "a", "noise.png", said="after it", dataset=str(tmp_path / "d.jsonl"))
+    run = policy_run(tmp_path / "a", "noise.png", response="after it", dataset=str(tmp_path / "d.jsonl"))
     page = Page(text := report(run))
     assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "samples", "args"]
     assert not page.all("script") and "url(" not in text and "@import" not in text
@@ -79,14 +79,14 @@ def test_a_policy(tmp_path):
     section = text[text.index('id="samples"') : text.index('id="args"')]
     assert section.index("before: step 0") < section.index("after: step 3")
     assert section.count("before it") == section.count("after it") == 2 and "in training" not in section
-    assert "greedy · accuracy 1" in section and "right: blue" in section
-    assert "<details><summary>5 args</summary>" in text[text.index('id="args"') :]
+    assert "greedy · accuracy 1" in section and "answer: blue" in section
+    assert "<details><summary>5 flags</summary>" in text[text.index('id="args"') :]
     assert "eval/sampled_score 0.1 → 0.2" in page.text and "12 s" in page.text
-    assert "sampler&#x27;s against trainer&#x27;s log-probs, nats" in text
+    assert "log-probs of sampler - trainer, nats per token" in text
 
 
-def test_text_of_the_data_is_never_markup(tmp_path):
-    text = report(policy_run(tmp_path / "<i>a&b", said=EVIL, system_prompt=EVIL))
+def test_text_from_the_data_is_never_markup(tmp_path):
+    text = report(policy_run(tmp_path / "<i>a&b", response=EVIL, system_prompt=EVIL))
     page = Page(text)
     assert all(not name.startswith("on") for _, attrs in page.tags for name in attrs)
     assert not page.all("script") and "<i>a" not in text and "odd/<b>" not in text and "\x00" not in text
@@ -95,39 +95,44 @@ def test_text_of_the_data_is_never_markup(tmp_path):
 
 
 def test_a_reward_model(tmp_path):
-    """Margins 2, -2, 0: confidences .881, .881, .5 -> calibration error (2 * |.5 - .881| + 0) / 3 = .254."""
+    """Differences 2, -2, 0: confidences .881, .881, .5; calibration error (2 * |.5 - .881| + 0) / 3 = .254."""
     bins = report_tool.reliability([2.0, -2.0, 0.0])
     assert bins == [pytest.approx((0.5, 0.5, 1 / 3)), pytest.approx((0.8808, 0.5, 2 / 3), abs=1e-4)]
-    pairs = [{"train/step": 0, "phase": "eval_mine", "margin": 1.0, "rejected": "of an older evaluation"}]
-    for row, margin in ((1, 2.0), (2, -2.0), (3, 0.0)):
-        pairs.append({"train/step": 2, "phase": "eval_mine", "row": row, "prompt": "why?", "margin": margin})
+    pairs = [
+        {"train/step": 0, "phase": "eval_mine", "reward_diff": 1.0, "rejected": "of an older evaluation"}
+    ]
+    for row, diff in ((1, 2.0), (2, -2.0), (3, 0.0)):
+        pairs.append(
+            {"train/step": 2, "phase": "eval_mine", "row": row, "prompt": "why?", "reward_diff": diff}
+        )
         pairs[-1] |= {"chosen": "good", "rejected": f"bad {row}"}
-        pairs[-1] |= {"chosen_reward": margin, "rejected_reward": 0.0}
+        pairs[-1] |= {"chosen_reward": diff, "rejected_reward": 0.0}
     run = make_run(tmp_path / "a", [{"train/step": 2, "eval/mine/accuracy": 0.5}], pairs)
     page = Page(report(run))
     assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "pairs", "args"]
     assert "mine, step 2, 3 pairs" in page.text and "calibration error 0.254" in page.text
-    found = [page.text.index(f"bad {row}") for row in (2, 3, 1)]
-    assert found == sorted(found), "lowest margin first"
-    assert "older" not in page.text and "pairs in the right order" in page.text
+    positions = [page.text.index(f"bad {row}") for row in (2, 3, 1)]
+    assert positions == sorted(positions), "lowest difference first"
+    assert "older" not in page.text and "pair accuracy" in page.text
 
 
 def test_a_judge(tmp_path):
-    rows, soft = [], {"1": 0.75, "2": 0.25}
-    right = {"row": 4, "truth": "1", "swap_consistency": True, "swapped_response": "2 then"}
-    wrong = {"row": 5, "truth": "2", "swap_consistency": False, "swapped_response": None}
+    records = []
+    right = {"row": 4, "label": "1", "swap_consistency": True, "swapped_response": "2 then"}
+    wrong = {"row": 5, "label": "2", "swap_consistency": False, "swapped_response": None}
     for step, verdict in ((0, None), (2, "1")):
-        for own in (right, wrong):
-            own = {"train/step": step, "phase": "eval", "text": f"which of {own['row']}?", **own}
-            own |= {"verdict": verdict, "accuracy": verdict == own["truth"], "probabilities": soft}
-            rows.append(own | {"response": f"said at {step}"})
-    page = Page(report(make_run(tmp_path / "a", [{"train/step": 2, "eval/accuracy": 0.5}], rows)))
+        for record in (right, wrong):
+            record = {"train/step": step, "phase": "eval", "text": f"which of {record['row']}?", **record}
+            record |= {"verdict": verdict, "accuracy": verdict == record["label"]}
+            record |= {"probabilities": {"1": 0.75, "2": 0.25}, "response": f"response at {step}"}
+            records.append(record)
+    page = Page(report(make_run(tmp_path / "a", [{"train/step": 2, "eval/accuracy": 0.5}], records)))
     assert "1 of 2 wrong" in page.text and page.text.index("which of 5?") < page.text.index("which of 4?")
-    assert "verdict unreadable · true 1 · p(1) 0.75 · p(2) 0.25" in page.text
-    assert [page.text.count(x) for x in ("said at 0", "said at 2", "sides exchanged: 2 then")] == [2, 2, 2]
+    assert "verdict not parsable · label 1 · p(1) 0.75 · p(2) 0.25" in page.text
+    assert [page.text.count(x) for x in ("response at 0", "response at 2", "swapped: 2 then")] == [2, 2, 2]
 
 
-def test_seeds_become_a_mean_and_a_band(tmp_path):
+def test_seeds_are_averaged_with_a_band(tmp_path):
     a, b = (policy_run(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 3)))
     runs = [report_tool.load_run(folder) for folder in (a, b)]
     [(_, group)] = report_tool.group_runs(runs)
@@ -140,17 +145,17 @@ def test_seeds_become_a_mean_and_a_band(tmp_path):
     groups = report_tool.group_runs([*runs, report_tool.load_run(c)])
     assert [label for label, _ in groups] == ["a, b (mean)", "c"]
     text = report(a, b, c)
-    differing = text[text.index("args, different") : text.index("args, equal")]
+    differing = text[text.index("flags, different") : text.index("flags, equal")]
     assert "0.0003" in differing and "--model" not in differing
 
 
-def test_what_is_no_run_ends_with_a_sentence(tmp_path, capsys):
+def test_error_messages(tmp_path, capsys):
     changes = [
-        (lambda run: (run / "metrics.jsonl").write_text("no JSON\n"), "a is not the folder of a run"),
+        (lambda run: (run / "metrics.jsonl").write_text("no JSON\n"), "a is not a run directory"),
         (lambda run: (run / "metrics.jsonl").write_text(""), "a has no metrics yet"),
         (lambda run: (run / "metrics.jsonl").unlink(), "a has no metrics yet"),
-        (lambda run: (run / "args.json").unlink(), "a is not the folder of a run"),
-        (lambda run: shutil.rmtree(run), "a: there is no such folder"),
+        (lambda run: (run / "args.json").unlink(), "a is not a run directory"),
+        (lambda run: shutil.rmtree(run), "a: no such directory"),
     ]
     run = policy_run(tmp_path / "a")
     for change, message in changes:

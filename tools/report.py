@@ -1,10 +1,10 @@
-"""One HTML file for a run or several: curves, held-out samples before and after, pairs, judgements, args.
+"""Make one HTML file from one or more runs: curves, evaluation samples, pairs, judgements, flags.
 
-    python tools/report.py runs/a                                    # runs/a/report.html
-    python tools/report.py runs/a runs/b runs/c --output abc.html    # seeds become a mean and a band
+    python tools/report.py runs/a                                    # writes runs/a/report.html
+    python tools/report.py runs/a runs/b runs/c --output abc.html    # seeds are averaged, with a band
 
-A run is a folder of one of the four scripts. Read are metrics.jsonl, samples.jsonl, args.json and the
-pictures that samples name. The file needs no network and nothing beside it: pictures lie in it, scaled down.
+A run is a directory written by one of the four scripts. The tool reads metrics.jsonl, samples.jsonl, args.json
+and the images named in samples.jsonl. The HTML file is self-contained: images are embedded, scaled down.
 """
 
 import base64
@@ -22,47 +22,48 @@ from typing import NoReturn
 
 import tyro
 
-PICTURE_SIDE = 160  # pixels
-SAMPLES = 12  # rows of a table, per run
-TEXT = 1200  # characters of a prompt or response
-POINTS = 100  # per curve; longer ones are averaged in bins
-NOT_COMPARED = {
-    "seed",
-    "run_name",
-    "output_dir",
-    "resume",
-}  # runs that differ here only are one line with a band
+IMAGE_SIDE = 160  # maximum side of an embedded image, in pixels
+MAX_ROWS = 12  # rows of a table, per run
+MAX_CHARACTERS = 1200  # of a prompt or response
+MAX_POINTS = 100  # per curve; longer curves are averaged in bins
+IGNORED_FLAGS = {"seed", "run_name", "output_dir", "resume"}  # runs that differ only in these are averaged
 COLORS = ("#2878c0", "#d4691c", "#1f9d76", "#b5539a", "#9a7b0a", "#4fa3c7", "#d0405a", "#7a828c")
 DASHES = ("", "6 3", "2 3", "9 3 2 3")
 PANELS = [
     ("score", ["objective/scores", "eval/sampled_score", "eval/greedy_score"]),
-    ("held-out accuracy", ["eval/sampled_accuracy", "eval/greedy_accuracy", "eval/pass_at_k"]),
+    ("held-out accuracy", ["eval/sampled_reward_accuracy", "eval/greedy_reward_accuracy", "eval/pass@*"]),
     ("KL to the reference, nats per response", ["objective/kl"]),
     ("response length, tokens", ["rollout/response_length_mean"]),
     ("entropy of the policy, nats per token", ["policy/entropy"]),
-    ("KL of the update, nats", ["policy/approx_kl"]),
+    ("KL(old policy, new policy), nats", ["policy/approx_kl"]),
     ("clipped, fraction", ["policy/clipfrac_low", "policy/clipfrac_high"]),
-    ("no signal in the group; cut, fraction", ["rollout/zero_std_groups_frac", "rollout/truncated_frac"]),
+    (
+        "groups with equal scores; truncated responses, fraction",
+        ["rollout/frac_reward_zero_std", "rollout/truncated_frac"],
+    ),
     ("value loss", ["loss/value"]),
     ("explained variance", ["val/explained_variance"]),
     ("loss, nats per trained token", ["loss/sft", "eval/loss"]),
-    ("held-out verdicts that are right", ["eval/accuracy", "eval/soft_accuracy"]),
-    ("readable; the same in both orders", ["eval/parse_rate", "eval/swap_consistency"]),
+    ("held-out verdict accuracy", ["eval/accuracy", "eval/soft_accuracy"]),
+    (
+        "parsable verdicts; same verdict in both orders, fraction",
+        ["eval/parse_rate", "eval/swap_consistency"],
+    ),
     ("Bradley-Terry loss", ["rm/bt_loss", "eval/*bt_loss"]),
-    ("pairs in the right order", ["rm/accuracy", "eval/*/accuracy"]),
-    ("chosen - rejected", ["rm/margin", "eval/*margin"]),
+    ("pair accuracy", ["rm/accuracy", "eval/*/accuracy"]),
+    ("reward of chosen - reward of rejected", ["rm/reward_diff", "eval/*reward_diff"]),
     ("calibration error", ["rm/ece", "eval/*ece"]),
-    ("sampler's against trainer's log-probs, nats", ["rollout/engine_logprob_diff_*"]),
+    ("log-probs of sampler - trainer, nats per token", ["sampling/logprob_diff_*"]),
     ("losses", ["loss/*"]),
     ("gradient norm", ["train/*grad_norm"]),
-    ("seconds of a step", ["time/rollout", "time/logprobs", "time/update", "time/sync"]),
+    ("seconds per step", ["time/rollout", "time/logprobs", "time/update", "time/sync"]),
 ]
 
 
 @dataclass
 class Args:
-    runs: tyro.conf.Positional[list[str]]  # folders of the runs
-    output: str | None = None  # file to write; None: report.html in the first run's folder
+    runs: tyro.conf.Positional[list[str]]  # Run directories.
+    output: str | None = None  # Output file. Default: report.html in the first run's directory.
 
 
 def fail(message: str) -> NoReturn:
@@ -74,44 +75,51 @@ def fail(message: str) -> NoReturn:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The objects of a JSON Lines file; a last line that is being written is left out."""
+    """The objects of a JSON Lines file, except for an incomplete last line, which is still being written."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def load_run(folder: Path) -> dict:
-    """-> name, args, metrics {key: {step: value}}, and samples {kind: {step: rows}}."""
-    if not folder.is_dir():
-        fail(f"{folder}: there is no such folder")
+def load_run(run_dir: Path) -> dict:
+    """Name, args, metrics {key: {step: value}}, and records {type: {step: [...]}} of samples.jsonl."""
+    if not run_dir.is_dir():
+        fail(f"{run_dir}: no such directory")
     try:
-        args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
-        lines, rows = read_lines(folder / "metrics.jsonl"), read_lines(folder / "samples.jsonl")
+        args = json.loads((run_dir / "args.json").read_text(encoding="utf-8"))
+        lines = read_lines(run_dir / "metrics.jsonl")
+        sample_records = read_lines(run_dir / "samples.jsonl")
     except (OSError, ValueError) as error:
-        fail(f"{folder} is not the folder of a run: {error}")
+        fail(f"{run_dir} is not a run directory: {error}")
     if not lines:
-        fail(f"{folder} has no metrics yet: its metrics.jsonl is missing or empty")
-    metrics, samples = defaultdict(dict), defaultdict(lambda: defaultdict(list))
+        fail(f"{run_dir} has no metrics yet: its metrics.jsonl is missing or empty")
+    metrics = defaultdict(dict)
+    records = defaultdict(lambda: defaultdict(list))
     for line in lines:
         for key, value in line.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 metrics[key][line["train/step"]] = value
-    for row in rows:
-        kind = "pairs" if "margin" in row else "judgements" if "verdict" in row else "responses"
-        samples["train" if row["phase"] == "train" else kind][row["train/step"]].append(row)
-    return dict(folder=folder, name=folder.resolve().name, args=args, metrics=metrics, samples=samples)
+    for record in sample_records:
+        if record["phase"] == "train":
+            record_type = "train"
+        elif "reward_diff" in record:
+            record_type = "pairs"
+        else:
+            record_type = "judgements" if "verdict" in record else "responses"
+        records[record_type][record["train/step"]].append(record)
+    return dict(run_dir=run_dir, name=run_dir.resolve().name, args=args, metrics=metrics, records=records)
 
 
 def group_runs(runs: list[dict]) -> list[tuple[str, list[dict]]]:
-    """Runs that differ in the seed only together: (label, runs)."""
+    """(label, runs) of each group of runs that differ only in the seed."""
     groups = defaultdict(list)
     for run in runs:
-        same = {name: value for name, value in run["args"].items() if name not in NOT_COMPARED}
+        same = {name: value for name, value in run["args"].items() if name not in IGNORED_FLAGS}
         groups[json.dumps(same, sort_keys=True)].append(run)
     names = [", ".join(run["name"] for run in group) for group in groups.values()]
     return [(f"{n} (mean)" if group[1:] else n, group) for n, group in zip(names, groups.values())]
 
 
-# ---- text, numbers, pictures, tables ----
+# ---- text, numbers, images, tables ----
 
 
 def number(x) -> str:
@@ -119,72 +127,77 @@ def number(x) -> str:
 
 
 def escape(text) -> str:
-    """Text of the data as HTML: no markup, no control characters."""
+    """Text from the data as HTML, without markup and control characters."""
     return html.escape(re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", str(text)))
 
 
-def said(text, css: str = "said") -> str:
-    """A paragraph; long texts are cut."""
-    text, rest = str(text), len(str(text)) - TEXT
-    more = f' <span class="muted">… {rest} more characters</span>' if rest > 0 else ""
-    return f'<p class="{css}">{escape(text[:TEXT]) or "(nothing)"}{more}</p>'
+def paragraph(text, css: str = "text") -> str:
+    """A paragraph; long texts are truncated."""
+    text = str(text)
+    rest = len(text) - MAX_CHARACTERS
+    note = f' <span class="muted">… {rest} more characters</span>' if rest > 0 else ""
+    return f'<p class="{css}">{escape(text[:MAX_CHARACTERS]) or "(empty)"}{note}</p>'
 
 
-def find_picture(source: str, run: dict) -> Path | None:
-    """A path as the run saw it: relative ones lie beside its dataset files."""
+def find_image(source: str, run: dict) -> Path | None:
+    """Resolve a path as the run did: relative to the current directory or to one of its dataset files."""
     sources = [run["args"].get(name) for name in ("dataset", "eval_dataset", "eval_datasets")]
     files = [file for x in sources if x for file in (x if isinstance(x, list) else [x])]
     for path in (Path(source), *(Path(file).parent / source for file in files)):
         try:
             if path.is_file():
                 return path
-        except OSError:  # a text too long to be a path
+        except OSError:  # the text is too long for a path
             return None
     return None
 
 
-def picture(path: Path) -> str:
-    """<img> with the picture in it, or a word where it can't be read."""
+def image_tag(path: Path) -> str:
+    """<img> with the embedded image, or the file name if it can't be read."""
     from PIL import Image
 
     try:
         image = Image.open(path).convert("RGB")
-    except Exception:  # a video, or what a decoder of Pillow stumbles over
+    except Exception:  # a video, or a file that Pillow can't decode
         return f'<span class="muted">{escape(path.name)}</span>'
-    kind = "png" if max(image.size) <= PICTURE_SIDE else "jpeg"
-    image.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
-    image.save(buffer := io.BytesIO(), kind)
-    data = f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    file_format = "png" if max(image.size) <= IMAGE_SIDE else "jpeg"
+    image.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
+    buffer = io.BytesIO()
+    image.save(buffer, file_format)
+    data = f"data:image/{file_format};base64,{base64.b64encode(buffer.getvalue()).decode()}"
     return f'<img src="{data}" alt="{escape(path.name)}" width="{image.width}" height="{image.height}">'
 
 
-def pictures(row: dict, run: dict) -> str:
-    """Those of a row's columns image(s) and video(s), and of its candidates."""
-    given = [row.get(f"{kind}{end}") or [] for end in ("", "s", "_0", "_1") for kind in ("image", "video")]
-    sources = [str(x) for own in given for x in (own if isinstance(own, list) else [own])]
+def media_cell(record: dict, run: dict) -> str:
+    """The images and videos of a record: columns image(s), video(s), and those of its two candidates."""
+    sources = []
+    for suffix in ("", "s", "_0", "_1"):
+        for media_type in ("image", "video"):
+            value = record.get(f"{media_type}{suffix}") or []
+            sources += [str(source) for source in (value if isinstance(value, list) else [value])]
     parts = []
     for source in sources[:4]:
-        path = find_picture(source, run)
-        parts.append(
-            picture(path)
-            if path
-            else f'<span class="muted">{escape(Path(source).name[:80])}: not found</span>'
-        )
+        path = find_image(source, run)
+        missing = f'<span class="muted">{escape(Path(source).name[:80])}: not found</span>'
+        parts.append(image_tag(path) if path else missing)
     return "".join(parts) or "–"
 
 
-def question(row: dict) -> str:
-    """The prompt, a text or a chat, and the answer if there is one."""
-    given = row.get("text") or row.get("prompt") or row.get("messages") or f"row {row.get('row')}"
-    if isinstance(given, list):
-        turns = [(m["role"], m["content"]) for m in given]
+def prompt_cell(record: dict) -> str:
+    """The prompt, a string or a chat, and the answer if there is one."""
+    prompt = (
+        record.get("text") or record.get("prompt") or record.get("messages") or f"row {record.get('row')}"
+    )
+    if isinstance(prompt, list):
+        turns = [(m["role"], m["content"]) for m in prompt]
         texts = [(r, c if isinstance(c, str) else " ".join(x.get("text", "") for x in c)) for r, c in turns]
-        given = texts[0][1] if len(texts) == 1 else "\n".join(f"{role}: {text}" for role, text in texts)
-    return said(given) + (said(f"right: {row['answer']}", "muted") if row.get("answer") is not None else "")
+        prompt = texts[0][1] if len(texts) == 1 else "\n".join(f"{role}: {text}" for role, text in texts)
+    answer = record.get("answer")
+    return paragraph(prompt) + ("" if answer is None else paragraph(f"answer: {answer}", "muted"))
 
 
 def table(head: list[str], rows: list[list[str]], css: str = "") -> str:
-    """Cells are HTML; the first of a row is its header."""
+    """Cells are HTML; the first cell of a row is its header."""
     top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     lines = ("".join(f"<td>{cell}</td>" for cell in cells[1:]) for cells in rows)
     body = "\n".join(f'<tr><th scope="row">{cells[0]}</th>{line}</tr>' for cells, line in zip(rows, lines))
@@ -196,17 +209,17 @@ def table(head: list[str], rows: list[list[str]], css: str = "") -> str:
 
 
 def expand(patterns: list[str], keys) -> list[str]:
-    """The keys that are there, in the order of the patterns."""
+    """The keys that match, in the order of the patterns."""
     return [*dict.fromkeys(k for pattern in patterns for k in fnmatch.filter(sorted(keys), pattern))]
 
 
 def curve(runs: list[dict], key: str) -> list[tuple[float, ...]]:
-    """(step, mean, lowest, highest) over the runs, at the steps that all have; in bins if there are many."""
+    """(step, mean, minimum, maximum) over the runs, at steps that all runs have; averaged in bins if many."""
     tables = [run["metrics"][key] for run in runs if key in run["metrics"]]
     steps = sorted(set.intersection(*map(set, tables))) if tables else []
     values = [[table[step] for table in tables] for step in steps]
-    points = [(step, sum(own) / len(own), min(own), max(own)) for step, own in zip(steps, values)]
-    size = -(-len(points) // POINTS) or 1
+    points = [(step, sum(x) / len(x), min(x), max(x)) for step, x in zip(steps, values)]
+    size = -(-len(points) // MAX_POINTS) or 1
     bins = [points[i : i + size] for i in range(0, len(points), size)]
     return [tuple(sum(column) / len(part) for column in zip(*part)) for part in bins]
 
@@ -223,7 +236,7 @@ def stroke(color: str, dash: int, path: str) -> str:
 
 
 def panel(title: str, series: list[tuple[str, int, int, list[tuple]]], show_colors: bool = False) -> str:
-    """One SVG of lines (label, color, dash, points). Points are (x, y) or (x, mean, lowest, highest)."""
+    """One SVG of lines (label, color, dash, points). Points are (x, y) or (x, mean, minimum, maximum)."""
     series = [s for s in series if s[3]]
     if not series:
         return ""
@@ -255,30 +268,33 @@ def panel(title: str, series: list[tuple[str, int, int, list[tuple]]], show_colo
             x, y = at(*p[:2]).split(",")
             about = f"<title>{escape(label)}, {number(p[0])}: {number(p[1])}</title>"
             parts.append(f'<circle fill="{COLORS[c % 8]}" cx="{x}" cy="{y}" r="2.6">{about}</circle>')
-    told = "; ".join(f"{label}: {number(p[0][1])} to {number(p[-1][1])}" for label, _, _, p in series)
+    summary = "; ".join(f"{label}: {number(p[0][1])} to {number(p[-1][1])}" for label, _, _, p in series)
     keys = {(s[0].rpartition(": ")[2], COLORS[s[1] % 8] if show_colors else "gray", s[2]) for s in series}
     lines = [(name, stroke(color, dash, "M1,4H25")) for name, color, dash in sorted(keys)]
     legend = "".join(f'<span><svg width="26" height="8">{x}</svg>{escape(name)}</span>' for name, x in lines)
     return (
         f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {W} {H}" role="img" '
-        f'aria-label="{escape(told)}">{"".join(parts)}</svg><div class="legend">{legend}</div></figure>\n'
+        f'aria-label="{escape(summary)}">{"".join(parts)}</svg><div class="legend">{legend}</div></figure>\n'
     )
 
 
 def curves_section(runs: list[dict]) -> str:
-    """Color: a run, or the mean of its seeds; dashes: the metrics of a panel."""
+    """Colors are runs, or the mean over seeds; dashes are the metrics of a panel."""
     groups, keys = group_runs(runs), {key for run in runs for key in run["metrics"]}
 
-    def draw(title: str, own: list[str]) -> str:
-        lines = [(label, key, c, d) for c, (label, _) in enumerate(groups) for d, key in enumerate(own)]
+    def draw(title: str, panel_keys: list[str]) -> str:
+        lines = [
+            (label, key, c, d) for c, (label, _) in enumerate(groups) for d, key in enumerate(panel_keys)
+        ]
         return panel(title, [(f"{label}: {k}", c, d, curve(groups[c][1], k)) for label, k, c, d in lines])
 
     chosen = [(title, expand(patterns, keys)) for title, patterns in PANELS]
-    rest = sorted(keys - {key for _, own in chosen for key in own} - {"train/step", "train/episode"})
+    in_panels = {key for _, panel_keys in chosen for key in panel_keys}
+    rest = sorted(keys - in_panels - {"train/step", "train/episode"})
     dot = '<svg width="14" height="14"><circle fill="{}" cx="7" cy="7" r="6"/></svg>'
     names = "".join(f"<span>{dot.format(COLORS[c % 8])}{escape(n)}</span>" for c, (n, _) in enumerate(groups))
     return (
-        '<p class="muted">Over steps. Of seeds the mean, in a band from the lowest to the highest.</p>'
+        '<p class="muted">By step. Seeds are averaged; the band is from minimum to maximum.</p>'
         f'<div class="legend">{names}</div><div class="panels">{"".join(draw(*x) for x in chosen)}</div>'
         f'<details><summary>{len(rest)} more metrics</summary><div class="panels">'
         f"{''.join(draw(key, [key]) for key in rest)}</div></details>"
@@ -289,77 +305,87 @@ def curves_section(runs: list[dict]) -> str:
 
 
 def each_run(runs: list[dict], section) -> str:
-    """What a section makes of each run, under the run's name where there are several; nothing for no run."""
+    """The section of each run that has one, under the run's name if there are several runs."""
     parts = [(run["name"], section(run)) for run in runs]
     return "".join((f"<h3>{escape(n)}</h3>" if runs[1:] else "") + part for n, part in parts if part)
 
 
-def before_and_after(run: dict, kind: str, cell, order=lambda row: 0) -> str:
-    """The rows of the first and of the last evaluation side by side."""
-    tables, found = run["samples"][kind], defaultdict(lambda: defaultdict(list))
+def before_and_after(run: dict, record_type: str, cell, order=lambda record: 0) -> str:
+    """The records of the first and of the last evaluation side by side, one table row per dataset row."""
+    tables = run["records"][record_type]
+    records = defaultdict(lambda: defaultdict(list))  # dataset row -> step -> records
     steps = sorted({min(tables), max(tables)}) if tables else []
     for step in steps:
-        for row in tables[step]:
-            found[row["row"]][step].append(row)
+        for record in tables[step]:
+            records[record["row"]][step].append(record)
     lines = []
-    for own in sorted(found.values(), key=lambda own: order(own[max(own)][0]))[:SAMPLES]:
-        first, cells = own[max(own)][0], ("".join(map(cell, own[step])) or "–" for step in steps)
-        lines.append([pictures(first, run), question(first), *cells])
-    head = ["picture", "prompt", *(f"{when}: step {t}" for when, t in zip(("before", "after"), steps))]
+    for by_step in sorted(records.values(), key=lambda by_step: order(by_step[max(by_step)][0]))[:MAX_ROWS]:
+        last = by_step[max(by_step)][0]
+        cells = ["".join(map(cell, by_step[step])) or "–" for step in steps]
+        lines.append([media_cell(last, run), prompt_cell(last), *cells])
+    head = ["image", "prompt", *(f"{when}: step {t}" for when, t in zip(("before", "after"), steps))]
     return table(head, lines, "samples") if lines else ""
 
 
 def responses_section(run: dict) -> str:
-    """rloo.py, ppo_vl.py: what was said to held-out prompts; without any, in training."""
+    """rloo.py, ppo_vl.py: responses to evaluation prompts, or without an evaluation set to training prompts."""
 
-    def cell(row: dict) -> str:
-        parts = [row["phase"].removeprefix("eval_")]
-        parts += [
-            f"{key.partition('/')[2]} {number(x)}" for key, x in row.items() if key.startswith("reward/")
-        ]
-        return said(row["response"]) + said(" · ".join(parts), "muted")
+    def cell(record: dict) -> str:
+        rewards = {key.partition("/")[2]: x for key, x in record.items() if key.startswith("reward/")}
+        parts = [record["phase"].removeprefix("eval_")]
+        parts += [f"{name} {number(x)}" for name, x in rewards.items()]
+        return paragraph(record["response"]) + paragraph(" · ".join(parts), "muted")
 
-    other = run["samples"]["pairs"] or run["samples"]["judgements"]
-    return before_and_after(run, "responses", cell) or ("" if other else before_and_after(run, "train", cell))
+    text = before_and_after(run, "responses", cell)
+    if text or run["records"]["pairs"] or run["records"]["judgements"]:
+        return text
+    return before_and_after(run, "train", cell)
 
 
 def judgements_section(run: dict) -> str:
-    """grm_sft.py: what the judge wrote, its soft verdict, and what it wrote with the sides exchanged."""
+    """grm_sft.py: the judge's response, its verdict probabilities, and its response with swapped candidates."""
 
-    def cell(row: dict) -> str:
-        soft = [f"p({option}) {number(p)}" for option, p in (row.get("probabilities") or {}).items()]
-        about = [f"verdict {row['verdict'] or 'unreadable'}", f"true {row.get('truth') or 'unknown'}", *soft]
-        text = said(row["response"]) + said(" · ".join(about), "muted")
-        swapped = row.get("swapped_response")
-        how = "sides exchanged" if row.get("swap_consistency") else "sides exchanged, another verdict"
-        return text + ("" if swapped is None else said(f"{how}: {swapped}", "muted"))
+    def cell(record: dict) -> str:
+        verdict = record["verdict"] or "not parsable"
+        parts = [f"verdict {verdict}", f"label {record.get('label') or 'unknown'}"]
+        parts += [f"p({name}) {number(p)}" for name, p in (record.get("probabilities") or {}).items()]
+        text = paragraph(record["response"]) + paragraph(" · ".join(parts), "muted")
+        swapped = record.get("swapped_response")
+        if swapped is None:
+            return text
+        note = "swapped" if record.get("swap_consistency") else "swapped, inconsistent verdict"
+        return text + paragraph(f"{note}: {swapped}", "muted")
 
-    tables = run["samples"]["judgements"]
+    tables = run["records"]["judgements"]
     last = tables[max(tables)] if tables else []
-    wrong = sum(row.get("accuracy") is False for row in last)
-    note = f"<p>{wrong} of {len(last)} wrong at the last evaluation. Those come first.</p>" if last else ""
-    worst = lambda row: (row.get("accuracy") is not False, row.get("swap_consistency") is not False)  # noqa: E731
-    return note + before_and_after(run, "judgements", cell, worst)
+    wrong = sum(record.get("accuracy") is False for record in last)
+    note = f"<p>{wrong} of {len(last)} wrong at the last evaluation, listed first.</p>" if last else ""
+
+    def order(record: dict) -> tuple[bool, bool]:
+        return record.get("accuracy") is not False, record.get("swap_consistency") is not False
+
+    return note + before_and_after(run, "judgements", cell, order)
 
 
-def reliability(margins: list[float], num_bins: int = 10) -> list[tuple[float, float, float]]:
-    """Pairs in bins of confidence = sigmoid(|margin|) over [0.5, 1] -> mean confidence, share right (ties are
-    one half) and share of all pairs, of each bin that has any. Calibration error = sum of share * |right -
-    confidence|, https://arxiv.org/abs/1706.04599.
+def reliability(reward_diffs: list[float], num_bins: int = 10) -> list[tuple[float, float, float]]:
+    """Mean confidence, accuracy (ties count 1/2) and fraction of all pairs, per nonempty bin of confidence.
 
-    margins [2, -2, 0] -> [(.5, .5, 1/3), (.881, .5, 2/3)]
+    The bins of confidence = sigmoid(|reward_diff|) divide [0.5, 1] evenly. Calibration error = sum of
+    fraction * |accuracy - confidence|, https://arxiv.org/abs/1706.04599.
+
+    reward_diffs [2, -2, 0] -> [(.5, .5, 1/3), (.881, .5, 2/3)]
     """
     bins = defaultdict(list)
-    for margin in margins:
-        confidence = 1 / (1 + math.exp(-min(abs(margin), 700)))
-        right = 1.0 if margin > 0 else 0.0 if margin < 0 else 0.5
-        bins[min(int((confidence - 0.5) * 2 * num_bins), num_bins - 1)].append((confidence, right))
-    means = [(*(sum(x) / len(own) for x in zip(*own)), len(own)) for _, own in sorted(bins.items())]
-    return [(confidence, right, count / len(margins)) for confidence, right, count in means]
+    for diff in reward_diffs:
+        confidence = 1 / (1 + math.exp(-min(abs(diff), 700)))
+        accuracy = 1.0 if diff > 0 else 0.0 if diff < 0 else 0.5
+        bins[min(int((confidence - 0.5) * 2 * num_bins), num_bins - 1)].append((confidence, accuracy))
+    means = [(*(sum(x) / len(pairs) for x in zip(*pairs)), len(pairs)) for _, pairs in sorted(bins.items())]
+    return [(confidence, accuracy, count / len(reward_diffs)) for confidence, accuracy, count in means]
 
 
 def histogram(values: list[float], low: float, high: float, count: int = 24) -> list[tuple[float, float]]:
-    """(middle of a bin, values in it)."""
+    """(center of the bin, number of values in it) per bin."""
     width = (high - low) / count or 1.0
     counts = [0] * count
     for value in values:
@@ -368,32 +394,36 @@ def histogram(values: list[float], low: float, high: float, count: int = 24) -> 
 
 
 def pairs_section(run: dict) -> str:
-    """reward_bt.py: calibration, scores of both sides and the worst pairs of the last evaluation, by set."""
-    sets, tables = defaultdict(list), run["samples"]["pairs"]
-    for row in tables[max(tables)] if tables else ():
-        sets[row["phase"].removeprefix("eval_")].append(row)
+    """reward_bt.py, last evaluation, per evaluation set: calibration, reward histograms and the worst pairs."""
+    sets = defaultdict(list)
+    tables = run["records"]["pairs"]
+    for record in tables[max(tables)] if tables else ():
+        sets[record["phase"].removeprefix("eval_")].append(record)
     parts = []
-    for name, rows in sets.items():
-        bins = reliability([row["margin"] for row in rows])
-        error = sum(share * abs(right - confidence) for confidence, right, share in bins)
+    for name, records in sets.items():
+        bins = reliability([record["reward_diff"] for record in records])
+        error = sum(fraction * abs(accuracy - confidence) for confidence, accuracy, fraction in bins)
         lines = [
-            ("right", 0, 0, [b[:2] for b in bins]),
-            ("share of pairs", 1, 2, [(b[0], b[2]) for b in bins]),
+            ("accuracy", 0, 0, [b[:2] for b in bins]),
+            ("fraction of pairs", 1, 2, [(b[0], b[2]) for b in bins]),
+            ("calibrated", 7, 1, [(0.5, 0.5), (1, 1)]),
         ]
-        lines.append(("calibrated", 7, 1, [(0.5, 0.5), (1, 1)]))
-        scores = {side: [row[f"{side}_reward"] for row in rows] for side in ("chosen", "rejected")}
-        low, high = min(map(min, scores.values())), max(map(max, scores.values()))
-        counts = [(side, c, 0, histogram(own, low, high)) for c, (side, own) in enumerate(scores.items())]
-        shown = []
-        for row in sorted(rows, key=lambda row: row["margin"])[:SAMPLES]:
-            sides = [said(row[s]) + said(f"score {number(row[f'{s}_reward'])}", "muted") for s in scores]
-            shown.append([pictures(row, run), question(row), *sides, number(row["margin"])])
+        rewards = {side: [record[f"{side}_reward"] for record in records] for side in ("chosen", "rejected")}
+        low, high = min(map(min, rewards.values())), max(map(max, rewards.values()))
+        counts = [(side, c, 0, histogram(x, low, high)) for c, (side, x) in enumerate(rewards.items())]
+        rows = []
+        for record in sorted(records, key=lambda record: record["reward_diff"])[:MAX_ROWS]:
+            cells = [media_cell(record, run), prompt_cell(record)]
+            for side in rewards:
+                reward = f"reward {number(record[f'{side}_reward'])}"
+                cells.append(paragraph(record[side]) + paragraph(reward, "muted"))
+            rows.append([*cells, number(record["reward_diff"])])
         parts.append(
-            f'<h3>{escape(name)}, step {rows[0]["train/step"]}, {len(rows)} pairs</h3><div class="panels">'
-            + panel(f"right at a confidence of sigmoid(|margin|); calibration error {error:.3f}", lines, True)
-            + panel("how many pairs at a score", counts, True)
-            + "</div><p>The pairs with the lowest margin:</p>"
-            + table(["picture", "prompt", "chosen", "rejected", "margin"], shown, "samples")
+            f'<h3>{escape(name)}, step {records[0]["train/step"]}, {len(records)} pairs</h3><div class="panels">'
+            + panel(f"accuracy by confidence sigmoid(|r|); calibration error {error:.3f}", lines, True)
+            + panel("number of responses by reward", counts, True)
+            + "</div><p>Pairs with the lowest difference r = reward of chosen - reward of rejected:</p>"
+            + table(["image", "prompt", "chosen", "rejected", "r"], rows, "samples")
         )
     return "".join(parts)
 
@@ -405,18 +435,19 @@ def summary_section(runs: list[dict]) -> str:
     rows = []
     for run in runs:
         metrics, args = run["metrics"], run["args"]
-        keys = expand([key for _, own in PANELS for key in own if key.startswith("eval/")], metrics)[:6]
+        patterns = [key for _, panel_keys in PANELS for key in panel_keys if key.startswith("eval/")]
+        keys = expand(patterns, metrics)[:6]
         ends = [(key, metrics[key][min(metrics[key])], metrics[key][max(metrics[key])]) for key in keys]
         held_out = [f"{escape(key)} {number(first)} → {number(last)}" for key, first, last in ends]
         about, seconds = f"{args.get('model')}, {args.get('dataset')}", sum(metrics["time/total"].values())
         cells = [str(max(metrics["train/step"])), f"{seconds:.0f} s", "<br>".join(held_out) or "–"]
         rows.append([escape(run["name"]), escape(about), *cells])
-    head = ["run", "model, data", "steps", "seconds in steps", "held out, first → last evaluation"]
+    head = ["run", "model, dataset", "steps", "training time", "first → last evaluation"]
     return table(head, rows)
 
 
 def args_section(runs: list[dict]) -> str:
-    """Folded: the flags that differ, then the others."""
+    """Two collapsed tables: the flags that differ between the runs, and the others."""
     different, equal = [], []
     for name in dict.fromkeys(name for run in runs for name in run["args"]):
         values = [escape(json.dumps(run["args"].get(name), ensure_ascii=False)) for run in runs]
@@ -424,9 +455,9 @@ def args_section(runs: list[dict]) -> str:
         (different if len({*values}) > 1 else equal).append(row)
     parts = [("different", different, [escape(run["name"]) for run in runs]), ("equal", equal, ["all runs"])]
     text = ""
-    for kind, rows, head in parts:
+    for label, rows, head in parts:
         inside = table(["flag", *head], [row[: 1 + len(head)] for row in rows], "args")
-        title = f"{len(rows)} args{f', {kind}' if runs[1:] else ''}"
+        title = f"{len(rows)} flags{f', {label}' if runs[1:] else ''}"
         text += f"<details><summary>{title}</summary>{inside}</details>" if rows else ""
     return text
 
@@ -445,7 +476,7 @@ nav a { margin-right: 1rem; color: inherit }
 p { margin: .2rem 0 }
 section { margin-top: 2rem; padding-top: 1.2rem; border-top: 1px solid var(--rule) }
 .muted { color: var(--muted); font-size: .87em }
-.said { white-space: pre-wrap; overflow-wrap: anywhere }
+.text { white-space: pre-wrap; overflow-wrap: anywhere }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; margin: .5rem 0 }
 th, td { text-align: left; vertical-align: top; padding: .3rem .7rem; border-bottom: 1px solid var(--rule);
@@ -472,14 +503,14 @@ summary { cursor: pointer; font-weight: 600 }
 
 
 def build(runs: list[dict]) -> str:
-    """The page; sections that have nothing to show are left out."""
+    """The HTML page; empty sections are omitted."""
     sections = [
         ("summary", "Summary", summary_section(runs)),
         ("curves", "Curves", curves_section(runs)),
-        ("samples", "Held-out samples, before and after", each_run(runs, responses_section)),
-        ("pairs", "Held-out pairs", each_run(runs, pairs_section)),
-        ("judgements", "Held-out judgements", each_run(runs, judgements_section)),
-        ("args", "Args", args_section(runs)),
+        ("samples", "Responses before and after", each_run(runs, responses_section)),
+        ("pairs", "Evaluation pairs", each_run(runs, pairs_section)),
+        ("judgements", "Evaluation judgements", each_run(runs, judgements_section)),
+        ("args", "Flags", args_section(runs)),
     ]
     sections, title = [s for s in sections if s[2]], escape(", ".join(run["name"] for run in runs))
     nav = "".join(f'<a href="#{name}">{head}</a>' for name, head, _ in sections)
@@ -496,14 +527,12 @@ def build(runs: list[dict]) -> str:
 
 def main(args: Args) -> None:
     if not args.runs:
-        fail("name the folder of at least one run")
+        fail("give at least one run directory")
     runs = [load_run(Path(name)) for name in args.runs]
-    output = Path(args.output) if args.output else runs[0]["folder"] / "report.html"
+    output = Path(args.output) if args.output else runs[0]["run_dir"] / "report.html"
     if not output.absolute().parent.is_dir():
-        fail(f"--output {output}: there is no such folder")
-    output.write_bytes(
-        build(runs).encode("utf-8", "replace")
-    )  # half a surrogate pair becomes a question mark
+        fail(f"--output {output}: no such directory")
+    output.write_bytes(build(runs).encode("utf-8", "replace"))  # an unpaired surrogate becomes "?"
     print(f"{output}: {len(runs)} run(s), {output.stat().st_size / 1e3:.0f} kB")
 
 
