@@ -1,4 +1,4 @@
-"""The tables and the picture of tools/pipeline.sh, from the folder that it filled.
+"""The tables and the plot of tools/pipeline.sh, from the directory with its runs.
 
 python tools/pipeline.py runs/pipeline      # prints the tables; writes table.md and pipeline.png there
 """
@@ -9,28 +9,28 @@ from pathlib import Path
 
 import numpy as np
 
-POLICIES = {  # run: script, what it was trained against, and whether the score is a reward model's alone
+POLICIES = {  # run: script, rewards it was trained with, whether its score is only the reward model's
     "rule": ("ppo_vl.py", "the rule", False),
-    "rm": ("rloo.py", "reward model, and the rule's format part", False),
-    "judge_and_rule": ("ppo_vl.py", "judge, and the rule's format part", False),
-    "early_rm": ("rloo.py", "reward model, stopped after 40 steps", True),
+    "rm": ("rloo.py", "reward model and format rule", False),
+    "judge_and_rule": ("ppo_vl.py", "judge and format rule", False),
+    "early_rm": ("rloo.py", "reward model after 40 steps", True),
 }
-TRUE_RULE = {"accuracy": 0.9, "format": 0.1}  # what all are measured by, whatever they were trained against
+TRUE_RULE = {"accuracy": 0.9, "format": 0.1}  # the true reward, which measures all policies
 STAGES = ("reward_model", "judge", *POLICIES)
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def read_metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def evaluations(lines: list[dict]) -> list[dict]:
-    """The lines of a policy with held-out metrics, the first of them before the first step."""
+    """The metrics of a policy's evaluations, of which the first is before the first step."""
     return [line for line in lines if "eval/greedy_score" in line]
 
 
 def true_reward(line: dict, mode: str) -> float:
-    """The rule's mean score in an evaluation; mode: greedy or sampled."""
-    return sum(weight * line[f"eval/{mode}_{name}"] for name, weight in TRUE_RULE.items())
+    """Mean true reward in an evaluation; mode: greedy or sampled."""
+    return sum(weight * line[f"eval/{mode}_reward_{name}"] for name, weight in TRUE_RULE.items())
 
 
 def markdown(head: str, rows: list[list[str]]) -> str:
@@ -39,38 +39,45 @@ def markdown(head: str, rows: list[list[str]]) -> str:
 
 
 def policy_table(runs: dict[str, list[dict]]) -> str:
-    """The start and the ends. KL: mean of the last five rollouts; own proxy: greedy, start -> end."""
-    first = evaluations(runs["rule"])[0]
-    start = [f"{x:.3f}" for x in (first["eval/sampled_accuracy"], first["eval/greedy_accuracy"])]
-    rows = [["base", "", f"{true_reward(first, 'sampled'):.3f}", *start, "0", ""]]
-    for name, (script, against, has_proxy) in POLICIES.items():
-        first, last = evaluations(runs[name])[0], evaluations(runs[name])[-1]
+    """The initial model and the final policies. KL: mean of the last five rollouts."""
+
+    def measure(line: dict) -> list[str]:
+        accuracies = [line[f"eval/{mode}_reward_accuracy"] for mode in ("sampled", "greedy")]
+        return [f"{x:.3f}" for x in (true_reward(line, "sampled"), *accuracies)]
+
+    rows = [["initial model", "", *measure(evaluations(runs["rule"])[0]), "0", ""]]
+    for name, (script, rewards, has_proxy) in POLICIES.items():
+        first = evaluations(runs[name])[0]
+        last = evaluations(runs[name])[-1]
         kl = np.mean([line["objective/kl"] for line in runs[name] if "objective/kl" in line][-5:])
-        truth = true_reward(last, "sampled"), last["eval/sampled_accuracy"], last["eval/greedy_accuracy"]
         proxy = f"{first['eval/greedy_score']:.2f} -> {last['eval/greedy_score']:.2f}" if has_proxy else ""
-        rows.append([f"{name} (`{script}`)", against, *(f"{x:.3f}" for x in truth), f"{kl:.2f}", proxy])
-    head = "policy | trained against | true rule, sampled | accuracy, sampled | greedy | KL, nats | own proxy"
-    return markdown(head, rows)
+        rows.append([f"{name} (`{script}`)", rewards, *measure(last), f"{kl:.2f}", proxy])
+    head = "policy | trained with | true reward, sampled | accuracy, sampled | accuracy, greedy | KL, nats"
+    return markdown(f"{head} | reward model's score, greedy", rows)
 
 
 def proxy_table(reward_model: list[dict], judge: list[dict]) -> str:
-    """What reward model and judge know of held-out pairs."""
+    """Accuracy of the reward model and of the judge on evaluation pairs."""
     key = "eval/easy-vqa/accuracy"
-    known = [(f"reward model, step {line['train/step']}", line[key]) for line in reward_model if key in line]
-    known.append(("judge", judge[-1]["eval/accuracy"]))
-    return markdown("proxy | held-out pairs decided rightly", [[name, f"{x:.3f}"] for name, x in known])
+    rows = []
+    for line in reward_model:
+        if key in line:
+            rows.append([f"reward model, step {line['train/step']}", f"{line[key]:.3f}"])
+    rows.append(["judge", f"{judge[-1]['eval/accuracy']:.3f}"])
+    return markdown("learned reward | accuracy on evaluation pairs", rows)
 
 
-def time_table(folder: Path) -> str:
-    """Seconds of each stage, from the NAME.time files."""
-    seconds = {name: map(float, (folder / f"{name}.time").read_text().split()) for name in STAGES}
-    return markdown(
-        "stage | wall, s | CPU, s", [[name, *(f"{x:.0f}" for x in own)] for name, own in seconds.items()]
-    )
+def time_table(output_dir: Path) -> str:
+    """Seconds of each stage, from the files NAME.time."""
+    rows = []
+    for name in STAGES:
+        seconds = map(float, (output_dir / f"{name}.time").read_text().split())
+        rows.append([name, *(f"{x:.0f}" for x in seconds)])
+    return markdown("stage | wall time, s | CPU time, s", rows)
 
 
-def draw(folder: Path, runs: dict[str, list[dict]]) -> None:
-    """pipeline.png. Above: truth and KL of all policies. Below: each proxy beside the truth."""
+def draw(output_dir: Path, runs: dict[str, list[dict]]) -> None:
+    """pipeline.png. Above: true reward and KL of all policies. Below: learned rewards and true rewards."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -79,54 +86,52 @@ def draw(folder: Path, runs: dict[str, list[dict]]) -> None:
     figure, panels = plt.subplots(2, 3, figsize=(15, 9), layout="constrained")
     colors = dict(zip(POLICIES, ("tab:green", "tab:blue", "tab:purple", "tab:red")))
     for name, lines in runs.items():
-        curve, trained = evaluations(lines), [line for line in lines if "objective/kl" in line]
-        steps, style = [line["train/step"] for line in curve], {"color": colors[name], "label": name}
+        curve = evaluations(lines)
+        trained = [line for line in lines if "objective/kl" in line]
+        steps = [line["train/step"] for line in curve]
+        style = {"color": colors[name], "label": name}
         panels[0, 0].plot(steps, [true_reward(line, "sampled") for line in curve], marker="o", **style)
-        panels[0, 1].plot(steps, [line["eval/greedy_accuracy"] for line in curve], marker="o", **style)
+        accuracy = [line["eval/greedy_reward_accuracy"] for line in curve]
+        panels[0, 1].plot(steps, accuracy, marker="o", **style)
         panels[0, 2].plot([x["train/step"] for x in trained], [x["objective/kl"] for x in trained], **style)
-    panels[0, 0].set_title("reward under the true rule (held out, sampled)")
-    panels[0, 1].set_title("right answers (held out, greedy)")
-    panels[0, 2].set_title("KL to the start, nats per response (training)")
+    panels[0, 0].set_title("true reward (evaluation, sampled)")
+    panels[0, 1].set_title("accuracy (evaluation, greedy)")
+    panels[0, 2].set_title("KL to the initial model, nats per response (training)")
     panels[0, 0].legend()
     for panel, name in zip(panels[1], ("rm", "early_rm", "judge_and_rule")):
-        curve, color = evaluations(runs[name]), colors[name]
-        mode = (
-            "greedy" if POLICIES[name][2] else "sampled"
-        )  # a judge compares a greedy response with no sibling
+        curve = evaluations(runs[name])
+        color = colors[name]
+        # A judge compares responses to the same prompt, and there is only one greedy response.
+        mode = "greedy" if POLICIES[name][2] else "sampled"
         steps = [line["train/step"] for line in curve]
-        for key, line, label in (
-            ("accuracy", "s--", "truth: right answers"),
-            ("format", ":", "truth: format"),
-        ):
-            panel.plot(steps, [x[f"eval/{mode}_{key}"] for x in curve], line, color=color, label=label)
-        panel.set_ylabel("truth: share", color=color)
-        score = panel.twinx()
-        score.plot(
-            steps, [x[f"eval/{mode}_score"] for x in curve], "o-", color="black", label="score trained on"
-        )
-        score.set_ylabel("mean score")
-        lines = panel.get_lines() + score.get_lines()
-        panel.legend(
-            lines, [x.get_label() for x in lines], loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2
-        )
-        panel.set_title(f"{name}: proxy and truth (held out, {mode})")
+        for reward, line, label in (("accuracy", "s--", "true: accuracy"), ("format", ":", "true: format")):
+            values = [x[f"eval/{mode}_reward_{reward}"] for x in curve]
+            panel.plot(steps, values, line, color=color, label=label)
+        panel.set_ylabel("true rewards", color=color)
+        axes = panel.twinx()
+        scores = [x[f"eval/{mode}_score"] for x in curve]
+        axes.plot(steps, scores, "o-", color="black", label="score used for training")
+        axes.set_ylabel("mean score")
+        lines = panel.get_lines() + axes.get_lines()
+        labels = [line.get_label() for line in lines]
+        panel.legend(lines, labels, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+        panel.set_title(f"{name}: learned and true rewards (evaluation, {mode})")
     for panel in panels.flat:
         panel.set_xlabel("step")
-    figure.savefig(folder / "pipeline.png", dpi=80)
+    figure.savefig(output_dir / "pipeline.png", dpi=80)
 
 
-def main(folder: Path) -> None:
-    missing = [name for name in STAGES if not (folder / name / "metrics.jsonl").is_file()]
-    if missing:
-        print(
-            f"error: {folder} has no run {missing[0]}: tools/pipeline.sh {folder} makes it", file=sys.stderr
-        )
-        raise SystemExit(2)
-    runs = {name: read_metrics(folder / name) for name in POLICIES}
-    proxies = proxy_table(read_metrics(folder / "reward_model"), read_metrics(folder / "judge"))
-    text = "\n".join([policy_table(runs), proxies, time_table(folder)])
-    (folder / "table.md").write_text(text)
-    draw(folder, runs)
+def main(output_dir: Path) -> None:
+    for name in STAGES:
+        if not (output_dir / name / "metrics.jsonl").is_file():
+            message = f"{output_dir} has no run {name}: start tools/pipeline.sh {output_dir} first"
+            print(f"error: {message}", file=sys.stderr)
+            raise SystemExit(2)
+    runs = {name: read_metrics(output_dir / name) for name in POLICIES}
+    proxies = proxy_table(read_metrics(output_dir / "reward_model"), read_metrics(output_dir / "judge"))
+    text = "\n".join([policy_table(runs), proxies, time_table(output_dir)])
+    (output_dir / "table.md").write_text(text)
+    draw(output_dir, runs)
     print(text)
 
 
