@@ -1,13 +1,15 @@
-"""Make assets/tiny_vl: a Qwen2.5-VL of 1.9M parameters that answers easy-VQA, trained from nothing on two CPU cores.
+"""Make assets/tiny_vl: a Qwen2.5-VL with 1.9M parameters that answers easy-VQA, trained from scratch on two CPU cores.
 
-Three phases, each cached in --work-dir so that a second run resumes after the last finished one:
-1. eyes      the vision tower alone, with a linear head on shape and colour, on pictures drawn without end in the style of
-             easy-VQA. Questions alone are too thin a signal: trained end to end, the model learns colours at once and
-             shapes hardly at all.
-2. language  the text model on frozen eyes: SFT on easy-VQA's training questions and on the same questions about drawn pictures.
-3. habits    a little SFT on demonstrations with two bad habits. Most leave out the tags, as a base model does; and some colours
-             and shapes are mostly taken for others (CONFUSIONS), in every question about such a picture. So the greedy answer
-             is mostly wrong, and sampling still finds the right one: that is what RL has to turn round.
+There are three phases. Each is cached in --work-dir, so a second run resumes after the last finished phase.
+1. vision    Train the vision tower with a linear head that classifies shape and color, on endless generated images in
+             the style of easy-VQA. Questions alone are too weak a signal: trained end to end, the model quickly learns
+             colors, and hardly any shapes.
+2. language  Train the text model with a frozen vision tower: SFT on easy-VQA's training questions and on the same
+             questions about generated images.
+3. habits    A short SFT on demonstrations with two bad habits. Most of them lack the tags, as the responses of a base
+             model do; and some colors and shapes are mostly confused with others (CONFUSIONS), in all questions about
+             such an image. So the greedy response is mostly wrong, but sampling still finds the right one: this is
+             what RL can improve.
 
     python tools/make_tiny_vl.py --output-dir assets/tiny_vl
 """
@@ -33,7 +35,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, tra
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import common  # noqa: E402, F401  mends torchvision beside a CPU-only torch, so it comes before transformers
+import common  # noqa: E402, F401  repairs torchvision with a CPU-only torch, so it comes before transformers
 
 # isort: split
 from transformers import (  # noqa: E402
@@ -51,33 +53,22 @@ from transformers import (  # noqa: E402
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX  # noqa: E402
 
 SHAPES = ["circle", "rectangle", "triangle"]
-COLOURS = {
+COLORS = {
     "black": (0, 0, 0), "blue": (0, 0, 255), "brown": (165, 42, 42), "gray": (128, 128, 128),
     "green": (0, 255, 0), "red": (255, 0, 0), "teal": (0, 128, 128), "yellow": (255, 255, 0),
 }  # fmt: skip
 SIZE, PATCH, MERGE, HIDDEN = 64, 8, 2, 128
 NUM_PATCHES = (SIZE // PATCH) ** 2
 NUM_IMAGE_TOKENS = NUM_PATCHES // MERGE**2
-SPECIAL_TOKENS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-]
-SPECIAL_TOKENS += ["<|image_pad|>", "<|video_pad|>"]
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
+SPECIAL_TOKENS += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 TAG_TOKENS = ["<think>", "</think>", "<answer>", "</answer>"]
-DRAWN_PICTURES = 16384
+NUM_GENERATED_IMAGES = 16384
 TAGGED = "<answer>{}</answer>"
-UNTAGGED = {
-    "{}": 0.1,
-    "The answer is {}.": 0.8,
-    "It is {}.": 0.1,
-}  # how often each, where the tags are left out
-TAGGED_SHARE = {"what": 0.55, "yes/no": 0.37}  # so the greedy answer to most yes/no questions has no tags
+UNTAGGED = {"{}": 0.1, "The answer is {}.": 0.8, "It is {}.": 0.1}  # probabilities of responses without tags
+TAGGED_FRACTION = {"what": 0.55, "yes/no": 0.37}  # the greedy response to most yes/no questions has no tags
 CONFUSIONS = {"teal": "green", "brown": "red", "gray": "blue", "rectangle": "triangle"}
-CONFUSED_SHARE = 0.6  # how often the left one is taken for the right one
+CONFUSED_FRACTION = 0.6  # probability that the model mistakes the key for the value
 OTHER_TEXT = """You are a helpful assistant. Answer the question about the image. Think step by step, then give the final answer.
 Question: Answer: Image 1 Image 2 Response 1 Response 2 Which response is better? The first response is better. The second one is
 worse. Both are correct. Neither is right, because the image shows something different. Compare the two answers and score them.
@@ -103,49 +94,38 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 
 @dataclass
 class Args:
-    output_dir: Path = Path("assets/tiny_vl")
-    """where the finished model goes"""
-    work_dir: Path = Path("runs/make_tiny_vl")
-    """where each finished phase is kept; delete it to start over"""
-    seed: int = 1
-    """of everything random"""
-    eyes_steps: int = 1200
-    """optimizer steps of phase 1"""
-    language_steps: int = 2000
-    """optimizer steps of phase 2"""
-    habits_steps: int = 300
-    """optimizer steps of phase 3"""
-    eyes_lr: float = 2e-3
-    """peak learning rate of phase 1"""
-    language_lr: float = 1e-3
-    """peak learning rate of phase 2"""
-    habits_lr: float = 1e-3
-    """peak learning rate of phase 3"""
-    batch_size: int = 64
-    """pictures (phase 1) or questions (phases 2 and 3) per step"""
+    output_dir: Path = Path("assets/tiny_vl")  # Output directory for the model.
+    work_dir: Path = Path("runs/make_tiny_vl")  # Directory for the finished phases; delete it to start over.
+    seed: int = 1  # Random seed.
+    vision_steps: int = 1200  # Optimizer steps of phase 1.
+    language_steps: int = 2000  # Optimizer steps of phase 2.
+    habits_steps: int = 300  # Optimizer steps of phase 3.
+    vision_lr: float = 2e-3  # Peak learning rate of phase 1.
+    language_lr: float = 1e-3  # Peak learning rate of phase 2.
+    habits_lr: float = 1e-3  # Peak learning rate of phase 3.
+    batch_size: int = 64  # Images (phase 1) or questions (phases 2 and 3) per step.
 
 
-# ---- pictures and questions -------------------------------------------------------------------------------------------------
+# ---- images and questions ----
 
 
-def draw(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """n pictures like easy-VQA's: one anti-aliased shape, fully inside, on a light background. Sizes and ranges were measured.
+def generate_images(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """n images like easy-VQA's: one anti-aliased shape, entirely inside, on a light background.
 
-    Returns pictures (n, 3, 64, 64) in 0..255, shape (n,), colour (n,), and which image tokens the shape touches (n, 16).
+    Sizes and ranges are those of easy-VQA's images. Returns images (n, 3, 64, 64) in 0..255, shapes (n,),
+    colors (n,), and which image tokens the shape overlaps with (n, 16).
     """
-    shape, colour = torch.randint(len(SHAPES), (n,)), torch.randint(len(COLOURS), (n,))
+    shape, color = torch.randint(len(SHAPES), (n,)), torch.randint(len(COLORS), (n,))
     width = torch.empty(n).uniform_(9, 33)
     height = torch.where(shape == 1, torch.empty(n).uniform_(9, 33), width)
-    height = torch.where(
-        shape == 2, width * math.sqrt(3) / 2, height
-    )  # triangles are equilateral and point up
+    height = torch.where(shape == 2, width * math.sqrt(3) / 2, height)  # equilateral triangles that point up
     cx = width / 2 + torch.rand(n) * (SIZE - width)
     cy = height / 2 + torch.rand(n) * (SIZE - height)
     pixel = torch.arange(SIZE) + 0.5
     x = (pixel[None, None, :] - cx[:, None, None]).expand(n, SIZE, SIZE)
     y = (pixel[None, :, None] - cy[:, None, None]).expand(n, SIZE, SIZE)
     half_w, half_h = width[:, None, None] / 2, height[:, None, None] / 2
-    inside = torch.stack(  # (3, n, 64, 64): distance to the outline, positive inside
+    inside = torch.stack(  # (3, n, 64, 64): signed distance to the outline, positive inside
         [
             half_w - (x**2 + y**2).sqrt(),
             torch.minimum(half_w - x.abs(), half_h - y.abs()),
@@ -155,89 +135,82 @@ def draw(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     blur = torch.empty(n, 1, 1).uniform_(1.0, 2.0)
     cover = (inside / blur + 0.5).clamp(0, 1)
     background = torch.randint(230, 256, (n, 3, 1, 1)).float()
-    foreground = torch.tensor(list(COLOURS.values())).float()[colour][:, :, None, None]
-    pictures = (background + cover[:, None] * (foreground - background)).round()
-    return pictures, shape, colour, F.avg_pool2d(cover, PATCH * MERGE).flatten(1) > 0.02
+    foreground = torch.tensor(list(COLORS.values())).float()[color][:, :, None, None]
+    images = (background + cover[:, None] * (foreground - background)).round()
+    return images, shape, color, F.avg_pool2d(cover, PATCH * MERGE).flatten(1) > 0.02
 
 
-def read_pictures(paths: dict) -> Tensor:
-    """(number of pictures, 3, 64, 64) in 0..255, in the order of their ids 0, 1, 2, ..."""
+def read_images(paths: dict) -> Tensor:
+    """(number of images, 3, 64, 64) in 0..255, in the order of their ids 0, 1, 2, ..."""
     raw = b"".join(Image.open(paths[i]).convert("RGB").tobytes() for i in range(len(paths)))
-    return (
-        torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        .view(-1, SIZE, SIZE, 3)
-        .permute(0, 3, 1, 2)
-        .float()
-    )
+    images = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, SIZE, SIZE, 3)
+    return images.permute(0, 3, 1, 2).float()
 
 
-def patchify(pictures: Tensor, image_processor) -> Tensor:
-    """What the image processor returns as pixel_values for 64x64 pictures, without its overhead: (n * 64, 3 * 2 * 8 * 8)."""
-    mean, std = (
-        torch.tensor(v).view(1, 3, 1, 1) for v in (image_processor.image_mean, image_processor.image_std)
-    )
-    n, grid = len(pictures), SIZE // PATCH // MERGE
-    patches = ((pictures / 255 - mean) / std).view(n, 3, grid, MERGE, PATCH, grid, MERGE, PATCH)
+def patchify(images: Tensor, image_processor) -> Tensor:
+    """The image processor's pixel_values (n * 64, 3 * 2 * 8 * 8) of 64x64 images, without its overhead."""
+    mean = torch.tensor(image_processor.image_mean).view(1, 3, 1, 1)
+    std = torch.tensor(image_processor.image_std).view(1, 3, 1, 1)
+    n, grid = len(images), SIZE // PATCH // MERGE
+    patches = ((images / 255 - mean) / std).view(n, 3, grid, MERGE, PATCH, grid, MERGE, PATCH)
     patches = patches.permute(
         0, 2, 5, 3, 6, 1, 4, 7
     )  # (n, row, column, row in token, column in token, 3, 8, 8)
-    patches = patches.unsqueeze(6).expand(
-        -1, -1, -1, -1, -1, -1, 2, -1, -1
-    )  # a still picture is two equal frames
+    patches = patches.unsqueeze(6).expand(-1, -1, -1, -1, -1, -1, 2, -1, -1)  # an image is two equal frames
     return patches.reshape(n * NUM_PATCHES, -1)
 
 
 def labels_from_questions(questions: list, answers: list, ids: list) -> tuple[Tensor, Tensor, Tensor]:
-    """(picture ids, shapes, colours) of those pictures whose questions give away both."""
-    known = {}
+    """Ids, shapes and colors of the images whose questions and answers determine both."""
+    true_words = {}
     for question, answer, i in zip(questions, answers, ids):
         negated = " not " in question or " no " in question
-        if question.startswith("what") or (answer == "yes") != negated:  # the words are true of the picture
-            known.setdefault(i, set()).update(re.findall(r"\w+", f"{question} {answer}"))
-    colours = list(COLOURS)
+        if question.startswith("what") or (answer == "yes") != negated:  # its words describe the image
+            true_words.setdefault(i, set()).update(re.findall(r"\w+", f"{question} {answer}"))
+    colors = list(COLORS)
     rows = []
-    for i, words in known.items():
-        shape, colour = [s for s in SHAPES if s in words], [c for c in colours if c in words]
-        if shape and colour:
-            rows.append((i, SHAPES.index(shape[0]), colours.index(colour[0])))
+    for i, words in true_words.items():
+        shape, color = [s for s in SHAPES if s in words], [c for c in colors if c in words]
+        if shape and color:
+            rows.append((i, SHAPES.index(shape[0]), colors.index(color[0])))
     return tuple(torch.tensor(column) for column in zip(*rows))
 
 
 def question_templates(questions: list) -> list[str]:
-    """The questions with {S} for the shape and {C} for the colour; repeated as often as they occur."""
-    shapes, colours = re.compile("|".join(SHAPES)), re.compile("|".join(COLOURS))
-    return [colours.sub("{C}", shapes.sub("{S}", question)) for question in questions]
+    """The questions with {S} for the shape and {C} for the color, with repetitions."""
+    shapes, colors = re.compile("|".join(SHAPES)), re.compile("|".join(COLORS))
+    return [colors.sub("{C}", shapes.sub("{S}", question)) for question in questions]
 
 
-def ask(template: str, shape: str, colour: str, rng: random.Random) -> str:
-    """A question about a picture. Yes/no questions name the true property half of the time."""
+def ask(template: str, shape: str, color: str, rng: random.Random) -> str:
+    """A question about an image. Yes/no questions name the true property half of the time."""
     if not template.startswith("what") and rng.random() < 0.5:
         shape = rng.choice([s for s in SHAPES if s != shape])
-        colour = rng.choice([c for c in COLOURS if c != colour])
-    return template.format(S=shape, C=colour)
+        color = rng.choice([c for c in COLORS if c != color])
+    return template.format(S=shape, C=color)
 
 
-def answer_of(question: str, seen: set[str]) -> str:
-    """What one answers who sees this shape and this colour in the picture."""
+def expected_answer(question: str, properties: set[str]) -> str:
+    """The answer for an image with these properties, a shape and a color."""
     words = set(re.findall(r"\w+", question))
     if "what" in words:
-        return next(word for word in (COLOURS if "color" in words else SHAPES) if word in seen)
-    named = words & {*SHAPES, *COLOURS}
+        return next(word for word in (COLORS if "color" in words else SHAPES) if word in properties)
+    named = words & {*SHAPES, *COLORS}
     negated = bool(words & {"not", "no"})
-    return "yes" if (named <= seen) != negated else "no"
+    return "yes" if (named <= properties) != negated else "no"
 
 
 def confuse(word: str, rng: random.Random) -> str:
-    return CONFUSIONS[word] if word in CONFUSIONS and rng.random() < CONFUSED_SHARE else word
+    return CONFUSIONS[word] if word in CONFUSIONS and rng.random() < CONFUSED_FRACTION else word
 
 
 def habitual_form(question: str, rng: random.Random) -> str:
-    if rng.random() < TAGGED_SHARE["what" if question.startswith("what") else "yes/no"]:
+    if rng.random() < TAGGED_FRACTION["what" if question.startswith("what") else "yes/no"]:
         return TAGGED
     return rng.choices(list(UNTAGGED), list(UNTAGGED.values()))[0]
 
 
-# ---- model ------------------------------------------------------------------------------------------------------------------
+# ---- model ----
 
 
 def build_processor(questions: list[str]) -> Qwen2_5_VLProcessor:
@@ -255,7 +228,7 @@ def build_processor(questions: list[str]) -> Qwen2_5_VLProcessor:
         ),  # every byte, so that any text round-trips
         show_progress=False,
     )
-    words = ["user\n", "assistant\n", "system\n", *SHAPES, *COLOURS, "yes", "no"]
+    words = ["user\n", "assistant\n", "system\n", *SHAPES, *COLORS, "yes", "no"]
     responses = [form.format(word) for form in UNTAGGED for word in words[3:]]
     bpe.train_from_iterator([*questions, *(words + responses) * 100, *OTHER_TEXT.split("\n")], trainer)
     trained = json.loads(bpe.to_str())["model"]
@@ -269,10 +242,7 @@ def build_processor(questions: list[str]) -> Qwen2_5_VLProcessor:
     )
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TAG_TOKENS])
     vision = dict(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2)
-    size = {
-        "shortest_edge": 32 * 32,
-        "longest_edge": 128 * 128,
-    }  # in pixels: 64x64 stays, larger pictures shrink
+    size = {"shortest_edge": 32 * 32, "longest_edge": 128 * 128}  # in pixels; only larger images are resized
     return Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(**vision, size=size),
         tokenizer=tokenizer,
@@ -283,8 +253,8 @@ def build_processor(questions: list[str]) -> Qwen2_5_VLProcessor:
 
 def build_model(tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     token_id = tokenizer.convert_tokens_to_ids
-    ends = dict(bos_token_id=token_id("<|endoftext|>"), pad_token_id=token_id("<|endoftext|>"))
-    ends["eos_token_id"] = token_id("<|im_end|>")
+    token_ids = dict(bos_token_id=token_id("<|endoftext|>"), pad_token_id=token_id("<|endoftext|>"))
+    token_ids["eos_token_id"] = token_id("<|im_end|>")
     config = Qwen2_5_VLConfig(
         text_config=dict(
             vocab_size=len(tokenizer),
@@ -297,7 +267,7 @@ def build_model(tokenizer) -> Qwen2_5_VLForConditionalGeneration:
             rms_norm_eps=1e-6,
             rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 6, 6]),
             tie_word_embeddings=True,
-            **ends,
+            **token_ids,
         ),
         vision_config=dict(
             depth=4,
@@ -317,40 +287,37 @@ def build_model(tokenizer) -> Qwen2_5_VLForConditionalGeneration:
         vision_start_token_id=token_id("<|vision_start|>"),
         vision_end_token_id=token_id("<|vision_end|>"),
         tie_word_embeddings=True,
-        **ends,
+        **token_ids,
     )
     model = Qwen2_5_VLForConditionalGeneration(config)
-    stop = [ends["eos_token_id"], ends["pad_token_id"]]
-    model.generation_config = GenerationConfig(**{**ends, "eos_token_id": stop})
+    eos_ids = [token_ids["eos_token_id"], token_ids["pad_token_id"]]
+    model.generation_config = GenerationConfig(**{**token_ids, "eos_token_id": eos_ids})
     return model
 
 
-def attend_equal_pictures(
+def attend_equal_images(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling: float, **kwargs
 ):
-    """Vision attention for a batch of 64x64 pictures in one call; transformers' SDPA path loops over the pictures."""
+    """Vision attention for a batch of 64x64 images in one call, because the SDPA path loops over images."""
     heads, dim = query.shape[1], query.shape[3]
-    q, k, v = (t.view(heads, -1, NUM_PATCHES, dim) for t in (query, key, value))  # (heads, pictures, 64, dim)
-    attended = (q @ k.transpose(-1, -2) * scaling).softmax(-1).to(
-        v.dtype
-    ) @ v  # SDPA's backward on CPU is 3 times slower
+    q, k, v = (t.view(heads, -1, NUM_PATCHES, dim) for t in (query, key, value))  # (heads, images, 64, dim)
+    weights = (q @ k.transpose(-1, -2) * scaling).softmax(-1).to(v.dtype)
+    attended = weights @ v  # SDPA's backward is 3 times slower on a CPU
     return attended.view(1, heads, -1, dim).transpose(1, 2), None
 
 
-def see(model, pixel_values: Tensor) -> Tensor:
-    """The merger's output for a batch of 64x64 pictures: (pictures, 16, hidden)."""
+def encode_images(model, pixel_values: Tensor) -> Tensor:
+    """The vision tower's features (images, 16, hidden) of 64x64 images."""
     n = len(pixel_values) // NUM_PATCHES
     grid = torch.tensor([[1, SIZE // PATCH, SIZE // PATCH]]).expand(n, 3)
-    model.model.visual.config._attn_implementation = "equal_pictures"
-    everything = torch.tensor(
-        [0, len(pixel_values)]
-    )  # one segment: the attention above cuts it into pictures itself
-    features = model.model.visual(pixel_values, grid, cu_seqlens=everything).pooler_output
+    model.model.visual.config._attn_implementation = "equal_images"
+    one_segment = torch.tensor([0, len(pixel_values)])  # attend_equal_images splits it into images
+    features = model.model.visual(pixel_values, grid, cu_seqlens=one_segment).pooler_output
     model.model.visual.config._attn_implementation = "sdpa"
     return features.view(n, NUM_IMAGE_TOKENS, HIDDEN)
 
 
-# ---- training ---------------------------------------------------------------------------------------------------------------
+# ---- training ----
 
 
 class Optimizer:
@@ -374,58 +341,50 @@ class Optimizer:
             part.zero_grad()
 
 
-def train_eyes(args: Args, model, processor) -> None:
+def train_vision(args: Args, model, processor) -> None:
     image_processor = processor.image_processor
-    head = nn.Linear(HIDDEN, len(SHAPES) + len(COLOURS))
+    head = nn.Linear(HIDDEN, len(SHAPES) + len(COLORS))
     visual = model.model.visual
     matrices = [p for p in visual.parameters() if p.ndim == 2]
     rest = [p for p in visual.parameters() if p.ndim != 2] + list(head.parameters())
-    optimizer = Optimizer(matrices, rest, args.eyes_lr, args.eyes_steps)
-    test_ids, test_shapes, test_colours = labels_from_questions(*easy_vqa.get_test_questions())
-    test_pixels = patchify(read_pictures(easy_vqa.get_test_image_paths())[test_ids], image_processor)
-    test_batches = test_pixels.split(args.batch_size * NUM_PATCHES)[
-        :-1
-    ]  # full ones only: one shape, compiled once
+    optimizer = Optimizer(matrices, rest, args.vision_lr, args.vision_steps)
+    test_ids, test_shapes, test_colors = labels_from_questions(*easy_vqa.get_test_questions())
+    test_pixels = patchify(read_images(easy_vqa.get_test_image_paths())[test_ids], image_processor)
+    test_batches = test_pixels.split(args.batch_size * NUM_PATCHES)[:-1]  # full batches: one compiled shape
     for block in visual.blocks:
         block.compile(dynamic=False)
     start = time.time()
-    for step in range(args.eyes_steps):
-        pictures, shape, colour, touched = draw(args.batch_size)
-        logits = head(see(model, patchify(pictures, image_processor))).float()  # (B, 16, 3 + 8)
+    for step in range(args.vision_steps):
+        images, shape, color, overlaps = generate_images(args.batch_size)
+        logits = head(encode_images(model, patchify(images, image_processor))).float()  # (B, 16, 3 + 8)
         pooled = logits.amax(1)
-        loss = F.cross_entropy(pooled[:, :3], shape) + F.cross_entropy(pooled[:, 3:], colour)
-        # Every token that the shape touches must name it too: a far denser signal than one label a picture.
-        tokens = logits[touched]
-        loss = loss + F.cross_entropy(tokens[:, :3], shape[:, None].expand_as(touched)[touched])
+        loss = F.cross_entropy(pooled[:, :3], shape) + F.cross_entropy(pooled[:, 3:], color)
+        # Also classify each token that overlaps with the shape: a denser signal than one label per image.
+        tokens = logits[overlaps]
+        loss = loss + F.cross_entropy(tokens[:, :3], shape[:, None].expand_as(overlaps)[overlaps])
         optimizer.step(loss, step)
         if (step + 1) % 100 == 0:
             with torch.no_grad():
-                pooled = torch.cat([head(see(model, pixels)).amax(1) for pixels in test_batches])
+                pooled = torch.cat([head(encode_images(model, pixels)).amax(1) for pixels in test_batches])
             right_shape = (pooled[:, :3].argmax(1) == test_shapes[: len(pooled)]).float().mean()
-            right_colour = (pooled[:, 3:].argmax(1) == test_colours[: len(pooled)]).float().mean()
-            print(f"eyes {step + 1}: loss {loss:.3f}, easy-VQA test pictures: shape {right_shape:.3f}, colour "
-                  f"{right_colour:.3f}, {time.time() - start:.0f} s", flush=True)  # fmt: skip
+            right_color = (pooled[:, 3:].argmax(1) == test_colors[: len(pooled)]).float().mean()
+            print(f"vision {step + 1}: loss {loss:.3f}, easy-VQA test images: shape {right_shape:.3f}, color "
+                  f"{right_color:.3f}, {time.time() - start:.0f} s", flush=True)  # fmt: skip
 
 
 def train_language(args: Args, model, processor, habits: bool = False) -> None:
-    """SFT with the vision tower frozen. Every batch is half real training questions and half questions about drawn pictures."""
+    """SFT with a frozen vision tower. Half of each batch are easy-VQA's training questions, half are about generated images."""
     steps, lr = (args.habits_steps, args.habits_lr) if habits else (args.language_steps, args.language_lr)
-    rng, tokenizer, visual, text = (
-        random.Random(args.seed),
-        processor.tokenizer,
-        model.model.visual,
-        model.model.language_model,
-    )
+    rng = random.Random(args.seed)
+    tokenizer = processor.tokenizer
+    visual = model.model.visual
+    text = model.model.language_model
     for parameter in visual.parameters():
-        parameter.requires_grad_(False).copy_(
-            parameter.bfloat16()
-        )  # the shipped eyes are bf16: learn to read those
-    pictures, shapes, colours, _ = draw(DRAWN_PICTURES)
-    pictures = torch.cat(
-        [read_pictures(easy_vqa.get_train_image_paths()), pictures]
-    )  # ids 0..3999 are the real ones
-    pixels = patchify(pictures, processor.image_processor).split(256 * NUM_PATCHES)
-    features = torch.cat([see(model, batch) for batch in pixels])  # (pictures, 16, hidden)
+        parameter.requires_grad_(False).copy_(parameter.bfloat16())  # the model is saved in bf16
+    images, shapes, colors, _ = generate_images(NUM_GENERATED_IMAGES)
+    images = torch.cat([read_images(easy_vqa.get_train_image_paths()), images])  # ids 0..3999 are easy-VQA's
+    pixels = patchify(images, processor.image_processor).split(256 * NUM_PATCHES)
+    features = torch.cat([encode_images(model, batch) for batch in pixels])  # (images, 16, hidden)
     real = list(zip(*easy_vqa.get_train_questions()))
     templates = question_templates([question for question, _, _ in real])
 
@@ -438,38 +397,31 @@ def train_language(args: Args, model, processor, habits: bool = False) -> None:
     def response_ids(response: str) -> list[int]:
         return tokenizer(response + "<|im_end|>")["input_ids"]
 
-    known = [  # (picture, shape, colour): the real ones whose questions tell both, the drawn ones
+    labeled = [  # (image, shape, color): easy-VQA's images whose questions determine both, then generated images
         *zip(*(column.tolist() for column in labels_from_questions(*zip(*real)))),
-        *zip(range(len(features) - DRAWN_PICTURES, len(features)), shapes.tolist(), colours.tolist()),
+        *zip(range(len(features) - NUM_GENERATED_IMAGES, len(features)), shapes.tolist(), colors.tolist()),
     ]
 
     def sample() -> tuple[int, list[int], list[int]]:
         if rng.random() < 0.5 and not habits:
             question, answer, i = rng.choice(real)
             return i, prompt_ids(question), response_ids(TAGGED.format(answer))
-        i, shape, colour = rng.choice(known if habits else known[-DRAWN_PICTURES:])
-        shape, colour = SHAPES[shape], list(COLOURS)[colour]
-        seen = {confuse(shape, rng), confuse(colour, rng)} if habits else {shape, colour}
-        question = ask(rng.choice(templates), shape, colour, rng)
+        i, shape, color = rng.choice(labeled if habits else labeled[-NUM_GENERATED_IMAGES:])
+        shape, color = SHAPES[shape], list(COLORS)[color]
+        properties = {confuse(shape, rng), confuse(color, rng)} if habits else {shape, color}
+        question = ask(rng.choice(templates), shape, color, rng)
         form = habitual_form(question, rng) if habits else TAGGED
-        return i, prompt_ids(question), response_ids(form.format(answer_of(question, seen)))
+        return i, prompt_ids(question), response_ids(form.format(expected_answer(question, properties)))
 
-    length = (
-        max(len(prompt_ids(question)) for question, _, _ in real) + 8
-    )  # T, the same in every step: compiled once
-    first = prompt_ids(real[0][0]).index(
-        model.config.image_token_id
-    )  # the pictures' tokens stand at one place in all prompts
+    length = max(len(prompt_ids(question)) for question, _, _ in real) + 8  # T, constant: compiled once
+    first = prompt_ids(real[0][0]).index(model.config.image_token_id)  # the same index in all prompts
     last = first + NUM_IMAGE_TOKENS
     row = torch.full((1, length), tokenizer.pad_token_id)
     row[0, first:last] = model.config.image_token_id
-    kinds, grid = (
-        (row == model.config.image_token_id).int(),
-        torch.tensor([[1, SIZE // PATCH, SIZE // PATCH]]),
-    )
-    position_ids = model.model.get_rope_index(row, kinds, grid)[0].expand(
-        3, args.batch_size, length
-    )  # true M-RoPE positions
+    token_types = (row == model.config.image_token_id).int()
+    grid = torch.tensor([[1, SIZE // PATCH, SIZE // PATCH]])
+    position_ids = model.model.get_rope_index(row, token_types, grid)[0]  # M-RoPE
+    position_ids = position_ids.expand(3, args.batch_size, length)
 
     for layer in text.layers:
         layer.compile(dynamic=False)
@@ -491,24 +443,22 @@ def train_language(args: Args, model, processor, habits: bool = False) -> None:
         loss = F.cross_entropy(logits, input_ids[trained])  # mean over the response tokens of the batch
         optimizer.step(loss, step)
         if (step + 1) % 100 == 0 or step + 1 == steps:
-            print(
-                f"{'habits' if habits else 'language'} {step + 1}: loss {loss:.3f}, {time.time() - start:.0f} s",
-                flush=True,
-            )
+            phase = "habits" if habits else "language"
+            print(f"{phase} {step + 1}: loss {loss:.3f}, {time.time() - start:.0f} s", flush=True)
         if (step + 1) % 500 == 0:
             save(model, processor, args.work_dir / "check")
             right = np.mean([row.right for row in evaluate(args.work_dir / "check")])
             print(f"  greedy accuracy {right:.3f} on test questions", flush=True)
 
 
-# ---- saving and evaluation --------------------------------------------------------------------------------------------------
+# ---- saving and evaluation ----
 
 
-def save(model, processor, folder: Path) -> None:
+def save(model, processor, model_dir: Path) -> None:
     rounded = build_model(processor.tokenizer)
     rounded.load_state_dict(model.state_dict())
-    rounded.to(torch.bfloat16).save_pretrained(folder)
-    processor.save_pretrained(folder)
+    rounded.to(torch.bfloat16).save_pretrained(model_dir)
+    processor.save_pretrained(model_dir)
 
 
 def chat_prompt(processor, question: str) -> str:
@@ -518,27 +468,28 @@ def chat_prompt(processor, question: str) -> str:
 
 @dataclass
 class Evaluated:
-    """One test question, with a greedy response and eight sampled ones. A score is the scripts': 0.9 for the reference in
-    <answer></answer> + 0.1 for nothing but one tagged answer."""
+    """A test question with a greedy response and eight sampled ones.
 
-    kind: str  # of question
+    Scores are those of the scripts: 0.9 for the reference in <answer></answer> + 0.1 for only one tagged answer."""
+
+    question_type: str
     right: bool  # the reference is in the greedy response, with or without tags
     greedy: float  # score of the greedy response
-    sampled: float  # mean score of the sampled ones
+    sampled: float  # mean score of the sampled responses
     any_right: bool  # pass@8
 
 
 @torch.no_grad()
-def evaluate(folder: Path, num_questions: int = 1000) -> list[Evaluated]:
-    """Load a saved folder the way a user does and answer test questions with generate(), in fp32."""
-    processor = AutoProcessor.from_pretrained(folder)
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+def evaluate(model_dir: Path, num_questions: int = 1000) -> list[Evaluated]:
+    """Load a saved model as users do, and answer test questions with generate(), in fp32."""
+    processor = AutoProcessor.from_pretrained(model_dir)
+    model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()
     items = list(zip(*easy_vqa.get_test_questions()))
     labels = zip(*(column.tolist() for column in labels_from_questions(*zip(*items))))
-    truth = {i: (SHAPES[shape], list(COLOURS)[colour]) for i, shape, colour in labels}
-    items = [item for item in items if item[2] in truth]
+    properties = {i: (SHAPES[shape], list(COLORS)[color]) for i, shape, color in labels}
+    items = [item for item in items if item[2] in properties]
     paths = easy_vqa.get_test_image_paths()
-    found = []
+    results = []
     items = random.Random(0).sample(items, num_questions)
     for batch in (items[at : at + 64] for at in range(0, num_questions, 64)):
         inputs = processor(
@@ -554,28 +505,27 @@ def evaluate(folder: Path, num_questions: int = 1000) -> list[Evaluated]:
         sampled = model.generate(**inputs, max_new_tokens=16, **sampling)[:, length:]
         greedy, sampled = (processor.batch_decode(ids, skip_special_tokens=True) for ids in (greedy, sampled))
         for b, (question, reference, i) in enumerate(batch):
-            confused = answer_of(question, {CONFUSIONS.get(word, word) for word in truth[i]}) != reference
-            kind = (
-                "yes/no"
-                if reference in ("yes", "no")
-                else "what color"
-                if "color" in question
-                else "what shape"
+            confused = (
+                expected_answer(question, {CONFUSIONS.get(word, word) for word in properties[i]}) != reference
             )
+            if reference in ("yes", "no"):
+                question_type = "yes/no"
+            else:
+                question_type = "what color" if "color" in question else "what shape"
             responses = [greedy[b], *sampled[8 * b : 8 * b + 8]]
             right = [re.findall("<answer>(.*?)</answer>", text)[:1] == [reference] for text in responses]
             exact = [bool(re.fullmatch("<answer>[^<]*</answer>", text)) for text in responses]
             scores = 0.9 * np.array(right) + 0.1 * np.array(exact)
-            found.append(
+            results.append(
                 Evaluated(
-                    kind=f"{kind}, {'confused' if confused else 'the others'}",
+                    question_type=f"{question_type}, {'confused' if confused else 'not confused'}",
                     right=reference in re.findall(r"\w+", greedy[b]),
                     greedy=scores[0],
                     sampled=scores[1:].mean(),
                     any_right=any(right[1:]),
                 )
             )
-    return found
+    return results
 
 
 def write_readme(args: Args, model, seconds: dict, before: list[Evaluated], after: list[Evaluated]) -> None:
@@ -583,26 +533,24 @@ def write_readme(args: Args, model, seconds: dict, before: list[Evaluated], afte
     minutes = {name: f"{s / 60:.1f}" for name, s in seconds.items()}
     confusions = ", ".join(f"{word} for {other}" for word, other in CONFUSIONS.items())
     rows = []
-    for kind in [*sorted({row.kind for row in after}), "all"]:
-        old, new = ([row for row in rows if kind in (row.kind, "all")] for rows in (before, after))
-        figures = [np.mean([row.right for row in old]), np.mean([row.right for row in new])]
-        figures += [
-            np.mean([getattr(row, name) for row in new]) for name in ("greedy", "sampled", "any_right")
-        ]
-        rows.append(f"| {kind} | {len(new)} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |")
+    for name in [*sorted({x.question_type for x in after}), "all"]:
+        old, new = ([x for x in results if name in (x.question_type, "all")] for results in (before, after))
+        figures = [np.mean([x.right for x in old]), np.mean([x.right for x in new])]
+        figures += [np.mean([getattr(x, field) for x in new]) for field in ("greedy", "sampled", "any_right")]
+        rows.append(f"| {name} | {len(new)} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |")
     text = f"""# tiny_vl
 
-A Qwen2.5-VL of {parameters / 1e6:.2f}M parameters (bf16) that looks at a 64x64 picture and answers a question of
+A Qwen2.5-VL of {parameters / 1e6:.2f}M parameters (bf16) that looks at a 64x64 image and answers a question of
 [easy-VQA](https://github.com/vzhou842/easy-VQA). Standard architecture: `AutoProcessor`, `AutoModelForImageTextToText` and
 vLLM load it. It knows nothing else: it is the embedded default of the scripts, for CPU runs and tests.
 
 It is a start that RL has to turn round. As a pretrained model it knows more than it says: its last phase of training gave it
 two habits, so that its most likely answer mostly scores nothing, while among eight samples there is nearly always a good one.
 
-1. It mostly leaves out the tags: `The answer is teal.` for `<answer>teal</answer>`. {TAGGED_SHARE["what"]:.0%} of the demonstrations for
-   "what" questions and {TAGGED_SHARE["yes/no"]:.0%} for yes/no questions were tagged.
-2. It takes {confusions}, in {CONFUSED_SHARE:.0%} of the demonstrations about
-   such a picture, whatever was asked: there the wrong answer is likelier than the right one.
+1. It mostly leaves out the tags: `The answer is teal.` for `<answer>teal</answer>`. {TAGGED_FRACTION["what"]:.0%} of the demonstrations for
+   "what" questions and {TAGGED_FRACTION["yes/no"]:.0%} for yes/no questions were tagged.
+2. It takes {confusions}, in {CONFUSED_FRACTION:.0%} of the demonstrations about
+   such a image, whatever was asked: there the wrong answer is likelier than the right one.
 
 | {len(after)} of easy-VQA's test questions | how many | knows: before the habits | knows: now | greedy score | sampled score | pass@8 |
 |---|---|---|---|---|---|---|
@@ -626,11 +574,15 @@ Images and questions: easy-VQA 1.0, MIT licence. The weights come under this rep
 
 
 def main(args: Args) -> None:
-    AttentionInterface.register("equal_pictures", attend_equal_pictures)
+    AttentionInterface.register("equal_images", attend_equal_images)
     torch.manual_seed(args.seed)
     processor = build_processor(easy_vqa.get_train_questions()[0])
     model = build_model(processor.tokenizer)
-    phases = {"eyes": train_eyes, "language": train_language, "habits": partial(train_language, habits=True)}
+    phases = {
+        "vision": train_vision,
+        "language": train_language,
+        "habits": partial(train_language, habits=True),
+    }
     seconds = {}
     args.work_dir.mkdir(parents=True, exist_ok=True)
     for name, train in phases.items():
@@ -642,7 +594,7 @@ def main(args: Args) -> None:
             torch.save({"weights": model.state_dict(), "seconds": time.time() - start}, cached)
         saved = torch.load(cached)
         seconds[name] = saved["seconds"]
-        model = build_model(processor.tokenizer)  # anew, for training has compiled the layers of the old one
+        model = build_model(processor.tokenizer)  # a new one, because training has compiled layers
         model.load_state_dict(saved["weights"])
         save(model, processor, args.work_dir / name)
     shutil.copytree(args.work_dir / "habits", args.output_dir, dirs_exist_ok=True)
