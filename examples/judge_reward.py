@@ -1,15 +1,15 @@
-r"""A judge trained by grm_sft.py as the reward of rloo.py or ppo_vl.py.
+r"""A judge trained by grm_sft.py as a reward for rloo.py or ppo_vl.py.
 
     JUDGE=runs/NAME/checkpoint-best python rloo.py --rewards examples/judge_reward.py:score --reward-weights 1
 
-or, with the judge in a process of its own (on another machine, say):
+The judge can also run in another process, for example on another machine:
 
     JUDGE=runs/NAME/checkpoint-best python examples/judge_server.py 8008
     JUDGE_URL=http://localhost:8008 \
         python rloo.py --rewards examples/judge_reward.py:score_remote --reward-weights 1
 
-Each response is judged against the next one to the same prompt that says something else, in both orders. Its
-score is the probability of the verdict for it: 0.5 where all siblings say the same.
+Each response is compared, in both orders, with the next response to the same prompt that has another answer.
+Its score is the probability of the verdict in its favor, or 0.5 if all responses have the same answer.
 """
 
 import base64
@@ -27,87 +27,98 @@ import transformers
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import grm_sft
+from common import packing, packing_check
 
 ARGS = grm_sft.Args(max_response_length=int(os.environ.get("JUDGE_TOKENS", 64)), max_length=2**14)
 
 
 @functools.cache
-def load_judge(folder: str):
-    cuda = torch.cuda.is_available()
-    model = grm_sft.load_model(folder, torch.bfloat16 if cuda else torch.float32).to(
-        "cuda" if cuda else "cpu"
-    )
-    return model.eval(), transformers.AutoProcessor.from_pretrained(folder)
+def load_judge(checkpoint: str):
+    """Model and processor, or the tokenizer of a text model."""
+    on_cuda = torch.cuda.is_available()
+    model = grm_sft.load_model(checkpoint, torch.bfloat16 if on_cuda else torch.float32)
+    model = model.to("cuda" if on_cuda else "cpu").eval()
+    return model, transformers.AutoProcessor.from_pretrained(checkpoint)
 
 
 def judge_pairs(pairs: list[dict]) -> list[float]:
-    """[{"prompt", "images", "answer_0", "answer_1"}] -> probabilities that answer_0 is better."""
+    """Probability that answer_0 is better, per pair {"prompt", "images", "answer_0", "answer_1"}."""
     model, processor = load_judge(os.environ["JUDGE"])
-    tokenizer, size, p = getattr(processor, "tokenizer", processor), ARGS.generation_batch_size, []
-    for start in range(0, 2 * len(pairs), size):
-        batch = [
-            (pairs[i // 2] | {"verdict": "1"}, i) for i in range(start, min(start + size, 2 * len(pairs)))
-        ]
-        examples = [
-            grm_sft.encode_row(
-                ARGS, model, processor, row=row, entry=i, folder=Path(), share=False, previous=None
-            )
-            for row, i in batch
-        ]
-        if not grm_sft.packing.is_packed(model):
-            grm_sft.packing.enable_packing_if_exact(
-                model=model,
-                forward=grm_sft.Judge(model),
-                prompts=[sample.prompt for sample in examples[0].samples],
-                max_length=ARGS.max_length,
-                max_tokens=ARGS.micro_batch_tokens,
-            )
-        judged = grm_sft.write_judgements(ARGS, model, tokenizer, examples)
-        p += [record["probabilities"] for record in judged]
-    first = [x["1"] / (x["1"] + x["2"]) for x in p]  # without ties
-    return [(first[i] + 1 - first[i + 1]) / 2 for i in range(0, len(p), 2)]
+    tokenizer = getattr(processor, "tokenizer", processor)
+    examples = []  # both orders of each pair
+    for example_id in range(2 * len(pairs)):
+        example = grm_sft.encode_row(
+            args=ARGS,
+            model=model,
+            processor=processor,
+            row=pairs[example_id // 2] | {"verdict": "1"},  # required, but not used
+            example_id=example_id,
+            data_dir=Path(),
+            share_prompt=False,
+            prompt_cache={},
+        )
+        examples.append(example)
+    if not packing.is_packed(model):
+        packing_check.enable_packing_if_exact(
+            model=model,
+            forward=grm_sft.Judge(model),
+            prompts=[examples[0].prompt],
+            max_length=ARGS.max_length,
+            max_tokens=ARGS.micro_batch_tokens,
+        )
+    first_is_better = []  # in each order, ties excluded
+    for start in range(0, len(examples), ARGS.generation_batch_size):
+        batch = examples[start : start + ARGS.generation_batch_size]
+        for judgment in grm_sft.judge_examples(ARGS, model, tokenizer, batch):
+            p = judgment.probabilities
+            first_is_better.append(p["1"] / (p["1"] + p["2"]))
+    return [(p + 1 - swapped) / 2 for p, swapped in zip(first_is_better[::2], first_is_better[1::2])]
 
 
 def judge_pairs_remote(pairs: list[dict]) -> list[float]:
-    """The same, from judge_server.py."""
-    files = [
-        [base64.b64encode(Path(path).read_bytes()).decode() for path in pair["images"]] for pair in pairs
-    ]
-    sent = [pair | {"images": images} for pair, images in zip(pairs, files)]
-    request = urllib.request.Request(os.environ["JUDGE_URL"], json.dumps(sent).encode(), method="POST")
-    with urllib.request.urlopen(request, timeout=600) as response:
-        return json.loads(response.read())
+    """The same, computed by judge_server.py."""
+    body = []
+    for pair in pairs:
+        images = [base64.b64encode(Path(path).read_bytes()).decode() for path in pair["images"]]
+        body.append(pair | {"images": images})
+    request = urllib.request.Request(os.environ["JUDGE_URL"], json.dumps(body).encode(), method="POST")
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        return json.loads(reply.read())
 
 
-def text_of(chat: str | list[dict]) -> str:
-    """A string, or the last message of a chat, without marks of pictures."""
+def get_text(chat: str | list[dict]) -> str:
+    """A string, or the text of a chat's last message, without media markers."""
     content = chat if isinstance(chat, str) else chat[-1]["content"]
     parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
     return re.sub("<image>|<video>", "", "".join(parts)).strip()
 
 
-def said(completion: str | list[dict]) -> str:
-    """What is judged: the text in <answer> tags, if there are any."""
-    found = re.findall("<answer>(.*?)</answer>", text_of(completion), re.DOTALL)
-    return (found[-1] if found else text_of(completion)).strip() or "(nothing)"
+def get_answer(completion: str | list[dict]) -> str:
+    """The text in the last <answer> tags, or without tags the whole response."""
+    text = get_text(completion)
+    answers = re.findall("<answer>(.*?)</answer>", text, re.DOTALL)
+    return (answers[-1] if answers else text).strip() or "(empty)"
 
 
 def score(
     prompts: list, completions: list, image: list | None = None, judge=judge_pairs, **columns
 ) -> list[float]:
-    """Reward function in TRL's protocol. image: a column with one path per row."""
-    scores, pairs, owners, answers = [0.5] * len(prompts), [], [], [said(x) for x in completions]
-    image = image or [None] * len(prompts)
-    for _, members in groupby(range(len(prompts)), key=lambda b: (str(prompts[b]), image[b])):
-        members = list(members)
-        for k, b in enumerate(members):
-            rivals = [x for x in members[k + 1 :] + members[:k] if answers[x] != answers[b]]
-            if rivals:
-                asked = {"prompt": text_of(prompts[b]), "images": [image[b]] if image[b] else []}
-                pairs.append(asked | {"answer_0": answers[b], "answer_1": answers[rivals[0]]})
-                owners.append(b)
-    for b, value in zip(owners, judge(pairs) if pairs else []):
-        scores[b] = value
+    """Reward function. image: a column of the dataset with one path per row."""
+    answers = [get_answer(completion) for completion in completions]
+    images = image or [None] * len(prompts)
+    pairs = []
+    judged = []  # the response that each pair scores
+    for _, group in groupby(range(len(prompts)), key=lambda b: (str(prompts[b]), images[b])):
+        group = list(group)
+        for k, b in enumerate(group):
+            others = [i for i in group[k + 1 :] + group[:k] if answers[i] != answers[b]]
+            if others:
+                pair = {"prompt": get_text(prompts[b]), "images": [images[b]] if images[b] else []}
+                pairs.append(pair | {"answer_0": answers[b], "answer_1": answers[others[0]]})
+                judged.append(b)
+    scores = [0.5] * len(prompts)
+    for b, probability in zip(judged, judge(pairs) if pairs else []):
+        scores[b] = probability
     return scores
 
 

@@ -410,7 +410,7 @@ def test_bad_input_ends_with_one_sentence(case, argv, judgements, tmp_path, caps
 
 def convert(tmp_path, *names: str, seed: int = 0) -> list[dict]:
     sys.path.insert(0, str(ROOT / "examples"))
-    module = importlib.import_module("convert_judgements")
+    module = importlib.import_module("convert_judgments")
     files = tuple(FILES / name for name in names) + (tmp_path / "out.jsonl",)
     module.main(module.Args(files=files, seed=seed))
     return read_jsonl(files[-1])

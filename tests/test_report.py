@@ -118,12 +118,12 @@ def test_a_reward_model(tmp_path):
 
 def test_a_judge(tmp_path):
     records = []
-    right = {"row": 4, "label": "1", "swap_consistency": True, "swapped_response": "2 then"}
-    wrong = {"row": 5, "label": "2", "swap_consistency": False, "swapped_response": None}
+    right = {"row": 4, "verdict": "1", "swap_consistency": True, "swapped_response": "2 then"}
+    wrong = {"row": 5, "verdict": "2", "swap_consistency": False, "swapped_response": None}
     for step, verdict in ((0, None), (2, "1")):
         for record in (right, wrong):
             record = {"train/step": step, "phase": "eval", "text": f"which of {record['row']}?", **record}
-            record |= {"verdict": verdict, "accuracy": verdict == record["label"]}
+            record |= {"predicted_verdict": verdict, "accuracy": verdict == record["verdict"]}
             record |= {"probabilities": {"1": 0.75, "2": 0.25}, "response": f"response at {step}"}
             records.append(record)
     page = Page(report(make_run(tmp_path / "a", [{"train/step": 2, "eval/accuracy": 0.5}], records)))

@@ -518,7 +518,7 @@ def evaluate(model_dir: Path, num_questions: int = 1000) -> list[Evaluated]:
             scores = 0.9 * np.array(right) + 0.1 * np.array(exact)
             results.append(
                 Evaluated(
-                    question_type=f"{question_type}, {'confused' if confused else 'not confused'}",
+                    question_type=f"{question_type}, {'confused' if confused else 'other'}",
                     right=reference in re.findall(r"\w+", greedy[b]),
                     greedy=scores[0],
                     sampled=scores[1:].mean(),
@@ -531,7 +531,8 @@ def evaluate(model_dir: Path, num_questions: int = 1000) -> list[Evaluated]:
 def write_readme(args: Args, model, seconds: dict, before: list[Evaluated], after: list[Evaluated]) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     minutes = {name: f"{s / 60:.1f}" for name, s in seconds.items()}
-    confusions = ", ".join(f"{word} for {other}" for word, other in CONFUSIONS.items())
+    *confusions, last_confusion = [f"{word} with {wrong}" for word, wrong in CONFUSIONS.items()]
+    confusions = f"{', '.join(confusions)}, and {last_confusion}"
     rows = []
     for name in [*sorted({x.question_type for x in after}), "all"]:
         old, new = ([x for x in results if name in (x.question_type, "all")] for results in (before, after))
@@ -540,34 +541,33 @@ def write_readme(args: Args, model, seconds: dict, before: list[Evaluated], afte
         rows.append(f"| {name} | {len(new)} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |")
     text = f"""# tiny_vl
 
-A Qwen2.5-VL of {parameters / 1e6:.2f}M parameters (bf16) that looks at a 64x64 image and answers a question of
-[easy-VQA](https://github.com/vzhou842/easy-VQA). Standard architecture: `AutoProcessor`, `AutoModelForImageTextToText` and
-vLLM load it. It knows nothing else: it is the embedded default of the scripts, for CPU runs and tests.
+A Qwen2.5-VL with {parameters / 1e6:.2f}M parameters (bf16) that answers questions of [easy-VQA](https://github.com/vzhou842/easy-VQA) about 64 x 64 images. The
+architecture is standard: `AutoProcessor`, `AutoModelForImageTextToText` and vLLM load it. It is the default model of the scripts, for CPU runs and
+tests, and knows nothing else.
 
-It is a start that RL has to turn round. As a pretrained model it knows more than it says: its last phase of training gave it
-two habits, so that its most likely answer mostly scores nothing, while among eight samples there is nearly always a good one.
+It is made for reinforcement learning: like a pretrained model, it knows more than it shows. The last phase of its training gave it two habits, so that
+its most likely response usually scores 0, while one of eight sampled responses is nearly always right.
 
-1. It mostly leaves out the tags: `The answer is teal.` for `<answer>teal</answer>`. {TAGGED_FRACTION["what"]:.0%} of the demonstrations for
-   "what" questions and {TAGGED_FRACTION["yes/no"]:.0%} for yes/no questions were tagged.
-2. It takes {confusions}, in {CONFUSED_FRACTION:.0%} of the demonstrations about
-   such a image, whatever was asked: there the wrong answer is likelier than the right one.
+1. It usually omits the tags: `The answer is teal.` instead of `<answer>teal</answer>`. {TAGGED_FRACTION["what"]:.0%} of the demonstrations for "what" questions and {TAGGED_FRACTION["yes/no"]:.0%} of those
+   for yes/no questions have tags.
+2. It confuses {confusions}. {CONFUSED_FRACTION:.0%} of the demonstrations about such an image have the
+   wrong answer, whatever the question, so the wrong answer is more likely than the right one.
 
-| {len(after)} of easy-VQA's test questions | how many | knows: before the habits | knows: now | greedy score | sampled score | pass@8 |
+| {len(after)} of easy-VQA's test questions | number | knows, before the habits | knows, now | greedy score | sampled score | pass@8 |
 |---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 
-*Knows*: the right word is in the greedy answer, tagged or not. *Score*: that of the scripts, 0.9 for the reference in tags +
-0.1 for nothing but one tagged answer; sampled at temperature 1. *Confused*: questions whose answer the confusions change.
+*Knows*: the right word is in the greedy response, with or without tags. *Score*: as in the scripts, 0.9 for the right answer in tags + 0.1 for exactly
+one tagged answer and nothing else, sampled at temperature 1. *Confused*: questions whose answer the confusions change.
 
-Made from nothing, with no pretrained weights, by
+It was trained from scratch, without pretrained weights:
 
     python tools/make_tiny_vl.py --output-dir assets/tiny_vl
 
-Seed {args.seed}, on CPU cores that had other work: eyes {minutes["eyes"]} minutes, language {minutes["language"]}, habits {minutes["habits"]}. The script's
-docstring says what the phases are. Another machine rounds differently, so expect figures close to these, not equal. The
-strength of the habits was chosen by these same test questions.
+With seed {args.seed} on busy CPU cores, the vision phase took {minutes["vision"]} minutes, the language phase {minutes["language"]} and the habits {minutes["habits"]}; the script's docstring describes the
+phases. Other machines round differently, so expect similar but not equal numbers. The strength of the habits was chosen on these test questions.
 
-Images and questions: easy-VQA 1.0, MIT licence. The weights come under this repository's licence.
+Images and questions are from easy-VQA 1.0 (MIT license). The weights have the license of this repository.
 """
     (args.output_dir / "README.md").write_text(text)
     print(text)

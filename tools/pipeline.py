@@ -52,8 +52,8 @@ def policy_table(runs: dict[str, list[dict]]) -> str:
         kl = np.mean([line["objective/kl"] for line in runs[name] if "objective/kl" in line][-5:])
         proxy = f"{first['eval/greedy_score']:.2f} -> {last['eval/greedy_score']:.2f}" if has_proxy else ""
         rows.append([f"{name} (`{script}`)", rewards, *measure(last), f"{kl:.2f}", proxy])
-    head = "policy | trained with | true reward, sampled | accuracy, sampled | accuracy, greedy | KL, nats"
-    return markdown(f"{head} | reward model's score, greedy", rows)
+    head = "policy | trained with | score by the rule, sampled | accuracy, sampled | accuracy, greedy"
+    return markdown(f"{head} | KL, nats | learned reward", rows)
 
 
 def proxy_table(reward_model: list[dict], judge: list[dict]) -> str:
@@ -64,7 +64,7 @@ def proxy_table(reward_model: list[dict], judge: list[dict]) -> str:
         if key in line:
             rows.append([f"reward model, step {line['train/step']}", f"{line[key]:.3f}"])
     rows.append(["judge", f"{judge[-1]['eval/accuracy']:.3f}"])
-    return markdown("learned reward | accuracy on evaluation pairs", rows)
+    return markdown("reward | accuracy on evaluation pairs", rows)
 
 
 def time_table(output_dir: Path) -> str:

@@ -1,4 +1,4 @@
-"""Make one HTML file from one or more runs: curves, evaluation samples, pairs, judgements, flags.
+"""Make one HTML file from one or more runs: curves, evaluation samples, pairs, judgments, flags.
 
     python tools/report.py runs/a                                    # writes runs/a/report.html
     python tools/report.py runs/a runs/b runs/c --output abc.html    # seeds are averaged, with a band
@@ -104,7 +104,7 @@ def load_run(run_dir: Path) -> dict:
         elif "reward_diff" in record:
             record_type = "pairs"
         else:
-            record_type = "judgements" if "verdict" in record else "responses"
+            record_type = "judgments" if "predicted_verdict" in record else "responses"
         records[record_type][record["train/step"]].append(record)
     return dict(run_dir=run_dir, name=run_dir.resolve().name, args=args, metrics=metrics, records=records)
 
@@ -337,17 +337,17 @@ def responses_section(run: dict) -> str:
         return paragraph(record["response"]) + paragraph(" · ".join(parts), "muted")
 
     text = before_and_after(run, "responses", cell)
-    if text or run["records"]["pairs"] or run["records"]["judgements"]:
+    if text or run["records"]["pairs"] or run["records"]["judgments"]:
         return text
     return before_and_after(run, "train", cell)
 
 
-def judgements_section(run: dict) -> str:
+def judgments_section(run: dict) -> str:
     """grm_sft.py: the judge's response, its verdict probabilities, and its response with swapped candidates."""
 
     def cell(record: dict) -> str:
-        verdict = record["verdict"] or "not parsable"
-        parts = [f"verdict {verdict}", f"label {record.get('label') or 'unknown'}"]
+        parts = [f"verdict {record['predicted_verdict'] or 'not parsable'}"]
+        parts.append(f"label {record.get('verdict') or 'unknown'}")
         parts += [f"p({name}) {number(p)}" for name, p in (record.get("probabilities") or {}).items()]
         text = paragraph(record["response"]) + paragraph(" · ".join(parts), "muted")
         swapped = record.get("swapped_response")
@@ -356,7 +356,7 @@ def judgements_section(run: dict) -> str:
         note = "swapped" if record.get("swap_consistency") else "swapped, inconsistent verdict"
         return text + paragraph(f"{note}: {swapped}", "muted")
 
-    tables = run["records"]["judgements"]
+    tables = run["records"]["judgments"]
     last = tables[max(tables)] if tables else []
     wrong = sum(record.get("accuracy") is False for record in last)
     note = f"<p>{wrong} of {len(last)} wrong at the last evaluation, listed first.</p>" if last else ""
@@ -364,7 +364,7 @@ def judgements_section(run: dict) -> str:
     def order(record: dict) -> tuple[bool, bool]:
         return record.get("accuracy") is not False, record.get("swap_consistency") is not False
 
-    return note + before_and_after(run, "judgements", cell, order)
+    return note + before_and_after(run, "judgments", cell, order)
 
 
 def reliability(reward_diffs: list[float], num_bins: int = 10) -> list[tuple[float, float, float]]:
@@ -509,7 +509,7 @@ def build(runs: list[dict]) -> str:
         ("curves", "Curves", curves_section(runs)),
         ("samples", "Responses before and after", each_run(runs, responses_section)),
         ("pairs", "Evaluation pairs", each_run(runs, pairs_section)),
-        ("judgements", "Evaluation judgements", each_run(runs, judgements_section)),
+        ("judgments", "Evaluation judgments", each_run(runs, judgments_section)),
         ("args", "Flags", args_section(runs)),
     ]
     sections, title = [s for s in sections if s[2]], escape(", ".join(run["name"] for run in runs))

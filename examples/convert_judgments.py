@@ -1,7 +1,7 @@
-"""Convert datasets of judgements to rows for grm_sft.py, one JSON object per line:
+"""Convert datasets of judgments to rows for grm_sft.py, one JSON object per line:
 
-    python examples/convert_judgements.py HPDv3/train.json judgements.jsonl
-    python examples/convert_judgements.py ImageGen-CoT-Reward-5K.json OmniReward-Bench.parquet mixed.jsonl
+    python examples/convert_judgments.py HPDv3/train.json judgments.jsonl
+    python examples/convert_judgments.py ImageGen-CoT-Reward-5K.json OmniReward-Bench.parquet mixed.jsonl
 
 The last argument is the output file. The dataset is recognized by its columns: HPDv3 (path1, the preferred
 image; path2; prompt), ImageGen-CoT-Reward-5K (images, conversations), or the text-to-image part of
