@@ -1,4 +1,4 @@
-"""Sampling responses, token by token: `Decoder` for packed models, `generate_unpacked` for all others.
+"""Sampling responses: `generate` uses a `Decoder` for packed models, `generate_unpacked` for others.
 
     decoder = Decoder(model, prompts, num_samples, max_tokens)    # runs each prompt once
     logprobs = next_logprobs(model, decoder.hidden, temperature)  # (B, V): choose a token of each row
@@ -9,13 +9,14 @@ Letters: n prompts with G responses each, of which B are unfinished; P tokens in
 t response tokens so far; V vocabulary size; H hidden size; D head dimension.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from common.attention import ModelMask
+from common.attention import ModelMask, is_packed
 from common.packing import (
     Prompt,
     Response,
@@ -177,6 +178,54 @@ def next_logprobs(model, hidden: Tensor, temperature: float) -> Tensor:
     scale, softcap = logit_scale_and_softcap(model)
     logits = model.get_output_embeddings()(hidden)
     return to_logprobs_(logits, temperature / scale, media_token_ids(model.config), softcap)
+
+
+@torch.no_grad()
+def generate(
+    model, prompts: list[Prompt], num_samples: int, max_length: int, eos_ids: list[int],
+    temperature: float, max_tokens: int,
+) -> list[Response]:  # fmt: skip
+    """num_samples responses to each prompt, seeded with the prompt's seed; greedy at temperature 0.
+
+    max_length: tokens per response, including EOS. max_tokens: per pack of prompts. Media tokens
+    are never sampled, because log-probs mask them, too."""
+    if not is_packed(model):
+        return generate_unpacked(model, prompts, num_samples, max_length, eos_ids, temperature)
+    uniforms = [np.random.default_rng(p.seed).random((num_samples, max_length)) for p in prompts]
+    uniforms = torch.tensor(np.concatenate(uniforms), device=model.device)  # (n * G, R)
+    tokens = torch.full(uniforms.shape, -1, device=model.device)  # (n * G, R): -1 after the end
+    logprobs = torch.zeros(uniforms.shape, device=model.device)  # (n * G, R)
+    decoder = Decoder(model, prompts, num_samples, max_tokens)
+    for t in range(max_length):
+        slots = decoder.slots  # (B,): unfinished responses
+        token_logprobs = next_logprobs(model, decoder.hidden, temperature or 1.0)  # (B, V)
+        if temperature:
+            token = sample_token(token_logprobs, uniforms[slots, t])  # (B,)
+        else:
+            token = token_logprobs.argmax(-1)
+        tokens[slots, t] = token
+        logprobs[slots, t] = token_logprobs.gather(1, token[:, None])[:, 0]
+        unfinished = (~torch.isin(token, torch.tensor(eos_ids, device=token.device))).nonzero()[:, 0]
+        if len(unfinished) < len(slots):  # finished responses leave the batch
+            decoder.select(unfinished)
+        if len(unfinished) == 0 or t + 1 == max_length:
+            break
+        decoder.step(token[unfinished])
+    lengths = (tokens >= 0).sum(1).tolist()
+    truncated = set(decoder.slots.tolist())
+    responses = []
+    for b, (token_ids, token_logprobs) in enumerate(zip(tokens.cpu(), logprobs.cpu())):  # (R,), (R,)
+        length = lengths[b]
+        response = Response(token_ids[:length].clone(), token_logprobs[:length].clone(), b in truncated)
+        responses.append(response)
+    return responses
+
+
+def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF sampling (B,): the token whose CDF interval contains `uniform` (B,)."""
+    cdf = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # a NaN stops the run after the update
+    tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
+    return tokens.clamp(max=logprobs.shape[-1] - 1)
 
 
 @torch.no_grad()
