@@ -1,4 +1,4 @@
-"""Shared by the tests: the tiny model, small data, and runs of a script in this process or as ranks of their own."""
+"""Shared by the tests: the tiny model, small data, and runs of a script in this process or as ranks under torchrun."""
 
 import importlib
 import json
@@ -42,8 +42,8 @@ def lasting_process_group():
 
 
 @pytest.fixture(autouse=True)
-def own_signal_handlers():
-    """A run in this process takes SIGTERM and SIGINT for itself: afterwards they are the test runner's again."""
+def restore_signal_handlers():
+    """Runs in this process replace the handlers of SIGTERM and SIGINT."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in handlers.items():
@@ -51,7 +51,7 @@ def own_signal_handlers():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What test_gpu.py has measured, a table for docs/benchmarks.md."""
+    """Print what test_gpu.py measured as a table for docs/benchmarks.md."""
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
     rows = [row for report in reports for name, row in report.user_properties if name == "row"]
     if rows:
@@ -63,7 +63,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def metrics_of(folder: Path) -> list[dict]:
-    """NaN and infinity would be no JSON that every reader takes."""
+    """The lines of metrics.jsonl. NaN and infinity are not valid JSON."""
     found = read_jsonl(folder / "metrics.jsonl")
     assert all(math.isfinite(value) for metrics in found for value in metrics.values())
     return found
@@ -75,13 +75,13 @@ def write_jsonl(path: Path, rows: list[dict]) -> str:
 
 
 def chat(*contents) -> list[dict]:
-    """Of user and assistant in turn."""
+    """Messages that alternate between user and assistant."""
     return [{"role": role, "content": x} for role, x in zip(["user", "assistant"] * 9, contents)]
 
 
 @pytest.fixture(scope="session")
 def vqa_rows() -> list[dict]:
-    """40 held-out questions of easy-VQA, about 40 pictures."""
+    """40 questions of easy-VQA's test split, about 40 images."""
     import easy_vqa
 
     questions, answers, image_ids = easy_vqa.get_test_questions()
@@ -97,7 +97,7 @@ def vqa(vqa_rows, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def any_score(tmp_path_factory) -> dict:
-    """Flags: a reward that differs from response to response, whatever the model says."""
+    """Flags for a reward that varies between responses, whatever their text."""
     path = tmp_path_factory.mktemp("reward") / "reward.py"
     code = "def score(completion_ids, **columns):\n    return [sum(i) % 7 / 7 for i in completion_ids]\n"
     path.write_text(code)
@@ -106,13 +106,13 @@ def any_score(tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="session")
 def any_reward(any_score) -> dict:
-    """Flags: the rules, and that reward."""
+    """Flags for the built-in rewards and that one."""
     return {"rewards": ("accuracy", "format", *any_score["rewards"]), "reward_weights": (0.9, 0.1, 1)}
 
 
 SHORT = {"total_steps": 2, "rollout_batch_size": 16, "num_samples_per_prompt": 4, "train_batch_size": 8}
 SHORT |= {"max_prompt_length": 512, "max_response_length": 8, "micro_batch_tokens": 2048, "eval_steps": 0}
-SHORT |= {"eval_samples": 8, "eval_num_samples": 2, "seed": 3, "run_name": "run"}
+SHORT |= {"eval_prompts": 8, "eval_rows": 8, "eval_num_samples": 2, "seed": 3, "run_name": "run"}
 
 
 def to_argv(flags: dict) -> list[str]:
@@ -131,7 +131,7 @@ def to_argv(flags: dict) -> list[str]:
 
 @pytest.fixture
 def argv(tmp_path, vqa):
-    """Flags of a short run in tmp_path/runs/run, changed by keywords -> list of command line words."""
+    """Function from keywords to the command line of a short run in tmp_path/runs/run."""
 
     def build(script: str, **flags) -> list[str]:
         base = {"model": TINY, "dataset": vqa, "eval_dataset": vqa, "output_dir": tmp_path / "runs", **SHORT}
@@ -143,7 +143,7 @@ def argv(tmp_path, vqa):
 
 @pytest.fixture
 def run(argv, tmp_path):
-    """A short run of a script in this process -> its folder."""
+    """Function that runs a script in this process and returns the run directory."""
 
     def go(script: str, **flags) -> Path:
         module = importlib.import_module(script)
@@ -157,7 +157,7 @@ def run(argv, tmp_path):
 
 @pytest.fixture
 def start(argv, tmp_path):
-    """A short run as processes of its own, ranks under torchrun, its output in tmp_path/log -> the process."""
+    """Function that starts a script as a subprocess, under torchrun if ranks > 1, with output in tmp_path/log."""
 
     def go(script: str, ranks: int = 1, env: dict | None = None, **flags) -> subprocess.Popen:
         torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}"
@@ -181,7 +181,7 @@ def largest_difference(a: dict, b: dict) -> float:
 
 
 def assert_same_run(one: Path, other: Path, tolerance: float, of_weights: float) -> None:
-    """Metrics but for times; weights of the last checkpoint, their average and the best, if there are any."""
+    """Compare all metrics except times, and the weights of the last, the averaged and the best checkpoint."""
     worst = metrics_differ(metrics_of(one), metrics_of(other))
     assert {name: x for name, x in worst.items() if x > tolerance} == {}
     last = f"checkpoint-{metrics_of(one)[-1]['train/step']:.0f}"
@@ -192,7 +192,7 @@ def assert_same_run(one: Path, other: Path, tolerance: float, of_weights: float)
 
 
 def tensorboard_of(folder: Path) -> tuple[list[int], dict[str, dict[int, str]]]:
-    """What TensorBoard shows: the steps with metrics, and the texts by tag and step."""
+    """The steps with metrics, and the texts by tag and step, as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder)).Reload()
@@ -214,7 +214,7 @@ def metrics_differ(a: list[dict], b: list[dict]) -> dict[str, float]:
 
 @pytest.fixture(scope="session")
 def tiny_text_model(tmp_path_factory) -> str:
-    """Folder of a random text-only Qwen2 with a byte-level tokenizer and a chat template."""
+    """Directory of a random text-only Qwen2 with a byte-level tokenizer and a chat template."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
