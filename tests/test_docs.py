@@ -1,4 +1,4 @@
-"""README, docs, examples and docstrings are true: commands parse, flags, metrics, links, files and figures exist."""
+"""README, docs and docstrings are right: commands parse; flags, names, metrics, links, files and numbers exist."""
 
 import ast
 import fnmatch
@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,18 @@ from conftest import ROOT, SCRIPTS
 from test_consistency import each_script, flags_of, source_of
 from test_fork import two_steps
 
-MARKDOWN = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+PAGE_ORDER = ("rloo", "ppo_vl", "reward_bt", "grm_sft")  # of the scripts in the README
+MARKDOWN = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "tools").glob("*.py"))]
 PYTHON += [ROOT / f"{script}.py" for script in SCRIPTS]
 START = r"(?:\w+=\S+ )*(?:python|torchrun|deepspeed|pip|pytest|vllm|sed|patch) "
-# Flags of others, named in the text: pip, torchrun, deepspeed, vllm serve, OpenRLHF.
+# Flags of other programs: pip, torchrun, deepspeed, vllm serve, OpenRLHF.
 FOREIGN = "deps nproc_per_node standalone hostfile tensor-parallel-size n_samples_per_prompt init_kl_coef"
 FOREIGN += " advantage_estimator remote_rm_url port logprobs-mode max-model-len help"
+
+# Names of transformers, datasets and other trainers.
+FOREIGN_NAMES = set("AutoModel AutoProcessor AutoModelForImageTextToText AttentionInterface".split())
 
 each_page = pytest.mark.parametrize("page", [*MARKDOWN, *PYTHON], ids=lambda p: str(p.relative_to(ROOT)))
 each_markdown = pytest.mark.parametrize("page", MARKDOWN, ids=lambda p: p.name)
@@ -35,14 +41,14 @@ def fences(page: Path) -> list[tuple[str, str]]:
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced blocks; of a Python file the docstring."""
+    """The text of a page outside of its fenced blocks, or the docstring of a Python file."""
     if page.suffix == ".py":
         return ast.get_docstring(ast.parse(page.read_text())) or ""
     return re.sub(r"^```\w*\n.*?^```$", "", page.read_text(), flags=re.M | re.S)
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every command as its words: bash blocks, lines of a docstring, inline code."""
+    """The words of each command in bash blocks, docstrings and inline code."""
     bash = [text for name, text in fences(page) if name == "bash"]
     blocks = [re.sub(r"<<'(\w+)'\n.*?\n\1\n", "\n", text, flags=re.S) for text in bash]
     if page.suffix == ".py":
@@ -62,13 +68,13 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def check_python(path: Path, words: list[str]) -> None:
-    """A script of ours takes the words, by tyro and check_args; tools and examples know the flags that they are given."""
+    """Our scripts accept the words, by tyro and check_args; tools and examples know the flags among them."""
     assert path.is_file(), f"{path} does not exist"
     if path.parent == ROOT and "--help" not in words:
         module = importlib.import_module(path.stem)
         args = tyro.cli(module.Args, args=words)
         module.check_args(args)
-        named = [*getattr(args, "rewards", ()), getattr(args, "rollout", "hf")]
+        named = [*getattr(args, "rewards", ()), getattr(args, "sampler", "hf")]
         files = [name.rpartition(":")[0] for name in named if name.startswith("examples/")]
         assert all((ROOT / file).is_file() for file in files), files
     source = path.read_text()
@@ -79,7 +85,7 @@ def check_python(path: Path, words: list[str]) -> None:
 
 
 def check_command(words: list[str]) -> None:
-    """The program's own parser, where there is one, takes the words, and the files that they name exist."""
+    """The program's parser, if it has one, accepts the words, and the files among them exist."""
     while re.match(r"\w+=", words[0]):
         words = words[1:]
     program, words = words[0].split("/")[-1], words[1:]
@@ -124,7 +130,7 @@ def test_every_flag_named_in_the_text_exists(page):
     tools = "".join(path.read_text() for path in PYTHON)
     flags = {flag for script in SCRIPTS for flag in flags_of(script)}
     known = {flag.replace("_", "-") for flag in flags} | {*FOREIGN.split()}
-    forks = set(re.findall(r"^\+    (\w+): ", page.read_text(), re.M))  # of diffs
+    forks = set(re.findall(r"^\+    (\w+): ", page.read_text(), re.M))  # flags that diffs add
     named = {name for _, name in re.findall(r"(?<![\w-])--(no-)?([a-z][a-z0-9_-]+)", prose(page))}
     in_tools = r'"--{}"|^    {}: '
     known |= {x for x in named if re.search(in_tools.format(x, x.replace("-", "_")), tools, re.M)}
@@ -135,17 +141,25 @@ def test_every_flag_named_in_the_text_exists(page):
 
 
 def documented(script: str) -> set[str]:
-    """Keys under "## Metrics"; <name>, NAME, * and ... stand for anything."""
+    """Keys under "## Metrics"; <name>, NAME and K match anything, as * does."""
     section = (ROOT / "docs" / f"{script}.md").read_text().split("\n## Metrics")[1].split("\n## ")[0]
-    keys = re.findall(r"`((?:objective|reward|policy|loss|val|rollout|train|time|eval|rm)/[^`]+)`", section)
+    keys = re.findall(
+        r"`((?:objective|reward|reward_metrics|policy|loss|val|rollout|sampling|train|time|eval|rm)/[^`]+)`",
+        section,
+    )
     return {re.sub(r"<[^>]*>|[A-Z]+|\.\.\.", "*", key) for key in keys}
 
 
 @pytest.mark.slow
 @each_script
 def test_the_table_of_metrics_is_what_a_run_writes(script, tmp_path):
-    """Every key of a run is in the table; what is only there with a flag stands in the script at least."""
-    flags = {"eval_samples": 4, "rewards": ("accuracy", "format"), "reward_weights": (0.9, 0.1)}
+    """The table has every key that a run writes. Keys that need a flag are at least in the script."""
+    flags = {
+        "eval_prompts": 4,
+        "eval_rows": 4,
+        "rewards": ("accuracy", "format"),
+        "reward_weights": (0.9, 0.1),
+    }
     run = two_steps(ROOT / f"{script}.py", tmp_path, **flags)
     written, known = {key for line in run.metrics for key in line}, documented(script)
     assert {key for key in written if not any(fnmatch.fnmatch(key, pattern) for pattern in known)} == set()
@@ -158,7 +172,7 @@ def test_the_table_of_metrics_is_what_a_run_writes(script, tmp_path):
 
 
 def anchors(page: Path) -> set[str]:
-    """Of headings, as GitHub makes them: lower case, letters, digits and hyphens."""
+    """Anchors of headings, as GitHub makes them: lower case, letters, digits and hyphens."""
     titles = re.findall(r"^#+ (.+)$", prose(page), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -175,14 +189,14 @@ def test_every_link_and_file_exists(page):
     assert broken == [] and [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_every_picture_is_shown():
+def test_every_image_is_shown():
     shown = "".join(page.read_text() for page in MARKDOWN)
     assert {path.name for path in (ROOT / "docs").glob("*.png")} == set(re.findall(r"(\w+\.png)\)", shown))
 
 
 @each_markdown
 def test_every_block_says_what_it_is(page):
-    """So that no command stands in a block that is not looked at."""
+    """Otherwise commands could be in a block that no test reads."""
     for language, text in fences(page):
         assert language in ("bash", "python", "json", "text", "diff"), f"{language!r}: {text[:60]}"
         if language == "python":
@@ -192,11 +206,45 @@ def test_every_block_says_what_it_is(page):
 
 
 def test_line_counts_of_the_readme():
-    rows = re.findall(r"^\| `([\w/]+\.py)` \| .* \| (\d+) \| .* \|$", (ROOT / "README.md").read_text(), re.M)
-    names = ["rloo.py", "ppo_vl.py", "reward_bt.py", "grm_sft.py", "common/packing.py", "common/attention.py"]
-    assert [name for name, _ in rows] == names
-    for name, shown in rows:
-        assert abs(int(shown) - len((ROOT / name).read_text().splitlines())) <= 20, name
+    rows = re.findall(r"^\| `([\w/]+(?:\.py)?)` \| .* \| (\d+) \| .* \|$", README.read_text(), re.M)
+    assert [name for name, _ in rows] == [*(f"{script}.py" for script in PAGE_ORDER), "common/"]
+    for name, number in rows:
+        files = (ROOT / name).glob("*.py") if name.endswith("/") else [ROOT / name]
+        num_lines = sum(len(file.read_text().splitlines()) for file in files)
+        assert abs(int(number) - num_lines) <= 20, f"{name} has {num_lines} lines"
+
+
+def test_readme_fits_and_links_every_page_once():
+    text = README.read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 100 and max(map(len, lines)) <= 160
+    for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.html")]:
+        assert text.count(f"](docs/{page.name})") == 1, page.name
+
+
+@each_markdown
+def test_paragraphs_are_short(page):
+    """At most six lines of at most 160 characters; tables and headings may be wider."""
+    for paragraph in re.split(r"\n\s*\n|\n(?=\d\. |- |\* )", prose(page)):
+        lines = [
+            line for line in paragraph.strip().splitlines() if not line.startswith(("|", "#", "- **", "<!--"))
+        ]
+        assert len(lines) <= 6 and all(len(line) <= 160 for line in lines), paragraph
+
+
+@each_markdown
+def test_functions_and_classes_exist(page):
+    """Names in inline code are in the code. The first column of comparisons has names of other projects."""
+    text = re.sub(r"(?m)^\| `?[^|]*\|", "|", prose(page)) if page.name != "forking.md" else prose(page)
+    names = re.findall(r"`([a-z]\w*_\w+|_\w+|[A-Z]\w*[a-z]\w*)(?:\.(\w+))?(?:\(\))?`", text)
+    known = words_of_the_code() | FOREIGN_NAMES
+    assert {name for pair in names for name in pair if name} - known == set()
+
+
+@cache
+def words_of_the_code() -> set[str]:
+    files = [*PYTHON, *(ROOT / "common").glob("*.py"), *(ROOT / "tests").glob("*.py")]
+    return {word for file in files for word in re.findall(r"\w+", file.read_text())}
 
 
 def test_memory_of_the_recipes_is_what_the_formula_gives():
@@ -207,6 +255,6 @@ def test_memory_of_the_recipes_is_what_the_formula_gives():
     assert len(rows) >= 6
     for recipe, call, states, others, peak in rows:
         gb = eval(f"memory(**{call.strip('`')})", names)
-        kinds = "weights gradients optimizer critic reference pack step engine peak".split()
-        shown = [*states.split(" + "), *others.split(", "), peak]
-        assert [float(x) for x in shown] == [gb[kind] for kind in kinds] and gb["peak"] < 0.85 * 80, recipe
+        parts = "weights gradients optimizer critic reference pack step vllm peak".split()
+        numbers = [*states.split(" + "), *others.split(", "), peak]
+        assert [float(x) for x in numbers] == [gb[part] for part in parts] and gb["peak"] < 0.85 * 80, recipe
