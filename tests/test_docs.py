@@ -25,8 +25,10 @@ START = r"(?:\w+=\S+ )*(?:python|torchrun|deepspeed|pip|pytest|vllm|sed|patch) "
 FOREIGN = "deps nproc_per_node standalone hostfile tensor-parallel-size n_samples_per_prompt init_kl_coef"
 FOREIGN += " advantage_estimator remote_rm_url port logprobs-mode max-model-len help"
 
-# Names of transformers, datasets and other trainers.
-FOREIGN_NAMES = set("AutoModel AutoProcessor AutoModelForImageTextToText AttentionInterface".split())
+# Names of transformers and of other trainers.
+FOREIGN_NAMES = set(
+    "AutoModel AutoProcessor AutoModelForImageTextToText trust_remote_code sync_ref_model DataProto loss_agg_mode compute_loss".split()
+)
 
 each_page = pytest.mark.parametrize("page", [*MARKDOWN, *PYTHON], ids=lambda p: str(p.relative_to(ROOT)))
 each_markdown = pytest.mark.parametrize("page", MARKDOWN, ids=lambda p: p.name)
