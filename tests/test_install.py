@@ -1,4 +1,4 @@
-"""The torchvision guard, the pins, and what README promises about installing."""
+"""The workaround for torchvision, pinned versions, and the installation commands of README.md."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
 
-# Like the real package beside a CPU-only torch: its import dies unless the schema of nms exists.
+# Like the real package with a CPU-only torch: the import fails unless the schema of nms exists.
 FAKE = """
 import torch
 try:
@@ -25,23 +25,23 @@ NO_CUDA = "torch.version.cuda = torch.version.hip = None\n"
 CUDA = "torch.version.cuda = '1.0'\n"
 SCHEMAS = "import common; assert (common._TORCHVISION_SCHEMAS is None) ==" + " "
 CASES = [
-    (FAKE, "import torchvision", "torchvision::nms does not exist"),  # without the guard
+    (FAKE, "import torchvision", "torchvision::nms does not exist"),  # without the workaround
     (FAKE, NO_CUDA + SCHEMAS + "False; import torchvision; assert torchvision.half", ""),
     (LOADS, NO_CUDA + SCHEMAS + "True; import torchvision", ""),
     (FAKE, CUDA + SCHEMAS + "True; assert 'torchvision' not in sys.modules", ""),
-    ("raise RuntimeError('another defect')", NO_CUDA + "import common", "another defect"),
+    ("raise RuntimeError('another error')", NO_CUDA + "import common", "another error"),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package, code, error", CASES)
-def test_the_guard_mends_torchvision_beside_a_cpu_torch_and_nothing_else(tmp_path, package, code, error):
+def test_common_repairs_torchvision_with_a_cpu_torch_only(tmp_path, package, code, error):
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text(package)
     (tmp_path / "torchvision" / "half.py").write_text("")
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\nimport torch\n" + code
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == bool(error) and error in done.stderr, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == bool(error) and error in result.stderr, result.stderr
 
 
 def requirement_lines(name: str) -> list[str]:
@@ -62,7 +62,7 @@ def test_pins_are_exact(name):
     assert len(names) == len(set(names))
 
 
-def test_installed_versions_are_the_pinned_ones():
+def test_installed_versions_equal_the_pinned_versions():
     for line in requirement_lines("requirements.txt"):
         name, pinned = line.split("==")
         assert version(name).split("+")[0] == pinned, name
@@ -75,7 +75,7 @@ def marked_command(name: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "last"), [("train", "python ppo_vl.py"), ("test", "pytest")])
-def test_readme_commands_are_one_line_and_name_files_that_exist(name, last):
+def test_readme_commands_are_one_line_with_existing_files(name, last):
     command = marked_command(name)
     assert "\n" not in command
     steps = [step.strip() for step in command.split("&&")]

@@ -102,7 +102,6 @@ policy_scale: policy_weight
 run_actor: needs_actor
 update_average: update_ema
 ema_beta: ema_decay
-dual_clip: dual_clip_coef
 freezing_actor_steps: critic_warmup_steps
 load_turns: examples/ptx.py
 backward_of_turns: examples/ptx.py
@@ -156,8 +155,9 @@ PATTERNS = {
     r"run\.folder\b": "run.run_dir",
     r"\[\"before\"\]": 'state["initial_eval"]',
     r"client_state\[\"(ours|trainer_state)\"\]": 'client_state["run_state"]',
-    r"(def |rloo\.|ppo_vl\.)accuracy\(": "accuracy_reward",
-    r"(def |rloo\.|ppo_vl\.)gather\(": "all_gather_list",
+    r"(\ndef |rloo\.|ppo_vl\.)accuracy\(": "accuracy_reward",
+    r"args\.dual_clip\b|--dual-clip(?!-)": "dual_clip_coef",
+    r"(\ndef |rloo\.|ppo_vl\.)gather\(": "all_gather_list",
     r"(?<!\w)checkpoints\(": "list_checkpoints",
     r"pack\.(owner|targets|last|inputs|tokens|responses)\b": "see common/packing.py",
     r"decoder\.(remember|keep|seen|attend)\b": "store_prompt_kv, select, step_mask, attention",

@@ -253,17 +253,16 @@ def reward_trainer(trl, script_args, fields: dict):
 
 
 def sft_trainer(trl, script_args, fields: dict):
-    groups = grm_sft.load_data(
-        script_args, "easy-vqa", "train", model=None, processor=None, training=True
-    ).groups
+    data = grm_sft.load_examples(script_args, "easy-vqa", "train", model=None, processor=None, training=True)
     questions = grm_sft.easy_vqa_rows("train")
     rows = []
-    for entry in sum(groups, []):
-        pair = grm_sft.make_pair(questions[entry // 2], np.random.default_rng([script_args.seed, entry // 2]))
-        judged, _, _ = grm_sft.make_chat(pair, swap=entry % 2 == 1)
-        asked, said = (message["content"] for message in judged["messages"])
-        prompt = chat("user", asked.removeprefix("<image>"))  # TRL puts it in front itself
-        rows.append({"prompt": prompt, "completion": chat("assistant", said), "image": pair["image"]})
+    for example_id in sum(data.groups, []):
+        index = example_id // 2
+        pair = grm_sft.make_easy_vqa_pair(questions[index], np.random.default_rng([script_args.seed, index]))
+        judged, _, _ = grm_sft.build_chat(pair, swapped=example_id % 2 == 1)
+        user, assistant = (message["content"] for message in judged["prompt"])
+        prompt = chat("user", user.removeprefix("<image>"))  # TRL adds the image in front
+        rows.append({"prompt": prompt, "completion": chat("assistant", assistant), "image": pair["image"]})
     rows = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
     model = grm_sft.load_model(script_args.model, torch.float32)
     for name, parameter in model.named_parameters():

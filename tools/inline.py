@@ -1,9 +1,9 @@
-"""One file to copy away: a script with what it uses of common/ in it.
+"""Make one file that can be copied: a script together with the parts of common/ that it uses.
 
-    python tools/inline.py rloo.py --output ../elsewhere/rloo.py      # without --output it is printed
+    python tools/inline.py rloo.py --output ../elsewhere/rloo.py      # without --output, to stdout
 
-The result needs no other file. The tiny model that the scripts start from by default is not part of it: give
---model, or put assets/tiny_vl beside the file.
+The result needs no other file. The tiny model, which the scripts use by default, is not included: pass --model, or
+copy assets/tiny_vl next to the file.
 """
 
 import ast
@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass
 class Args:
-    script: tyro.conf.Positional[str]  # ppo_vl.py, rloo.py, grm_sft.py or reward_bt.py
-    output: str | None = None  # file to write; None: the result is printed
+    script: tyro.conf.Positional[str]  # ppo_vl.py, rloo.py, grm_sft.py or reward_bt.py.
+    output: str | None = None  # Output file. Default: stdout.
     metadata: bool = (
-        False  # begin with requirements.txt as inline metadata (PEP 723), for uv run and pipx run
+        False  # Start with requirements.txt as inline metadata (PEP 723) for uv run and pipx run.
     )
 
 
@@ -33,7 +33,7 @@ def fail(message: str) -> NoReturn:
 
 
 def split(path: Path) -> tuple[str, list[ast.stmt], str]:
-    """-> docstring, the imports, and what comes after them."""
+    """The docstring, the imports, and the code after them."""
     source = path.read_text()
     tree = ast.parse(source)
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -42,7 +42,7 @@ def split(path: Path) -> tuple[str, list[ast.stmt], str]:
 
 
 def merge_imports(nodes: list[ast.stmt]) -> str:
-    """Every name once, sorted."""
+    """Import each name once, sorted."""
     names = defaultdict(set)
     for node in nodes:
         names[getattr(node, "module", None)] |= {ast.unparse(alias) for alias in node.names}
@@ -51,11 +51,11 @@ def merge_imports(nodes: list[ast.stmt]) -> str:
 
 
 def defined(code: str) -> list[str]:
-    """Names of a file's functions, classes and constants, one entry per definition."""
+    """Names of the functions, classes and constants of a file, with repetitions."""
     nodes = ast.parse(code).body
     names = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     targets = [node.targets for node in nodes if isinstance(node, ast.Assign)]
-    return names + [x.id for own in targets for t in own for x in ast.walk(t) if isinstance(x, ast.Name)]
+    return names + [x.id for group in targets for t in group for x in ast.walk(t) if isinstance(x, ast.Name)]
 
 
 def of_common(imports: list[ast.stmt]) -> list[ast.ImportFrom]:
@@ -64,50 +64,51 @@ def of_common(imports: list[ast.stmt]) -> list[ast.ImportFrom]:
 
 
 def modules_of(imports: list[ast.stmt]) -> list[str]:
-    """The modules of common/ that are needed, each after those that it imports itself."""
+    """The required modules of common/, each after the modules that it imports."""
     needed = []
     for node in of_common(imports):
         # common.kl of `from common.kl import x`, common.packing of `from common import packing`
         module = node.module.partition(".")[2]
         for name in [module] if module else [alias.name for alias in node.names]:
-            _, its_imports, _ = split(ROOT / "common" / f"{name}.py")
-            needed += [*modules_of(its_imports), name]
+            _, module_imports, _ = split(ROOT / "common" / f"{name}.py")
+            needed += [*modules_of(module_imports), name]
     return list(dict.fromkeys(needed))
 
 
 def inline(script: Path, metadata: bool = False) -> str:
-    """The script's source with the modules of common/ that it needs in it."""
+    """The script's source code, including the modules of common/ that it requires."""
     doc, imports, body = split(script)
     whole = [alias.name for node in of_common(imports) if node.module == "common" for alias in node.names]
-    nodes, parts = imports, []
+    nodes = imports
+    parts = []
     for name in ["__init__", *modules_of(imports)]:  # importing any module of a package runs __init__ first
-        note, its_imports, code = split(ROOT / "common" / f"{name}.py")
-        nodes = nodes + its_imports
-        comment = "\n".join(f"# {line}".rstrip() for line in note.strip().splitlines())
+        module_doc, module_imports, code = split(ROOT / "common" / f"{name}.py")
+        nodes = nodes + module_imports
+        comment = "\n".join(f"# {line}".rstrip() for line in module_doc.strip().splitlines())
         parts.append(f"# ---- common/{name}.py, inlined ----\n\n{comment}\n\n\n{code}")
-    own = of_common(nodes)
-    kept = [node for node in nodes if node not in own]
-    here = "".join(f"{name} = sys.modules[__name__]  # what was a module is in this file\n" for name in whole)
+    external = [node for node in nodes if node not in of_common(nodes)]
+    here = "".join(f"{name} = sys.modules[__name__]  # the module is part of this file\n" for name in whole)
     code = "\n\n\n".join([*parts, here + f"\n\n# ---- {script.name} ----\n\n\n{body}\n"])
-    if twice := [name for name, count in Counter(defined(code)).items() if count > 1]:
-        fail(f"{script} and common/ both define {', '.join(twice)}: rename one of them")
+    duplicates = [name for name, count in Counter(defined(code)).items() if count > 1]
+    if duplicates:
+        fail(f"{script} and common/ both define {', '.join(duplicates)}: rename one of them")
     lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
-    needs = "".join(f'#     "{line}",\n' for line in lines if line)
-    block = f'# /// script\n# requires-python = ">=3.11"\n# dependencies = [\n{needs}# ]\n# ///\n'
-    return f'{block if metadata else ""}"""{doc}"""\n\n{merge_imports(kept)}\n\n\n{code}'
+    dependencies = "".join(f'#     "{line}",\n' for line in lines if line)
+    block = f'# /// script\n# requires-python = ">=3.11"\n# dependencies = [\n{dependencies}# ]\n# ///\n'
+    return f'{block if metadata else ""}"""{doc}"""\n\n{merge_imports(external)}\n\n\n{code}'
 
 
 def main(args: Args) -> None:
     script = Path(args.script)
     if not script.is_file():
-        fail(f"{script}: there is no such file")
+        fail(f"{script}: no such file")
     result = inline(script, args.metadata)
     if args.output is None:
         sys.stdout.write(result)
         return
     output = Path(args.output)
     if output.resolve() == script.resolve() or not output.absolute().parent.is_dir():
-        fail(f"--output {output}: give another file, in a folder that exists")
+        fail(f"--output {output} must be another file, in a directory that exists")
     output.write_text(result)
     print(f"{output}: {result.count(chr(10))} lines")
 
