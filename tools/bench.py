@@ -161,7 +161,7 @@ def sft_cases(args: Args) -> dict[str, dict]:
             completion = chat("assistant", f"<answer>{row['answer']}</answer>")
             rows.append({"messages": prompt + completion, "image": row["image"]})
             trl_rows.append({"prompt": prompt, "completion": completion, "image": row["image"]})
-        flags = dict(model=args.vlm, train_batch_size=64, train_samples=0, freeze="") | CONSTANT
+        flags = dict(model=args.vlm, train_batch_size=64, freeze="") | CONSTANT
         cases[name] = dict(script="grm_sft", flags=flags, rows=rows, trl_rows=trl_rows)
     return cases
 
