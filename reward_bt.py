@@ -1,21 +1,22 @@
 """Bradley-Terry reward model, for vision-language and text models.
 
-A head on a language model's last hidden state learns which of two responses is better:
+A linear head on the hidden state of a response's last token gives its reward. Training raises the
+reward of the better of two responses over that of the other:
 
-    d = score(chosen) - score(rejected) - margin      loss = -log sigmoid(d)
+    d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
-Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md lists what differs from the reward
-trainers of TRL (huggingface/trl@f2cd577) and EasyDeL, docs/forking.md has a diff to another loss.
+Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md lists the differences from TRL's
+RewardTrainer (huggingface/trl@f2cd577) and EasyDeL's; docs/forking.md has a diff to another loss.
 
-Read to the end of main: the flags, the algorithm, the data that a step works on, and the method.
-Below stands what main calls, in the order of use, to be looked up.
+Read to the end of `main`: the flags, the loss, the data of a step and the training loop. The
+functions that `main` calls follow, in order of use.
 
-Shapes: K responses in a ranking, B in all, Q pairs; a pack (common/packing.py) is one forward, with
-S of the responses.
+Shapes: B responses in all rankings of a step, Q pairs of them. A pack (common/packing.py) is one
+forward pass over some prompts and S of their responses.
 
-    python reward_bt.py              # embedded default: tiny VLM on easy-VQA, minutes on two CPU cores
+    python reward_bt.py           # default: a tiny VLM on easy-VQA, minutes on two CPU cores
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --learning-rate 5e-6
-    torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...
+    torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...    # or: deepspeed ...
 """
 
 import functools
@@ -34,6 +35,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import jinja2
 import numpy as np
 import safetensors.torch
 import torch
@@ -44,8 +46,9 @@ import tyro
 from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common import packing
+from common import packing, packing_check
 from common.packing import Prompt, PromptInfo
 
 RANK = int(os.environ.get("RANK", 0))
@@ -58,112 +61,101 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 @dataclass
 class Args:
     # --- experiment ---
-    seed: int = 1  # of head, data order and easy-vqa's wrong answers
-    output_dir: str = "runs"  # folder that holds one folder per run
-    run_name: str | None = None  # this run's folder; None: script, model, seed and time
-    resume: str | None = None  # checkpoint to go on from, with the same flags; auto: the newest of --run-name
+    seed: int = 1  # Random seed of the head, LoRA, data order and easy-VQA's rejected answers.
+    output_dir: str = "runs"  # Directory that contains one directory per run.
+    run_name: str | None = None  # Directory of this run. Default: script, model, seed and time.
+    resume: str | None = None  # Checkpoint to resume from, or "auto" for the latest of --run-name.
     # --- model and data ---
-    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # folder, hub id, own checkpoint
-    dataset: str = "easy-vqa"  # easy-vqa, .jsonl/.json/.csv/.parquet, saved folder, hub id; see load_data
-    dataset_split: str = "train"  # of easy-vqa, a hub id or a saved folder
-    columns: tuple[str, ...] = ()  # our names = the data's: prompt=problem answer=solution
-    eval_datasets: tuple[str, ...] = ()  # held-out sets, name=source; easy-vqa has its own
-    eval_dataset_split: str = "test"  # as --dataset-split
-    system_prompt: str | None = None  # for prompts that have no system message
-    video_fps: float = 2.0  # frames per second that are taken from videos
-    max_length: int = 1024  # tokens of prompt and response; longer rows are left out
-    lora_rank: int = 0  # train adapters of this rank on the language model; 0 = all weights
-    lora_alpha: float = 32.0  # the adapters' output is scaled by alpha / rank
+    model: str = str(
+        Path(__file__).parent / "assets/tiny_vl"
+    )  # Path or hub id, or a checkpoint of this script.
+    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved dataset or a hub id.
+    dataset_split: str = "train"  # Split of --dataset, unless it is a file.
+    columns: tuple[str, ...] = ()  # Columns to rename: prompt=problem answer=solution.
+    eval_datasets: tuple[
+        str, ...
+    ] = ()  # Evaluation sets: name=source. Default: easy-VQA's test split, or none.
+    eval_dataset_split: str = "test"  # Split of the evaluation data, unless it is a file.
+    system_prompt: str | None = None  # System prompt for prompts that have no system message.
+    video_fps: float = 2.0  # Frames per second to sample from videos.
+    max_length: int = 1024  # Maximum tokens of a prompt and one response; rows with longer ones are skipped.
+    lora_rank: int = 0  # Rank of LoRA adapters on the language model; 0 trains all weights.
+    lora_alpha: float = 32.0  # LoRA scaling: the adapters' output is multiplied by alpha / rank.
     # --- algorithm ---
-    center_coef: float = 0.0  # of (chosen + rejected)^2 in the loss
-    label_smoothing: float = 0.02  # probability of a wrong label, < 0.5
-    total_steps: int = 400  # optimizer steps; an epoch: rows / train_batch_size
-    train_batch_size: int = 32  # prompts per optimizer step, all ranks
+    center_coef: float = 0.0  # Weight of (chosen + rejected)^2 in the loss (TRL: center_rewards_coefficient).
+    label_smoothing: float = 0.02  # Assumed probability that a pair's order is wrong, below 0.5 (TRL: 0).
+    total_steps: int = 400  # Number of optimizer steps.
+    train_batch_size: int = 32  # Dataset rows per optimizer step, over all ranks.
     # --- optimizer ---
-    learning_rate: float = 3e-4  # peak; pretrained: 5e-6, LoRA: 1e-4
-    min_lr_ratio: float = 0.1  # after the warm-up it follows a cosine down to this fraction; 1 = constant
-    warmup_steps: int = 10  # optimizer steps of linear warm-up
-    weight_decay: float = 0.0  # of matrices (AdamW)
-    adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW
-    max_grad_norm: float = 1.0  # gradients are clipped to this norm
+    learning_rate: float = 3e-4  # Peak learning rate; about 5e-6 for pretrained models, 1e-4 with LoRA.
+    min_lr_ratio: float = 0.1  # Final learning rate of the cosine schedule, as a fraction of the peak.
+    warmup_steps: int = 10  # Optimizer steps of linear warmup.
+    weight_decay: float = 0.0  # AdamW weight decay of matrices; vectors have none.
+    adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW betas.
+    max_grad_norm: float = 1.0  # Maximum gradient norm.
     # --- DeepSpeed and memory ---
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
-    zero_stage: Literal[0, 1, 2, 3] = 0  # shards 1 the optimizer, 2 + gradients, 3 + parameters
-    offload_optimizer: bool = False  # keep optimizer states and the optimizer step on the CPU
-    gradient_checkpointing: bool = False  # less memory, a third more time
-    micro_batch_tokens: int = 8192  # tokens of one forward and backward on one rank
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
+    zero_stage: Literal[0, 1, 2, 3] = 0  # ZeRO: shard optimizer (1), gradients (2), parameters (3).
+    offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
+    gradient_checkpointing: bool = False  # Recompute activations to save memory; 1/3 slower.
+    micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
     # --- logging and checkpoints ---
-    eval_steps: int = 200  # evaluate every so many steps, and at both ends; 0 = only there
-    eval_samples: int = 1000  # of each held-out set
-    save_steps: int = 0  # checkpoint every so many steps, and at the end; 0 = only there
-    save_total_limit: int = 2  # checkpoints kept, newest first
-    track: Literal["off", "wandb", "tensorboard"] = "off"  # log there too
+    eval_steps: int = 200  # Evaluation interval in steps; 0 evaluates at the start and the end only.
+    eval_rows: int = 1000  # Number of rows per evaluation set, a fixed random subset.
+    save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
+    save_total_limit: int = 2  # Number of checkpoints to keep.
+    track: Literal["off", "wandb", "tensorboard"] = "off"  # Experiment tracker to log to.
 
 
 # ---- the algorithm: tensors in, tensors and metrics out ----
 
 
-def make_pairs(rankings: list["Ranking"], device: torch.device) -> "Pairs":
-    """All pairs; those of a ranking share its weight, https://arxiv.org/abs/2203.02155 eq. (1)
-
-    2 and 3 responses, margins 0 and .5, weights 3 and 1
-    -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4], margins [0, .5, .5, .5], weights [3/4, 1/12, 1/12, 1/12]
-    """
-    total_weight = sum(ranking.weight for ranking in rankings)
-    rows = []
-    start = 0  # the ranking's first response among all B
-    for ranking in rankings:
-        K = len(ranking.responses)
-        weight = ranking.weight / total_weight * 2 / (K * (K - 1))
-        for i, j in combinations(range(start, start + K), 2):
-            rows.append((i, j, ranking.margin, weight))
-        start += K
-    chosen, rejected, margins, weights = (torch.tensor(x, device=device) for x in zip(*rows))
-    return Pairs(chosen=chosen, rejected=rejected, margins=margins, weights=weights)
-
-
 def compute_bt_loss(
-    scores: Tensor, pairs: "Pairs", label_smoothing: float, center_coef: float
+    chosen_rewards: Tensor,
+    rejected_rewards: Tensor,
+    margins: Tensor,
+    label_smoothing: float,
+    center_coef: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of each pair (Q,) and metrics (Q,), to be averaged by the pairs' weights. scores (B,).
+    """Loss (Q,) and metrics (Q,), one entry per pair; the caller averages. All inputs are (Q,).
 
     d = chosen - rejected - margin, https://arxiv.org/abs/2307.09288 eq. (2)
     bt = -(1 - label_smoothing) log sigmoid(d) - label_smoothing log sigmoid(-d)
     L = bt + center_coef (chosen + rejected)^2, https://arxiv.org/abs/2312.09244
 
-    scores [1, 0, 0, 2], margins [0, .5], no smoothing, center_coef .1
+    chosen [1, 0], rejected [0, 2], margins [0, .5], label_smoothing 0, center_coef .1
     -> d [1, -2.5], bt [.3133, 2.5789], L [.4133, 2.9789]
     """
-    chosen = scores[pairs.chosen]  # (Q,)
-    rejected = scores[pairs.rejected]  # (Q,)
-    gap = chosen - rejected
-    d = gap - pairs.margins
+    reward_diff = chosen_rewards - rejected_rewards
+    d = reward_diff - margins
     bt = -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)
-    center = (chosen + rejected) ** 2
+    center = (chosen_rewards + rejected_rewards) ** 2
     losses = bt + center_coef * center
     metrics = {
         "rm/loss": losses,
         "rm/bt_loss": bt,
         "rm/center_loss": center,
-        "rm/chosen_rewards": chosen,
-        "rm/rejected_rewards": rejected,
-        "rm/margin": gap,
-        "rm/accuracy": (gap.sign() + 1) / 2,  # ties are one half
+        "rm/chosen_rewards": chosen_rewards,
+        "rm/rejected_rewards": rejected_rewards,
+        "rm/reward_diff": reward_diff,
+        "rm/accuracy": (reward_diff.sign() + 1) / 2,  # equal rewards count one half
     }
     return losses, metrics
 
 
-def calibration_error(gap: Tensor, weights: Tensor) -> Tensor:
-    """Expected calibration error, https://arxiv.org/abs/1706.04599: over ten bins of the confidence
-    sigmoid(|gap|), |accuracy - confidence| by weight. gap = chosen - rejected (Q,), weights (Q,)
+def calibration_error(reward_diff: Tensor, weights: Tensor) -> Tensor:
+    """Expected calibration error over ten bins of confidence, https://arxiv.org/abs/1706.04599.
 
-    gap [2, -2, 0], weights 1/3 -> confidence [.881, .881, .5], right [1, 0, .5],
+    sum over bins of |sum over the bin's pairs of weight * (accuracy - confidence)|, where the
+    confidence is sigmoid(|reward_diff|). reward_diff = chosen - rejected (Q,), weights (Q,).
+
+    reward_diff [2, -2, 0], weights 1/3 -> confidence [.881, .881, .5], accuracy [1, 0, .5],
     2 / 3 * |.5 - .881| + 1 / 3 * 0 = .2539
     """
-    confidence = gap.abs().sigmoid()
-    right = (gap.sign() + 1) / 2
+    confidence = reward_diff.abs().sigmoid()  # at least .5, so the ten bins divide [.5, 1]
+    accuracy = (reward_diff.sign() + 1) / 2
     bins = (confidence * 20 - 10).long().clamp(0, 9)
-    errors = torch.zeros(10).to(gap).index_add(0, bins, weights * (right - confidence))
+    errors = torch.zeros(10).to(reward_diff).index_add(0, bins, weights * (accuracy - confidence))
     return errors.abs().sum()
 
 
@@ -172,38 +164,58 @@ def calibration_error(gap: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass
 class Ranking:
-    """A row: responses to a prompt, best first."""
+    """A dataset row: a prompt and its responses, best first."""
 
-    prompt: PromptInfo  # a whole Prompt on the rank that has encoded it
-    responses: list[Tensor]  # K of them, (R,)
-    num_tokens: int  # of the prompt and all responses
-    texts: list[str]  # K of them, to read
-    margin: float  # that scores should be apart
-    weight: float  # of the row in the loss
-    columns: dict  # of the row: strings and numbers, to read
+    prompt: PromptInfo  # a complete Prompt on the rank that encodes the row
+    response_ids: list[Tensor]  # per response its token ids (R,)
+    texts: list[str]  # per response its text, for samples.jsonl
+    margin: float  # subtracted from the reward difference of each pair
+    weight: float  # of the row in the loss and in all means
+    columns: dict  # strings and numbers of the dataset row, for samples.jsonl
 
 
 @dataclass
 class Pairs:
-    chosen: Tensor  # (Q,): which of the B responses
-    rejected: Tensor  # (Q,): which other one of the same prompt
+    """Every pair of responses within a ranking, for all rankings of a step."""
+
+    chosen: Tensor  # (Q,): index of the better response among all B
+    rejected: Tensor  # (Q,): index of the worse response
     margins: Tensor  # (Q,)
-    weights: Tensor  # (Q,): their sum is 1
+    weights: Tensor  # (Q,): they sum to 1
+
+
+def make_pairs(rankings: list[Ranking], device: torch.device) -> Pairs:
+    """All pairs; those of a ranking share its weight, https://arxiv.org/abs/2203.02155 eq. (1).
+
+    2 and 3 responses, margins 0 and .5, weights 3 and 1
+    -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4], margins [0, .5, .5, .5], weights [3/4, 1/12, 1/12, 1/12]
+    """
+    total_weight = sum(ranking.weight for ranking in rankings) or 1.0  # if all are 0, so is the loss
+    rows = []
+    start = 0  # index of the ranking's first response among all B
+    for ranking in rankings:
+        K = len(ranking.response_ids)
+        weight = ranking.weight / total_weight * 2 / (K * (K - 1))
+        for i, j in combinations(range(start, start + K), 2):
+            rows.append((i, j, ranking.margin, weight))
+        start += K
+    chosen, rejected, margins, weights = (torch.tensor(x, device=device) for x in zip(*rows))
+    return Pairs(chosen=chosen, rejected=rejected, margins=margins, weights=weights)
 
 
 @dataclass
 class Run:
-    """What setup makes, and all steps use."""
+    """State created by setup and shared by all steps."""
 
-    folder: Path
+    run_dir: Path
     device: torch.device
-    processor: Any  # of transformers, or a text model's tokenizer
-    engine: Any  # DeepSpeed's around the trained RewardModel
-    train_data: "Data"
-    eval_sets: dict[str, "Data"]  # by name
-    checkpoint: Path | None  # the newest
-    state: dict  # stands in every checkpoint: add what must survive a resume
-    tensorboard: Any = None  # its writer, once there is one
+    processor: Any  # transformers processor, or the tokenizer of a text model
+    reward_model: Any  # DeepSpeed engine around the trained RewardModel
+    train_data: "RankingDataset"
+    eval_sets: dict[str, "RankingDataset"]  # by the names in --eval-datasets
+    checkpoint: Path | None  # latest checkpoint
+    state: dict  # saved in each checkpoint, see setup; add what must survive a resume
+    writer: Any = None  # TensorBoard's SummaryWriter
 
 
 # ---- main ----
@@ -211,106 +223,106 @@ class Run:
 
 def main(args: Args) -> dict[str, float]:
     # --- 1. setup ---
-    time_begin = time.perf_counter()
+    run_start = time.perf_counter()
     run = setup(args)
-    engine = run.engine
-    signals = []  # received: the run then ends, after its step and a checkpoint
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: signals.append(number))
+    reward_model = run.reward_model
+    received_signals = catch_signals()  # after a signal, the run saves and exits once the step ends
     stopped = False
     metrics = {}
-
-    if run.eval_sets and not run.state["before"]:  # a resumed run has it
-        run.state["before"], samples = evaluate(args, run)
-        log(args, run, {"train/step": 0, **run.state["before"]}, samples)
+    if run.eval_sets and not run.state["initial_eval"]:  # a resumed run has loaded it
+        run.state["initial_eval"], eval_records = evaluate(args, run)
+        log(args, run, {"train/step": 0, **run.state["initial_eval"]}, eval_records)
 
     steps = range(run.state["step"] + 1, args.total_steps + 1)
-    no_bar = RANK > 0 or not sys.stderr.isatty()  # a log file gets a line per step
-    bar = tqdm(steps, "reward", total=args.total_steps, initial=run.state["step"], disable=no_bar)
+    show_bar = RANK == 0 and sys.stderr.isatty()  # otherwise each step prints a line
+    bar = tqdm(steps, "reward_bt", total=args.total_steps, initial=run.state["step"], disable=not show_bar)
     for step in bar:
-        # --- 5. update: one optimizer step on all pairs of some rankings ---
-        time_start = time.perf_counter()
-        entries = batch_indices(
+        # --- 2. data: the next rankings, all pairs within them, and packs of their responses ---
+        step_start = time.perf_counter()
+        indices = sample_indices(
             start=(step - 1) * args.train_batch_size,
             count=args.train_batch_size,
             num_rows=len(run.train_data.rows),
             seed=args.seed,
         )
-        rankings = gather_rankings(run.train_data, entries)  # of all ranks
+        rankings = gather_rankings(run.train_data, indices)  # of all ranks
         pairs = make_pairs(rankings, run.device)
-        packs = list(packs_of(args, run, run.train_data, rankings))  # this rank's share
-        B = sum(len(ranking.responses) for ranking in rankings)
-        largest = max(ranking.num_tokens for ranking in rankings)
-        known_scores = torch.zeros(B, device=run.device)
-        if not packing.is_packed(engine.module.model) or largest > args.micro_batch_tokens:
-            # A pack may lack some of a prompt's responses: their scores are constants to it.
-            known_scores = compute_scores(args, run, run.train_data, rankings).to(run.device)
+        packs = list(iter_packs(args, run, run.train_data, rankings))  # this rank's
+        num_responses = sum(len(ranking.response_ids) for ranking in rankings)  # B
+        # If the responses of a ranking are in several packs, each pack treats the rewards of the
+        # other packs as constants. The gradients of all packs still add up to that of the loss.
+        constant_rewards = torch.zeros(num_responses, device=run.device)  # (B,)
+        most_tokens = max(x.prompt.length + sum(map(len, x.response_ids)) for x in rankings)
+        if most_tokens > args.micro_batch_tokens or not packing.is_packed(reward_model.module.model):
+            constant_rewards = compute_rewards(args, run, run.train_data, rankings).to(run.device)
 
-        engine.train()
-        scores = torch.zeros(B, device=run.device)
+        # --- 3. update: one optimizer step on all pairs ---
+        set_checkpointing(reward_model.module, True)
+        rewards = torch.zeros(num_responses, device=run.device)  # (B,), for the metrics
         for k, pack in enumerate(packs):
-            engine.set_gradient_accumulation_boundary(k == len(packs) - 1)
-            pack_scores = engine(pack)  # (S,)
-            scores[pack.response_index] = pack_scores.detach()
+            reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
+            pack_rewards = reward_model(pack)  # (S,)
+            rewards[pack.response_index] = pack_rewards.detach()
+            all_rewards = constant_rewards.index_put((pack.response_index,), pack_rewards)  # (B,)
             losses, _ = compute_bt_loss(
-                scores=known_scores.index_put((pack.response_index,), pack_scores),  # (B,)
-                pairs=pairs,
+                chosen_rewards=all_rewards[pairs.chosen],
+                rejected_rewards=all_rewards[pairs.rejected],
+                margins=pairs.margins,
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            loss = (pairs.weights * losses).sum()  # pairs of other packs add a constant
-            # The factor undoes DeepSpeed's mean over ranks, scale_wrt_gas=False its mean over packs.
-            engine.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
-        grad_norm = optimizer_step(engine)  # None: left out, the gradients were not finite
-        engine.eval()
-        scores = sum_over_ranks(scores, run.device)  # (B,)
-        seconds = time.perf_counter() - time_start
+            loss = (pairs.weights * losses).sum()  # pairs outside of this pack have no gradient
+            # Undo DeepSpeed's mean over ranks (WORLD_SIZE) and over packs (scale_wrt_gas).
+            reward_model.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
+        grad_norm = optimizer_step(reward_model)  # None: not finite, the step was skipped
+        set_checkpointing(reward_model.module, False)
+        rewards = all_reduce_sum(rewards, run.device)  # (B,)
+        seconds = time.perf_counter() - step_start
 
-        # --- 7. metrics ---
+        # --- 4. metrics ---
         metrics = {
             "train/step": step,
-            "train/learning_rate": engine.get_lr()[0],
+            "train/learning_rate": reward_model.get_lr()[0],
             "train/grad_norm": 0.0 if grad_norm is None else grad_norm,
             "train/skipped_updates": int(grad_norm is None),
-            "rollout/prompts_dropped": len(entries) - len(rankings),
+            "train/rows_skipped": len(indices) - len(rankings),
             "time/total": seconds,
         }
-        metrics |= ranking_metrics(args, rankings, scores)
-        samples = []
-        shown = {name: f"{metrics[f'rm/{name}']:.3f}" for name in ("loss", "accuracy")}
+        metrics |= ranking_metrics(args, rankings, rewards)
+        eval_records = []
 
-        # --- 8. evaluate, log, save ---
-        is_last = step == args.total_steps
-        if run.eval_sets and (is_last or is_due(step, args.eval_steps)):
-            eval_metrics, samples = evaluate(args, run)
+        # --- 5. evaluate, log, save ---
+        is_last_step = step == args.total_steps
+        if run.eval_sets and (is_last_step or (args.eval_steps and step % args.eval_steps == 0)):
+            eval_metrics, eval_records = evaluate(args, run)
             metrics |= eval_metrics
-            for name in run.eval_sets:
-                shown[name] = f"{eval_metrics[f'eval/{name}/accuracy']:.3f}"
-        log(args, run, metrics, samples)
-        bar.set_postfix(shown)
-        if no_bar:
-            tell(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
+        log(args, run, metrics, eval_records)
+        names = ["rm/loss", "rm/accuracy", *(f"eval/{name}/accuracy" for name in run.eval_sets)]
+        postfix = {name: f"{metrics[name]:.3f}" for name in names if name in metrics}
+        bar.set_postfix(postfix)
+        if not show_bar:
+            print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {postfix}")
 
         run.state["step"] = step
-        run.state["skipped"] = run.state["skipped"] + 1 if grad_norm is None else 0  # in a row
-        is_hopeless = run.state["skipped"] >= 5
-        stopped = sum_over_ranks(torch.tensor(len(signals)), run.device).item() > 0 and not is_last
-        if is_last or stopped or is_hopeless or is_due(step, args.save_steps):
+        run.state["skipped_in_a_row"] = 0 if grad_norm is not None else run.state["skipped_in_a_row"] + 1
+        diverged = run.state["skipped_in_a_row"] >= 5
+        num_signals = int(all_reduce_sum(torch.tensor(len(received_signals)), run.device))
+        stopped = num_signals > 0 and not is_last_step
+        if is_last_step or stopped or diverged or (args.save_steps and step % args.save_steps == 0):
             run.checkpoint = save_checkpoint(args, run)
-        if is_hopeless:
-            fail(f"step {step}: 5 times no finite gradients; the weights before: {run.checkpoint}")
+        if diverged:
+            fail(f"step {step}: no finite gradients in 5 steps; the last weights are in {run.checkpoint}")
         if stopped:
-            tell(f"stopped by a signal after step {step}; go on with --resume {run.checkpoint}")
+            print0(f"stopped by a signal; continue with --resume {run.checkpoint}")
             break
 
-    # --- 9. finish ---
+    # --- 6. finish ---
     if not stopped:
-        summary = []
-        for name, before in run.state["before"].items():
-            if "/accuracy" in name and name in metrics:
-                summary.append(f"{name} {before:.3f} -> {metrics[name]:.3f}")
-        tell(" · ".join([*summary, f"{time.perf_counter() - time_begin:.0f} s", str(run.checkpoint)]))
-        tell(f"to see it: python tools/report.py {run.folder}")
+        for name, initial in run.state["initial_eval"].items():
+            if name.endswith("/accuracy") and name in metrics:
+                print0(f"{name} {initial:.3f} -> {metrics[name]:.3f}")
+        print0(f"{time.perf_counter() - run_start:.0f} s; saved {run.checkpoint}")
+        print0(f"report: python tools/report.py {run.run_dir}")
     dist.destroy_process_group()
     return metrics
 
@@ -319,161 +331,208 @@ def main(args: Args) -> dict[str, float]:
 
 
 def setup(args: Args) -> Run:
-    """Load what the steps need, and prove what they rely on. Bad input ends the run here."""
+    """Load everything that the steps use, and check whether packing is exact."""
     transformers.utils.logging.disable_progress_bar()
     check_args(args)
     device = init_distributed()
-    folder, checkpoint = find_run(args)
+    run_dir, checkpoint = resolve_run_dir(args)
     is_fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
     dtype = torch.float32 if is_fp32 else torch.bfloat16
 
-    model = load_model(args.model, dtype).base_model
-    torch.manual_seed(args.seed)  # of the head and LoRA
-    module = RewardModel(model)
-    saved_head = Path(args.model) / "score.safetensors"  # of an own checkpoint
-    if saved_head.is_file():
-        module.load_state_dict(safetensors.torch.load_file(saved_head), strict=False)
-    if args.lora_rank > 0:
-        add_adapters(args, model)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    engine = make_engine(args, module, dtype, args.total_steps, args.learning_rate)
-    engine.eval()
-    state = {"step": 0, "before": {}, "skipped": 0}  # before: the evaluation at step 0
+    reward_model = load_reward_model(args, dtype)
+    model = reward_model.module.model
+    state = {
+        "step": 0,
+        "initial_eval": {},  # metrics before the first step
+        "skipped_in_a_row": 0,  # updates skipped because their gradients were not finite
+    }
     if checkpoint is not None:
-        _, client_state = engine.load_checkpoint(str(checkpoint / "state" / "reward"), tag="engine")
-        state = client_state["ours"]
+        _, client_state = reward_model.load_checkpoint(str(checkpoint / "state" / "reward"), tag="engine")
+        state = client_state["run_state"]
 
     processor = transformers.AutoProcessor.from_pretrained(args.model)
-    train_data = load_data(args, args.dataset, args.dataset_split, args.seed, model, processor)
+    train_data = load_rankings(args, args.dataset, args.dataset_split, args.seed, model, processor)
     eval_sets = {}
-    own_eval_sets = ["easy-vqa=easy-vqa"] if args.dataset == "easy-vqa" else []
-    for item in args.eval_datasets or own_eval_sets:
-        name, _, source = item.partition("=")
-        eval_sets[name] = load_data(args, source, args.eval_dataset_split, 0, model, processor)
-    open_folder(args, folder, last_step=state["step"])
-    tell(f"{folder}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
+    default_eval_sets = ["easy-vqa=easy-vqa"] if args.dataset == "easy-vqa" else []
+    for name_and_source in args.eval_datasets or default_eval_sets:
+        name, _, source = name_and_source.partition("=")
+        eval_sets[name] = load_rankings(args, source, args.eval_dataset_split, 0, model, processor)
+    prepare_run_dir(args, run_dir, last_step=state["step"])
+    print0(f"{run_dir}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
 
-    enable_packing(args, engine, train_data)
+    probe_rows = range(0, len(train_data.rows), len(train_data.rows) // 16 + 1)
+    rankings = [ranking for row in probe_rows if (ranking := encode_or_skip(train_data, row))]
+    if not rankings:
+        fail(f"{args.dataset}: all rows are skipped, see the warnings")
+    message = packing_check.enable_packing_if_exact(
+        model=model,
+        forward=reward_model,
+        prompts=[ranking.prompt for ranking in rankings],
+        max_length=args.max_length,
+        max_tokens=args.micro_batch_tokens,
+    )
+    print0(message)
     if not hasattr(processor, "tokenizer"):
-        set_pad_token(model, processor, train_data)
+        choose_pad_token(model, processor, rankings)
     return Run(
-        folder=folder, device=device, processor=processor, engine=engine, train_data=train_data,
-        eval_sets=eval_sets, checkpoint=checkpoint, state=state,
+        run_dir=run_dir, device=device, processor=processor, reward_model=reward_model,
+        train_data=train_data, eval_sets=eval_sets, checkpoint=checkpoint, state=state,
     )  # fmt: skip
 
 
 def check_args(args: Args) -> None:
-    if min(args.train_batch_size, args.total_steps, args.eval_samples) < 1:
-        fail("counts must be at least 1")
+    """Reject flags that contradict each other, before anything is loaded."""
+    for name in ("total_steps", "train_batch_size", "eval_rows"):
+        if getattr(args, name) < 1:
+            fail(f"--{name.replace('_', '-')} ({getattr(args, name)}) must be at least 1")
+    if not 0 <= args.label_smoothing < 0.5:
+        fail(f"--label-smoothing ({args.label_smoothing}) must be at least 0 and below 0.5")
     if args.micro_batch_tokens < args.max_length:
-        fail("--micro-batch-tokens must hold --max-length")
+        fail(f"--micro-batch-tokens must be at least --max-length ({args.max_length})")
+    names = [name_and_source.partition("=")[0] for name_and_source in args.eval_datasets]
+    if not all("=" in x for x in args.eval_datasets) or len({*names}) < len(names):
+        fail("--eval-datasets must be name=source, with different names")
     if args.offload_optimizer and args.zero_stage == 0:
-        fail("--offload-optimizer needs --zero-stage 1 to 3")
-    if not all("=" in item for item in args.eval_datasets):
-        fail("--eval-datasets takes name=source")
+        fail("--offload-optimizer requires --zero-stage 1, 2 or 3")
     if args.resume == "auto" and args.run_name is None:
-        fail("--resume auto needs --run-name")
+        fail("--resume auto requires --run-name")
 
 
 def fail(message: str) -> NoReturn:
-    """Bad input: one sentence that names the file or flag and what to do; exit code 2."""
+    """Print an error that says what is wrong, where, and what to do; exit with code 2."""
     tqdm.write(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def tell(message: str) -> None:
+def print0(message: str) -> None:
+    """Print on rank 0, above the progress bar."""
     if RANK == 0:
-        tqdm.write(message)  # also under a progress bar
+        tqdm.write(message)
         sys.stdout.flush()
 
 
-def enable_packing(args: Args, engine, data: "Data") -> None:
-    """Pack if that is exact for some rows of the data."""
-    some_rows = range(0, len(data.rows), len(data.rows) // 16 + 1)
-    prompts = [ranking.prompt for row in some_rows if (ranking := data.encode(row))]
-    if not prompts:
-        fail(f"{data.source}: no row can be used")
-    told = packing.enable_packing_if_exact(
-        model=engine.module.model,
-        forward=engine,
-        prompts=prompts,
-        max_length=args.max_length,
-        max_tokens=args.micro_batch_tokens,
-    )
-    tell(told)
+def catch_signals() -> list[int]:
+    """Collect SIGTERM and SIGINT in the returned list; the second one ends the process at once.
+
+    Under a launcher it does not: torchrun repeats signals that the terminal or a job scheduler
+    has sent to the ranks already, and the repetition must not interrupt the save."""
+    received_signals = []
+
+    def handler(number, frame):
+        received_signals.append(number)
+        if "RANK" not in os.environ:
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+    return received_signals
 
 
-def set_pad_token(model, tokenizer, data: "Data") -> None:
-    """transformers' classifier reads the last token that is not pad: pad must not end a chat."""
-    ranking = next(filter(None, map(data.encode, range(len(data.rows)))))
-    end = int(ranking.responses[0][-1])
-    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-    free = next((i for i in special if i != end), None)
-    if free is None:
-        fail(f"{tokenizer.name_or_path}: all chats end with the only special token, so none can pad")
-    model.config.pad_token_id = free
-    tokenizer.pad_token_id = free
+def choose_pad_token(model, tokenizer, rankings: list[Ranking]) -> None:
+    """Give model and tokenizer a pad token that never ends a chat.
 
-
-def is_due(step: int, every: int) -> bool:
-    """every: --eval-steps or --save-steps, 0 for never."""
-    return every != 0 and step % every == 0
+    The classifier that save_checkpoint exports reads its reward at the last token that is not the
+    pad token. With EOS as the pad token, it would miss the EOS that ends a chat.
+    """
+    last_ids = {int(ids[-1]) for ranking in rankings for ids in ranking.response_ids}
+    special_ids = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    pad_ids = [i for i in special_ids if i not in last_ids]
+    if not pad_ids:
+        fail(f"{tokenizer.name_or_path}: all special tokens end chats; add one that can serve as pad token")
+    model.config.pad_token_id = pad_ids[0]
+    tokenizer.pad_token_id = pad_ids[0]
 
 
 # ---- data ----
 
+# What the code below raises if a dataset row can't be used: missing or broken media, too many tokens,
+# a chat that the template rejects. Any other exception is an error in code and ends the run.
+ROW_ERRORS = (OSError, ValueError, Image.DecompressionBombError, jinja2.TemplateError)
+
 
 @dataclass
-class Data:
+class RankingDataset:
     source: str
-    rows: Any  # a datasets.Dataset
-    encode: Callable[[int], Ranking | None]  # row -> ranking, or None and a warning
+    rows: Any  # datasets.Dataset
+    encode: Callable[[int], Ranking]  # row index -> ranking; raises one of ROW_ERRORS
 
 
-def load_data(args: Args, source: str, split: str, seed: int, model, processor) -> Data:
-    """Columns: `chosen` and `rejected`, or `responses`, best first: strings or messages that follow
-    `prompt` or `messages`, or whole chats; `image(s)`, `video(s)`, see to_messages; `margin`, `weight`."""
+def sample_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
+    """Elements start ... start + count - 1 of an endless stream of shuffled epochs.
+
+    An index is epoch * num_rows + row, so the same row gets different responses in each epoch.
+    """
+    stream = []
+    for epoch in range(start // num_rows, (start + count - 1) // num_rows + 1):
+        rows = np.random.default_rng([seed, epoch]).permutation(num_rows)
+        stream += (rows + epoch * num_rows).tolist()
+    return stream[start % num_rows :][:count]
+
+
+def load_rankings(args: Args, source: str, split: str, seed: int, model, processor) -> RankingDataset:
+    """Columns: prompt or messages, a string or a chat; chosen and rejected, or responses (best
+    first), strings or chats, see split_row; optional image(s) and video(s), see build_messages;
+    optional margin and weight."""
     rows = rename_columns(args, source, load_rows(source, split))
     if source == "easy-vqa":
         rows = add_pairs(rows, seed)
-    columns = {*rows.column_names}
-    is_text = str(rows.features.get("chosen")).startswith("Value")  # a chat has its prompt inside
-    has_prompt = columns & {"prompt", "messages"} or not is_text
-    if not has_prompt or not (columns >= {"chosen", "rejected"} or "responses" in columns):
-        has = ", ".join(rows.column_names)
-        fail(f"{source} has columns {has}: rename yours, --columns prompt=... chosen=... rejected=...")
+    columns = rows.column_names
+    has_pair = "chosen" in columns and "rejected" in columns
+    is_chat = not str(rows.features.get("chosen")).startswith("Value")
+    has_prompt = "prompt" in columns or "messages" in columns or is_chat  # a chat can contain it
+    if not has_prompt or not (has_pair or "responses" in columns):
+        fail(f"{source} has columns {columns}: rename yours, --columns prompt=... chosen=... rejected=...")
     tokenizer = getattr(processor, "tokenizer", processor)
+    data_dir = Path(source).parent
 
-    # A step asks for the same rows again and again.
+    # Cached: a step encodes a row once to plan the packs, and again to build them.
     @functools.lru_cache(maxsize=2 * args.train_batch_size)
-    def encode(index: int) -> Ranking | None:
-        try:
-            row = rows[index]
-            messages, answers = split_row(args, row, Path(source).parent, tokenizer)
-            prompt, responses = encode_ranking(model, processor, messages, answers, index)
-            longest = prompt.length + max(map(len, responses))
-            if longest > args.max_length:
-                raise ValueError(f"{longest} tokens are more than --max-length")
-            columns = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
-            return Ranking(
-                prompt=prompt,
-                responses=responses,
-                num_tokens=prompt.length + sum(map(len, responses)),
-                texts=[" ".join(p["text"] for m in answer for p in m["content"]) for answer in answers],
-                margin=float(columns.get("margin", 0.0)),
-                weight=float(columns.get("weight", 1.0)),
-                columns=columns,
-            )
-        except Exception as error:
-            tqdm.write(f"warning: {source} row {index} is left out: {error!s:.300}", file=sys.stderr)
-            return None
+    def encode(index: int) -> Ranking:
+        row = rows[index]
+        prompt_chat, response_chats = split_row(row)
+        messages = build_messages(args, {**row, "prompt": prompt_chat}, data_dir, tokenizer)
+        responses = []
+        texts = []
+        for chat in response_chats:
+            response = build_messages(args, {"prompt": chat}, data_dir, tokenizer)
+            response = response[-len(chat) :]  # without a system prompt
+            parts = [part for message in response for part in message["content"]]
+            if any(part["type"] != "text" for part in parts):
+                raise ValueError("images and videos in responses are not supported")
+            responses.append(response)
+            texts.append(" ".join(part["text"] for part in parts))
+        prompt, response_ids = encode_ranking(model, processor, messages, responses, index)
+        longest = prompt.length + max(map(len, response_ids))
+        if longest > args.max_length:
+            raise ValueError(f"{longest} tokens exceed --max-length")
+        columns = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
+        margin = float(columns.get("margin", 0.0))
+        weight = float(columns.get("weight", 1.0))
+        if not (math.isfinite(margin) and 0 <= weight < math.inf):
+            raise ValueError(f"margin {margin} or weight {weight} is not finite, or the weight is negative")
+        return Ranking(
+            prompt=prompt,
+            response_ids=response_ids,
+            texts=texts,
+            margin=margin,
+            weight=weight,
+            columns=columns,
+        )
 
-    return Data(source=source, rows=rows, encode=encode)
+    return RankingDataset(source=source, rows=rows, encode=encode)
+
+
+def encode_or_skip(data, row: int):
+    """Encode a dataset row, or return None with a warning if the row can't be used."""
+    try:
+        return data.encode(row)
+    except ROW_ERRORS as error:
+        tqdm.write(f"warning: {data.source} row {row} is skipped: {error!s:.300}", file=sys.stderr)
+        return None
 
 
 def load_rows(source: str, split: str):
-    """A `datasets.Dataset` from easy-vqa, a local file or folder, or the hub."""
+    """Load a `datasets.Dataset`: easy-vqa, a local file, a saved directory or a hub id."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -488,71 +547,76 @@ def load_rows(source: str, split: str):
         rows = datasets.load_from_disk(source)
         return rows[split] if isinstance(rows, dict) else rows
     except Exception as error:
-        fail(f"{source} (split {split}; HF_HOME) can't be read as a dataset: {error.__cause__ or error}")
+        fail(f"can't load the dataset {source} (split {split}): {error.__cause__ or error}")
 
 
 def rename_columns(args: Args, source: str, rows):
-    """By --columns. Held-out data may have the script's names already."""
-    names = {}  # the script's -> the data's
+    """Apply --columns. The evaluation set may already use the script's names."""
+    columns = rows.column_names
+    new_names = {}  # column of the dataset -> name in this script
     for pair in args.columns:
-        ours, _, theirs = pair.partition("=")
-        if ours and theirs in rows.column_names:
-            names[ours] = theirs
+        name, _, column = pair.partition("=")
+        if name and column in columns:
+            new_names[column] = name
         elif source == args.dataset:
-            fail(f"--columns takes name=column, not {pair}: {source} has {', '.join(rows.column_names)}")
-    taken = {*names, "messages"} if "prompt" in names else {*names}  # else messages would be the prompt
-    unused = [name for name in rows.column_names if name in taken and name not in names.values()]
-    return rows.remove_columns(unused).rename_columns({names[ours]: ours for ours in names})
+            fail(f"--columns {pair} must be name=column; {source} has {', '.join(columns)}")
+    # A column that has one of the new names already, and does not get another one, is replaced.
+    replaced = [column for column in columns if column in new_names.values() and column not in new_names]
+    return rows.remove_columns(replaced).rename_columns(new_names)
 
 
 def easy_vqa_rows(split: str):
-    """64 x 64 drawings with questions, inside the package of that name."""
+    """64 x 64 images of shapes with questions, from the package easy-vqa."""
     import datasets
     import easy_vqa
 
-    questions, answers, image_numbers = getattr(easy_vqa, f"get_{split}_questions")()
+    questions, answers, image_ids = getattr(easy_vqa, f"get_{split}_questions")()
     paths = getattr(easy_vqa, f"get_{split}_image_paths")()
-    images = [str(paths[number]) for number in image_numbers]
+    images = [str(paths[image_id]) for image_id in image_ids]
     return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
 
 
 def add_pairs(rows, seed: int):
-    """easy-vqa: the answer is preferred to another one of its kind."""
-    colours = "black blue brown gray green red teal yellow"
-    kinds = ["yes no".split(), "circle rectangle triangle".split(), colours.split()]
+    """Prefer the correct answer of an easy-VQA question to a random wrong one of the same type."""
+    colors = "black blue brown gray green red teal yellow"
+    answer_types = ["yes no".split(), "circle rectangle triangle".split(), colors.split()]
     rng = np.random.default_rng(seed)
-    wrong = []
+    wrong_answers = []
     for answer in rows["answer"]:
-        kind = next(kind for kind in kinds if answer in kind)
-        others = [other for other in kind if other != answer]
-        wrong.append(others[rng.integers(len(others))])
-    for name, answers in (("chosen", rows["answer"]), ("rejected", wrong)):
+        same_type = next(answers for answers in answer_types if answer in answers)
+        others = [other for other in same_type if other != answer]
+        wrong_answers.append(others[rng.integers(len(others))])
+    for name, answers in (("chosen", rows["answer"]), ("rejected", wrong_answers)):
         rows = rows.add_column(name, [f"<answer>{answer}</answer>" for answer in answers])
     return rows
 
 
-def split_row(args: Args, row: dict, folder: Path, tokenizer) -> tuple[list[dict], list[list[dict]]]:
-    """-> the messages of the prompt, with opened media, and of each response, best first."""
-    chats = []
-    for answer in row.get("responses") or [row["chosen"], row["rejected"]]:
-        is_text = isinstance(answer, str)
-        chats.append([{"role": "assistant", "content": answer}] if is_text else answer)
-    if chats[0][0]["role"] != "assistant":  # whole chats: what all begin with is the prompt
-        shared = count_shared(chats)
-        row = {**row, "messages": chats[0][:shared]}
-        chats = [chat[shared:] for chat in chats]
-    answers = []
-    for chat in chats:
-        messages = to_messages(args, {"messages": chat}, folder, tokenizer)
-        answers.append(messages[-len(chat) :])  # without a system prompt in front
-    parts = [part for answer in answers for message in answer for part in message["content"]]
-    if len(answers) < 2 or any(part["type"] != "text" for part in parts):
-        raise ValueError("a ranking needs two responses of text")
-    return to_messages(args, row, folder, tokenizer), answers
+def split_row(row: dict) -> tuple[str | list[dict], list[list[dict]]]:
+    """The prompt and the messages of each response, best first.
+
+    Responses are strings, messages that follow the prompt, or chats that begin with the prompt.
+    With q for a user's message, and a and b for an assistant's:
+
+    prompt q, chosen "a", rejected "b"       -> prompt q, responses [[a], [b]]
+    prompt q, chosen [a], rejected [b]       -> prompt q, responses [[a], [b]]
+    chosen [q, a], rejected [q, b]           -> prompt [q], responses [[a], [b]]
+    """
+    responses = row.get("responses") or [row.get("chosen"), row.get("rejected")]
+    if len(responses) < 2 or None in responses:
+        raise ValueError("a ranking needs at least two responses")
+    prompt = row.get("prompt") or row.get("messages")
+    chats = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in responses]
+    if chats[0] and chats[0][0]["role"] != "assistant":
+        num_shared = count_shared(chats)
+        prompt = chats[0][:num_shared]
+        chats = [chat[num_shared:] for chat in chats]
+    if not all(chats):
+        raise ValueError("a response is empty, or the beginning of another one")
+    return prompt, chats
 
 
 def count_shared(sequences: list[list]) -> int:
-    """How many items all begin with: [[1, 2, 3], [1, 2, 4]] -> 2"""
+    """Length of the longest common prefix: [[1, 2, 3], [1, 2, 4]] -> 2."""
     for i, items in enumerate(zip(*sequences)):
         if any(item != items[0] for item in items):
             return i
@@ -560,229 +624,267 @@ def count_shared(sequences: list[list]) -> int:
 
 
 def encode_ranking(
-    model, processor, messages: list[dict], answers: list[list[dict]], index: int
+    model, processor, messages: list[dict], responses: list[list[dict]], index: int
 ) -> tuple[Prompt, list[Tensor]]:
-    """-> the tokens that all whole chats begin with, as a prompt, and the rest of each, (R,), R >= 1."""
-    tokenizer = getattr(processor, "tokenizer", processor)
+    """The tokens that all chats of a ranking begin with, as a Prompt, and the rest of each chat (R,).
 
-    def tokenize(chat: list[dict], **options) -> list[int]:  # a picture is one token here
-        if tokenizer is processor:
-            return packing.encode_chat(processor, chat, **options)["input_ids"][0].tolist()
-        options |= {"chat_template": processor.chat_template, "return_dict": False}
-        return tokenizer.apply_chat_template(chat, **options)
+    The tokenizer, for which an image is one token, finds where the chats differ:
 
-    ids = [tokenize(messages + answer) for answer in answers]
-    shared = min(count_shared(ids), min(map(len, ids)) - 1)
-    inputs = packing.encode_chat(processor, messages + answers[0])
-    end = inputs["input_ids"].shape[1] - (len(ids[0]) - shared)  # of the prompt
-    if inputs["input_ids"][0, end:].tolist() != ids[0][shared:]:  # the processor adds to ends, as of prompts
-        shared = len(tokenize(messages, add_generation_prompt=True))
+        user <image> Color ? assistant red              num_shared = 5
+        user <image> Color ? assistant dark blue        response_ids = [red], [dark blue]
+
+    For the processor an image is several tokens, but the chat ends alike. So the prompt is the
+    processor's output for the first chat without its last token, red.
+    """
+    chats = [messages + response for response in responses]
+    ids = [tokenize_chat(processor, chat) for chat in chats]
+    num_shared = min(count_shared(ids), min(map(len, ids)) - 1)  # each response has a token
+    inputs = packing.encode_chat(processor, chats[0])
+    tail = ids[0][num_shared:]
+    length = inputs["input_ids"].shape[1] - len(tail)
+    if inputs["input_ids"][0, length:].tolist() != tail:
+        # The processor appends tokens to a chat, as PaliGemma's does. Append them to the prompt.
+        num_shared = len(tokenize_chat(processor, messages, add_generation_prompt=True))
         inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
-        end = inputs["input_ids"].shape[1]
-    inputs = {name: torch.as_tensor(value) for name, value in inputs.items()}
-    T = inputs["input_ids"].shape[1]
-    inputs = {name: x[:, :end] if x.shape[:2] == (1, T) else x for name, x in inputs.items()}
-    responses = [torch.tensor(own[shared:]) for own in ids]
-    return packing.make_prompt(model, inputs, index=index, messages=messages), responses
+        length = inputs["input_ids"].shape[1]
+    prompt = packing.make_prompt(model, truncate_inputs(inputs, length), index=index, messages=messages)
+    return prompt, [torch.tensor(chat_ids[num_shared:]) for chat_ids in ids]
 
 
-def to_messages(args: Args, row: dict, folder: Path, tokenizer) -> list[dict]:
-    """A row's string or chat, pictures and videos -> messages of lists of parts, media opened and in
-    their places: where <image> and <video> stand, or parts of such types; else in front."""
-    chat = row.get("messages") or row["prompt"]
+def tokenize_chat(processor, messages: list[dict], **template) -> list[int]:
+    """Token ids of a chat, with one token per image or video."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if tokenizer is processor:  # a text model
+        return packing.encode_chat(processor, messages, **template)["input_ids"][0].tolist()
+    template |= {"chat_template": processor.chat_template, "return_dict": False}
+    return tokenizer.apply_chat_template(messages, **template)
+
+
+def truncate_inputs(inputs: dict, length: int) -> dict[str, Tensor]:
+    """A processor's output with its first `length` tokens and all media."""
+    inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
+    per_token = (1, inputs["input_ids"].shape[1])
+    return {name: x[:, :length] if x.shape[:2] == per_token else x for name, x in inputs.items()}
+
+
+def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
+    """Convert a dataset row to messages whose content is a list of parts, with loaded media.
+
+    The markers <image> and <video> in a text, or typed parts, say where media go. Media without
+    a marker go to the front of the first user message. In assistant messages a marker is text,
+    because chat templates accept media from users only.
+
+    {"prompt": "Is <image> red?", "image": "a.png"} -> one user message with the parts
+    {"type": "text", "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}
+    """
+    chat = row.get("prompt") or row.get("messages")
+    if not chat:
+        raise ValueError("its prompt is empty")
     if isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
-    media = {}
-    for kind in ("image", "video"):
-        items = row.get(kind) or row.get(f"{kind}s") or []
-        media[kind] = list(items) if isinstance(items, list) else [items]
+    media = {}  # sources by type, in order of their markers
+    for name in ("image", "video"):
+        sources = row.get(name) or row.get(f"{name}s") or []
+        media[name] = list(sources) if isinstance(sources, list) else [sources]
 
-    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    messages = []
+    # 1. Each message becomes one text: typed parts turn into markers, and their media join the row's.
+    roles = [message["role"] for message in chat]
+    texts = []
     for message in chat:
-        text = message["content"]
-        if not isinstance(text, str):  # parts become a text with marks, their media join the row's
-            parts = message["content"]
-            for kind, items in media.items():
-                items += [part[kind] for part in parts if part.get(kind) is not None]
-            text = "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
-        pieces = [text] if message["role"] == "assistant" else re.split("<(image|video)>", text)
-        parts = []
-        for i, piece in enumerate(pieces):
-            if i % 2 == 1:  # between two texts the kind of a mark
-                parts.append({"type": piece})
-            elif piece:
-                parts.append({"type": "text", "text": defuse(piece, special_tokens)})
-        messages.append({"role": message["role"], "content": parts})
+        parts = message["content"] or ""
+        if isinstance(parts, str):
+            parts = [{"type": "text", "text": parts}]
+        text = ""
+        for part in parts:
+            name = part["type"]
+            if name != "text" and name not in media:
+                raise ValueError(f"content of type {name} is not supported")
+            text += part["text"] if name == "text" else f"<{name}>"
+            if name in media and part.get(name) is not None:
+                media[name].append(part[name])
+        texts.append(text)
 
-    for kind, items in media.items():
-        places = [part for message in messages for part in message["content"] if part["type"] == kind]
-        if items and not places:  # in front
-            places = [{"type": kind} for _ in items]
-            first_user = next(message for message in messages if message["role"] == "user")
-            first_user["content"] = places + first_user["content"]
-        if len(places) != len(items):
-            raise ValueError(f"{len(places)} places for {kind}s, but {len(items)} {kind}s")
-        for part, source in zip(places, items):
-            part.update(open_media(kind, source, folder, args.video_fps))
-    if args.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": args.system_prompt}]})
+    # 2. Media without markers get theirs.
+    for name, sources in media.items():
+        marker = f"<{name}>"
+        count = sum(text.count(marker) for role, text in zip(roles, texts) if role != "assistant")
+        if count == 0 and sources:
+            first = roles.index("user")
+            texts[first] = marker * len(sources) + texts[first]
+        elif count != len(sources):
+            raise ValueError(f"{count} {marker} markers, but {len(sources)} {name}s")
+
+    # 3. Each text is split at its markers.
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    unread = {name: iter(sources) for name, sources in media.items()}
+    messages = []
+    for role, text in zip(roles, texts):
+        pieces = [text] if role == "assistant" else re.split("<(image|video)>", text)
+        parts = []
+        for k, piece in enumerate(pieces):  # texts alternate with the names of markers
+            if k % 2 == 1:
+                parts.append(load_media(piece, next(unread[piece]), data_dir, args.video_fps))
+            elif piece:
+                parts.append({"type": "text", "text": escape_special_tokens(piece, special_tokens)})
+        messages.append({"role": role, "content": parts})
+    if args.system_prompt and roles[0] != "system":
+        parts = [{"type": "text", "text": args.system_prompt}]
+        messages.insert(0, {"role": "system", "content": parts})
     return messages
 
 
-def open_media(kind: str, source, folder: Path, fps: float) -> dict:
-    """PIL, bytes, {"bytes", "path"} or a path, relative to the dataset's file -> part of a message:
-    a picture in RGB, or fps frames a second (F, height, width, 3) and when they were taken."""
-    if kind == "video":
-        frames, metadata = transformers.video_utils.load_video(str(folder / source), fps=fps, backend="pyav")
-        needed = {name: metadata[name] for name in ("total_num_frames", "fps", "frames_indices")}
-        return {"type": "video", "video": frames, "metadata": needed}
-    if isinstance(source, dict):
+def load_media(media_type: str, source, data_dir: Path, video_fps: float) -> dict:
+    """A message part from a PIL image, bytes, {"bytes", "path"} or a path in data_dir.
+
+    Images are RGB. A video is its frames (F, height, width, 3) and metadata with their times."""
+    if media_type == "video":
+        load_video = transformers.video_utils.load_video
+        frames, metadata = load_video(str(data_dir / source), fps=video_fps, backend="pyav")
+        names = ("total_num_frames", "fps", "frames_indices")
+        return {"type": "video", "video": frames, "metadata": {name: metadata[name] for name in names}}
+    if isinstance(source, dict):  # an image as `datasets` stores it
         source = source["bytes"] or source["path"]
     if isinstance(source, bytes):
         source = io.BytesIO(source)
     elif isinstance(source, str):
-        source = folder / source
+        source = data_dir / source
     image = source if isinstance(source, Image.Image) else Image.open(source)
     return {"type": "image", "image": image.convert("RGB")}
 
 
-def defuse(text: str, special_tokens: list[str]) -> str:
-    """Data must not end a turn or stand for a picture: "<|im_end|>" -> "< |im_end|>"."""
-    while found := [token for token in special_tokens if token in text]:  # one may leave another
-        token = found[0]
+def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
+    """Data must not end a turn or stand for an image: "<|im_end|>" -> "< |im_end|>"."""
+    while present := [token for token in special_tokens if token in text]:
+        token = present[0]  # one at a time, because breaking one up may form another
         text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
     return text
 
 
-def batch_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
-    """Entries start ... start + count - 1 of an endless stream of shuffled epochs.
-
-    An entry is a row's number, plus num_rows in the second epoch, twice that in the third, and
-    so on: the same row in another epoch is another entry, and gets other responses.
-    """
-    stream = []
-    for epoch in range(start // num_rows, (start + count - 1) // num_rows + 1):
-        rows = np.random.default_rng([seed, epoch]).permutation(num_rows)
-        stream += (rows + epoch * num_rows).tolist()
-    return stream[start % num_rows :][:count]
-
-
-def gather_rankings(data: Data, entries: list[int]) -> list[Ranking]:
-    """Entries of batch_indices -> the usable ones, each encoded on one rank, on all ranks."""
+def gather_rankings(data: RankingDataset, indices: list[int]) -> list[Ranking]:
+    """The rankings of all ranks, each of which encodes its share of the indices."""
     rankings = []
-    for entry in np.array_split(np.array(entries), WORLD_SIZE)[RANK].tolist():
-        ranking = data.encode(entry % len(data.rows))
-        if ranking is not None:  # else its warning has been printed
-            prompt = ranking.prompt
-            info = PromptInfo(prompt.index, prompt.length, prompt.kinds)  # pictures stay here
+    for index in np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist():
+        ranking = encode_or_skip(data, index % len(data.rows))
+        if ranking is not None:
+            prompt = ranking.prompt  # its media stay on this rank
+            info = PromptInfo(prompt.index, prompt.length, prompt.media_keys)
             rankings.append(replace(ranking, prompt=info))
-    rankings = gather(rankings)
-    if len(rankings) * 2 < len(entries):
-        fail(f"more than half of {len(entries)} rows of {data.source} can't be used: see the warnings")
+    rankings = all_gather_list(rankings)
+    if len(rankings) * 2 < len(indices):
+        fail(f"{data.source}: more than half of a batch's rows are skipped, see the warnings")
     return rankings
 
 
-def gather(own: list) -> list:
-    """The lists of all ranks as one list, on every rank."""
+def all_gather_list(items: list) -> list:
+    """The concatenated lists of all ranks, on every rank."""
     if WORLD_SIZE == 1:
-        return own
+        return items
     lists = [None] * WORLD_SIZE
-    dist.all_gather_object(lists, own)
+    dist.all_gather_object(lists, items)
     return [item for part in lists for item in part]
 
 
 # ---- forward ----
 
 
-def packs_of(args: Args, run: Run, data: Data, rankings: list[Ranking]) -> Iterator[packing.Pack]:
-    """This rank's packs of some rankings, whose responses are numbered through."""
-    responses = [x for ranking in rankings for x in ranking.responses]  # B of them
-    indices = torch.arange(len(responses)).split([len(ranking.responses) for ranking in rankings])
-    packs = packing.packs_of_rank(
-        groups=[(g, own.tolist()) for g, own in enumerate(indices)],
+def iter_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]) -> Iterator[packing.Pack]:
+    """This rank's packs of some rankings."""
+    groups = []  # (prompt index, response indices)
+    response_ids = []  # length B
+    for i, ranking in enumerate(rankings):
+        start = len(response_ids)
+        response_ids += ranking.response_ids
+        groups.append((i, list(range(start, len(response_ids)))))
+    return packing.iter_rank_packs(
+        model=run.reward_model.module.model, groups=groups, responses=response_ids,
         prompts=[ranking.prompt for ranking in rankings],
-        encode=lambda index: data.encode(index).prompt, responses=responses,
-        max_tokens=args.micro_batch_tokens, rank=RANK, world_size=WORLD_SIZE,
-        packed=packing.is_packed(run.engine.module.model), media_everywhere=args.zero_stage > 0,
+        encode=lambda index: data.encode(index).prompt, max_tokens=args.micro_batch_tokens,
+        rank=RANK, world_size=WORLD_SIZE, media_everywhere=args.zero_stage > 0,
     )  # fmt: skip
-    for pack in packs:
-        yield pack.to(run.device)
 
 
 @torch.no_grad()
-def compute_scores(args: Args, run: Run, data: Data, rankings: list[Ranking]) -> Tensor:
-    """Scores of all responses, (B,), on all ranks."""
-    scores = torch.zeros(sum(len(ranking.responses) for ranking in rankings), device=run.device)
-    for pack in packs_of(args, run, data, rankings):
-        scores[pack.response_index] = run.engine(pack)
-    return sum_over_ranks(scores, run.device)
+def compute_rewards(args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]) -> Tensor:
+    """Rewards (B,) of all responses, on all ranks."""
+    num_responses = sum(len(ranking.response_ids) for ranking in rankings)
+    rewards = torch.zeros(num_responses, device=run.device)
+    for pack in iter_packs(args, run, data, rankings):
+        rewards[pack.response_index] = run.reward_model(pack)
+    return all_reduce_sum(rewards, run.device)
 
 
 # ---- evaluation ----
 
 
-def ranking_metrics(args: Args, rankings: list[Ranking], scores: Tensor) -> dict[str, float]:
-    """Means over the pairs by weight, in float64. scores (B,), on the CPU."""
-    pairs = make_pairs(rankings, scores.device)
-    _, tables = compute_bt_loss(scores.double(), pairs, args.label_smoothing, args.center_coef)
-    metrics = {name: float((pairs.weights * values).sum()) for name, values in tables.items()}
-    metrics["rm/ece"] = float(calibration_error(tables["rm/margin"], pairs.weights))
+def ranking_metrics(args: Args, rankings: list[Ranking], rewards: Tensor) -> dict[str, float]:
+    """Weighted means over the pairs, in float64. rewards (B,), on the CPU."""
+    pairs = make_pairs(rankings, rewards.device)
+    rewards = rewards.double()
+    _, pair_metrics = compute_bt_loss(
+        chosen_rewards=rewards[pairs.chosen],
+        rejected_rewards=rewards[pairs.rejected],
+        margins=pairs.margins,
+        label_smoothing=args.label_smoothing,
+        center_coef=args.center_coef,
+    )
+    metrics = {name: float((pairs.weights * values).sum()) for name, values in pair_metrics.items()}
+    metrics["rm/ece"] = float(calibration_error(pair_metrics["rm/reward_diff"], pairs.weights))
     return metrics
 
 
 def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
-    """A fixed subset of each held-out set -> metrics, all pairs with their scores."""
+    """Metrics of a fixed random subset of each evaluation set, and a record of each pair."""
     metrics = {}
-    samples = []
+    eval_records = []
     for name, data in run.eval_sets.items():
-        rows = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_samples]
+        rows = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_rows]
         num_batches = math.ceil(len(rows) / args.train_batch_size)
         rankings = []
-        scores = []
-        for batch in np.array_split(np.sort(rows), num_batches):  # alike in size
-            some = gather_rankings(data, batch.tolist())
-            scores.append(compute_scores(args, run, data, some))
-            rankings += some
-        scores = torch.cat(scores)  # (B,)
-        for key, value in ranking_metrics(args, rankings, scores).items():
+        rewards = []
+        for batch in np.array_split(np.sort(rows), num_batches):
+            batch_rankings = gather_rankings(data, batch.tolist())
+            rewards.append(compute_rewards(args, run, data, batch_rankings))
+            rankings += batch_rankings
+        rewards = torch.cat(rewards)  # (B,)
+        for key, value in ranking_metrics(args, rankings, rewards).items():
             metrics[key.replace("rm/", f"eval/{name}/")] = value
-        for sample in samples_of(rankings, scores):
-            samples.append({**sample, "phase": f"eval_{name}"})
-    return metrics, samples
+        eval_records += make_records(f"eval_{name}", rankings, rewards)
+    return metrics, eval_records
 
 
-def samples_of(rankings: list[Ranking], scores: Tensor) -> list[dict]:
-    """All pairs with their scores, to read."""
-    samples = []
-    scores_by_ranking = scores.split([len(ranking.responses) for ranking in rankings])
-    for ranking, own_scores in zip(rankings, scores_by_ranking):
-        judged = zip(ranking.texts, own_scores.tolist())
-        for (chosen, chosen_reward), (rejected, rejected_reward) in combinations(judged, 2):
-            sample = {
-                **ranking.columns,
-                "row": ranking.prompt.index,
-                "chosen": chosen,
-                "rejected": rejected,
-                "chosen_reward": chosen_reward,
-                "rejected_reward": rejected_reward,
-                "margin": chosen_reward - rejected_reward,
-            }
-            samples.append(sample)
-    return samples
+def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[dict]:
+    """A record of each pair for samples.jsonl, with the columns of its dataset row."""
+    records = []
+    rewards_by_ranking = rewards.split([len(ranking.response_ids) for ranking in rankings])
+    for ranking, ranking_rewards in zip(rankings, rewards_by_ranking):
+        responses = zip(ranking.texts, ranking_rewards.tolist())
+        for (chosen, chosen_reward), (rejected, rejected_reward) in combinations(responses, 2):
+            records.append(
+                {
+                    **ranking.columns,
+                    "phase": phase,
+                    "row": ranking.prompt.index,
+                    "chosen": chosen,
+                    "rejected": rejected,
+                    "chosen_reward": chosen_reward,
+                    "rejected_reward": rejected_reward,
+                    "reward_diff": chosen_reward - rejected_reward,
+                }
+            )
+    return records
 
 
-def messages_of(run: Run, sample: dict) -> list[dict]:
-    """The prompt of a sample, with opened pictures."""
-    data = run.eval_sets[sample["phase"].removeprefix("eval_")]
-    return data.encode(sample["row"]).prompt.messages
+def get_messages(run: Run, record: dict) -> list[dict]:
+    """The messages of a record's prompt, with loaded media."""
+    data = run.eval_sets[record["phase"].removeprefix("eval_")]
+    return data.encode(record["row"]).prompt.messages
 
 
 # ---- model ----
 
 
 class RewardModel(nn.Module):
-    """A backbone with a scalar head: pack -> scores (S,), fp32, of its responses."""
+    """A backbone with a linear head: pack -> rewards (S,) of its responses, in fp32."""
 
     def __init__(self, model):
         super().__init__()
@@ -793,22 +895,40 @@ class RewardModel(nn.Module):
 
     def forward(self, pack: packing.Pack) -> Tensor:
         hidden = packing.forward_hidden(self.model, pack, last=True)  # (S, H)
-        return hidden.float() @ self.score.weight[0].float()  # bf16 would make ties
+        return hidden.float() @ self.score.weight[0].float()  # in bf16 many rewards would be equal
+
+
+def load_reward_model(args: Args, dtype: torch.dtype):
+    """DeepSpeed engine around the reward model, in eval mode."""
+    model = load_model(args.model, dtype).base_model
+    torch.manual_seed(args.seed)  # for the initial head and LoRA weights
+    module = RewardModel(model)
+    head_path = Path(args.model) / "score.safetensors"  # if --model is a checkpoint of this script
+    if head_path.is_file():
+        module.load_state_dict(safetensors.torch.load_file(head_path), strict=False)
+    if args.lora_rank > 0:
+        add_lora(args, model)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    reward_model = init_deepspeed_engine(args, module, dtype, args.total_steps, args.learning_rate)
+    reward_model.eval()
+    return reward_model
 
 
 def load_model(name: str, dtype: torch.dtype):
-    """A vision-language or text model, by what its config says, without dropout."""
+    """Load a vision-language or text model, depending on its config, without dropout."""
     try:
         config = transformers.AutoConfig.from_pretrained(name)
-        is_vision = hasattr(config, "vision_config")
-        kind = transformers.AutoModelForImageTextToText if is_vision else transformers.AutoModelForCausalLM
-        # SDPA would leave out a soft cap on attention scores (Gemma 2) without a word.
-        has_softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-        attention = "eager" if has_softcap else None
-        model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
+        auto_class = transformers.AutoModelForCausalLM
+        if hasattr(config, "vision_config"):
+            auto_class = transformers.AutoModelForImageTextToText
+        # SDPA silently ignores softcapping of attention scores (Gemma 2).
+        softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+        attention = None if softcap is None else "eager"
+        model = auto_class.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as error:
-        fail(f"the model {name} can't be loaded: {error}")
-    # Sampled, old and new log-probs are of one function: no attention_dropout, layerdrop, ...
+        fail(f"can't load the model {name}: {error}")
+    # Checkpointed layers train in training mode, see set_checkpointing, but without dropout.
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
@@ -817,40 +937,45 @@ def load_model(name: str, dtype: torch.dtype):
     return model
 
 
-def add_adapters(args: Args, model) -> None:
-    """LoRA on the language model's linear layers; B starts at 0, so nothing changes yet."""
+def add_lora(args: Args, model) -> None:
+    """Add LoRA adapters to the linear layers of the language model."""
     from peft import LoraConfig
 
     language_model = getattr(model.base_model, "language_model", model.base_model)
     inside = set(language_model.modules())
-    targets = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
-    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets))
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
+    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=linear))
 
 
 @torch.no_grad()
-def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of the plain model, one after the other, tied ones under each name:
-    gathered under ZeRO-3 (collective), adapters added out of place, W + alpha / rank B A:
-    merging in place would wear bf16 weights down."""
+def iter_full_weights(model, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights as a checkpoint has them: unsharded, with LoRA merged. Call on all ranks.
+
+    LoRA is merged into copies, W + alpha / rank * B A: merging in place and undoing it would change
+    bf16 weights by rounding. Tied weights appear under each of their names. trainable_only: skip
+    what training does not change."""
     import deepspeed
 
-    saved_names = set(model.state_dict())
-    lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    lora_layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
+    saved_names = set() if trainable_only else set(model.state_dict())
     for name, buffer in model.named_buffers():
         if name in saved_names:
             yield name, buffer
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if ".lora_" in name:
+        if ".lora_" in name:  # merged into its layer's weight
             continue
-        is_sharded = hasattr(parameter, "ds_id")
         layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
-        adapters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
-        with deepspeed.zero.GatheredParameters([parameter, *adapters], enabled=is_sharded):
+        factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
+        if trainable_only and not any(x.requires_grad for x in (parameter, *factors)):
+            continue
+        is_sharded = hasattr(parameter, "ds_id")  # ZeRO-3
+        with deepspeed.zero.GatheredParameters([parameter, *factors], enabled=is_sharded):
             weight = parameter.detach()
             if layer:
-                lora_a, lora_b = (adapter.float() for adapter in adapters)  # (rank, in), (out, rank)
-                weight = (weight.float() + layer.scaling["default"] * (lora_b @ lora_a)).to(weight.dtype)
-            elif is_sharded:
+                lora_a, lora_b = (factor.float() for factor in factors)  # (rank, in), (out, rank)
+                merged = weight.float() + layer.scaling["default"] * (lora_b @ lora_a)
+                weight = merged.to(weight.dtype)
+            elif is_sharded:  # the gathered weight is freed when this block ends
                 weight = weight.clone()
         yield name.replace(".base_layer.", "."), weight
 
@@ -859,13 +984,13 @@ def merged_weights(model) -> Iterator[tuple[str, Tensor]]:
 
 
 def init_distributed() -> torch.device:
-    """Without a launcher: one process and no port, so that runs never collide."""
+    """Initialize the process group; without a launcher it uses no port, so runs never collide."""
     on_cuda = torch.cuda.is_available()
     local_rank = os.environ.get("LOCAL_RANK", "0")
     device = torch.device("cuda", int(local_rank)) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
-        # SDPA's first choice on sm90: NaN gradients with masks (torch 2.13, huggingface/trl#7181).
+        # cuDNN's SDPA gives NaN gradients with masks on sm90 (torch 2.13, trl#7181).
         torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "nccl" if on_cuda else "gloo"
     if "RANK" in os.environ:
@@ -876,18 +1001,18 @@ def init_distributed() -> torch.device:
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would compile for a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes a minute
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return device
 
 
-def make_engine(
+def init_deepspeed_engine(
     args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0, learning_rate: float = 0.0
 ):
-    """DeepSpeed engine with AdamW (no decay on vectors) and schedule; with no updates, a
-    frozen module's, it has neither. A pack is a micro-batch: their number varies, so
-    `set_gradient_accumulation_boundary` ends a step, batch sizes stay 1 here, and the losses
-    carry their own global denominators."""
+    """DeepSpeed engine with AdamW and a cosine schedule, or for a frozen module without them.
+
+    A pack is a micro-batch and their number varies, so main ends an optimizer step with
+    set_gradient_accumulation_boundary, and the losses are already divided by global counts."""
     import deepspeed
 
     config = {
@@ -897,22 +1022,23 @@ def make_engine(
         "zero_optimization": {
             "stage": args.zero_stage,
             "overlap_comm": False,
-            "reduce_scatter": dist.get_backend() != "gloo",  # gloo has none
+            "reduce_scatter": dist.get_backend() != "gloo",  # gloo does not support it
             "stage3_param_persistence_threshold": 10_000,
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW needs no compiler
+        "zero_force_ds_cpu_optimizer": False,  # it needs a compiler; torch's AdamW does not
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
-        deepspeed.zero.register_external_parameter(module, head.weight)  # read outside its own forward
+        # packing.py uses this weight outside of the head's forward, where ZeRO-3 gathers it.
+        deepspeed.zero.register_external_parameter(module, head.weight)
     optimizer = None
     schedule = None
     if total_updates > 0:
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        matrices = [parameter for parameter in trained if parameter.dim() > 1]
-        vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in trainable if parameter.dim() > 1]
+        vectors = [parameter for parameter in trainable if parameter.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": args.weight_decay}]
-        if vectors:  # LoRA has none
+        if vectors:  # LoRA adapters have none
             groups.append({"params": vectors, "weight_decay": 0.0})
         optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=args.adam_betas, fused=True)
         schedule = transformers.get_scheduler(
@@ -925,176 +1051,204 @@ def make_engine(
     engine, _, _, _ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, lr_scheduler=schedule, dist_init_required=False
     )
-    if optimizer is not None:  # in bf16 without ZeRO it has made a step without gradients
+    if optimizer is not None:
+        # DeepSpeed's bf16 optimizer takes a dummy step at initialization; reset its step counters.
         for state in optimizer.state.values():
             state["step"].zero_()
     return engine
 
 
+def set_checkpointing(module: nn.Module, enabled: bool) -> None:
+    """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
+
+    The module itself is never in training mode: router noise or batch norm would make the trained
+    function differ from the one that sampled. But transformers checkpoints a layer only if the
+    layer's own training flag is True, and decoding needs it to be False."""
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+            layer.training = enabled
+
+
 def optimizer_step(engine) -> float | None:
-    """Clip, step, advance the schedule -> gradient norm before clipping, or None where it was
-    not finite and the step was left out: all ranks decide alike, by the reduced gradients."""
-    if not engine.zero_optimization() and not engine.bfloat16_enabled():  # has no check of its own
-        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if not norm.isfinite():
-            engine.zero_grad()
-            return None
-        engine.step()
-        return float(norm)
+    """Clip gradients, step, advance the schedule; returns the gradient norm before clipping.
+
+    If the norm is not finite, all ranks skip the step and return None: they see the same norm."""
+    if engine.zero_optimization() or engine.bfloat16_enabled():
+        engine.step()  # skips non-finite gradients
+        zero_gradient_buffers(engine.optimizer)
+        return float(engine.get_global_grad_norm()) if engine.was_step_applied() else None
+    # In this mode DeepSpeed does not check whether gradients are finite.
+    norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+    if not norm.isfinite():
+        engine.zero_grad()
+        return None
     engine.step()
-    optimizer = engine.optimizer
-    # A parameter without gradients in the next step, as a vision tower's without pictures, would
-    # have these again (DeepSpeed 0.19): ZeRO-3 keeps them here, with offload in groups.
-    kept = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
-        kept += [group.grad for group in getattr(optimizer, name, [])]
-    for gradients in kept:
-        if torch.is_tensor(gradients):
-            gradients.zero_()
-    return float(engine.get_global_grad_norm()) if engine.was_step_applied() else None
+    return float(norm)
 
 
-def sum_over_ranks(table: Tensor, device: torch.device) -> Tensor:
-    if WORLD_SIZE > 1:  # alone, gloo would copy in a thread of its own, and slow down OpenMP's
-        table = table.to(device)
-        dist.all_reduce(table)
-    return table.cpu()
+def zero_gradient_buffers(optimizer) -> None:
+    """Zero the buffers in which DeepSpeed 0.19 keeps gradients under ZeRO-3 and CPU offload.
+
+    It would apply them again to parameters that get no new ones, such as those of the vision
+    tower in a batch of texts. DeepSpeed has no public call for this."""
+    buffers = [getattr(optimizer, "grad_partitions_flat_buffer", None)]  # ZeRO-3
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # offload
+        buffers += [partition.grad for partition in getattr(optimizer, name, [])]
+    for buffer in buffers:
+        if torch.is_tensor(buffer):
+            buffer.zero_()
+
+
+def all_reduce_sum(x: Tensor, device: torch.device) -> Tensor:
+    """Sum of the tensors of all ranks, on the CPU."""
+    if WORLD_SIZE > 1:  # on one rank gloo would copy in a thread that slows down OpenMP
+        x = x.to(device)
+        dist.all_reduce(x)
+    return x.cpu()
 
 
 # ---- files ----
 
 
-def find_run(args: Args) -> tuple[Path, Path | None]:
-    """-> the run's folder, and the checkpoint to go on from."""
+def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
+    """The directory of this run, and the checkpoint to resume from."""
     if args.resume not in (None, "auto"):
         checkpoint = Path(args.resume)
         if not (checkpoint / "state").is_dir():
-            fail(f"--resume {args.resume} is no checkpoint: it has no folder named state")
+            fail(f"--resume {args.resume} is not a checkpoint: it has no folder named state")
         return checkpoint.resolve().parent, checkpoint
     script = Path(__file__).stem
     now = time.strftime("%Y%m%d-%H%M%S")
     names = [args.run_name or f"{script}-{Path(args.model).name}-seed{args.seed}-{now}"]
-    dist.broadcast_object_list(names)  # all ranks take rank 0's time
-    folder = Path(args.output_dir) / names[0]
+    dist.broadcast_object_list(names)  # clocks of ranks may differ
+    run_dir = Path(args.output_dir) / names[0]
     if args.resume == "auto":
-        found = checkpoints(folder)
-        return folder, found[-1] if found else None
-    if RANK == 0 and folder.exists():
-        fail(f"{folder} exists already: choose another --run-name, or go on with --resume auto")
-    return folder, None
+        checkpoints = list_checkpoints(run_dir)
+        return run_dir, checkpoints[-1] if checkpoints else None
+    if RANK == 0 and run_dir.exists():
+        fail(f"{run_dir} already exists: use another --run-name, or --resume auto")
+    return run_dir, None
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """By step."""
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints, ordered by step."""
     return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name[11:]))
 
 
-def open_folder(args: Args, folder: Path, last_step: int) -> None:
-    """Make the run's folder; of a resumed run, drop what was logged after its checkpoint."""
+def prepare_run_dir(args: Args, run_dir: Path, last_step: int) -> None:
+    """Create the run directory; drop what was logged after the checkpoint to resume from."""
     if RANK > 0:
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        fail(f"--output-dir {args.output_dir} can't be written: {error}")
-    (folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
-    for path in folder.glob("*.jsonl"):
-        lines = path.read_text().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-        kept = [line for line in whole if 0 < last_step >= json.loads(line)["train/step"]]
-        path.write_text("".join(kept))
+        fail(f"can't create {run_dir} in --output-dir: {error}")
+    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+    for path in run_dir.glob("*.jsonl"):
+        lines = path.read_text().splitlines(keepends=True) if last_step > 0 else []
+        lines = [line for line in lines if line.endswith("\n")]  # a kill may truncate the last
+        lines = [line for line in lines if json.loads(line)["train/step"] <= last_step]
+        path.write_text("".join(lines))
 
 
 def save_checkpoint(args: Args, run: Run) -> Path:
-    """checkpoint-N: transformers' classifier, or a vision-language backbone;
-    score.safetensors; state/ for --resume. Collective."""
-    module = run.engine.module
-    final = run.folder / f"checkpoint-{run.state['step']}"
-    unfinished = final.with_suffix(".tmp")  # renamed when all of it is written
+    """Save checkpoint-N: a Hugging Face directory, and state/ for --resume. Call on all ranks.
+
+    A text model becomes transformers' classifier with one label. There is no such class for
+    vision-language models, so of these it saves the backbone. Both have the head in score.safetensors.
+    """
+    module = run.reward_model.module
+    checkpoint = run.run_dir / f"checkpoint-{run.state['step']}"
+    temporary = checkpoint.with_suffix(".tmp")  # renamed once it is complete
     if RANK == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     dist.barrier()
-    run.engine.save_checkpoint(
-        str(unfinished / "state" / "reward"), tag="engine", client_state={"ours": run.state}
-    )
+    engine_dir = str(temporary / "state" / "reward")
+    run.reward_model.save_checkpoint(engine_dir, tag="engine", client_state={"run_state": run.state})
     weights = {}
-    for name, weight in merged_weights(module):  # collective; one rank holds them
+    for name, weight in iter_full_weights(module.model):  # all ranks gather, but only rank 0 keeps them
         if RANK == 0:
             weights[name] = weight.cpu()
+    head = {f"score.{name}": weight.cpu() for name, weight in iter_full_weights(module.score)}
     if RANK == 0:
-        head = {"score.weight": weights.pop("score.weight")}
-        safetensors.torch.save_file(head, unfinished / "score.safetensors")
         config = module.model.config
-        config = type(config).from_dict(config.to_dict())  # without packing
+        config = type(config).from_dict(config.to_dict())  # drops packed attention
         config.num_labels = 1
         is_text = not hasattr(config, "vision_config")
-        kind = transformers.AutoModelForSequenceClassification if is_text else transformers.AutoModel
-        with torch.device("meta"):  # the same architecture, without adapters
-            plain = kind.from_config(config)
-        prefix = f"{plain.base_model_prefix}." if is_text else ""
-        weights = {name.replace("model.", prefix, 1): weight for name, weight in weights.items()}
-        plain.save_pretrained(unfinished, state_dict=weights | head if is_text else weights)
-        run.processor.save_pretrained(unfinished)
-        shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed before it
-        unfinished.rename(final)
-        for old in checkpoints(run.folder)[: -max(1, args.save_total_limit)]:
+        auto_class = transformers.AutoModelForSequenceClassification if is_text else transformers.AutoModel
+        with torch.device("meta"):  # the same architecture, without LoRA
+            export = auto_class.from_config(config)
+        if is_text:
+            prefix = export.base_model_prefix
+            weights = {f"{prefix}.{name}": weight for name, weight in weights.items()} | head
+        export.save_pretrained(temporary, state_dict=weights)
+        safetensors.torch.save_file(head, temporary / "score.safetensors")
+        run.processor.save_pretrained(temporary)
+        shutil.rmtree(checkpoint, ignore_errors=True)  # if resumed from an earlier checkpoint
+        temporary.rename(checkpoint)
+        for old in list_checkpoints(run.run_dir)[: -max(1, args.save_total_limit)]:
             shutil.rmtree(old)
     dist.barrier()
-    return final
+    return checkpoint
 
 
-def log(args: Args, run: Run, metrics: dict[str, float], samples: list[dict]) -> None:
-    """Rank 0 alone: to metrics.jsonl and samples.jsonl; where --track says, with samples of evaluations."""
+def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
+    """Append to metrics.jsonl and samples.jsonl, and log to --track. On rank 0 only."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    lines_of = {"metrics": [metrics], "samples": [{"train/step": step, **sample} for sample in samples]}
-    for name, lines in lines_of.items():
-        with (run.folder / f"{name}.jsonl").open("a") as file:
-            file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-    shown = {}  # at evaluations: by phase (sample, its pictures)
+    with (run.run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics) + "\n")
+    with (run.run_dir / "samples.jsonl").open("a") as file:
+        for record in sample_records:
+            file.write(json.dumps({"train/step": step, **record}, default=str) + "\n")
+    table = []  # records of an evaluation, at most 64
     if args.track != "off" and any(name.startswith("eval/") for name in metrics):
-        for sample in samples[:: len(samples) // 64 + 1]:
-            shown.setdefault(f"samples/{sample['phase']}", []).append(to_show(run, sample))
+        every = len(sample_records) // 64 + 1
+        table = [format_record(run, record) for record in sample_records[::every]]
     if args.track == "wandb":
-        import wandb
-
-        name = run.folder.name
-        if wandb.run is None:
-            wandb.init(id=name, name=name, config=asdict(args), dir=run.folder, resume="allow")
-        tables = {}
-        for key, pairs in shown.items():
-            rows = []
-            for sample, pictures in pairs:
-                rows.append(sample | {f"picture_{k}": wandb.Image(x) for k, x in enumerate(pictures)})
-            columns = list(dict.fromkeys(column for row in rows for column in row))
-            cells = [[row.get(column) for column in columns] for row in rows]
-            tables[key] = wandb.Table(columns=columns, data=cells)
-        wandb.run.log(metrics | tables, step=step)
+        log_to_wandb(args, run, metrics, table, step)
     if args.track == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        if run.tensorboard is None:  # of a resumed run, what it does again is hidden
-            run.tensorboard = SummaryWriter(str(run.folder), purge_step=step)
-        for name, value in metrics.items():
-            run.tensorboard.add_scalar(name, value, step)
-        for key, pairs in shown.items():
-            texts = ["\n".join(f"{name}: {x}" for name, x in sample.items()) for sample, _ in pairs]
-            text = re.sub("(?m)^", "    ", "\n\n".join(texts))  # Markdown, verbatim
-            run.tensorboard.add_text(key, text, step)
-        run.tensorboard.flush()
+        log_to_tensorboard(run, metrics, table, step)
 
 
-def to_show(run: Run, sample: dict) -> tuple[dict, list[Image.Image]]:
-    """A sample with its whole prompt as text, and the prompt's pictures."""
-    parts = [part for message in messages_of(run, sample) for part in message["content"]]
+def log_to_wandb(args: Args, run: Run, metrics: dict[str, float], table: list[dict], step: int) -> None:
+    import wandb
+
+    if wandb.run is None:
+        name = run.run_dir.name
+        wandb.init(id=name, name=name, config=asdict(args), dir=run.run_dir, resume="allow")
+    values = dict(metrics)
+    if table:
+        columns = list(dict.fromkeys(column for record in table for column in record))
+        values["samples"] = wandb.Table(columns=columns)
+        for record in table:
+            cells = [record.get(column) for column in columns]
+            values["samples"].add_data(*[wandb.Image(x) if isinstance(x, Image.Image) else x for x in cells])
+    wandb.run.log(values, step=step)
+
+
+def log_to_tensorboard(run: Run, metrics: dict[str, float], table: list[dict], step: int) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    if run.writer is None:  # purge_step hides the steps that a resumed run repeats
+        run.writer = SummaryWriter(str(run.run_dir), purge_step=step)
+    for name, value in metrics.items():
+        run.writer.add_scalar(name, value, step)
+    texts = ["\n".join(f"{name}: {value}" for name, value in record.items()) for record in table]
+    if texts:  # indented, so that Markdown shows it verbatim
+        run.writer.add_text("samples", re.sub("(?m)^", "    ", "\n\n".join(texts)), step)
+    run.writer.flush()
+
+
+def format_record(run: Run, record: dict) -> dict:
+    """A record with its whole prompt as text, and the prompt's images as image_0, image_1, ..."""
+    parts = [part for message in get_messages(run, record) for part in message["content"]]
     prompt = "\n".join(part.get("text", f"<{part['type']}>") for part in parts)
-    pictures = [part["image"] for part in parts if part["type"] == "image"]
-    others = {name: x for name, x in sample.items() if name != "prompt"}
-    return {"prompt": prompt, **others}, pictures
+    images = [part["image"] for part in parts if part["type"] == "image"]
+    return {**record, "prompt": prompt, **{f"image_{k}": image for k, image in enumerate(images)}}
 
 
 if __name__ == "__main__":
-    argv = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # the deepspeed launcher's
+    argv = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # added by deepspeed
     main(tyro.cli(Args, args=argv, description=__doc__))
