@@ -226,16 +226,17 @@ def main(args: Args) -> dict[str, float]:
     run_start = time.perf_counter()
     run = setup(args)
     reward_model = run.reward_model
+    state = run.state
     received_signals = catch_signals()  # after a signal, the run saves and exits once the step ends
     stopped = False
     metrics = {}
-    if run.eval_sets and not run.state["initial_eval"]:  # a resumed run has loaded it
-        run.state["initial_eval"], eval_records = evaluate(args, run)
-        log(args, run, {"train/step": 0, **run.state["initial_eval"]}, eval_records)
+    if run.eval_sets and not state["initial_eval"]:  # a resumed run has loaded it
+        state["initial_eval"], eval_records = evaluate(args, run)
+        log(args, run, {"train/step": 0, **state["initial_eval"]}, eval_records)
 
-    steps = range(run.state["step"] + 1, args.total_steps + 1)
+    steps = range(state["step"] + 1, args.total_steps + 1)
     show_bar = RANK == 0 and sys.stderr.isatty()  # otherwise each step prints a line
-    bar = tqdm(steps, "reward_bt", total=args.total_steps, initial=run.state["step"], disable=not show_bar)
+    bar = tqdm(steps, "reward_bt", total=args.total_steps, initial=state["step"], disable=not show_bar)
     for step in bar:
         # --- 2. data: the next rankings, all pairs within them, and packs of their responses ---
         step_start = time.perf_counter()
@@ -297,18 +298,19 @@ def main(args: Args) -> dict[str, float]:
             eval_metrics, eval_records = evaluate(args, run)
             metrics |= eval_metrics
         log(args, run, metrics, eval_records)
-        names = ["rm/loss", "rm/accuracy", *(f"eval/{name}/accuracy" for name in run.eval_sets)]
-        postfix = {name: f"{metrics[name]:.3f}" for name in names if name in metrics}
+        keys = ["rm/loss", "rm/accuracy", *(f"eval/{name}/accuracy" for name in run.eval_sets)]
+        postfix = {key: f"{metrics[key]:.3f}" for key in keys if key in metrics}
         bar.set_postfix(postfix)
         if not show_bar:
             print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {postfix}")
 
-        run.state["step"] = step
-        run.state["skipped_in_a_row"] = 0 if grad_norm is not None else run.state["skipped_in_a_row"] + 1
-        diverged = run.state["skipped_in_a_row"] >= 5
+        state["step"] = step
+        state["skipped_in_a_row"] = state["skipped_in_a_row"] + 1 if grad_norm is None else 0
+        diverged = state["skipped_in_a_row"] >= 5
         num_signals = int(all_reduce_sum(torch.tensor(len(received_signals)), run.device))
         stopped = num_signals > 0 and not is_last_step
-        if is_last_step or stopped or diverged or (args.save_steps and step % args.save_steps == 0):
+        is_due = args.save_steps > 0 and step % args.save_steps == 0
+        if is_last_step or is_due or stopped or diverged:
             run.checkpoint = save_checkpoint(args, run)
         if diverged:
             fail(f"step {step}: no finite gradients in 5 steps; the last weights are in {run.checkpoint}")
@@ -318,7 +320,7 @@ def main(args: Args) -> dict[str, float]:
 
     # --- 6. finish ---
     if not stopped:
-        for name, initial in run.state["initial_eval"].items():
+        for name, initial in state["initial_eval"].items():
             if name.endswith("/accuracy") and name in metrics:
                 print0(f"{name} {initial:.3f} -> {metrics[name]:.3f}")
         print0(f"{time.perf_counter() - run_start:.0f} s; saved {run.checkpoint}")
@@ -652,19 +654,19 @@ def encode_ranking(
 
 
 def tokenize_chat(processor, messages: list[dict], **template) -> list[int]:
-    """Token ids of a chat, with one token per image or video."""
+    """Token ids of a chat, with one token per image."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    if tokenizer is processor:  # a text model
+    if tokenizer is processor:
         return packing.encode_chat(processor, messages, **template)["input_ids"][0].tolist()
     template |= {"chat_template": processor.chat_template, "return_dict": False}
     return tokenizer.apply_chat_template(messages, **template)
 
 
-def truncate_inputs(inputs: dict, length: int) -> dict[str, Tensor]:
-    """A processor's output with its first `length` tokens and all media."""
+def truncate_inputs(inputs: dict, length: int) -> dict:
+    """The first `length` tokens of a processor's output for one chat, with all of its media."""
     inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
-    per_token = (1, inputs["input_ids"].shape[1])
-    return {name: x[:, :length] if x.shape[:2] == per_token else x for name, x in inputs.items()}
+    N = inputs["input_ids"].shape[1]
+    return {name: x[:, :length] if x.shape[:2] == (1, N) else x for name, x in inputs.items()}
 
 
 def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
@@ -859,18 +861,17 @@ def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[d
     for ranking, ranking_rewards in zip(rankings, rewards_by_ranking):
         responses = zip(ranking.texts, ranking_rewards.tolist())
         for (chosen, chosen_reward), (rejected, rejected_reward) in combinations(responses, 2):
-            records.append(
-                {
-                    **ranking.columns,
-                    "phase": phase,
-                    "row": ranking.prompt.index,
-                    "chosen": chosen,
-                    "rejected": rejected,
-                    "chosen_reward": chosen_reward,
-                    "rejected_reward": rejected_reward,
-                    "reward_diff": chosen_reward - rejected_reward,
-                }
-            )
+            record = {
+                **ranking.columns,
+                "phase": phase,
+                "row": ranking.prompt.index,
+                "chosen": chosen,
+                "rejected": rejected,
+                "chosen_reward": chosen_reward,
+                "rejected_reward": rejected_reward,
+                "reward_diff": chosen_reward - rejected_reward,
+            }
+            records.append(record)
     return records
 
 

@@ -1,5 +1,5 @@
-"""reward_bt: the loss in closed form, every form of data, scores and gradients against the unmodified model, runs on
-one and two ranks, and what a saved folder gives."""
+"""reward_bt.py: the loss in closed form, every data format, rewards and gradients against the unmodified model, runs
+on one and two ranks, learning, and what a saved checkpoint gives."""
 
 import re
 import runpy
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from test_families import VISION, folder_of  # noqa: F401
 
 import reward_bt
+from common import packing
 from common.packing import PromptInfo
 from reward_bt import Args, Ranking, calibration_error, compute_bt_loss, make_pairs, ranking_metrics
 
@@ -22,13 +23,17 @@ CPU = torch.device("cpu")
 
 
 def ranking(K: int, margin: float = 0.0, weight: float = 1.0) -> Ranking:
-    prompt, responses = PromptInfo(0, 1, ()), [torch.zeros(1)] * K
-    return Ranking(prompt, responses, 1 + K, texts=[], margin=margin, weight=weight, columns={})
+    prompt, response_ids = PromptInfo(0, 1, ()), [torch.zeros(1)] * K
+    return Ranking(prompt, response_ids, texts=[], margin=margin, weight=weight, columns={})
 
 
-def mean_loss(scores: torch.Tensor, rankings: list[Ranking], smoothing: float, center: float) -> torch.Tensor:
+def mean_loss(
+    rewards: torch.Tensor, rankings: list[Ranking], smoothing: float, center: float
+) -> torch.Tensor:
     pairs = make_pairs(rankings, CPU)
-    return (pairs.weights * compute_bt_loss(scores, pairs, smoothing, center)[0]).sum()
+    chosen, rejected = rewards[pairs.chosen], rewards[pairs.rejected]
+    losses, _ = compute_bt_loss(chosen, rejected, pairs.margins, smoothing, center)
+    return (pairs.weights * losses).sum()
 
 
 # --- loss and metrics ---
@@ -39,8 +44,8 @@ def test_worked_examples_of_the_docstrings():
     assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([0, 2, 2, 3], [1, 3, 4, 4])
     assert pairs.margins.tolist() == [0, 0.5, 0.5, 0.5]
     assert pairs.weights.tolist() == pytest.approx([3 / 4, *[1 / 12] * 3])
-    pairs = make_pairs([ranking(2, 0, 3), ranking(2, 0.5, 1)], CPU)
-    losses, _ = compute_bt_loss(torch.tensor([1.0, 0, 0, 2]), pairs, 0.0, 0.1)
+    chosen, rejected, margins = torch.tensor([[1.0, 0], [0, 2], [0, 0.5]])
+    losses, _ = compute_bt_loss(chosen, rejected, margins, label_smoothing=0.0, center_coef=0.1)
     assert losses.tolist() == pytest.approx([0.4133, 2.9789], abs=1e-4)
     assert calibration_error(torch.tensor([2.0, -2, 0]), torch.ones(3) / 3) == pytest.approx(0.2539, abs=1e-4)
 
@@ -53,32 +58,41 @@ def test_loss_and_gradient_equal_the_closed_form(smoothing, center):
     loss = mean_loss(rewards, rankings, smoothing, center)
     (gradient,) = torch.autograd.grad(loss, rewards)
     expected, by_hand, start, r = 0.0, np.zeros(9), 0, rewards.detach().numpy()
-    for own in rankings:
-        pairs = list(combinations(range(start, start + len(own.responses)), 2))
+    for x in rankings:
+        pairs = list(combinations(range(start, start + len(x.response_ids)), 2))
         for i, j in pairs:
-            w, d, total = own.weight / 3.5 / len(pairs), r[i] - r[j] - own.margin, r[i] + r[j]
+            w, d, total = x.weight / 3.5 / len(pairs), r[i] - r[j] - x.margin, r[i] + r[j]
             p = 1 / (1 + np.exp(-d))
             expected += w * (-(1 - smoothing) * np.log(p) - smoothing * np.log(1 - p) + center * total**2)
             slope = -(1 - smoothing) * (1 - p) + smoothing * p  # of the loss in d
             by_hand[i] += w * (slope + 2 * center * total)
             by_hand[j] += w * (-slope + 2 * center * total)
-        start += len(own.responses)
+        start += len(x.response_ids)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-6)
     assert gradient.numpy() == pytest.approx(by_hand, rel=1e-5, abs=1e-8)
     shifted = mean_loss(rewards + 7.5, rankings, smoothing, center)
     assert (abs(float(shifted.detach()) - expected) < 1e-6) == (center == 0), "only centering sees a shift"
 
 
-def metrics_by_hand(scores: list[float], sizes: list[int]) -> dict[str, float]:
+def test_a_weight_of_0_counts_nothing_even_if_all_weights_are_0():
+    rewards = torch.tensor([1.0, 0.0, 5.0, 2.0], requires_grad=True)
+    one, both = mean_loss(rewards[:2], [ranking(2)], 0.0, 0.0), [ranking(2), ranking(2, weight=0.0)]
+    assert mean_loss(rewards, both, 0.0, 0.0).item() == one.item()
+    loss = mean_loss(rewards, [ranking(2, weight=0.0), ranking(2, weight=0.0)], 0.0, 0.1)
+    loss.backward()
+    assert loss.item() == 0.0 and rewards.grad.tolist() == [0.0] * 4
+
+
+def metrics_by_hand(rewards: list[float], sizes: list[int]) -> dict[str, float]:
     args = Args(label_smoothing=0.0, center_coef=0.5)
-    return ranking_metrics(args, [ranking(K) for K in sizes], torch.tensor(scores))
+    return ranking_metrics(args, [ranking(K) for K in sizes], torch.tensor(rewards))
 
 
 def test_metrics_count_each_prompt_once_and_ties_as_one_half():
     # prompt 0: tie; prompt 1: right; prompt 2, three responses: 2 of 3 pairs right
     m = metrics_by_hand([1.0, 1.0, 2.0, 0.0, 3.0, 1.0, 2.0], [2, 2, 3])
     assert m["rm/accuracy"] == pytest.approx((0.5 + 1 + 2 / 3) / 3)
-    assert m["rm/margin"] == pytest.approx((0 + 2 + (2 + 1 - 1) / 3) / 3)
+    assert m["rm/reward_diff"] == pytest.approx((0 + 2 + (2 + 1 - 1) / 3) / 3)
     assert m["rm/chosen_rewards"] == pytest.approx((1 + 2 + (3 + 3 + 1) / 3) / 3)
     assert m["rm/rejected_rewards"] == pytest.approx((1 + 0 + (1 + 2 + 2) / 3) / 3)
     assert m["rm/loss"] == pytest.approx(m["rm/bt_loss"] + 0.5 * m["rm/center_loss"])
@@ -88,17 +102,17 @@ def test_metrics_count_each_prompt_once_and_ties_as_one_half():
     assert metrics_by_hand([9.0, -9.0, -9.0, 9.0], [2, 2])["rm/ece"] == pytest.approx(0.5, abs=1e-3)
 
 
-def test_calibration_error_against_a_plain_loop():
+def test_calibration_error_against_a_loop_over_bins():
     rng = np.random.default_rng(0)
-    gap, weights = rng.normal(size=500), rng.dirichlet(np.ones(500))
-    confidence, expected = 1 / (1 + np.exp(-abs(gap))), 0.0
+    reward_diff, weights = rng.normal(size=500), rng.dirichlet(np.ones(500))
+    confidence, expected = 1 / (1 + np.exp(-abs(reward_diff))), 0.0
     for low in np.arange(0.5, 1, 0.05):
         inside = (confidence >= low) & (confidence < low + 0.05)
         if w := weights[inside].sum():
-            accuracy = (weights * (gap > 0))[inside].sum() / w
+            accuracy = (weights * (reward_diff > 0))[inside].sum() / w
             expected += w * abs(accuracy - (weights * confidence)[inside].sum() / w)
-    found = calibration_error(torch.tensor(gap), torch.tensor(weights))
-    assert float(found) == pytest.approx(expected, abs=1e-6)
+    error = calibration_error(torch.tensor(reward_diff), torch.tensor(weights))
+    assert float(error) == pytest.approx(expected, abs=1e-6)
 
 
 # --- data ---
@@ -113,100 +127,133 @@ def text(tiny_text_model):
 
 @pytest.fixture
 def encode(text, tmp_path):
-    """Rows -> their rankings, and the texts of prompt and response together."""
+    """Rows -> their rankings, and the text of prompt and response together for each response."""
 
     def build(*rows: dict, **flags):
         args, model, tokenizer = text
         source = write_jsonl(tmp_path / "data.jsonl", list(rows))
         args = reward_bt.Args(**vars(args) | flags)
-        data = reward_bt.load_data(args, source, "train", 0, model, tokenizer)
-        rankings = [ranking for i in range(len(rows)) if (ranking := data.encode(i))]
-        whole = [[torch.cat([r.prompt.ids, x]) for x in r.responses] for r in rankings]
-        return rankings, [tokenizer.batch_decode(own) for own in whole]
+        data = reward_bt.load_rankings(args, source, "train", 0, model, tokenizer)
+        rankings = [x for i in range(len(rows)) if (x := reward_bt.encode_or_skip(data, i))]
+        ids = [[torch.cat([x.prompt.input_ids, response]) for response in x.response_ids] for x in rankings]
+        return rankings, [tokenizer.batch_decode(chats) for chats in ids]
 
     return build
 
 
-FORMS = {
+FORMATS = {
     "strings": {"prompt": "q", "chosen": "good", "rejected": "bad"},
     "prompt as chat": {"messages": chat("q"), "chosen": "good", "rejected": "bad"},
-    "answers as chats": {"prompt": "q", "chosen": chat("", "good")[1:], "rejected": chat("", "bad")[1:]},
+    "prompt wins": {"prompt": "q", "messages": chat("q", "good"), "chosen": "good", "rejected": "bad"},
+    "responses as chats": {"prompt": "q", "chosen": chat("", "good")[1:], "rejected": chat("", "bad")[1:]},
     "whole chats": {"chosen": chat("q", "good"), "rejected": chat("q", "bad")},
-    "prompt and whole chats": {"prompt": "q", "chosen": chat("q", "good"), "rejected": chat("q", "bad")},
+    "prompt and whole chats": {"prompt": "x", "chosen": chat("q", "good"), "rejected": chat("q", "bad")},
     "ranking": {"prompt": "q", "responses": ["good", "bad"]},
     "ranked chats": {"responses": [chat("q", "good"), chat("q", "bad")]},
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_data_gives_the_same_text(form, encode):
-    (ranking,), texts = encode(FORMS[form])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_data_format_gives_the_same_text(name, encode):
+    (ranking,), texts = encode(FORMATS[name])
     assert texts == [["user: q\nassistant: good\nassistant: ", "user: q\nassistant: bad\nassistant: "]]
-    assert ranking.prompt.length == len("user: q\nassistant: "), "all that they share is encoded once"
+    assert ranking.prompt.length == len("user: q\nassistant: "), "the shared tokens are the prompt"
     assert ranking.texts == ["good", "bad"]
 
 
-def test_turns_after_the_first_difference_belong_to_the_responses(encode):
+def test_turns_after_the_first_difference_are_part_of_the_responses(encode):
     row = {"chosen": chat("q", "good", "so?", "yes"), "rejected": chat("q", "bad", "so?", "yes")}
     _, (texts,) = encode(row)
     assert texts[0] == "user: q\nassistant: good\nuser: so?\nassistant: yes\nassistant: "
-    _, (texts,) = encode({"prompt": "q", "responses": ["a", "ab", "abc"]})  # one is the beginning of another
+    _, (texts,) = encode({"prompt": "q", "responses": ["a", "ab", "abc"]})  # one begins with another
     assert [len(x) for x in texts] == [32, 33, 34]
 
 
 def test_system_prompt_margin_weight_and_special_tokens(encode):
     row = {"prompt": "q<|end|>", "chosen": "good<|end|>", "rejected": "bad"}
-    others = {**row, "margin": 0.5, "weight": 2}, {**row, "margin": None, "weight": 0.25}
-    rankings, texts = encode(row, *others, system_prompt="be kind")
-    assert texts[0][0] == "system: be kind\nuser: q< |end|>\nassistant: good< |end|>\nassistant: "
-    assert [(r.margin, r.weight) for r in rankings] == [(0.0, 1.0), (0.5, 2), (0.0, 0.25)]
+    others = {**row, "margin": 0.5, "weight": 2}, {**row, "margin": None, "weight": 0}
+    rankings, texts = encode(row, *others, system_prompt="be brief")
+    assert texts[0][0] == "system: be brief\nuser: q< |end|>\nassistant: good< |end|>\nassistant: "
+    assert [(x.margin, x.weight) for x in rankings] == [(0.0, 1.0), (0.5, 2), (0.0, 0)]
 
 
-def test_unusable_rows_are_left_out_and_named(encode, text, tmp_path, capsys):
-    good = {"prompt": "q", "chosen": "good", "rejected": "bad", "responses": None, "image": None}
-    rows = [good, {**good, "chosen": "g" * 40}, {**good, "responses": ["alone"]}, {**good, "chosen": None}]
-    rows += [{**good, "image": "gone.png"}, {**good, "prompt": None}]
-    rankings, _ = encode(*rows, max_length=50)
-    told = capsys.readouterr().err
-    assert [r.prompt.index for r in rankings] == [0]
-    assert [f"data.jsonl row {i} is left out" in told for i in range(6)] == [False, *[True] * 5]
-    for reason in ("--max-length", "needs two responses", "gone.png"):
-        assert reason in told
-    data = reward_bt.load_data(text[0], str(tmp_path / "data.jsonl"), "train", 0, *text[1:])
-    assert [r.prompt.index for r in reward_bt.gather_rankings(data, [0, 6, 12, 4])] == [0, 0, 0]
+UNUSABLE = {
+    "--max-length": {"chosen": "g" * 40},
+    "at least two responses": {"responses": ["alone"]},
+    "needs at least two": {"chosen": None},
+    "gone.png": {"image": "gone.png"},
+    "prompt is empty": {"prompt": None},
+    "weight is negative": {"weight": -1.0},
+}
+
+
+def test_unusable_rows_are_skipped_with_a_reason(encode, text, tmp_path, capsys):
+    good = {
+        "prompt": "q",
+        "chosen": "good",
+        "rejected": "bad",
+        "responses": None,
+        "image": None,
+        "weight": None,
+    }
+    rankings, _ = encode(good, *({**good, **change} for change in UNUSABLE.values()), max_length=50)
+    lines = capsys.readouterr().err.splitlines()
+    assert [x.prompt.index for x in rankings] == [0] and len(lines) == len(UNUSABLE)
+    for i, (reason, line) in enumerate(zip(UNUSABLE, lines), 1):
+        assert f"data.jsonl row {i} is skipped" in line and reason in line
+    data = reward_bt.load_rankings(text[0], str(tmp_path / "data.jsonl"), "train", 0, *text[1:])
+    assert [x.prompt.index for x in reward_bt.gather_rankings(data, [0, 7, 14, 4])] == [0, 0, 0]
     with pytest.raises(SystemExit):
         reward_bt.gather_rankings(data, [0, 4, 5])
-    assert "more than half of 3 rows" in capsys.readouterr().err
+    assert "more than half" in capsys.readouterr().err
 
 
-def test_held_out_sets_have_names(capsys):
-    with pytest.raises(SystemExit):
-        reward_bt.check_args(reward_bt.Args(eval_datasets=("held.jsonl",)))
-    assert "--eval-datasets takes name=source" in capsys.readouterr().err
+def test_responses_of_images_are_skipped(encode, capsys):
+    rejected = chat("", [{"type": "image", "image": "a.png"}, {"type": "text", "text": "bad"}])[1:]
+    rankings, _ = encode(
+        {"prompt": "q", "chosen": chat("", [{"type": "text", "text": "a"}])[1:], "rejected": rejected}
+    )
+    assert rankings == [] and "row 0 is skipped" in capsys.readouterr().err
 
 
-KINDS = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
+BAD_FLAGS = {
+    "--eval-datasets must be name=source": {"eval_datasets": ("held.jsonl",)},
+    "with different names": {"eval_datasets": ("x=a.jsonl", "x=b.jsonl")},
+    "--label-smoothing (0.5) must be": {"label_smoothing": 0.5},
+    "--micro-batch-tokens must be at least --max-length (1024)": {"micro_batch_tokens": 100},
+    "--eval-rows (0) must be at least 1": {"eval_rows": 0},
+}
 
 
-def test_easy_vqa_pairs_are_of_one_kind_and_follow_the_seed():
+@pytest.mark.parametrize("message", BAD_FLAGS)
+def test_bad_flags_end_the_run_with_one_sentence(message, capsys):
+    with pytest.raises(SystemExit) as error:
+        reward_bt.check_args(Args(**BAD_FLAGS[message]))
+    assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+ANSWER_TYPES = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
+
+
+def test_easy_vqa_pairs_have_answers_of_one_type_and_follow_the_seed():
     rows = reward_bt.load_rows("easy-vqa", "test")
     first, again, other = (reward_bt.add_pairs(rows, seed) for seed in (1, 1, 2))
     assert first["rejected"] == again["rejected"] != other["rejected"]
     for row in first.select(range(0, 9673, 97)):
-        sides = [re.fullmatch("<answer>(.*)</answer>", row[side])[1] for side in ("chosen", "rejected")]
-        assert sides[0] == row["answer"] != sides[1]
-        assert any(set(sides) <= set(kind.split()) for kind in KINDS)
+        answers = [re.fullmatch("<answer>(.*)</answer>", row[side])[1] for side in ("chosen", "rejected")]
+        assert answers[0] == row["answer"] != answers[1]
+        assert any({*answers} <= {*names.split()} for names in ANSWER_TYPES)
 
 
-# --- scores and gradients against the unmodified model ---
+# --- rewards and gradients against the unmodified model ---
 
 
 class Engine:
-    """What main asks of a DeepSpeed engine, without one: gradients stay in the module."""
+    """What main calls of a DeepSpeed engine, without one: gradients stay in the module. There is no train()."""
 
     def __init__(self, module):
-        self.module, self.train, self.eval = module, module.train, module.eval
-        self.set_gradient_accumulation_boundary = lambda last: None
+        self.module, self.eval = module, module.eval
+        self.set_gradient_accumulation_boundary = lambda is_last: None
         self.get_lr = lambda: [0.0]
 
     def __call__(self, pack):
@@ -217,7 +264,7 @@ class Engine:
 
 
 def with_media(family: str, folder) -> list[dict]:
-    """Pairs and rankings of texts, pictures and a video, as users write them."""
+    """Pairs and rankings of texts, images and a video, as users write them."""
     rows = [("What is 2 + 2?", [], [], ["4", "five, I think", "no idea, sorry", "4 or so"])]
     rows += [("Say something.", [], [], ["Rivers are long.", "no"])]
     if family in VISION:
@@ -226,132 +273,168 @@ def with_media(family: str, folder) -> list[dict]:
     if family == "qwen2_5_vl":
         rows += [("What moves?", [], ["clip.mp4"], ["the square", "nothing"])]
     rows = [dict(zip(("prompt", "images", "videos", "responses"), row)) for row in rows]
+    rows = [{"weight": None, "margin": None} | row for row in rows]
     rows[1] |= {"weight": 2.0, "margin": 0.3}
-    write_jsonl(folder / "pairs.jsonl", [{"weight": None, "margin": None} | row for row in rows])
     return rows
 
 
 def by_transformers(row: dict, folder, model, processor, weight) -> list[torch.Tensor]:
-    """Scores by transformers alone: a chat with opened media, the processor's inputs, the model's own forward."""
-    scores, how = [], {"return_tensors": "pt", "add_special_tokens": False}
-    pictures = [Image.open(folder / name).convert("RGB") for name in row["images"]]
-    how |= {"images": pictures} if pictures else {}
+    """Rewards by transformers alone: a chat with loaded media, the processor's inputs, the model's own forward."""
+    rewards, options = [], {"return_tensors": "pt", "add_special_tokens": False}
+    images = [Image.open(folder / name).convert("RGB") for name in row["images"]]
+    options |= {"images": images} if images else {}
     for name in row["videos"]:
-        frames, taken = transformers.video_utils.load_video(str(folder / name), fps=2.0, backend="pyav")
-        how |= {"videos": [frames], "video_metadata": [taken], "do_sample_frames": False}
-    marks = "" if "<image>" in row["prompt"] else "<image>" * len(pictures) + "<video>" * len(row["videos"])
-    pieces = filter(None, re.split("(<image>|<video>)", marks + row["prompt"]))
+        frames, metadata = transformers.video_utils.load_video(str(folder / name), fps=2.0, backend="pyav")
+        options |= {"videos": [frames], "video_metadata": [metadata], "do_sample_frames": False}
+    markers = "" if "<image>" in row["prompt"] else "<image>" * len(images) + "<video>" * len(row["videos"])
+    pieces = filter(None, re.split("(<image>|<video>)", markers + row["prompt"]))
     parts = [{"type": x[1:-1]} if x[0] == "<" else {"type": "text", "text": x} for x in pieces]
-    for answer in row["responses"]:
-        answer = [{"type": "text", "text": answer}]
-        whole = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+    for response in row["responses"]:
+        response = [{"type": "text", "text": response}]
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": response}]
         if not hasattr(processor, "tokenizer"):
-            whole = [m | {"content": "".join(part["text"] for part in m["content"])} for m in whole]
-        inputs = processor(text=[processor.apply_chat_template(whole, tokenize=False)], **how)
-        scores.append(model(**inputs).last_hidden_state[0, -1] @ weight)
-    return scores
+            messages = [m | {"content": "".join(part["text"] for part in m["content"])} for m in messages]
+        inputs = processor(text=[processor.apply_chat_template(messages, tokenize=False)], **options)
+        rewards.append(model(**inputs).last_hidden_state[0, -1] @ weight)
+    return rewards
 
 
 @pytest.mark.parametrize("family", "qwen2_5_vl qwen3_vl llava gemma3 llama gptj gpt2 mistral".split())
 def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """Packed where the family allows it, one response at a time, and with rankings that don't fit into a pack."""
+    """Packed where the family allows it, one response at a time, and with rankings that don't fit into a pack.
+
+    The evaluation set has the rows in reverse, so that its rewards are not those of training rows."""
     folder = folder_of(family)
-    rows, modules = with_media(family, folder), []
-    source, flags = str(folder / "pairs.jsonl"), {"total_steps": 1, "train_batch_size": len(rows)}
-    flags |= {"dataset": source, "eval_datasets": (f"x={source}",), "output_dir": str(tmp_path)}
-    args = Args(model=str(folder), center_coef=0.1, **flags)
+    rows, modules, num_packs = with_media(family, folder), [], []
+    source = write_jsonl(folder / "pairs.jsonl", rows)
+    eval_source = write_jsonl(folder / "eval.jsonl", rows[::-1])
+    flags = {"total_steps": 1, "train_batch_size": len(rows), "model": str(folder), "center_coef": 0.1}
+    flags |= {"dataset": source, "eval_datasets": (f"x={eval_source}",), "output_dir": str(tmp_path)}
+    args = Args(**flags)
     processor = transformers.AutoProcessor.from_pretrained(folder)
-    plain = reward_bt.load_model(args.model, torch.float32).base_model.train()  # its dropout is 0
+    unmodified = reward_bt.load_model(args.model, torch.float32).base_model.eval()
     torch.manual_seed(args.seed)
-    weight = reward_bt.RewardModel(plain).score.weight[0].detach().clone().requires_grad_()
-    expected = torch.stack(sum([by_transformers(row, folder, plain, processor, weight) for row in rows], []))
+    weight = reward_bt.RewardModel(unmodified).score.weight[0].detach().clone().requires_grad_()
+    rewards = [by_transformers(row, folder, unmodified, processor, weight) for row in rows]
+    expected = torch.stack(sum(rewards, []))
     assert expected.std() > 0.1
-    data = reward_bt.load_data(args, source, "train", 0, plain, processor)
+    data = reward_bt.load_rankings(args, source, "train", 0, unmodified, processor)
     rankings = [data.encode(i) for i in range(len(rows))]
     mean_loss(expected, rankings, args.label_smoothing, args.center_coef).backward()
-    known = ranking_metrics(args, rankings, expected.detach())
-    largest = max(r.prompt.length + max(map(len, r.responses)) for r in rankings)
-    assert largest < max(r.num_tokens for r in rankings), "the second pass splits a ranking"
-    monkeypatch.setattr(reward_bt, "make_engine", lambda args, module, *rest: Engine(module))
+    expected_metrics = ranking_metrics(args, rankings, expected.detach())
+    expected_pairs = [pair for x in rewards[::-1] for pair in combinations(torch.stack(x).tolist(), 2)]
+    longest = max(x.prompt.length + max(map(len, x.response_ids)) for x in rankings)
+    assert longest < max(x.prompt.length + sum(map(len, x.response_ids)) for x in rankings), "one is split"
+    real_iter_packs = reward_bt.iter_packs
+
+    def iter_packs(*arguments):
+        packs = list(real_iter_packs(*arguments))
+        num_packs.append(len(packs))
+        return packs
+
+    monkeypatch.setattr(reward_bt, "iter_packs", iter_packs)
+    monkeypatch.setattr(reward_bt, "init_deepspeed_engine", lambda args, module, *rest: Engine(module))
     monkeypatch.setattr(reward_bt, "optimizer_step", lambda engine: 0.0)
-    monkeypatch.setattr(reward_bt, "save_checkpoint", lambda args, run: modules.append(run.engine.module))
-    for budget in (8192, largest):
-        flags = {"max_length": largest, "micro_batch_tokens": budget, "run_name": str(budget)}
+    monkeypatch.setattr(
+        reward_bt, "save_checkpoint", lambda args, run: modules.append(run.reward_model.module)
+    )
+    for budget in (8192, longest):
+        num_packs.clear()
+        flags |= {"max_length": longest, "micro_batch_tokens": budget, "run_name": str(budget)}
         metrics = run(tmp_path, **vars(args) | flags)[-1]
-        assert ("warning: one response at a time" in capsys.readouterr().out) == (family == "gptj")
-        assert {name: metrics[name] for name in known} == pytest.approx(known, rel=1e-4, abs=1e-4)
-        chosen = expected[make_pairs(rankings, CPU).chosen].tolist()
-        pairs = read_jsonl(tmp_path / str(budget) / "samples.jsonl")[len(chosen) :]
-        assert [pair["chosen_reward"] for pair in pairs] == pytest.approx(chosen, abs=1e-4)
-        own = [*modules[-1].model.parameters(), modules[-1].score.weight]
-        for ours, theirs in zip(own, [*plain.parameters(), weight], strict=True):
-            exact = torch.zeros_like(ours) if theirs.grad is None else theirs.grad.view_as(ours)
-            grad = torch.zeros_like(ours) if ours.grad is None else ours.grad
-            assert (grad - exact).abs().max() < 1e-4 * max(1, exact.abs().max())
+        assert ("one response at a time" in capsys.readouterr().out) == (family == "gptj")
+        assert (max(num_packs) == 1) == (budget == 8192 and family != "gptj")
+        assert {name: metrics[name] for name in expected_metrics} == pytest.approx(
+            expected_metrics, rel=1e-4, abs=1e-4
+        )
+        records = read_jsonl(tmp_path / str(budget) / "samples.jsonl")
+        assert len(records) == 2 * len(expected_pairs), "before and after the step"
+        for record, (chosen, rejected) in zip(records, expected_pairs * 2):
+            row = rows[::-1][record["row"]]
+            assert (record["prompt"], record.get("margin")) == (row["prompt"], row["margin"])
+            assert record["chosen_reward"] == pytest.approx(chosen, abs=1e-4)
+            assert record["reward_diff"] == pytest.approx(chosen - rejected, abs=2e-4)
+        parameters = [*modules[-1].model.parameters(), modules[-1].score.weight]
+        for parameter, exact in zip(parameters, [*unmodified.parameters(), weight], strict=True):
+            zeros = torch.zeros_like(parameter)
+            exact = zeros if exact.grad is None else exact.grad.view_as(parameter)
+            gradient = zeros if parameter.grad is None else parameter.grad
+            assert (gradient - exact).abs().max() < 1e-4 * max(1, exact.abs().max())
 
 
 # --- runs ---
 
 
 FLAGS = {"run_name": "run", "total_steps": 4, "train_batch_size": 8, "warmup_steps": 0, "learning_rate": 1e-3}
-FLAGS |= {"eval_samples": 8, "eval_steps": 0, "seed": 3}
+FLAGS |= {"eval_rows": 8, "eval_steps": 0, "seed": 3}
 
 
 def run(tmp_path, **flags) -> list[dict]:
     """A run in this process -> its metrics."""
-    given = FLAGS | {"output_dir": str(tmp_path)} | flags
-    reward_bt.main(reward_bt.Args(**given))
-    return metrics_of(tmp_path / given["run_name"])
+    flags = FLAGS | {"output_dir": str(tmp_path)} | flags
+    reward_bt.main(Args(**flags))
+    return metrics_of(tmp_path / flags["run_name"])
 
 
 @pytest.mark.slow
-def test_adapters_train_with_the_head_and_are_merged(tmp_path):
+def test_lora_trains_with_the_head_and_is_merged(tmp_path):
     first, *_, last = run(tmp_path, lora_rank=4, total_steps=12, learning_rate=3e-3, train_batch_size=16)
     assert last["rm/loss"] != first["eval/easy-vqa/loss"]
-    start = reward_bt.load_model(TINY, torch.float32).base_model
+    model = reward_bt.load_model(TINY, torch.float32).base_model
     torch.manual_seed(3)
-    head = reward_bt.RewardModel(start).score.weight
-    before, end = start.state_dict() | {"score.weight": head}, weights_of(tmp_path / "run/checkpoint-12")
-    changed = {name for name in before if not torch.equal(before[name], end[name])}
-    assert before.keys() == end.keys() and "score.weight" in changed
+    head = reward_bt.RewardModel(model).score.weight
+    before, after = model.state_dict() | {"score.weight": head}, weights_of(tmp_path / "run/checkpoint-12")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys() and "score.weight" in changed
     assert changed - {"score.weight"} == {n for n in before if re.search(r"language_model.*proj\.weight", n)}
 
 
 @pytest.mark.slow
-def test_two_ranks_and_every_zero_stage_train_alike(start, tmp_path):
-    """Text and pictures in one step, so that some packs have none."""
-    rows = [{"prompt": f"what is {i}?", "chosen": "one", "rejected": "two or three"} for i in range(8)]
+def test_two_ranks_and_every_zero_stage_train_alike(start, tmp_path, monkeypatch):
+    """Texts and images in one step, so that some packs have no image, and a ranking longer than a pack."""
+    rows = [{"prompt": f"what is {i}?", "responses": ["one", "two or three"]} for i in range(8)]
+    rows[0]["responses"] = [f"{i} and {'then ' * 20}so on" for i in range(4)]
     easy = reward_bt.add_pairs(reward_bt.load_rows("easy-vqa", "test").select(range(0, 800, 50)), 0)
-    names = ("prompt", "image", "chosen", "rejected")
-    rows = [{name: row.get(name) for name in names} for row in [*rows, *easy]]
-    source = write_jsonl(tmp_path / "rows.jsonl", rows)
-    flags = {"dataset": source, "total_steps": 2, "micro_batch_tokens": 1024, "max_length": 512}
-    flags |= {"eval_datasets": (f"held={source}",), "train_batch_size": 12}
+    rows += [
+        {"prompt": x["prompt"], "image": x["image"], "responses": [x["chosen"], x["rejected"]]} for x in easy
+    ]
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"image": None} | row for row in rows])
+    flags = {"dataset": source, "total_steps": 2, "micro_batch_tokens": 160, "max_length": 160}
+    flags |= {"eval_datasets": (f"x={source}",), "train_batch_size": 24}
+    num_packs, real_plan = [], packing.plan_packs
+
+    def plan_packs(*arguments):
+        plan = real_plan(*arguments)
+        num_packs.append(len(plan[0]))
+        return plan
+
+    monkeypatch.setattr(packing, "plan_packs", plan_packs)
     run(tmp_path, **flags, run_name="one")
+    assert min(num_packs) > 4, "so that two ranks have several packs each"
     for stage in (0, 2, 3):
-        own = flags | {"zero_stage": stage, "run_name": f"zero{stage}", "output_dir": tmp_path}
-        process = start("reward_bt", 2, **FLAGS | own)
+        changes = {"zero_stage": stage, "run_name": f"zero{stage}", "output_dir": tmp_path}
+        process = start("reward_bt", 2, **FLAGS | flags | changes)
         assert process.wait(timeout=500) == 0, (tmp_path / "log").read_text()[-3000:]
         assert_same_run(tmp_path / "one", tmp_path / f"zero{stage}", 1e-4, of_weights=1e-3)
 
 
 @pytest.mark.slow
-def test_bf16_makes_no_ties(tmp_path):
-    """128 responses to 64 prompts have 128 scores: the head works in fp32."""
+def test_rewards_in_bf16_are_all_different(tmp_path):
+    """128 responses to 64 prompts have 128 rewards, because the head computes in fp32."""
     rows = [{"prompt": f"what is {i}?", "chosen": "one", "rejected": "two or three"} for i in range(64)]
     source = write_jsonl(tmp_path / "rows.jsonl", rows)
-    flags = {"dataset": source, "eval_datasets": (f"x={source}",), "eval_samples": 64, "total_steps": 1}
+    flags = {"dataset": source, "eval_datasets": (f"x={source}",), "eval_rows": 64, "total_steps": 1}
     run(tmp_path, **flags, dtype="bfloat16")
-    pairs = read_jsonl(tmp_path / "run" / "samples.jsonl")[:64]
-    assert len({pair[f"{side}_reward"] for pair in pairs for side in ("chosen", "rejected")}) == 128
+    records = read_jsonl(tmp_path / "run" / "samples.jsonl")[:64]
+    assert len({record[f"{side}_reward"] for record in records for side in ("chosen", "rejected")}) == 128
 
 
-# --- what a saved folder gives ---
+# --- what a saved checkpoint gives ---
 
 
 @pytest.mark.parametrize("template", ["", "<|end|>"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_saved_classifier_gives_the_same_scores_with_any_padding(side, template, tiny_text_model, tmp_path):
+def test_saved_classifier_gives_the_same_rewards_with_any_padding(side, template, tiny_text_model, tmp_path):
     """A tokenizer whose pad token is EOS, chats that end in EOS or not; batches of unequal lengths."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_text_model)
     tokenizer.add_special_tokens({"unk_token": "<|unk|>"})
@@ -366,35 +449,44 @@ def test_saved_classifier_gives_the_same_scores_with_any_padding(side, template,
     flags = {"model": str(tmp_path / "start"), "dataset": source, "eval_datasets": (f"x={source}",)}
     run(tmp_path, **flags, total_steps=1)
     folder = tmp_path / "run" / "checkpoint-1"
-    samples = [s for s in read_jsonl(tmp_path / "run" / "samples.jsonl") if s["train/step"] == 1]
+    records = [x for x in read_jsonl(tmp_path / "run" / "samples.jsonl") if x["train/step"] == 1]
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side=side)
-    chats = [chat(s["prompt"], s[name]) for s in samples for name in ("chosen", "rejected")]
+    chats = [chat(x["prompt"], x[name]) for x in records for name in ("chosen", "rejected")]
     texts = [tokenizer.apply_chat_template(x, tokenize=False) for x in chats]
     batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
     assert (batch["attention_mask"] == 0).any()
     with torch.no_grad():
         logits = loaded(**batch).logits
-    expected = [s[name] for s in samples for name in ("chosen_reward", "rejected_reward")]
+    expected = [x[name] for x in records for name in ("chosen_reward", "rejected_reward")]
     assert logits.shape == (8, 1) and logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_tokenizer_without_a_free_special_token_ends_the_run(text, capsys):
+    _, model, tokenizer = text
+    response_ids = [torch.tensor([i]) for i in tokenizer.added_tokens_decoder]
+    ends_chats = Ranking(PromptInfo(0, 1, ()), response_ids, texts=[], margin=0.0, weight=1.0, columns={})
+    with pytest.raises(SystemExit):
+        reward_bt.choose_pad_token(model, tokenizer, [ends_chats])
+    assert "special tokens end chats" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_saved_backbone_head_and_second_stage(tmp_path, monkeypatch):
-    """The reloaded tiny VLM scores as in the run, also as an example's reward, and is where a next run begins."""
+    """The reloaded tiny VLM gives the run's rewards, also as an example's reward, and a next run starts from it."""
     run(tmp_path, total_steps=2)
-    folder, samples = tmp_path / "run" / "checkpoint-2", read_jsonl(tmp_path / "run" / "samples.jsonl")
+    folder, records = tmp_path / "run" / "checkpoint-2", read_jsonl(tmp_path / "run" / "samples.jsonl")
     model = transformers.AutoModel.from_pretrained(folder)
     processor = transformers.AutoProcessor.from_pretrained(folder)
     weight = load_file(folder / "score.safetensors")["score.weight"][0]
-    samples, expected, found = [s for s in samples if s["train/step"] == 2], [], []
-    for s in samples:
-        row = {"prompt": s["prompt"], "images": [s["image"]], "videos": []}
-        row["responses"] = [s["chosen"], s["rejected"]]
+    records, expected, rewards = [x for x in records if x["train/step"] == 2], [], []
+    for x in records:
+        row = {"prompt": x["prompt"], "images": [x["image"]], "videos": []}
+        row["responses"] = [x["chosen"], x["rejected"]]
         with torch.no_grad():
-            found += by_transformers(row, tmp_path, model, processor, weight)
-        expected += [s["chosen_reward"], s["rejected_reward"]]
-    assert [float(x) for x in found] == pytest.approx(expected, abs=1e-5)
+            rewards += by_transformers(row, tmp_path, model, processor, weight)
+        expected += [x["chosen_reward"], x["rejected_reward"]]
+    assert [float(reward) for reward in rewards] == pytest.approx(expected, abs=1e-5)
     again = run(tmp_path, run_name="again", model=str(folder), total_steps=1)
     last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
     for key in ("accuracy", "loss", "chosen_rewards"):
@@ -403,8 +495,8 @@ def test_saved_backbone_head_and_second_stage(tmp_path, monkeypatch):
     monkeypatch.setenv("REWARD_MODEL", str(folder))
     example = runpy.run_path(str(ROOT / "examples/reward_model.py"))
     chats, texts = [], []
-    for s in samples:
-        content = [{"type": "image", "image": Image.open(s["image"]).convert("RGB")}]
-        chats += [[{"role": "user", "content": [*content, {"type": "text", "text": s["prompt"]}]}]] * 2
-        texts += [s["chosen"], s["rejected"]]
+    for x in records:
+        content = [{"type": "image", "image": Image.open(x["image"]).convert("RGB")}]
+        chats += [[{"role": "user", "content": [*content, {"type": "text", "text": x["prompt"]}]}]] * 2
+        texts += [x["chosen"], x["rejected"]]
     assert example["score"](chats=chats, texts=texts, prompts=[]) == pytest.approx(expected, abs=1e-5)
