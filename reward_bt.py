@@ -401,7 +401,7 @@ def check_args(args: Args) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """Print an error that says what is wrong, where, and what to do; exit with code 2."""
+    """Exit with code 2 and a message: what is wrong, where, and what to do."""
     tqdm.write(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -676,37 +676,34 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     a marker go to the front of the first user message. In assistant messages a marker is text,
     because chat templates accept media from users only.
 
-    {"prompt": "Is <image> red?", "image": "a.png"} -> one user message with the parts
-    {"type": "text", "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}
+    {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
+    "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
     """
     chat = row.get("prompt") or row.get("messages")
     if not chat:
         raise ValueError("its prompt is empty")
     if isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
-    media = {}  # sources by type, in order of their markers
+    media = {}  # type -> sources, in order of their markers
     for name in ("image", "video"):
         sources = row.get(name) or row.get(f"{name}s") or []
         media[name] = list(sources) if isinstance(sources, list) else [sources]
 
-    # 1. Each message becomes one text: typed parts turn into markers, and their media join the row's.
+    # Each message becomes one text with markers. Media of typed parts join those of the columns.
     roles = [message["role"] for message in chat]
     texts = []
     for message in chat:
         parts = message["content"] or ""
         if isinstance(parts, str):
             parts = [{"type": "text", "text": parts}]
-        text = ""
+        texts.append("")
         for part in parts:
             name = part["type"]
-            if name != "text" and name not in media:
+            if name not in ("text", "image", "video"):
                 raise ValueError(f"content of type {name} is not supported")
-            text += part["text"] if name == "text" else f"<{name}>"
-            if name in media and part.get(name) is not None:
+            texts[-1] += part["text"] if name == "text" else f"<{name}>"
+            if name != "text" and part.get(name) is not None:
                 media[name].append(part[name])
-        texts.append(text)
-
-    # 2. Media without markers get theirs.
     for name, sources in media.items():
         marker = f"<{name}>"
         count = sum(text.count(marker) for role, text in zip(roles, texts) if role != "assistant")
@@ -716,7 +713,7 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
         elif count != len(sources):
             raise ValueError(f"{count} {marker} markers, but {len(sources)} {name}s")
 
-    # 3. Each text is split at its markers.
+    # Each text is split at its markers, which are replaced with the media.
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     unread = {name: iter(sources) for name, sources in media.items()}
     messages = []
@@ -916,25 +913,24 @@ def load_reward_model(args: Args, dtype: torch.dtype):
     return reward_model
 
 
-def load_model(name: str, dtype: torch.dtype):
+def load_model(source: str, dtype: torch.dtype):
     """Load a vision-language or text model, depending on its config, without dropout."""
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(source)
         auto_class = transformers.AutoModelForCausalLM
         if hasattr(config, "vision_config"):
             auto_class = transformers.AutoModelForImageTextToText
         # SDPA silently ignores softcapping of attention scores (Gemma 2).
         softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
         attention = None if softcap is None else "eager"
-        model = auto_class.from_pretrained(name, dtype=dtype, attn_implementation=attention)
+        model = auto_class.from_pretrained(source, dtype=dtype, attn_implementation=attention)
     except Exception as error:
-        fail(f"can't load the model {name}: {error}")
-    # Checkpointed layers train in training mode, see set_checkpointing, but without dropout.
+        fail(f"can't load the model {source}: {error}")
+    # Layers that gradient checkpointing puts in training mode must not apply dropout.
     for module in model.modules():
-        for attribute, value in list(vars(module).items()):
-            is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
-            if is_dropout and isinstance(value, float):
-                setattr(module, attribute, 0.0)
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
     return model
 
 
@@ -950,11 +946,11 @@ def add_lora(args: Args, model) -> None:
 
 @torch.no_grad()
 def iter_full_weights(model, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights as a checkpoint has them: unsharded, with LoRA merged. Call on all ranks.
+    """Names and weights of the model, unsharded and with LoRA merged. Call on all ranks.
 
     LoRA is merged into copies, W + alpha / rank * B A: merging in place and undoing it would change
-    bf16 weights by rounding. Tied weights appear under each of their names. trainable_only: skip
-    what training does not change."""
+    bf16 weights by rounding. Tied weights appear under each of their names. trainable_only: only
+    weights that training changes."""
     import deepspeed
 
     lora_layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
@@ -1049,9 +1045,13 @@ def init_deepspeed_engine(
             num_training_steps=total_updates,
             scheduler_specific_kwargs={"min_lr_rate": args.min_lr_ratio},
         )
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     engine, _, _, _ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, lr_scheduler=schedule, dist_init_required=False
     )
+    # DeepSpeed before 0.19.2 rounds buffers to bf16, among them the frequencies of RoPE.
+    for name, buffer in module.named_buffers():
+        buffer.data = buffers[name].to(buffer.device)
     if optimizer is not None:
         # DeepSpeed's bf16 optimizer takes a dummy step at initialization; reset its step counters.
         for state in optimizer.state.values():
@@ -1062,11 +1062,12 @@ def init_deepspeed_engine(
 def set_checkpointing(module: nn.Module, enabled: bool) -> None:
     """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
 
-    The module itself is never in training mode: router noise or batch norm would make the trained
-    function differ from the one that sampled. But transformers checkpoints a layer only if the
-    layer's own training flag is True, and decoding needs it to be False."""
+    A model in training mode may be another function than the one that sampled (router noise, batch
+    norm), so it stays in eval mode. But transformers checkpoints only layers whose own training flag
+    is True, and such layers ignore the KV cache, which decoding needs."""
     for layer in module.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+        is_layer = isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer)
+        if is_layer and layer.gradient_checkpointing:
             layer.training = enabled
 
 
