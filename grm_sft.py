@@ -151,11 +151,15 @@ class Example:
     example_id: int  # 2 * row, plus 1 if the candidates are swapped
     prompt: PromptInfo  # a full Prompt on the rank that encoded it
     prompt_key: bytes  # content hash: equal prompts have equal keys
-    response_ids: Tensor  # (R,): the tokens after the prompt, up to the EOS of the last assistant turn
+    input_ids: Tensor  # (P + R,): prompt and response, up to the EOS of the last assistant turn
     loss_mask: Tensor  # (P + R,) bool: True for tokens of assistant turns
     noun: str  # what the candidates are called: "Image", "Video" or "Answer"; "" for a chat
     label: str | None  # the right verdict in this order; None for a chat
     columns: dict  # strings and numbers of the row, for samples.jsonl
+
+    @property
+    def response_ids(self) -> Tensor:  # (R,)
+        return self.input_ids[self.prompt.length :]
 
 
 @dataclass
@@ -163,15 +167,15 @@ class Judgment:
     """What the model generates for an example of the evaluation set, and what it predicts."""
 
     example_id: int
-    label: str | None  # as in Example
-    columns: dict  # as in Example
-    text: str
+    label: str | None
+    columns: dict
+    response: str  # generated text
     length: int  # generated tokens, including EOS
     truncated: bool  # stopped by the length limit
-    verdict: str | None  # None if the text has no readable verdict, and for a chat
-    probabilities: dict[str, float]  # of each verdict, after the text's own reasoning; {} for a chat
-    loss: float  # sum over the tokens of the example's response, in nats
-    num_tokens: int  # in the example's response
+    verdict: str | None  # of the response; None if it is unreadable, and for a chat
+    probabilities: dict[str, float]  # of each verdict, after the response's reasoning; {} for a chat
+    loss: float  # nats, sum over the tokens of the example's own response
+    num_tokens: int  # in the example's own response
 
 
 @dataclass
@@ -626,30 +630,21 @@ def encode_row(
         prompt, end = encode_prompt(model, processor, context, example_id, ids[:last_start], end)
         key = hash_content(ids[:end], context)
         prompt_cache[key] = prompt
-    response_ids = torch.tensor(ids[end:])
-    sequence = torch.cat([prompt.input_ids, response_ids])  # (P + R,)
-    if len(sequence) > args.max_length:
-        raise ValueError(f"{len(sequence)} tokens exceed --max-length")
+    input_ids = torch.cat([prompt.input_ids, torch.tensor(ids[end:])])  # (P + R,)
+    if len(input_ids) > args.max_length:
+        raise ValueError(f"{len(input_ids)} tokens exceed --max-length")
 
-    loss_mask = torch.zeros(len(sequence), dtype=torch.bool)
+    loss_mask = torch.zeros(len(input_ids), dtype=torch.bool)
     for n, start, stop in turns:
         shift = prompt.length - end  # tokens that images add before the turn: ids has one per image
         if any(token in media_ids for token in ids[stop:end]):  # some images come later
             inputs = packing.encode_chat(processor, messages[:n], add_generation_prompt=True)
             shift = len(inputs["input_ids"][0]) - start
-        if sequence[start + shift : stop + shift].tolist() != ids[start:stop]:
+        if input_ids[start + shift : stop + shift].tolist() != ids[start:stop]:
             raise ValueError(f"the processor changes message {n}, so its tokens can't be located")
         loss_mask[start + shift : stop + shift] = True
-    return Example(
-        example_id=example_id,
-        prompt=prompt,
-        prompt_key=key,
-        response_ids=response_ids,
-        loss_mask=loss_mask,
-        noun=noun,
-        label=label,
-        columns={name: x for name, x in row.items() if isinstance(x, str | int | float)},
-    )
+    columns = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
+    return Example(example_id, prompt, key, input_ids, loss_mask, noun, label, columns)
 
 
 def build_chat(row: dict, swapped: bool) -> tuple[dict, str, str | None]:
@@ -898,22 +893,19 @@ def select_trained_tokens(pack: packing.Pack, examples: list[Example]) -> packin
     """Replace the targets of a pack, its response tokens, by the tokens of its examples' loss masks.
 
     These can also be in a prompt: of a chat with an image in a later turn."""
-    input_ids = pack.model_inputs["input_ids"][0].cpu()  # (N,)
     response_indices = pack.response_index.tolist()
     lengths = [len(examples[b].response_ids) for b in response_indices]
     logit_indices = [torch.empty(0, dtype=torch.long)]
     target_ids = [torch.empty(0, dtype=torch.long)]
-    for b, indices in zip(response_indices, pack.logit_indices.cpu().split(lengths)):
-        prompt_end = int(indices[0]) + 1  # the last prompt token predicts the first response token
-        prompt_indices = torch.arange(prompt_end - examples[b].prompt.length, prompt_end)
-        indices = torch.cat([prompt_indices[:-1], indices])  # (P + R - 1,): predict tokens 1, 2, ...
-        tokens = torch.cat([input_ids[prompt_indices[1:]], examples[b].response_ids])  # (P + R - 1,)
-        is_trained = examples[b].loss_mask[1:]
-        logit_indices.append(indices[is_trained])
-        target_ids.append(tokens[is_trained])
-    device = pack.target_ids.device
+    for b, predict_response in zip(response_indices, pack.logit_indices.cpu().split(lengths)):
+        prompt_end = int(predict_response[0])  # the last prompt token predicts the first response token
+        predict_prompt = torch.arange(prompt_end - examples[b].prompt.length + 1, prompt_end)
+        predict = torch.cat([predict_prompt, predict_response])  # (P + R - 1,): tokens 1, 2, ...
+        logit_indices.append(predict[examples[b].loss_mask[1:]])
+        target_ids.append(examples[b].input_ids[examples[b].loss_mask])
     return pack._replace(
-        logit_indices=torch.cat(logit_indices).to(device), target_ids=torch.cat(target_ids).to(device)
+        logit_indices=torch.cat(logit_indices).to(pack.logit_indices.device),
+        target_ids=torch.cat(target_ids).to(pack.target_ids.device),
     )
 
 
@@ -935,15 +927,14 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
         examples = [example for i in batch if (example := encode_example_or_skip(data, i))]
         if examples:
             judgments += judge_examples(args, run.sampling_model, data.tokenizer, examples)
-    judgments = all_gather_list(judgments)
+    judgments = {x.example_id: x for x in all_gather_list(judgments)}
     if not judgments:
         fail(f"{data.source}: all rows are skipped, see the warnings")
-    by_id = {judgment.example_id: judgment for judgment in judgments}
-    rows = []  # (judgment, judgment of the swapped order or None)
-    for example_id in sorted(by_id):
+    records = []
+    for example_id in sorted(judgments):
         if example_id % 2 == 0:
-            rows.append((by_id[example_id], by_id.get(example_id + 1)))
-    return judge_metrics(rows), [make_record(*row) for row in rows]
+            records.append(make_record(judgments[example_id], judgments.get(example_id + 1)))
+    return judge_metrics(list(judgments.values()), records), records
 
 
 @torch.no_grad()
@@ -972,7 +963,7 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
                 example_id=example.example_id,
                 label=example.label,
                 columns=example.columns,
-                text=texts[i],
+                response=texts[i],
                 length=len(generated[i]),
                 truncated=int(generated[i][-1]) not in eos_ids,
                 verdict=None if example.label is None else parse_verdict(texts[i]),
@@ -1032,57 +1023,46 @@ def sum_logprobs(
     return table.sum(1).split(counts)
 
 
-def judge_metrics(rows: list[tuple[Judgment, Judgment | None]]) -> dict[str, float]:
-    """Means over the judgments of both orders, so that always answering "1" has accuracy 0.5.
-
-    The confidence interval counts rows, because the two judgments of a row are not independent."""
-    judgments = [judgment for row in rows for judgment in row if judgment]
-    metrics = {
-        "eval/loss": sum(x.loss for x in judgments) / sum(x.num_tokens for x in judgments),
-        "eval/length": np.mean([x.length for x in judgments]),
-        "eval/truncated_frac": np.mean([x.truncated for x in judgments]),
-        "eval/num_rows": len(rows),
-    }
-    pairs = [row for row in rows if row[0].label is not None]
-    judgments = [judgment for row in pairs for judgment in row if judgment]
-    if pairs:
-        accuracy = np.mean([x.verdict == x.label for x in judgments])  # unreadable verdicts are wrong
-        low, high = wilson_interval(accuracy, len(pairs))
-        likeliest = [max(x.probabilities, key=x.probabilities.get) for x in judgments]
-        metrics |= {
-            "eval/accuracy": accuracy,
-            "eval/accuracy_low": low,
-            "eval/accuracy_high": high,
-            "eval/soft_accuracy": np.mean([x.label == soft for x, soft in zip(judgments, likeliest)]),
-            "eval/swap_consistency": np.mean([is_swap_consistent(*row) for row in pairs]),
-            "eval/parse_rate": np.mean([x.verdict is not None for x in judgments]),
-            "eval/tie_rate": np.mean([x.verdict == "tie" for x in judgments]),
-        }
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def is_swap_consistent(judgment: Judgment, swapped: Judgment | None) -> bool:
-    """Whether both verdicts are readable and mean the same candidate."""
-    return swapped is not None and SWAPPED.get(judgment.verdict, "unreadable") == swapped.verdict
-
-
 def make_record(judgment: Judgment, swapped: Judgment | None) -> dict:
-    """A line of samples.jsonl: the row, its judgment, and the text in the swapped order."""
-    is_chat = judgment.label is None
-    return {
+    """A line of samples.jsonl: the row, its judgment, and the one with swapped candidates."""
+    record = {
         **judgment.columns,
         "phase": "eval",
         "row": judgment.example_id // 2,
-        "response": judgment.text,
+        "response": judgment.response,
         "predicted_verdict": judgment.verdict,
         "probabilities": judgment.probabilities,
-        "accuracy": None if is_chat else judgment.verdict == judgment.label,
-        "swap_consistency": None if is_chat else is_swap_consistent(judgment, swapped),
-        "swapped_response": swapped.text if swapped else None,
+        "accuracy": None if judgment.label is None else judgment.verdict == judgment.label,
         "length": judgment.length,
         "truncated": judgment.truncated,
         "loss": judgment.loss,
     }
+    if swapped:
+        expected = SWAPPED.get(judgment.verdict, "none")
+        record |= {"swapped_response": swapped.response, "swap_consistency": swapped.verdict == expected}
+    return record
+
+
+def judge_metrics(judgments: list[Judgment], records: list[dict]) -> dict[str, float]:
+    """Means over the judgments of both orders, so that always answering "1" has accuracy 0.5."""
+    pairs = [x for x in judgments if x.label is not None]
+    values = {
+        "accuracy": [x.verdict == x.label for x in pairs],  # an unreadable verdict is wrong
+        "soft_accuracy": [max(x.probabilities, key=x.probabilities.get) == x.label for x in pairs],
+        "swap_consistency": [x["swap_consistency"] for x in records if "swap_consistency" in x],
+        "parse_rate": [x.verdict is not None for x in pairs],
+        "tie_rate": [x.verdict == "tie" for x in pairs],
+        "length": [x.length for x in judgments],
+        "truncated_frac": [x.truncated for x in judgments],
+    }
+    metrics = {f"eval/{name}": float(np.mean(x)) for name, x in values.items() if x}
+    metrics["eval/loss"] = sum(x.loss for x in judgments) / sum(x.num_tokens for x in judgments)
+    metrics["eval/num_rows"] = len(records)
+    if pairs:  # the interval counts rows, because the judgments of a row are not independent
+        num_rows = len({x.example_id // 2 for x in pairs})
+        low, high = wilson_interval(metrics["eval/accuracy"], num_rows)
+        metrics |= {"eval/accuracy_low": low, "eval/accuracy_high": high}
+    return metrics
 
 
 def get_messages(run: Run, record: dict) -> list[dict]:
