@@ -1,10 +1,12 @@
-"""grm_sft.py: rows, label masks token by token, packed = one by one, judgements, runs; and what is built on it."""
+"""grm_sft.py: rows, loss masks token by token, packed = unmodified model, judgments, runs, and what builds on it."""
 
 import importlib
+import math
 import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import conftest
@@ -17,36 +19,37 @@ from test_families import write_video
 from tyro import cli
 
 import grm_sft
-from common import packing
+from common import decoding, packing
 
 FILES = ROOT / "tests/data/grm"
-SEE = f"{FILES}/images"
+IMAGES = f"{FILES}/images"
 ARGS = grm_sft.Args(max_response_length=12, video_fps=4.0)
-END = "<|im_end|>"
+EOS = "<|im_end|>"
 
 
-def say(role: str, content) -> dict:
+def message(role: str, content) -> dict:
     return {"role": role, "content": content}
 
 
 def make_rows(video: str) -> list[dict]:
-    """Pairs of pictures, texts and videos, and chats: with pictures between answers, and of text alone."""
+    """Pairs of images, texts and videos; chats, with an image in a later turn and of text only."""
     turns = [
-        say("system", "You judge."), say("user", "<image>Good?"), say("assistant", "<answer>8</answer>"),
-        say("user", "<image>And this?"), say("assistant", "<think>less</think>"), say("user", "sure?"),
-        say("assistant", "yes"),
+        message("system", "You judge."), message("user", "<image>Good?"),
+        message("assistant", "<answer>8</answer>"), message("user", "<image>And this?"),
+        message("assistant", "<think>less</think>"), message("user", "sure?"), message("assistant", "yes"),
     ]  # fmt: skip
-    thought = "Image 1 shows a ball, Image 2 a box. The first image fits."
-    red, cat_a, cat_b = {"image": f"{SEE}/small.png"}, f"{SEE}/cat_a.png", f"{SEE}/cat_b.png"
+    reasoning = "Image 1 shows a ball, Image 2 a box. The first image fits."
+    red, cat_a, cat_b = {"image": f"{IMAGES}/small.png"}, f"{IMAGES}/cat_a.png", f"{IMAGES}/cat_b.png"
+    hello = [message("user", "Say hello."), message("assistant", "Hello.")]
     return [
-        {"prompt": "a red ball", "image_0": cat_a, "image_1": cat_b, "verdict": "1", "reasoning": thought},
-        {"prompt": "a box", "image_0": cat_a, "image_1": f"{SEE}/wide.png", "verdict": "tie"},
+        {"prompt": "a red ball", "image_0": cat_a, "image_1": cat_b, "verdict": "1", "reasoning": reasoning},
+        {"prompt": "a box", "image_0": cat_a, "image_1": f"{IMAGES}/wide.png", "verdict": "tie"},
         {"prompt": "it rolls", "video_0": video, "video_1": video, "verdict": "2"},
         {"prompt": "What is 2 + 2?", "answer_0": "4", "answer_1": "5", "verdict": "1"},
-        {"prompt": "Which colour?", **red, "answer_0": "red", "answer_1": "blue", "verdict": "2"},
+        {"prompt": "Which color?", **red, "answer_0": "red", "answer_1": "blue", "verdict": "2"},
         {"prompt": "What shape?", **red, "answer_0": "circle", "answer_1": "box", "verdict": "1"},
-        {"messages": turns, "images": [cat_a, f"{SEE}/small.png"]},
-        {"messages": [say("user", "Say hello."), say("assistant", "Hello.")], "verdict": "1"},  # one entry
+        {"messages": turns, "images": [cat_a, f"{IMAGES}/small.png"]},
+        {"messages": hello, "verdict": "1"},  # a chat, since it has no prompt
     ]
 
 
@@ -57,8 +60,9 @@ def rows(tmp_path_factory) -> list[dict]:
 
 
 @pytest.fixture(scope="session")
-def judgements(rows, tmp_path_factory) -> str:
-    return write_jsonl(tmp_path_factory.mktemp("rows") / "judgements.jsonl", rows)
+def judged(rows, tmp_path_factory) -> str:
+    """These rows as a file: 8 rows, 14 examples."""
+    return write_jsonl(tmp_path_factory.mktemp("rows") / "judged.jsonl", rows)
 
 
 @pytest.fixture(scope="module")
@@ -67,37 +71,68 @@ def tiny_vl() -> tuple:
     return grm_sft.load_model(TINY, torch.float32).eval(), processor, processor.tokenizer
 
 
-def on(source: str) -> dict:
+def flags_for(source: str) -> dict:
     data = {"dataset": source, "eval_dataset": source, "eval_dataset_split": "train", "video_fps": 4.0}
     small = {"train_batch_size": 6, "micro_batch_tokens": 4096, "warmup_steps": 0, "learning_rate": 1e-4}
     return data | small | {"best_metric": "loss"}
 
 
 @pytest.fixture
-def grm(run, judgements):
-    return lambda **flags: run("grm_sft", **on(judgements) | flags)
+def grm(run, judged):
+    return lambda **flags: run("grm_sft", **flags_for(judged) | flags)
 
 
-def encode(tiny_vl, row: dict, entry: int = 0, share: bool = False, previous=None) -> grm_sft.Example:
-    return grm_sft.encode_row(ARGS, *tiny_vl[:2], row, entry, Path(), share, previous)
+def encode(tiny_vl, row: dict, example_id: int = 0, share_prompt=False, cache=None) -> grm_sft.Example:
+    cache = {} if cache is None else cache
+    return grm_sft.encode_row(ARGS, *tiny_vl[:2], row, example_id, Path(), share_prompt, cache)
+
+
+def load(tiny_vl, source: str, training: bool, split: str = "train", **flags) -> grm_sft.ExampleDataset:
+    return grm_sft.load_examples(replace(ARGS, **flags), source, split, *tiny_vl[:2], training)
+
+
+def assistant_tokens(tokenizer, ids: list[int]) -> list[bool]:
+    """The loss mask of a chat of the tiny model, from its tokens: from each header to the next EOS."""
+    header = tokenizer("<|im_start|>assistant\n")["input_ids"]
+    mask, inside = [], False
+    for t, token in enumerate(ids):
+        inside = inside or ids[max(0, t - len(header)) : t] == header
+        mask.append(inside)
+        inside = inside and token != tokenizer.eos_token_id
+    return mask
+
+
+@torch.no_grad()
+def expected_logprobs(tiny_vl, row: dict, swapped: bool) -> torch.Tensor:
+    """Log-probs of a row's trained tokens under the unmodified model, in one forward of the whole chat."""
+    model, processor, tokenizer = tiny_vl
+    chat, _, _ = grm_sft.build_chat(row, swapped)
+    messages = grm_sft.build_messages(ARGS, chat, Path(), tokenizer)
+    inputs = packing.encode_chat(processor, messages)
+    ids = inputs["input_ids"][0]
+    logits = model(**inputs).logits[0]
+    logits[:, packing.media_token_ids(model.config)] = -1e30
+    logprobs = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    return logprobs[assistant_tokens(tokenizer, ids.tolist())[1:]]
 
 
 # --- math ---
 
 
 def test_worked_examples():
-    assert grm_sft.next_token_loss(torch.tensor([-1.0, -3.0]), 8) == 0.5
-    assert [round(x, 3) for x in grm_sft.wilson_interval(9, 10)] == [0.596, 0.982]
-    assert grm_sft.wilson_interval(0, 5)[0] == 0 and grm_sft.wilson_interval(5, 5)[1] == 1
+    assert grm_sft.compute_sft_loss(torch.tensor([-1.0, -3.0]), 8) == 0.5
+    assert [round(x, 3) for x in grm_sft.wilson_interval(0.9, 10)] == [0.596, 0.982]
+    assert grm_sft.wilson_interval(0.0, 5)[0] == 0 and grm_sft.wilson_interval(1.0, 5)[1] == 1
 
 
-def test_an_epoch_sees_every_row_once_and_groups_stay_whole():
+def test_each_epoch_has_every_example_once_and_groups_stay_together():
     groups = [[0, 1, 2], [3], [4, 5], [6]]
-    epochs = [grm_sft.batch_entries(groups, 7 * e, 7, seed=1) for e in range(4)]
+    sample = grm_sft.sample_example_ids
+    epochs = [sample(groups, start=7 * e, count=7, seed=1) for e in range(4)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs) and len(set(map(tuple, epochs))) > 1
-    assert grm_sft.batch_entries(groups, 5, 12, seed=1) == epochs[0][5:] + epochs[1] + epochs[2][:3]
+    assert sample(groups, start=5, count=12, seed=1) == epochs[0][5:] + epochs[1] + epochs[2][:3]
     assert all([e[e.index(0) + i] for i in range(3)] == [0, 1, 2] for e in epochs)
-    assert any(grm_sft.batch_entries(groups, 0, 7, seed=s) != epochs[0] for s in (2, 3, 4))
+    assert any(sample(groups, start=0, count=7, seed=s) != epochs[0] for s in (2, 3, 4))
 
 
 # --- rows ---
@@ -110,257 +145,381 @@ UNREADABLE = [
 ]  # fmt: skip
 
 
-def test_verdicts_are_read_strictly_and_as_they_are_written():
-    assert [grm_sft.read_verdict(text) for text in UNREADABLE] == [None] * len(UNREADABLE)
+def test_verdicts_are_parsed_strictly():
+    assert [grm_sft.parse_verdict(text) for text in UNREADABLE] == [None] * len(UNREADABLE)
     for verdict in grm_sft.VERDICTS:
-        text = f"<think>x</think>{grm_sft.write_verdict(verdict, 'Video')} and so on"
-        assert grm_sft.read_verdict(text) == verdict
+        text = f"<think>x</think>{grm_sft.format_verdict(verdict, 'Video')} and so on"
+        assert grm_sft.parse_verdict(text) == verdict
 
 
-def test_sides_are_exchanged_everywhere(rows):
-    (one, *known), (other, *swapped) = (grm_sft.make_chat(rows[0], swap) for swap in (False, True))
-    assert known == ["Image", "1"] and swapped == ["Image", "2"]
-    assert other["images"] == one["images"][::-1] == [f"{SEE}/cat_b.png", f"{SEE}/cat_a.png"]
-    asked, said = (one["messages"][i]["content"] for i in (0, 1))
-    assert asked == other["messages"][0]["content"] == "a red ball\nImage 1: <image>\nImage 2: <image>"
-    thought = "<think>Image {} shows a ball, Image {} a box. The {} image fits.</think>"
-    end = "<answer>Image {} is better</answer>"
-    assert said == (thought + end).format(1, 2, "first", 1)
-    assert other["messages"][1]["content"] == (thought + end).format(2, 1, "second", 2)
-    tie = [grm_sft.make_chat(rows[1], swap)[0]["messages"][1]["content"] for swap in (False, True)]
-    assert tie == ["<answer>Both are equally good</answer>"] * 2
-    texts = [grm_sft.make_chat(rows[4], swap)[0]["messages"][0]["content"] for swap in (False, True)]
-    assert texts[0] == "<image>Which colour?\nAnswer 1: red\nAnswer 2: blue"
-    assert texts[1] == "<image>Which colour?\nAnswer 1: blue\nAnswer 2: red"
-    row = rows[0] | {"images": [f"{SEE}/wide.png"], "prompt": "change <image> to a ball"}
-    assert grm_sft.make_chat(row, True)[0]["images"] == [f"{SEE}/{x}.png" for x in ("wide", "cat_b", "cat_a")]
-    said = {"verdict": "1", "reasoning": "Image 2 shows 12, so ANSWER 1 is, First answer."}
-    turn = grm_sft.make_chat(rows[4] | said, True)[0]["messages"][1]["content"]  # the prompt's pictures stay
+def test_swapping_changes_candidates_verdict_and_reasoning(rows):
+    (original, *known), (swapped, *changed) = (grm_sft.build_chat(rows[0], x) for x in (False, True))
+    assert known == ["Image", "1"] and changed == ["Image", "2"]
+    assert swapped["images"] == original["images"][::-1] == [f"{IMAGES}/cat_b.png", f"{IMAGES}/cat_a.png"]
+    user, assistant = (original["prompt"][i]["content"] for i in (0, 1))
+    assert user == swapped["prompt"][0]["content"] == "a red ball\nImage 1: <image>\nImage 2: <image>"
+    template = "<think>Image {} shows a ball, Image {} a box. The {} image fits.</think>"
+    template += "<answer>Image {} is better</answer>"
+    assert assistant == template.format(1, 2, "first", 1)
+    assert swapped["prompt"][1]["content"] == template.format(2, 1, "second", 2)
+    ties = [grm_sft.build_chat(rows[1], x)[0]["prompt"][1]["content"] for x in (False, True)]
+    assert ties == ["<answer>Both are equally good</answer>"] * 2
+    texts = [grm_sft.build_chat(rows[4], x)[0]["prompt"][0]["content"] for x in (False, True)]
+    assert texts[0] == "<image>Which color?\nAnswer 1: red\nAnswer 2: blue"
+    assert texts[1] == "<image>Which color?\nAnswer 1: blue\nAnswer 2: red"
+    assert [grm_sft.build_chat(rows[4], x)[2] for x in (False, True)] == ["2", "1"]
+    row = rows[0] | {"images": [f"{IMAGES}/wide.png"], "prompt": "change <image> to a ball"}
+    images = [f"{IMAGES}/{name}.png" for name in ("wide", "cat_b", "cat_a")]
+    assert grm_sft.build_chat(row, True)[0]["images"] == images
+    reasoning = {"verdict": "1", "reasoning": "Image 2 shows 12, so ANSWER 1 is, First answer."}
+    turn = grm_sft.build_chat(rows[4] | reasoning, True)[0]["prompt"][1]["content"]  # images of the prompt
     assert turn.startswith("<think>Image 2 shows 12, so ANSWER 2 is, second answer.</think>")
-    text = rows[3] | {"answer_0": "<image><video>"}  # a candidate can't show pictures
-    assert "Answer 1: < image>< video>\n" in grm_sft.make_chat(text, False)[0]["messages"][0]["content"]
+    text = rows[3] | {"answer_0": "<image><video>"}  # a candidate can't refer to an image
+    assert "Answer 1: < image>< video>\n" in grm_sft.build_chat(text, False)[0]["prompt"][0]["content"]
 
 
-def test_easy_vqa_becomes_fair_pairs_of_one_kind():
+def test_easy_vqa_becomes_fair_pairs_of_one_type():
     row, verdicts = {"prompt": "what color?", "image": "x.png", "answer": "red"}, Counter()
     for i in range(300):
-        pair = grm_sft.make_pair(row, np.random.default_rng([1, i]))
-        sides = pair["answer_0"], pair["answer_1"]
-        assert sides[int(pair["verdict"]) - 1] == "red" == pair["reasoning"]
-        assert all(x in grm_sft.EASY_VQA_KINDS[2].split() for x in sides) and len({*sides}) == 2
+        pair = grm_sft.make_easy_vqa_pair(row, np.random.default_rng([1, i]))
+        candidates = pair["answer_0"], pair["answer_1"]
+        assert candidates[int(pair["verdict"]) - 1] == "red" == pair["reasoning"]
+        assert {*candidates} <= {*grm_sft.EASY_VQA_ANSWERS[2].split()} and len({*candidates}) == 2
         verdicts[pair["verdict"]] += 1
     assert 120 < verdicts["1"] < 180
 
 
-def test_rows_of_one_picture_form_a_group_in_both_orders(tiny_vl):
-    args = grm_sft.Args(train_samples=200)
-    load = lambda args, training: grm_sft.load_data(args, "easy-vqa", "train", *tiny_vl[:2], training)  # noqa: E731
-    data = load(args, True)
+def test_examples_that_share_an_image_form_a_group_in_both_orders(tiny_vl, monkeypatch):
+    monkeypatch.setattr(grm_sft, "EASY_VQA_ROWS", 200)
+    data = load(tiny_vl, "easy-vqa", training=True)
     assert len(sum(data.groups, [])) == len({*sum(data.groups, [])}) == 400 and len(data.groups) < 200
     for group in data.groups:
-        assert all(entry ^ 1 in group for entry in group)
-    held_out = load(grm_sft.Args(eval_samples=10, seed=1), False)
-    assert len(sum(held_out.groups, [])) == 20, "an evaluation always asks in both orders"
-    other = load(grm_sft.Args(eval_samples=10, seed=2), False)
-    entries = sum(held_out.groups, [])
-    truths = [[data.encode(entry).truth for entry in entries] for data in (held_out, other)]
-    assert truths[0] == truths[1], "the held-out sides do not depend on the seed"
+        assert {2 * (i // 2) for i in group} | {2 * (i // 2) + 1 for i in group} == {*group}
+    evaluations = [load(tiny_vl, "easy-vqa", training=False, eval_rows=10, seed=s) for s in (1, 2)]
+    ids = sum(evaluations[0].groups, [])
+    assert len(ids) == 20 and ids == sum(evaluations[1].groups, [])
+    labels = [[data.encode(i).label for i in ids] for data in evaluations]
+    assert labels[0] == labels[1], "the evaluation set does not depend on the seed"
 
 
-# --- label masks, token by token ---
+def test_all_rows_of_a_file_are_used(tiny_vl, tmp_path):
+    """1b599b4 kept 8,000 random rows."""
+    row = {"messages": [message("user", "a"), message("assistant", "b")]}
+    data = load(tiny_vl, write_jsonl(tmp_path / "many.jsonl", [row] * 8001), training=True)
+    assert data.groups == [[2 * i] for i in range(8001)]
 
 
-def trained(tiny_vl, row: dict, **how) -> list[list[str]]:
-    """The trained tokens of each sample."""
-    samples = encode(tiny_vl, row, **how).samples
-    return [tiny_vl[2].convert_ids_to_tokens(s.response_ids[s.start :].tolist()) for s in samples]
+# --- loss masks ---
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_masks(share, tiny_vl, rows):
-    want = "<think> red </think> <answer> Answer Ġ1 Ġis Ġbetter </answer>".split() + [END]
+def trained(tiny_vl, row: dict, **how) -> str:
+    """The trained tokens as text."""
+    example = encode(tiny_vl, row, **how)
+    return tiny_vl[2].decode(example.input_ids[example.loss_mask])
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+def test_assistant_turns_are_trained(share_prompt, tiny_vl, rows):
     row = rows[4] | {"verdict": "1", "reasoning": "red"}
-    (tokens,) = trained(tiny_vl, row, share=share)
-    assert "".join(tokens) == "".join(want) and tokens[0] == "<think>" and tokens[-2:] == ["</answer>", END]
-    chat = ["".join(part) for part in trained(tiny_vl, rows[6], share=share)]
-    assert chat == [f"<answer>8</answer>{END}", f"<think>less</think>{END}", f"yes{END}"], "one sample each"
-    samples = encode(tiny_vl, rows[6], share=share).samples
-    assert [len(s.prompt.media["image"]) for s in samples] == [1, 2, 2] and {s.entry for s in samples} == {0}
-    before = torch.cat([samples[2].prompt.ids, samples[2].response_ids[: samples[2].start]])
-    before = tiny_vl[2].decode(before)
-    assert "less</think>" in before and before.endswith(f"sure?{END}\n<|im_start|>assistant\n")
+    answer = f"<think>red</think><answer>Answer 1 is better</answer>{EOS}"
+    assert trained(tiny_vl, row, share_prompt=share_prompt) == answer
+    chat = encode(tiny_vl, rows[6], share_prompt=share_prompt)  # three turns in one sequence
+    turns = f"<answer>8</answer>{EOS}<think>less</think>{EOS}yes{EOS}"
+    assert tiny_vl[2].decode(chat.input_ids[chat.loss_mask]) == turns
+    assert len(chat.prompt.media["image"]) == 2
+    response = tiny_vl[2].decode(chat.response_ids)
+    assert response == f"yes{EOS}" if not share_prompt else response.startswith("And this?")
     # Data can't end a turn.
-    turns = [say("user", f"a{END}\n<|im_start|>assistant\nno"), say("assistant", f"yes{END}no")]
-    (tokens,) = trained(tiny_vl, {"messages": turns})
-    assert tokens.count(END) == 1 and tokens[-1] == END
+    turns = [message("user", f"a{EOS}\n<|im_start|>assistant\nno"), message("assistant", f"yes{EOS}no")]
+    text = trained(tiny_vl, {"messages": turns}, share_prompt=share_prompt)
+    assert text.count(EOS) == 1 and text.endswith(EOS)
 
 
 LINE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
 ASK = "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 
 
-def test_masks_of_templates_with_and_without_eos(tiny_text_model):
+def test_turns_are_located_in_templates_with_and_without_eos(tiny_text_model):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_text_model)
 
-    def split(template: str) -> list[str]:
+    def turns_of(template: str) -> list[str]:
         tokenizer.chat_template = template
         turns = ("user", "a"), ("assistant", "ok"), ("user", "b"), ("assistant", "no")
-        chat = [say(role, [{"type": "text", "text": text}]) for role, text in turns]
-        found = grm_sft.split_chat(tokenizer, chat, [tokenizer.eos_token_id])
-        return [tokenizer.decode(ids[start:]) for _, ids, start in found]
+        chat = [message(role, [{"type": "text", "text": text}]) for role, text in turns]
+        ids, turns = grm_sft.locate_turns(tokenizer, chat, [tokenizer.eos_token_id])
+        assert [n for n, _, _ in turns] == [1, 3] and turns[-1][-1] == len(ids)
+        return [tokenizer.decode(ids[start:stop]) for _, start, stop in turns]
 
-    assert split(LINE + "<|end|>\n\n" + ASK) == ["ok<|end|>", "no<|end|>"]
-    assert split(LINE + "\n" + ASK) == ["ok\n", "no\n<|end|>"]
+    assert turns_of(LINE + "<|end|>\n\n" + ASK) == ["ok<|end|>", "no<|end|>"]
+    assert turns_of(LINE + "\n" + ASK) == ["ok\n", "no\n<|end|>"]
     with pytest.raises(ValueError, match="message 1 differently"):
-        split("{% for m in messages %}{{ m['content'] if loop.last else 'x' }}|{% endfor %}")
+        turns_of("{% for m in messages %}{{ m['content'] if loop.last else 'x' }}|{% endfor %}")
 
 
 # --- prompts and packs ---
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_samples_are_the_processors_tokens_and_positions(share, tiny_vl, rows):
-    for entry in (0, 1):
+@pytest.mark.parametrize("share_prompt", [True, False])
+def test_examples_have_the_tokens_and_positions_of_the_processor(share_prompt, tiny_vl, rows):
+    for example_id in (0, 1):
         for row in rows:
-            sample = encode(tiny_vl, row, entry, share).samples[-1]
-            chat = grm_sft.to_messages(ARGS, grm_sft.make_chat(row, entry == 1)[0], Path(), tiny_vl[2])
-            inputs = packing.encode_chat(tiny_vl[1], chat)
-            ids = torch.cat([sample.prompt.ids, sample.response_ids])
-            assert ids.tolist() == inputs["input_ids"][0][: len(ids)].tolist()
-            assert len(inputs["input_ids"][0]) - len(ids) <= 1, "but for the newline after the last EOS"
-            pack = packing.build_pack([(0, [0])], {0: sample.prompt}, [sample.response_ids])
-            want = packing.make_prompt(tiny_vl[0], inputs).positions[..., : len(ids)]
-            assert torch.equal(pack.inputs["position_ids"].reshape(want.shape), want)
+            example = encode(tiny_vl, row, example_id, share_prompt)
+            chat = grm_sft.build_chat(row, swapped=example_id == 1)[0]
+            inputs = packing.encode_chat(tiny_vl[1], grm_sft.build_messages(ARGS, chat, Path(), tiny_vl[2]))
+            ids = example.input_ids.tolist()
+            assert ids == inputs["input_ids"][0][: len(ids)].tolist()
+            assert len(inputs["input_ids"][0]) - len(ids) <= 1, "except the newline after the last EOS"
+            assert example.loss_mask.tolist() == assistant_tokens(tiny_vl[2], ids)
+            pack = packing.build_pack([(0, [0])], {0: example.prompt}, [example.response_ids])
+            expected = packing.make_prompt(tiny_vl[0], inputs).position_ids[..., : len(ids)]
+            assert torch.equal(pack.model_inputs["position_ids"].reshape(expected.shape), expected)
 
 
-def test_what_begins_alike_goes_through_the_processor_once(tiny_vl, rows, monkeypatch):
+def test_equal_prompts_go_through_the_processor_once_in_any_order(tiny_vl, rows, monkeypatch):
     calls, encode_chat = [], packing.encode_chat
     monkeypatch.setattr(packing, "encode_chat", lambda *a, **k: calls.append(1) or encode_chat(*a, **k))
-    sample, keys = None, []
-    for row in (rows[4], rows[5], rows[4] | {"image": f"{SEE}/cat_a.png"}, rows[0]):
-        for entry in (0, 1):
-            (sample,) = encode(tiny_vl, row, entry, True, sample).samples
-            keys.append(sample.prompt_key)
-    assert len({*keys[:4]}) == 1 and keys[4] == keys[5] != keys[0] and len(calls) == 4
-    assert keys[6] != keys[7], "the order of pictures counts"
+    cache, keys = {}, []
+    for row in (rows[4], rows[4] | {"image": f"{IMAGES}/cat_a.png"}, rows[5], rows[0]):
+        for example_id in (0, 1):
+            keys.append(encode(tiny_vl, row, example_id, True, cache).prompt_key)
+    assert len({*keys[:2], *keys[4:6]}) == 1 and keys[2] == keys[3] != keys[0]
+    assert keys[6] != keys[7], "the order of images counts"
+    assert len(calls) == len(cache) == 4
 
 
 def make_judge() -> grm_sft.Judge:
     judge = grm_sft.Judge(grm_sft.load_model(TINY, torch.float32).eval())
-    packing.switch_attention(judge.model, "packed")
+    packing.set_attention(judge.model, "packed")
     return judge
 
 
 def make_run(judge, **known) -> grm_sft.Run:
-    """What packs_of and evaluate take of a run."""
-    known |= {"judge": torch.nn.ModuleDict({"module": judge}), "writer": judge.model, "device": "cpu"}
+    """The fields that iter_packs and evaluate use."""
+    known |= {"judge": torch.nn.ModuleDict({"module": judge}), "sampling_model": judge.model}
     return grm_sft.Run(**dict.fromkeys(grm_sft.Run.__dataclass_fields__) | known)
 
 
-def test_rows_of_one_picture_share_it_in_a_pack(tiny_vl, rows, judgements):
-    data = grm_sft.load_data(ARGS, judgements, "train", *tiny_vl[:2], True)
-    samples = grm_sft.load_samples(data, [8, 9, 10, 11])
-    (pack,) = grm_sft.packs_of(ARGS, make_run(make_judge(), train_data=data), samples)
+def test_packs_share_images_and_predict_the_trained_tokens(tiny_vl, rows, judged):
+    """Also of a conversation with images in later turns, whose first turns are in the shared prompt."""
+    judge = make_judge()
+    run = make_run(judge, train_data=load(tiny_vl, judged, training=True))
+    examples = grm_sft.gather_examples(run.train_data, [8, 9, 10, 11])  # one image
+    (pack,) = grm_sft.iter_packs(ARGS, run, examples)
     assert len(pack.media["image"]) == 1 and len(pack.response_index) == 4
-    own = [encode(tiny_vl, rows[e // 2], e, share=True).samples[0] for e in (8, 9, 10, 11)]
-    assert pack.inputs["input_ids"].numel() == own[0].prompt.length + sum(len(s.response_ids) for s in own)
-
-
-# --- judgements ---
-
-
-def test_judgements_and_soft_verdicts_are_those_of_the_plain_model(tiny_vl, rows):
-    plain, processor, tokenizer = tiny_vl
-    encoded = [encode(tiny_vl, rows[i], entry) for i in (0, 1, 2, 3, 4) for entry in (0, 1)]
-    judged = grm_sft.write_judgements(ARGS, make_judge().model, tokenizer, encoded)
-    bad = packing.media_token_ids(plain.config)
-    for row, record in zip(encoded, judged):
-        (sample,), sums = row.samples, []
-        greedy = {"do_sample": False, "max_new_tokens": 12, "suppress_tokens": bad}
-        ids = plain.generate(**sample.prompt.inputs, **greedy)[0, sample.prompt.length :]
-        assert record["response"] == tokenizer.decode(ids, skip_special_tokens=True)
-        assert (record["length"], record["truncated_frac"]) == (len(ids), ids[-1] != tokenizer.eos_token_id)
-        reasoning = record["response"].split("<answer>")[0]
-        texts = [reasoning + grm_sft.write_verdict(verdict, row.noun) for verdict in grm_sft.VERDICTS]
-        for ids in [sample.response_ids, *(torch.tensor(tokenizer(text)["input_ids"]) for text in texts)]:
-            pack = packing.plain_pack([(0, [0])], [sample.prompt], [ids])
+    num_tokens = examples[0].prompt.length + sum(len(example.response_ids) for example in examples)
+    assert pack.model_inputs["input_ids"].numel() == num_tokens
+    examples = grm_sft.gather_examples(run.train_data, sum(run.train_data.groups, []))
+    expected = {
+        x.example_id: expected_logprobs(tiny_vl, rows[x.example_id // 2], x.example_id % 2 == 1)
+        for x in examples
+    }
+    for packed in ("packed", "unpacked"):
+        if packed == "unpacked":
+            packing.set_attention(judge.model, "sdpa")
+        for pack in grm_sft.iter_packs(replace(ARGS, micro_batch_tokens=600), run, examples):
             with torch.no_grad():
-                sums.append(packing.response_logprobs(plain, pack)[0].double().sum().item())
-        assert record["loss"] == pytest.approx(-sums[0], abs=1e-3)
-        want = np.exp(np.array(sums[1:]) - np.logaddexp.reduce(sums[1:]))
-        assert [*record["probabilities"].values()] == pytest.approx(want, abs=1e-4)
+                logprobs = judge(pack)
+            ids = [examples[b].example_id for b in pack.response_index.tolist()]
+            torch.testing.assert_close(logprobs, torch.cat([expected[i] for i in ids]), atol=1e-4, rtol=0)
+            targets = [examples[b].input_ids[examples[b].loss_mask] for b in pack.response_index.tolist()]
+            assert torch.equal(pack.target_ids, torch.cat(targets))
 
 
-def record(truth, said, follows=None, soft=None, loss=6.0) -> dict:
-    known = truth is not None
-    return {
-        "accuracy": said == truth if known else None, "soft_accuracy": soft, "swap_consistency": follows,
-        "parse_rate": said is not None, "tie_rate": said == "tie", "length": 5, "truncated_frac": False,
-        "loss": loss, "tokens": 4,
-    }  # fmt: skip
+# --- judgments ---
 
 
-def test_metrics_of_hand_made_records():
-    records = [record("1", "1", True, True), record("2", "1", False, True), record("1", None, False)]
-    records += [record("tie", "tie", True, False), record(None, None, loss=2.0)]
-    metrics = grm_sft.judge_metrics(records)
-    assert metrics["eval/accuracy"] == 2 / 4 and metrics["eval/num_samples"] == 5
-    assert metrics["eval/swap_consistency"] == 2 / 4 and metrics["eval/soft_accuracy"] == 2 / 3
-    assert metrics["eval/parse_rate"] == 3 / 5 and metrics["eval/tie_rate"] == 1 / 5
-    assert metrics["eval/loss"] == 26 / 20
-    assert (metrics["eval/accuracy_low"], metrics["eval/accuracy_high"]) == grm_sft.wilson_interval(2, 4)
-    assert "eval/accuracy" not in grm_sft.judge_metrics(records[-1:])
+@pytest.fixture
+def write(tiny_vl, monkeypatch):
+    """Make the model write given texts, one per prompt."""
+
+    def write(*texts: str) -> None:
+        def generate(prompts: list, max_tokens: int, temperature: float, **how) -> list[packing.Response]:
+            assert max_tokens == ARGS.micro_batch_tokens and temperature == 0 and len(prompts) == len(texts)
+            ids = [torch.tensor(tiny_vl[2](text)["input_ids"]) for text in texts]
+            return [packing.Response(x, torch.zeros(len(x)), truncated=False) for x in ids]
+
+        monkeypatch.setattr(decoding, "generate", generate)
+
+    return write
 
 
-JUDGES = [(["1", "2"], True), (["1", "1"], False), (["tie", "tie"], True), ([None, None], False)]
+@torch.no_grad()
+def sum_logprob(model, prompt: packing.Prompt, ids: list[int] | torch.Tensor) -> float:
+    pack = packing.build_unpacked([(0, [0])], {0: prompt}, [torch.as_tensor(ids)])
+    return packing.response_logprobs(model, pack)[0].double().sum().item()
 
 
-@pytest.mark.parametrize("said, consistent", JUDGES)
-def test_both_orders_are_judged(said, consistent, tiny_vl, rows, tmp_path, monkeypatch):
-    args, source = grm_sft.Args(), write_jsonl(tmp_path / "pairs.jsonl", rows[:1])
-    data = grm_sft.load_data(args, source, "train", *tiny_vl[:2], False)
+def softmax_over_verdicts(tiny_vl, example: grm_sft.Example, reasoning: str) -> list[float]:
+    texts = [reasoning + grm_sft.format_verdict(verdict, example.noun) for verdict in grm_sft.VERDICTS]
+    sums = [sum_logprob(tiny_vl[0], example.prompt, tiny_vl[2](text)["input_ids"]) for text in texts]
+    return torch.tensor(sums).softmax(0).tolist()
 
-    def write(args, model, tokenizer, given):
-        assert [row.truth for row in given] == ["1", "2"]
-        found = [record(row.truth, verdict) for row, verdict in zip(given, said)]
-        return [x | {"verdict": verdict, "response": verdict, "row": 0} for x, verdict in zip(found, said)]
 
-    monkeypatch.setattr(grm_sft, "write_judgements", write)
-    metrics, records = grm_sft.evaluate(args, make_run(make_judge(), eval_data=data))
-    assert metrics["eval/swap_consistency"] == consistent and metrics["eval/num_samples"] == 1
-    assert metrics["eval/accuracy"] == (said[0] == "1")
-    assert records[0]["swapped_response"] == said[1] and records[0]["row"] == 0
+def test_judgments_are_those_of_the_unmodified_model(tiny_vl, rows):
+    model, _, tokenizer = tiny_vl
+    examples = [encode(tiny_vl, rows[i], x) for i in (0, 1, 2, 3, 4) for x in (0, 1)]
+    examples.append(encode(tiny_vl, rows[6], 12))
+    judgments = grm_sft.judge_examples(ARGS, make_judge().model, tokenizer, examples)
+    suppressed = packing.media_token_ids(model.config)
+    for example, judgment in zip(examples, judgments, strict=True):
+        P = example.prompt.length
+        ids = model.generate(
+            **example.prompt.inputs, do_sample=False, max_new_tokens=12, suppress_tokens=suppressed
+        )[0, P:]
+        assert judgment.response == tokenizer.decode(ids, skip_special_tokens=True)
+        assert judgment.length == len(ids) and judgment.truncated == (ids[-1] != tokenizer.eos_token_id)
+        loss = -sum_logprob(model, example.prompt, example.response_ids)
+        assert judgment.loss == pytest.approx(loss, abs=1e-3)
+        assert judgment.num_tokens == len(example.response_ids) and judgment.example_id == example.example_id
+    assert (judgments[-1].label, judgments[-1].verdict, judgments[-1].probabilities) == (None, None, {})
+
+
+def test_soft_verdicts_follow_the_own_reasoning(tiny_vl, rows, write):
+    """Probabilities of the verdicts given what the model has written before its answer."""
+    examples = [encode(tiny_vl, rows[4], x) for x in (0, 1)]
+    reasonings = ["<think>red</think>", "<think>Answer 2 is better, Answer 2 is better</think>"]
+    write(*[f"{reasoning}<answer>Answer 2 is better</answer>{EOS}" for reasoning in reasonings])
+    judgments = grm_sft.judge_examples(ARGS, make_judge().model, tiny_vl[2], examples)
+    for example, judgment, reasoning in zip(examples, judgments, reasonings):
+        found = list(judgment.probabilities.values())
+        assert found == pytest.approx(softmax_over_verdicts(tiny_vl, example, reasoning), abs=1e-4)
+        assert np.abs(np.subtract(found, softmax_over_verdicts(tiny_vl, example, ""))).max() > 0.01
+    assert [x.verdict for x in judgments] == ["2", "2"] and [x.label for x in judgments] == ["2", "1"]
+
+
+def test_soft_accuracy_counts_the_likeliest_verdict(tiny_vl, rows, write, monkeypatch):
+    examples = [encode(tiny_vl, rows[4], x) for x in (0, 1)]  # labels 2, 1
+    write("no", "no")
+    logprobs = [torch.tensor([-7.0, -3.0, -1.0, -2.0]), torch.tensor([-1.0, -4.0, -5.0, -3.5])]
+    monkeypatch.setattr(grm_sft, "sum_logprobs", lambda *given: logprobs)
+    judgments = grm_sft.judge_examples(ARGS, None, tiny_vl[2], examples)
+    assert judgments[0].probabilities["1"] == pytest.approx(math.exp(-2) / (math.exp(-2) + 1 + math.exp(-1)))
+    assert [x.loss for x in judgments] == [7.0, 1.0]
+    assert [grm_sft.judge_metrics([x], [])["eval/soft_accuracy"] for x in judgments] == [1, 0]
+
+
+def test_reasoning_may_grow_when_it_is_tokenized_again(tiny_vl, rows, write, monkeypatch):
+    """Bytes that form no character decode to replacement characters of three tokens each."""
+    example = encode(tiny_vl, rows[3])
+    args = replace(ARGS, max_length=len(example.input_ids), micro_batch_tokens=len(example.input_ids))
+    monkeypatch.setattr(ARGS, "micro_batch_tokens", args.micro_batch_tokens)
+    write("\ufffd" * 12)
+    (judgment,) = grm_sft.judge_examples(args, make_judge().model, tiny_vl[2], [example])
+    assert math.isfinite(judgment.loss) and sum(judgment.probabilities.values()) == pytest.approx(1)
+
+
+def make_judgment(example_id: int, label: str | None, verdict: str | None, **other) -> grm_sft.Judgment:
+    soft = {} if label is None else dict.fromkeys(grm_sft.VERDICTS, 0.2) | {other.pop("soft", "1"): 0.6}
+    known = {"columns": {"verdict": "1"}, "response": f"writes {verdict}", "length": 5, "truncated": False}
+    known |= {"loss": 6.0, "num_tokens": 4, "probabilities": soft}
+    return grm_sft.Judgment(**known | other, example_id=example_id, label=label, verdict=verdict)
+
+
+@pytest.fixture
+def evaluate(tiny_vl, rows, tmp_path, monkeypatch):
+    """Evaluate a pair whose first candidate is better, and a chat, with given verdicts of the pair."""
+    source = write_jsonl(tmp_path / "rows.jsonl", [rows[0], rows[7]])
+    data = load(tiny_vl, source, training=False)
+
+    def evaluate(*verdicts) -> tuple[dict, list[dict]]:
+        def judge(args, model, tokenizer, examples) -> list[grm_sft.Judgment]:
+            assert [x.label for x in examples] == ["1", "2", None]
+            soft = [verdict or "tie" for verdict in verdicts]
+            judgments = [make_judgment(i, str(i + 1), x, soft=soft[i]) for i, x in enumerate(verdicts)]
+            return [*judgments, make_judgment(2, None, None, loss=2.0, length=8)]
+
+        monkeypatch.setattr(grm_sft, "judge_examples", judge)
+        return grm_sft.evaluate(ARGS, make_run(make_judge(), eval_data=data))
+
+    return evaluate
+
+
+# verdicts in both orders: accuracy, swap consistency, parse rate, tie rate
+VERDICTS = {("1", "2"): (1, 1, 1, 0), ("1", "1"): (0.5, 0, 1, 0), ("2", "1"): (0, 1, 1, 0)}
+VERDICTS |= {("tie", "tie"): (0, 1, 1, 1), (None, None): (0, 0, 0, 0), ("1", None): (0.5, 0, 0.5, 0)}
+
+
+@pytest.mark.parametrize("verdicts", VERDICTS)
+def test_both_orders_count_and_chats_have_no_verdict(verdicts, evaluate):
+    """With 1b599b4, a judge that always answers "1" had accuracy 1 here."""
+    metrics, records = evaluate(*verdicts)
+    accuracy, *others = VERDICTS[verdicts]
+    names = ("eval/swap_consistency", "eval/parse_rate", "eval/tie_rate")
+    assert metrics["eval/accuracy"] == metrics["eval/soft_accuracy"] == accuracy
+    assert [metrics[name] for name in names] == others
+    interval = metrics["eval/accuracy_low"], metrics["eval/accuracy_high"]
+    assert interval == grm_sft.wilson_interval(accuracy, 1), "one pair"
+    assert metrics["eval/loss"] == 14 / 12 and metrics["eval/length"] == 6 and metrics["eval/num_rows"] == 2
+    pair, chat = records
+    assert (pair["row"], pair["verdict"], pair["predicted_verdict"]) == (0, "1", verdicts[0])
+    assert pair["accuracy"] == (verdicts[0] == "1") and pair["swapped_response"] == f"writes {verdicts[1]}"
+    assert chat["row"] == 1 and chat["accuracy"] is None and "swap_consistency" not in chat
+    assert "eval/accuracy" not in grm_sft.judge_metrics([make_judgment(2, None, None)], [chat])
 
 
 # --- runs ---
 
 
-def test_a_run_learns_and_keeps_its_best(grm, monkeypatch, capsys):
-    judge_metrics, values = grm_sft.judge_metrics, iter([0.1, 0.9, 0.3])
-    changed = lambda records: judge_metrics(records) | {"eval/accuracy": next(values)}  # noqa: E731
+@pytest.mark.parametrize("micro_batch_tokens", [4096, 700])
+def test_the_loss_is_the_mean_over_the_trained_tokens_of_the_step(
+    micro_batch_tokens, grm, tiny_vl, rows, monkeypatch, capsys
+):
+    """Compared with the unmodified model, whatever the packs; the last pack ends the optimizer step."""
+    boundaries, init = [], grm_sft.init_deepspeed_engine
+
+    def spy(*args, **keywords):
+        engine = init(*args, **keywords)
+        set_boundary = engine.set_gradient_accumulation_boundary
+        engine.set_gradient_accumulation_boundary = lambda x: boundaries.append(x) or set_boundary(x)
+        return engine
+
+    monkeypatch.setattr(grm_sft, "init_deepspeed_engine", spy)
+    sizes = {"max_length": 700, "micro_batch_tokens": micro_batch_tokens}
+    run_dir = grm(total_steps=1, train_batch_size=14, eval_dataset=None, **sizes)
+    (metrics,) = metrics_of(run_dir)
+    logprobs = [
+        expected_logprobs(tiny_vl, row, x) for row in rows for x in (False, True)[: 1 + ("prompt" in row)]
+    ]
+    num_tokens = sum(map(len, logprobs))
+    assert metrics["train/trained_tokens"] == num_tokens and metrics["train/rows_skipped"] == 0
+    assert metrics["loss/sft"] == pytest.approx(-sum(x.sum().item() for x in logprobs) / num_tokens, abs=1e-4)
+    assert boundaries == [False] * (len(boundaries) - 1) + [True]
+    assert (len(boundaries) > 1) == (micro_batch_tokens == 700)
+    assert "8 rows, 14 examples" in capsys.readouterr().out
+
+
+BEST = {"accuracy": [0.1, 0.9, 0.3], "loss": [5.0, 1.0, 3.0]}  # before the first step, after steps 2 and 4
+
+
+@pytest.mark.parametrize("best_metric", BEST)
+def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch, capsys):
+    judge_metrics, values = grm_sft.judge_metrics, iter(BEST[best_metric])
+    changed = lambda *given: judge_metrics(*given) | {f"eval/{best_metric}": next(values)}  # noqa: E731
     monkeypatch.setattr(grm_sft, "judge_metrics", changed)
-    flags = {"total_steps": 4, "eval_steps": 2, "learning_rate": 2e-3, "best_metric": "accuracy"}
-    folder = grm(**flags, train_batch_size=14, track="tensorboard")
-    first, *steps = metrics_of(folder)
+    flags = {"total_steps": 4, "eval_steps": 2, "learning_rate": 2e-3, "best_metric": best_metric}
+    run_dir = grm(**flags, train_batch_size=14, track="tensorboard")
+    first, *steps = metrics_of(run_dir)
     assert [m["train/step"] for m in steps] == [1, 2, 3, 4]
-    assert steps[-1]["loss/sft"] < 0.8 * steps[0]["loss/sft"] and steps[-1]["eval/loss"] < first["eval/loss"]
-    kept = {n: weights_of(folder / f"checkpoint-{n}") for n in ("2", "4", "best")}
-    assert conftest.largest_difference(kept["best"], kept["2"]) == 0
-    assert conftest.largest_difference(kept["best"], kept["4"]) > 0
-    assert not (folder / "checkpoint-best/state").exists()
-    moved = {n for n, w in kept["2"].items() if not torch.equal(w, weights_of(Path(TINY))[n])}
+    assert steps[-1]["loss/sft"] < 0.8 * steps[0]["loss/sft"]
+    assert best_metric == "loss" or steps[-1]["eval/loss"] < first["eval/loss"]
+    saved = {n: weights_of(run_dir / f"checkpoint-{n}") for n in ("2", "4", "best")}
+    assert conftest.largest_difference(saved["best"], saved["2"]) == 0
+    assert conftest.largest_difference(saved["best"], saved["4"]) > 0
+    assert not (run_dir / "checkpoint-best/state").exists()
+    initial = weights_of(Path(TINY))
+    moved = {name for name, w in saved["2"].items() if not torch.equal(w, initial[name])}
     assert moved and not any("visual" in name for name in moved), "the vision tower is frozen"
-    sample = read_jsonl(folder / "samples.jsonl")[0]
-    assert {"phase", "prompt", "response", "swapped_response", "truth", "verdict"} <= sample.keys()
-    steps, texts = conftest.tensorboard_of(folder)
-    assert steps == [0, 1, 2, 3, 4] and [*texts["samples/eval"]] == [0, 2, 4]
-    assert all(f"    {key}: " in texts["samples/eval"][4] for key in ("prompt", "swapped_response"))
-    assert "packed = unmodified model within" in capsys.readouterr().out
+    record = read_jsonl(run_dir / "samples.jsonl")[0]
+    assert {"phase", "prompt", "response", "swapped_response", "predicted_verdict"} <= record.keys()
+    steps, texts = conftest.tensorboard_of(run_dir)
+    assert steps == [0, 1, 2, 3, 4] and [*texts["samples"]] == [0, 2, 4]
+    assert all(f"    {key}: " in texts["samples"][4] for key in ("prompt", "swapped_response"))
+    assert "packing enabled" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_training_does_not_depend_on_ranks_or_zero(grm, start, tmp_path, judgements):
-    flags = on(judgements) | {"train_batch_size": 14}
+def test_training_does_not_depend_on_ranks_or_zero(grm, start, tmp_path, judged):
+    flags = flags_for(judged) | {"train_batch_size": 14}
     one = grm(run_name="one", train_batch_size=14)
     for zero in (0, 2, 3):
         name = f"zero{zero}"
@@ -369,37 +528,44 @@ def test_training_does_not_depend_on_ranks_or_zero(grm, start, tmp_path, judgeme
         assert_same_run(one, tmp_path / "runs" / name, 1e-4, of_weights=1e-4)
 
 
-# --- what is wrong ---
+# --- invalid input ---
 
 
-def test_rows_that_can_not_be_used_are_left_out_and_named(grm, rows, tmp_path, capsys):
+def test_rows_that_can_not_be_used_are_skipped_and_counted(grm, rows, tmp_path, capsys):
     bad = [
         rows[3] | {"verdict": "3"}, rows[0] | {"image_1": "nope.png"}, rows[3] | {"prompt": "long " * 900},
-        {"messages": [say("user", "<image>?"), say("assistant", "a")]}, {"messages": [say("user", "hello")]},
-        {"prompt": "no sides", "verdict": "1"},
+        {"messages": [message("user", "<image>?"), message("assistant", "a")]},
+        {"messages": [message("user", "hello")]}, {"prompt": "no candidates", "verdict": "1"},
     ]  # fmt: skip
-    folder = grm(dataset=write_jsonl(tmp_path / "bad.jsonl", rows + bad), total_steps=1, train_batch_size=24)
-    assert metrics_of(folder)[-1]["rollout/prompts_dropped"] == 10
-    told, found = capsys.readouterr()
-    for number, word in zip((8, 9, 10, 11, 13), ("verdict", "nope.png", "max-length", "places", "candid")):
-        assert f"row {number} is left out" in found and word in found, (number, word, found)
-    assert ": 24 rows" in told
+    source = write_jsonl(tmp_path / "bad.jsonl", rows + bad)
+    run_dir = grm(dataset=source, total_steps=1, train_batch_size=24)
+    assert metrics_of(run_dir)[-1]["train/rows_skipped"] == 6
+    captured = capsys.readouterr()
+    for row, word in zip(
+        range(8, 14), ("verdict", "nope.png", "max-length", "marker", "assistant", "candid")
+    ):
+        (line, *_) = [x for x in captured.err.splitlines() if f"row {row} is skipped" in x]
+        assert word in line, line
+    assert "14 rows, 24 examples" in captured.out
 
 
 CASES = {
     "micro batch": (["--micro-batch-tokens"], {"micro_batch_tokens": 100}),
-    "best metric": (["--best-metric", "eval/accuracy"], {"best_metric": "nope"}),
-    "all rows bad": (["no row can be used"], {"dataset": [{"prompt": "a", "verdict": "1"}]}),
+    "best metric": (["--best-metric", "accuracy"], {"best_metric": "accuracy", "eval_dataset": "chats"}),
+    "no rows": (["all rows are skipped"], {"dataset": "bad"}),
+    "counts": (["--generation-batch-size (0)"], {"generation_batch_size": 0}),
+    "columns": (["columns", "verdict"], {"dataset": "columns"}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_ends_with_one_sentence(case, argv, judgements, tmp_path, capsys):
+def test_invalid_input_ends_with_one_sentence(case, argv, judged, rows, tmp_path, capsys):
     words, flags = CASES[case]
-    if isinstance(flags.get("dataset"), list):
-        flags = flags | {"dataset": write_jsonl(tmp_path / "rows.jsonl", flags["dataset"])}
+    files = {"chats": [rows[7]], "bad": [{"prompt": "a", "verdict": "1"}], "columns": [{"text": "a"}]}
+    names = {name: write_jsonl(tmp_path / f"{name}.jsonl", files[name]) for name in files}
+    flags = flags_for(judged) | {name: names.get(value, value) for name, value in flags.items()}
     with pytest.raises(SystemExit) as stopped:
-        grm_sft.main(cli(grm_sft.Args, args=argv("grm_sft", **on(judgements) | flags)))
+        grm_sft.main(cli(grm_sft.Args, args=argv("grm_sft", **flags)))
     assert stopped.value.code == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
     assert all(word in line for word in words), line
@@ -419,7 +585,7 @@ def convert(tmp_path, *names: str, seed: int = 0) -> list[dict]:
 def test_data_sets_are_converted(tmp_path, tiny_vl):
     hpd = convert(tmp_path, "hpdv3.json")
     preferred = [row[f"image_{int(row['verdict']) - 1}"] for row in hpd]
-    assert preferred == [f"{SEE}/{name}.png" for name in ("cat_a", "small", "cat_b", "wide")]
+    assert preferred == [f"{IMAGES}/{name}.png" for name in ("cat_a", "small", "cat_b", "wide")]
     assert len({tuple(r["verdict"] for r in convert(tmp_path, "hpdv3.json", seed=s)) for s in range(5)}) > 1
     assert hpd[0]["prompt"].endswith("Prompt: a red ball")
     cot = convert(tmp_path, "imagegen_cot.json")
@@ -429,7 +595,7 @@ def test_data_sets_are_converted(tmp_path, tiny_vl):
     assert [row["verdict"] for row in omni] == ["1", "tie", "2", "tie", "1", "2"]
     assert omni[0]["prompt"].endswith("Prompt: a ball\nIt should be red.")
     for row in hpd + omni:
-        assert encode(tiny_vl, row).truth == row["verdict"]
+        assert encode(tiny_vl, row).label == row["verdict"]
 
 
 @pytest.fixture
