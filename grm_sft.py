@@ -53,7 +53,6 @@ import tyro
 from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import decoding, packing, packing_check
 from common.packing import Prompt, PromptInfo
@@ -374,7 +373,7 @@ def check_args(args: Args) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """Print an error that says what is wrong, where, and what to do; exit with code 2."""
+    """Exit with code 2 and a message: what is wrong, where, and what to do."""
     tqdm.write(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -525,7 +524,7 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
 def group_examples(rows, indices: list[int], is_easy_vqa: bool) -> list[list[int]]:
     """Example ids of some rows, grouped by the paths of the images and videos that they share."""
     media_columns = ("image", "images", "video", "videos")
-    columns = [name for name in ("prompt", "verdict") if name in rows.column_names]
+    columns = [name for name in ("prompt", "messages", "verdict") if name in rows.column_names]
     for name in media_columns:  # only paths: reading other columns would decode every image
         if re.match("(List|Value).*string", str(rows.features.get(name))):
             columns.append(name)
@@ -657,11 +656,16 @@ def build_chat(row: dict, swapped: bool) -> tuple[dict, str, str | None]:
     label      2
     """
     if not is_pair(row):
+        if not row.get("messages"):
+            raise ValueError("it has neither a prompt with a verdict nor messages")
         return row | {"prompt": row["messages"]}, "", None
-    types = [name for name in ("image", "video", "answer") if row.get(f"{name}_0") is not None]
     verdict = str(row["verdict"])
-    if not types or verdict not in VERDICTS:
-        raise ValueError(f"a pair needs two candidates and a verdict 1, 2 or tie, not {verdict}")
+    if verdict not in VERDICTS:
+        raise ValueError(f"its verdict must be 1, 2 or tie, not {verdict}")
+    names = ("image", "video", "answer")
+    types = [name for name in names if row.get(f"{name}_0") is not None and row.get(f"{name}_1") is not None]
+    if not types:
+        raise ValueError("it has no two candidates, for example answer_0 and answer_1")
     candidate_type = types[0]
     noun = candidate_type.capitalize()
     candidates = [row[f"{candidate_type}_0"], row[f"{candidate_type}_1"]]
@@ -707,37 +711,34 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     a marker go to the front of the first user message. In assistant messages a marker is text,
     because chat templates accept media from users only.
 
-    {"prompt": "Is <image> red?", "image": "a.png"} -> one user message with the parts
-    {"type": "text", "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}
+    {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
+    "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
     """
     chat = row.get("prompt") or row.get("messages")
     if not chat:
         raise ValueError("its prompt is empty")
     if isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
-    media = {}  # sources by type, in order of their markers
+    media = {}  # type -> sources, in order of their markers
     for name in ("image", "video"):
         sources = row.get(name) or row.get(f"{name}s") or []
         media[name] = list(sources) if isinstance(sources, list) else [sources]
 
-    # 1. Each message becomes one text: typed parts turn into markers, and their media join the row's.
+    # Each message becomes one text with markers. Media of typed parts join those of the columns.
     roles = [message["role"] for message in chat]
     texts = []
     for message in chat:
         parts = message["content"] or ""
         if isinstance(parts, str):
             parts = [{"type": "text", "text": parts}]
-        text = ""
+        texts.append("")
         for part in parts:
             name = part["type"]
-            if name != "text" and name not in media:
+            if name not in ("text", "image", "video"):
                 raise ValueError(f"content of type {name} is not supported")
-            text += part["text"] if name == "text" else f"<{name}>"
-            if name in media and part.get(name) is not None:
+            texts[-1] += part["text"] if name == "text" else f"<{name}>"
+            if name != "text" and part.get(name) is not None:
                 media[name].append(part[name])
-        texts.append(text)
-
-    # 2. Media without markers get theirs.
     for name, sources in media.items():
         marker = f"<{name}>"
         count = sum(text.count(marker) for role, text in zip(roles, texts) if role != "assistant")
@@ -747,7 +748,7 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
         elif count != len(sources):
             raise ValueError(f"{count} {marker} markers, but {len(sources)} {name}s")
 
-    # 3. Each text is split at its markers.
+    # Each text is split at its markers, which are replaced with the media.
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     unread = {name: iter(sources) for name, sources in media.items()}
     messages = []
@@ -942,10 +943,17 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
     """Generate a judgment per example, and score its verdicts and the example's own response.
 
     p(verdict) = softmax over verdicts of log p(own reasoning, verdict | prompt)"""
-    eos_ids = get_eos_ids(model, tokenizer)
     prompts = [example.prompt for example in examples]
-    generated = generate_greedily(args, model, prompts, eos_ids)  # (R,) each
-    texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
+    generated = decoding.generate(
+        model=model,
+        prompts=prompts,
+        num_samples=1,
+        max_length=args.max_response_length,
+        eos_ids=get_eos_ids(model, tokenizer),
+        temperature=0.0,
+        max_tokens=args.micro_batch_tokens,
+    )
+    texts = tokenizer.batch_decode([x.token_ids for x in generated], skip_special_tokens=True)
     responses = []  # per prompt: the example's response, then for a pair one response per verdict
     for example, text in zip(examples, texts):
         responses.append([example.response_ids])
@@ -964,8 +972,8 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
                 label=example.label,
                 columns=example.columns,
                 response=texts[i],
-                length=len(generated[i]),
-                truncated=int(generated[i][-1]) not in eos_ids,
+                length=len(generated[i].token_ids),
+                truncated=generated[i].truncated,
                 verdict=None if example.label is None else parse_verdict(texts[i]),
                 probabilities=dict(zip(VERDICTS, logprobs[i][1:].softmax(0).tolist())),
                 loss=-float(logprobs[i][0]),
@@ -973,31 +981,6 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
             )
         )
     return judgments
-
-
-def generate_greedily(args: Args, model, prompts: list[Prompt], eos_ids: list[int]) -> list[Tensor]:
-    """The most likely tokens (R,) after each prompt, up to an EOS or the length limit."""
-    max_length = args.max_response_length
-    if not packing.is_packed(model):
-        responses = decoding.generate_unpacked(model, prompts, 1, max_length, eos_ids, temperature=0.0)
-        return [response.token_ids for response in responses]
-    decoder = decoding.Decoder(model, prompts, num_samples=1, max_tokens=args.micro_batch_tokens)
-    tokens = [[] for _ in prompts]
-    active = list(range(len(prompts)))  # unfinished responses
-    for t in range(max_length):
-        token = decoding.next_logprobs(model, decoder.hidden, temperature=1.0).argmax(-1)  # (active,)
-        for i, token_id in zip(active, token.tolist()):
-            tokens[i].append(token_id)
-        unfinished = [k for k, i in enumerate(active) if tokens[i][-1] not in eos_ids]
-        if not unfinished or t + 1 == max_length:
-            break
-        if len(unfinished) < len(active):  # finished responses leave the batch
-            active = [active[k] for k in unfinished]
-            indices = torch.tensor(unfinished, device=token.device)
-            token = token[indices]
-            decoder.select(indices)
-        decoder.step(token)
-    return [torch.tensor(ids) for ids in tokens]
 
 
 def sum_logprobs(
@@ -1085,25 +1068,24 @@ class Judge(nn.Module):
         return logprobs
 
 
-def load_model(name: str, dtype: torch.dtype):
+def load_model(source: str, dtype: torch.dtype):
     """Load a vision-language or text model, depending on its config, without dropout."""
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(source)
         auto_class = transformers.AutoModelForCausalLM
         if hasattr(config, "vision_config"):
             auto_class = transformers.AutoModelForImageTextToText
         # SDPA silently ignores softcapping of attention scores (Gemma 2).
         softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
         attention = None if softcap is None else "eager"
-        model = auto_class.from_pretrained(name, dtype=dtype, attn_implementation=attention)
+        model = auto_class.from_pretrained(source, dtype=dtype, attn_implementation=attention)
     except Exception as error:
-        fail(f"can't load the model {name}: {error}")
-    # Checkpointed layers train in training mode, see set_checkpointing, but without dropout.
+        fail(f"can't load the model {source}: {error}")
+    # Layers that gradient checkpointing puts in training mode must not apply dropout.
     for module in model.modules():
-        for attribute, value in list(vars(module).items()):
-            is_dropout = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
-            if is_dropout and isinstance(value, float):
-                setattr(module, attribute, 0.0)
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
     return model
 
 
@@ -1119,11 +1101,11 @@ def add_lora(args: Args, model) -> None:
 
 @torch.no_grad()
 def iter_full_weights(model, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights as a checkpoint has them: unsharded, with LoRA merged. Call on all ranks.
+    """Names and weights of the model, unsharded and with LoRA merged. Call on all ranks.
 
     LoRA is merged into copies, W + alpha / rank * B A: merging in place and undoing it would change
-    bf16 weights by rounding. Tied weights appear under each of their names. trainable_only: skip
-    what training does not change."""
+    bf16 weights by rounding. Tied weights appear under each of their names. trainable_only: only
+    weights that training changes."""
     import deepspeed
 
     lora_layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
@@ -1218,9 +1200,13 @@ def init_deepspeed_engine(
             num_training_steps=total_updates,
             scheduler_specific_kwargs={"min_lr_rate": args.min_lr_ratio},
         )
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     engine, _, _, _ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, lr_scheduler=schedule, dist_init_required=False
     )
+    # DeepSpeed before 0.19.2 rounds buffers to bf16, among them the frequencies of RoPE.
+    for name, buffer in module.named_buffers():
+        buffer.data = buffers[name].to(buffer.device)
     if optimizer is not None:
         # DeepSpeed's bf16 optimizer takes a dummy step at initialization; reset its step counters.
         for state in optimizer.state.values():
@@ -1231,11 +1217,12 @@ def init_deepspeed_engine(
 def set_checkpointing(module: nn.Module, enabled: bool) -> None:
     """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
 
-    The module itself is never in training mode: router noise or batch norm would make the trained
-    function differ from the one that sampled. But transformers checkpoints a layer only if the
-    layer's own training flag is True, and decoding needs it to be False."""
+    A model in training mode may be another function than the one that sampled (router noise, batch
+    norm), so it stays in eval mode. But transformers checkpoints only layers whose own training flag
+    is True, and such layers ignore the KV cache, which decoding needs."""
     for layer in module.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+        is_layer = isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer)
+        if is_layer and layer.gradient_checkpointing:
             layer.training = enabled
 
 

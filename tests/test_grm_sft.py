@@ -392,7 +392,7 @@ def test_soft_accuracy_counts_the_likeliest_verdict(tiny_vl, rows, write, monkey
     write("no", "no")
     logprobs = [torch.tensor([-7.0, -3.0, -1.0, -2.0]), torch.tensor([-1.0, -4.0, -5.0, -3.5])]
     monkeypatch.setattr(grm_sft, "sum_logprobs", lambda *given: logprobs)
-    judgments = grm_sft.judge_examples(ARGS, None, tiny_vl[2], examples)
+    judgments = grm_sft.judge_examples(ARGS, tiny_vl[0], tiny_vl[2], examples)
     assert judgments[0].probabilities["1"] == pytest.approx(math.exp(-2) / (math.exp(-2) + 1 + math.exp(-1)))
     assert [x.loss for x in judgments] == [7.0, 1.0]
     assert [grm_sft.judge_metrics([x], [])["eval/soft_accuracy"] for x in judgments] == [1, 0]
