@@ -104,9 +104,9 @@ class Args:
     eval_steps: int = 100  # Evaluation interval in steps; 0 evaluates at the start and the end only.
     eval_rows: int = 500  # Number of evaluation rows, a fixed random subset; 0 for all.
     generation_batch_size: int = 64  # Judgments generated in parallel on a rank.
-    max_response_length: int = 16  # Maximum tokens per judgment, including EOS; longer ones are truncated.
+    max_response_length: int = 16  # Maximum tokens per response, including EOS; longer ones are truncated.
+    # Evaluation metric that selects checkpoint-best.
     best_metric: Literal["accuracy", "soft_accuracy", "swap_consistency", "loss"] = "accuracy"
-    # ^ Evaluation metric that selects checkpoint-best.
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
     save_total_limit: int = 2  # Number of checkpoints to keep.
     track: Literal["off", "wandb", "tensorboard"] = "off"  # Experiment tracker to log to.
