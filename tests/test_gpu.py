@@ -139,14 +139,14 @@ def test_bf16_against_fp32(vqa, row, monkeypatch):
     for how, dtype in (("fp32", torch.float32), ("varlen", torch.bfloat16), ("SDPA", torch.bfloat16)):
         monkeypatch.setattr(attention, "_varlen_takes", lambda query, how=how: how == "varlen")
         model = rloo.load_model(args.model, dtype).to(DEVICE)
-        packing.switch_attention(model, "packed")
-        data = rloo.load_data(args, vqa, "train", model, processor)
+        packing.set_attention(model, "packed")
+        data = rloo.load_prompts(args, vqa, "train", model, processor)
         prompts = [data.encode(i) for i in range(len(data.rows))]
         never = torch.tensor(packing.media_token_ids(model.config))
         words = [prompt.ids[~torch.isin(prompt.ids, never)] for prompt in prompts]
         responses = [ids[: 5 + i % 9] for i, ids in enumerate(words)]
         groups = [(i, [i]) for i in range(len(prompts))]
-        (pack,) = packing.packs_of_rank(groups, prompts, data.encode, responses, 8192)
+        (pack,) = packing.iter_rank_packs(groups, prompts, data.encode, responses, 8192)
         logprobs, _ = packing.response_logprobs(model, pack.to(DEVICE))
         logprobs.mean().backward()
         gradient = torch.cat([p.grad.flatten().float() for p in model.parameters()])

@@ -21,7 +21,7 @@ from test_families import QWEN_VL, SEVEN, TEMPERATURE, build, folder_of, one_by_
 
 import rloo
 from common import attention, packing
-from common.packing import packs_of_rank, plan_packs, response_logprobs
+from common.packing import iter_rank_packs, plan_packs, response_logprobs
 
 EOS = 500
 # Windows, caps, sinks, blocks of pictures that see both ways, tiles, biases and factors of logits.
@@ -36,7 +36,7 @@ def batch_of(folder_of):  # noqa: F811
     def make(family: str) -> SimpleNamespace:
         model, processor = build(family)
         args, folder = rloo.Args(rewards=()), folder_of(family)
-        data = rloo.load_data(args, str(folder / "rows.jsonl"), "train", model, processor)
+        data = rloo.load_prompts(args, str(folder / "rows.jsonl"), "train", model, processor)
         prompts, groups, responses = [data.encode(i) for i in range(len(data.rows))], [], []
         lengths = [[5, 1, 2, 9, 3, 3, 1, 4], [4], [3, 3, 3], [1, 6], [2, 5, 1], [7]][: len(prompts)]
         for g, own in enumerate(lengths):
@@ -80,9 +80,9 @@ def packed(batch, max_tokens: int = 4096, is_packed: bool = True) -> tuple[list,
     packs, logprobs = [], [None] * len(batch.responses)
     given = batch.groups, batch.prompts, batch.encode, batch.responses, max_tokens
     batch.model.zero_grad()
-    for pack in packs_of_rank(*given, packed=is_packed):
+    for pack in iter_rank_packs(*given, packed=is_packed):
         logp, _ = response_logprobs(batch.model, pack, TEMPERATURE)
-        own = {b: logp[pack.owner == s] for s, b in enumerate(pack.response_index.tolist())}
+        own = {b: logp[pack.response_of_token == s] for s, b in enumerate(pack.response_index.tolist())}
         sum((loss_of(x, b, x) for b, x in own.items()), 0.0 * logp.sum()).backward()
         for b, x in own.items():
             logprobs[b] = x.detach()
@@ -116,7 +116,7 @@ def test_packed_equals_one_by_one(family, batch_of):
     *plain, packs = packed(batch, is_packed=False)
     assert len(packs) == len(batch.responses)
     assert_same(plain, expected)
-    packing.switch_attention(batch.model, "packed")
+    packing.set_attention(batch.model, "packed")
     *whole, packs = packed(batch)
     assert len(packs) == 1  # text, pictures, one of them twice, and a clip in one row
     assert_same(whole, expected)
@@ -130,7 +130,7 @@ def test_packed_equals_one_by_one(family, batch_of):
 def test_gradient_checkpointing(family, batch_of):
     batch, calls = batch_of(family), []
     expected = unpacked(batch)
-    packing.switch_attention(batch.model, "packed")
+    packing.set_attention(batch.model, "packed")
     batch.model.train()
     batch.model.gradient_checkpointing_enable()
     for name, module in batch.model.named_modules():
@@ -146,7 +146,7 @@ def test_each_picture_is_seen_once(family, batch_of):
     tower = getattr(batch.model.base_model, "visual", None) or batch.model.base_model.vision_tower
     first = lambda args, kwargs: next(filter(torch.is_tensor, [*args, *kwargs.values()]))  # noqa: E731
     tower.register_forward_pre_hook(lambda _, *given: seen.append(len(first(*given))), with_kwargs=True)
-    packing.switch_attention(batch.model, "packed")
+    packing.set_attention(batch.model, "packed")
     packed(batch)
     media = packing.media_of(batch.prompts)
     clips = [clip.inputs["pixel_values_videos"] for clip in media["video"]]
@@ -167,7 +167,7 @@ PLAIN = "warning: one response at a time, exact but slow, since this model can't
 
 
 def proof(batch, which=slice(None), max_tokens: int = 2048, max_length: int = 200) -> str:
-    return packing.enable_packing_if_exact(
+    return packing_check.enable_packing_if_exact(
         model=batch.model,
         forward=lambda pack: response_logprobs(batch.model, pack, TEMPERATURE)[0],
         prompts=batch.prompts[which],
@@ -197,9 +197,9 @@ def test_responses_that_see_each_other_are_found_out(family, batch_of, monkeypat
         assert line.startswith(PLAIN) and "nats from those of the unmodified model" in line
         assert not packing.is_packed(batch.model)
         assert_same(packed(batch, is_packed=False)[:2], expected)
-        packing.switch_attention(batch.model, "packed")
+        packing.set_attention(batch.model, "packed")
         assert difference(packed(batch)[0], expected[0]) > 1e-2
-        packing.switch_attention(batch.model, "sdpa")
+        packing.set_attention(batch.model, "sdpa")
     assert proof(batch).startswith("packed = unmodified model within")
     assert packing.is_packed(batch.model)
 
@@ -209,9 +209,9 @@ def test_two_dimensional_positions_are_found_out(family, batch_of):
     """The silent defect of M-RoPE training. Prompts of text alone can't show it."""
     batch = batch_of(family)
     for prompt in batch.prompts:
-        prompt.positions = torch.arange(prompt.length).expand(3, -1)
+        prompt.position_ids = torch.arange(prompt.length).expand(3, -1)
     assert proof(batch, slice(2)).startswith("packed = ")
-    packing.switch_attention(batch.model, "sdpa")
+    packing.set_attention(batch.model, "sdpa")
     assert proof(batch).startswith(PLAIN) and not packing.is_packed(batch.model)
 
 
@@ -233,7 +233,7 @@ def test_what_is_wrong_beyond_some_place_of_a_row_is_found_out(batch_of, monkeyp
 
 def test_a_broken_decoder_is_found_out(batch_of, monkeypatch):
     """One that is wrong for prompts of different lengths, one that reads other tokens, one that gives NaN."""
-    batch, step, remember = batch_of("llama"), packing.Decoder.step, packing.Decoder.remember
+    batch, step, remember = batch_of("llama"), decoding.Decoder.step, decoding.Decoder.remember
 
     def without_padding(self, *given):
         self.valid[:] = True
@@ -243,7 +243,7 @@ def test_a_broken_decoder_is_found_out(batch_of, monkeypatch):
     broken += [("step", lambda self, x: self.hidden.fill_(math.nan))]
     for name, function in broken:
         with monkeypatch.context() as patch:
-            patch.setattr(packing.Decoder, name, function)
+            patch.setattr(decoding.Decoder, name, function)
             assert proof(batch).startswith(PLAIN), name
             assert not packing.is_packed(batch.model)
     assert proof(batch).startswith("packed = ")
@@ -257,7 +257,7 @@ def test_an_unexpected_error_in_the_proof_ends_the_run(batch_of, monkeypatch):
         def fails(*given, error=error):
             raise error
 
-        monkeypatch.setattr(packing.Decoder, "step", fails)
+        monkeypatch.setattr(decoding.Decoder, "step", fails)
         with pytest.raises(RuntimeError, match="out of memory") if ends else nullcontext():
             assert proof(batch) == PLAIN + "TypeError, no such keyword"
         assert not packing.is_packed(batch.model)
@@ -271,7 +271,7 @@ def test_reasons_for_the_plain_path_are_named(batch_of):
         assert proof(batch, max_length=limit).startswith("packed = ")
     batch = batch_of("qwen2_5_vl")
     for prompt in batch.prompts:
-        prompt.unpackable = ("pixel_masks",)
+        prompt.unsupported_inputs = ("pixel_masks",)
     assert proof(batch) == PLAIN + "packs have no place for its pixel_masks"
     assert not packing.is_packed(batch.model)
 
@@ -281,12 +281,12 @@ def test_the_proof_in_bf16(vqa, monkeypatch):
     """Rounding is allowed for, wrong positions and responses that see each other are not."""
     model = rloo.load_model(TINY, torch.bfloat16).eval()
     processor = transformers.AutoProcessor.from_pretrained(TINY)
-    data = rloo.load_data(rloo.Args(), vqa, "train", model, processor)
+    data = rloo.load_prompts(rloo.Args(), vqa, "train", model, processor)
     prompts = [data.encode(i) for i in range(12)]
     flat = [replace(p, positions=torch.arange(p.length).expand(3, -1)) for p in prompts]
     batch, wrong = SimpleNamespace(model=model, prompts=prompts), SimpleNamespace(model=model, prompts=flat)
     assert proof(batch).startswith("packed = ")
-    packing.switch_attention(model, "sdpa")
+    packing.set_attention(model, "sdpa")
     assert proof(wrong).startswith(PLAIN)
     see_each_other(monkeypatch)
     assert proof(batch).startswith(PLAIN)
@@ -349,13 +349,13 @@ def test_the_vision_tower_attends_once_per_layer_in_bf16(batch_of, monkeypatch):
     media = packing.media_of(batch.prompts)
     expected = packing.encode_media(batch.model.base_model, media)["mm_encoder_outputs"]
     batch.model.bfloat16()
-    packing.switch_attention(batch.model, "packed")
+    packing.set_attention(batch.model, "packed")
     found = packing.encode_media(batch.model.base_model, media)["mm_encoder_outputs"]
     assert len(calls) == 2 * 2  # of pictures and clips, two layers
     for kind, outputs in expected.items():
         for ours, theirs in zip(found[kind].pooler_output, outputs.pooler_output, strict=True):
             assert (ours.float() - theirs).norm() < 0.03 * theirs.norm()
-    packing.switch_attention(batch.model, "sdpa")
+    packing.set_attention(batch.model, "sdpa")
     packing.encode_media(batch.model.base_model, media)
     assert len(calls) == 4
 
@@ -432,7 +432,7 @@ def test_special_tokens_in_data_are_text():
 
     def special_ids(content) -> list[int]:
         row = {"prompt": [{"role": "user", "content": content}]}
-        messages = rloo.to_messages(rloo.Args(), row, ".", tokenizer)
+        messages = rloo.build_messages(rloo.Args(), row, ".", tokenizer)
         ids = packing.encode_chat(processor, messages, add_generation_prompt=True)["input_ids"][0].tolist()
         return [i for i in ids if i in special.values()]
 
@@ -445,5 +445,5 @@ def test_special_tokens_in_data_are_text():
             parts = [{"type": "text", "text": text} for text in (token[:cut], token[cut:])]
             assert special_ids(parts) == usual
     for text in ("<think>a</think><answer>b</answer>", "a < b |im_end|>", "< |im_end|>"):  # these stay
-        [message] = rloo.to_messages(rloo.Args(), {"prompt": text}, ".", tokenizer)
+        [message] = rloo.build_messages(rloo.Args(), {"prompt": text}, ".", tokenizer)
         assert message["content"] == [{"type": "text", "text": text}]

@@ -27,8 +27,8 @@ WAITS_IN_PACKS += " utils.get_lst_from_rank0 utils.assert_lst_len_same_as_other_
 @pytest.fixture
 def run(run, monkeypatch, capsys):
     """A run on the pretended GPU -> it, calls of some functions, and what was printed."""
-    watched = [(packing, "build_pack"), (packing, "_encode")]
-    watched += [(packing.Decoder, "__init__"), (packing.Decoder, "step")]
+    watched = [(packing, "build_pack"), (packing, "_encode_batch")]
+    watched += [(decoding.Decoder, "__init__"), (decoding.Decoder, "step")]
 
     def go(script: str, **flags) -> tuple:
         flags = {"total_steps": 1, "micro_batch_tokens": 8192} | OWN[script] | flags
@@ -97,7 +97,7 @@ def test_a_step(script, flags, run):
     assert "packed = unmodified model within" in out and "cuda:0, torch.bfloat16" in out
     layers = 4  # of the tiny model's vision tower, and of its language model
     if "gradient_checkpointing" not in flags:
-        assert gpu.kernels["vision"] == layers * calls["_encode"] > 0
+        assert gpu.kernels["vision"] == layers * calls["_encode_batch"] > 0
     assert gpu.kernels["text"] >= layers * calls["build_pack"] > 0
     expect_known_waits(script, gpu, calls)
 

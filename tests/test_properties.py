@@ -54,8 +54,8 @@ def dense(hidden, weight, bias, targets, temperature, softcap=None, suppressed=(
 def test_head(examples, monkeypatch):
     def property_(case: dict) -> None:
         M, V, chunk, random = case["M"], case["V"], case["chunk"], seeded(case["seed"])
-        monkeypatch.setattr(packing, "CHUNK", chunk)
-        monkeypatch.setattr(packing, "KEPT_LOGPROBS", int(case["kept"] * chunk * V))
+        monkeypatch.setattr(packing, "LOGITS_CHUNK", chunk)
+        monkeypatch.setattr(packing, "MAX_CACHED_LOGITS", int(case["kept"] * chunk * V))
         suppressed = (torch.rand(V, generator=random) < case["suppressed"]).nonzero()[: V - 1, 0].tolist()
         possible = torch.tensor([i for i in range(V) if i not in suppressed])
         targets = possible[torch.randint(0, len(possible), (M,), generator=random)]
@@ -98,7 +98,7 @@ def models_of(family: str) -> tuple:
     if family == "gemma2":  # its caps
         plain.set_attn_implementation("eager")
     ours = copy.deepcopy(plain)
-    packing.switch_attention(ours, "packed")
+    packing.set_attention(ours, "packed")
     return plain, ours
 
 
@@ -111,7 +111,7 @@ def pool_of(folder_of):  # noqa: F811
         model, processor = build(family)
         if hasattr(processor, "tokenizer"):
             path = str(folder_of(family) / "rows.jsonl")
-            data = rloo.load_data(rloo.Args(rewards=()), path, "train", model, processor)
+            data = rloo.load_prompts(rloo.Args(rewards=()), path, "train", model, processor)
             return [data.encode(i) for i in range(len(data.rows))]
         ids = [torch.randint(0, 500, (1, P), generator=seeded(P)) for P in range(1, 30)]
         inputs = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids]
@@ -144,22 +144,22 @@ def test_packs(family, examples, pool_of):
         budget = case["room"] + max(p.length + R for p, R in zip(prompts, longest))
         how = {name: case[name] for name in ("world_size", "packed", "media_everywhere")}
         given = groups, prompts, pool.__getitem__, responses, budget
-        ranks = [list(packing.packs_of_rank(*given, rank, **how)) for rank in range(case["world_size"])]
+        ranks = [list(packing.iter_rank_packs(*given, rank, **how)) for rank in range(case["world_size"])]
         for packs in zip(*ranks, strict=True):  # equally many; the same towers run at the same time
             if not case["packed"]:
-                assert len({frozenset(pack.inputs) for pack in packs}) == 1
+                assert len({frozenset(pack.model_inputs) for pack in packs}) == 1
             elif case["media_everywhere"]:
                 wanted = [bool(media) for media in packing.media_of(prompts).values()]
                 assert all([bool(media) for media in pack.media.values()] == wanted for pack in packs)
             else:
-                assert max(pack.inputs["input_ids"].shape[1] for pack in packs) <= budget
+                assert max(pack.model_inputs["input_ids"].shape[1] for pack in packs) <= budget
         table = torch.full(weights.shape, 7.0)
         ours = packed if case["packed"] else plain
         ours.zero_grad()
         for pack in (pack for packs in ranks for pack in packs):
             logp, entropy = packing.response_logprobs(ours, pack, TEMPERATURE, with_entropy=True)
             table[pack.token_index] = logp.detach()
-            (logp * pack.tokens(weights) + 0.0 * entropy).sum().backward()
+            (logp * pack.gather_tokens(weights) + 0.0 * entropy).sum().backward()
         found = gradients(ours)
         plain.zero_grad()
         for g, b in ((g, b) for g, members in groups for b in members):
@@ -193,11 +193,11 @@ def test_decoder(family, examples, pool_of):
         responses = rloo.generate(args, ours, prompts, case["G"], case["temperature"], ends)
         assert len(responses) == len(prompts) * case["G"]
         for b, response in enumerate(responses):
-            ended = torch.isin(response.ids, torch.tensor(ends))
+            ended = torch.isin(response.token_ids, torch.tensor(ends))
             assert not ended[:-1].any() and ended[-1] != response.truncated
-            assert len(response.ids) == case["longest"] or not response.truncated
+            assert len(response.token_ids) == case["longest"] or not response.truncated
             prompt, temperature = prompts[b // case["G"]], case["temperature"] or 1.0
-            logp = by_transformers(plain, prompt, response.ids, temperature)
+            logp = by_transformers(plain, prompt, response.token_ids, temperature)
             torch.testing.assert_close(response.logprobs, logp, atol=1e-4, rtol=0)
 
     fields = {"entries": st.lists(st.integers(0, 99), min_size=1, max_size=5), "G": st.integers(1, 4)}

@@ -126,18 +126,18 @@ CASES = {rloo: of_policy, ppo_vl: of_policy, reward_bt: of_rewards, grm_sft: of_
 def test_packed_is_one_by_one(script, whole):
     torch.manual_seed(1)
     whole = Parts(folder=whole.folder, model=copy.deepcopy(whole.model), processor=whole.processor)
-    packing.switch_attention(whole.model, "packed")
+    packing.set_attention(whole.model, "packed")
     module, packs, pairs, forward, exact = CASES[script](script, whole)
     plain, packs, expected, weights = copy.deepcopy(module), list(packs), [], []
-    packing.switch_attention(plain.model, "sdpa")
+    packing.set_attention(plain.model, "sdpa")
     for pair in pairs:
         x = exact(plain, *one_by_one(plain.model, *pair))
         weights.append(torch.randn_like(x))
         (x * weights[-1]).sum().backward()
         expected.append(x.detach())
     assert len(packs) > 1 and sorted(b for pack in packs for b in pack.response_index) == [*range(len(pairs))]
-    largest = max(len(pack.targets) for pack in packs)
-    assert largest > 2 * packing.CHUNK and largest % packing.CHUNK  # beyond what is kept, a short last one
+    largest = max(len(pack.target_ids) for pack in packs)
+    assert largest > 2 * packing.LOGITS_CHUNK and largest % packing.LOGITS_CHUNK  # beyond what is kept, a short last one
     for pack in packs:
         x = forward(module, pack)
         wanted, weight = (torch.cat([table[b] for b in pack.response_index]) for table in (expected, weights))

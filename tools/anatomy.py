@@ -118,11 +118,11 @@ def most_telling(rollout: rloo.Rollout) -> int:
 
 def segments_of(pack: packing.Pack, place: int) -> list[list[np.ndarray]]:
     """Codes of the tokens, by group: [prompt, response, ...]. place: the token that a picture fills."""
-    layout = pack.inputs["layout"]
+    layout = pack.model_inputs["layout"]
     groups = []
     for start, end in zip(layout.cu_q[:-1].tolist(), layout.cu_q[1:].tolist()):
         if layout.own[start] == 0:  # begins a text: a prompt
-            groups.append([np.where(pack.inputs["input_ids"][0, start:end] == place, PICTURE, PROMPT)])
+            groups.append([np.where(pack.model_inputs["input_ids"][0, start:end] == place, PICTURE, PROMPT)])
         else:
             code = RESPONSE if len(groups[-1]) % 2 else NEXT_RESPONSE
             groups[-1].append(np.full(end - start, code))
@@ -186,7 +186,7 @@ def probabilities(step: Step) -> list[tuple[str, float, float, float]]:
     found = []
     for policy in (run.reference, run.actor):  # before a run's first step the reference is the policy
         logprobs, _ = policy(pack)
-        sums = torch.zeros(len(different), device=run.device).index_add(0, pack.owner, logprobs)
+        sums = torch.zeros(len(different), device=run.device).index_add(0, pack.response_of_token, logprobs)
         found.append(sums.exp().tolist())
     texts = data.tokenizer.batch_decode(different, skip_special_tokens=True)
     scores = np.zeros(len(texts))

@@ -91,9 +91,9 @@ def measure(name: str, given: dict, dtype: torch.dtype = torch.float32) -> Resul
 def compare(result: Result, given: dict, texts: list[dict], model, unmodified, precise) -> None:
     prompts = [replace(packing.make_prompt(model, inputs, index=i), seed=i) for i, inputs in enumerate(texts)]
     forward = lambda pack: packing.response_logprobs(model, pack)[0]  # noqa: E731
-    line = packing.enable_packing_if_exact(model, forward, prompts, max_length=256, max_tokens=1024)
+    line = packing_check.enable_packing_if_exact(model, forward, prompts, max_length=256, max_tokens=1024)
     responses = rloo.generate(rloo.Args(max_response_length=R), model, prompts, G, 1.0, ENDS)
-    ids = [response.ids for response in responses]
+    ids = [response.token_ids for response in responses]
     expected = reference_logprobs(given, precise, texts, ids)
     trained = (trained_logprobs(model, prompts, ids) - expected).abs()
     sampled = (torch.cat([response.logprobs for response in responses]) - expected).abs()
@@ -193,7 +193,7 @@ def trained_logprobs(model, prompts: list[packing.Prompt], ids: list[Tensor]) ->
     table = torch.full((len(ids), R), torch.nan)
     groups = [(i, list(range(i * G, i * G + G))) for i in range(len(prompts))]
     packed = packing.is_packed(model)
-    for pack in packing.packs_of_rank(groups, prompts, prompts.__getitem__, ids, 1024, packed=packed):
+    for pack in packing.iter_rank_packs(groups, prompts, prompts.__getitem__, ids, 1024, packed=packed):
         logprobs, _ = packing.response_logprobs(model, pack)
         logprobs.square().sum().backward()
         table[pack.token_index] = logprobs.detach()
