@@ -195,6 +195,7 @@ def generate(
     uniforms = torch.tensor(np.concatenate(uniforms), device=model.device)  # (n * G, R)
     tokens = torch.full(uniforms.shape, -1, device=model.device)  # (n * G, R): -1 after the end
     logprobs = torch.zeros(uniforms.shape, device=model.device)  # (n * G, R)
+    ends = torch.tensor(eos_ids, device=model.device)
     decoder = Decoder(model, prompts, num_samples, max_tokens)
     for t in range(max_length):
         slots = decoder.slots  # (B,): unfinished responses
@@ -205,7 +206,7 @@ def generate(
             token = token_logprobs.argmax(-1)
         tokens[slots, t] = token
         logprobs[slots, t] = token_logprobs.gather(1, token[:, None])[:, 0]
-        unfinished = (~torch.isin(token, torch.tensor(eos_ids, device=token.device))).nonzero()[:, 0]
+        unfinished = (~torch.isin(token, ends)).nonzero()[:, 0]
         if len(unfinished) < len(slots):  # finished responses leave the batch
             decoder.select(unfinished)
         if len(unfinished) == 0 or t + 1 == max_length:
