@@ -259,9 +259,13 @@ def test_logprobs_and_greedy_responses_equal_the_unmodified_model(family, folder
     packed = {}
     groups = [(i, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(len(prompts))]
     with torch.no_grad():
-        for pack in packing.iter_rank_packs(model, groups, prompts, data.encode, response_ids, max_tokens=250):
+        for pack in packing.iter_rank_packs(
+            model, groups, prompts, data.encode, response_ids, max_tokens=250
+        ):
             logprobs = packing.response_logprobs(model, pack, TEMPERATURE)[0]
-            packed |= {int(b): logprobs[pack.response_of_token == s] for s, b in enumerate(pack.response_index)}
+            packed |= {
+                int(b): logprobs[pack.response_of_token == s] for s, b in enumerate(pack.response_index)
+            }
         for b, response in enumerate(responses):
             expected = unmodified_logprobs(unmodified, chats[b // 3], response.token_ids, TEMPERATURE)
             torch.testing.assert_close(packed[b], expected, atol=1e-4, rtol=0)
@@ -291,7 +295,9 @@ def test_long_responses(family, folder_of):
     for b, response in enumerate(responses):
         assert len(response.token_ids) == 80 and response.truncated
         with torch.no_grad():
-            expected = unmodified_logprobs(unmodified, prompts[b // 2].inputs, response.token_ids, TEMPERATURE)
+            expected = unmodified_logprobs(
+                unmodified, prompts[b // 2].inputs, response.token_ids, TEMPERATURE
+            )
         torch.testing.assert_close(response.logprobs, expected, atol=1e-4, rtol=0)
 
 

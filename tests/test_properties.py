@@ -1,5 +1,5 @@
-"""What has boundaries (chunks, packs, ranks, budgets, windows, ends) is right wherever they lie: some cases each
-in the quick half, thousands in the slow one."""
+"""Random sizes of everything that has boundaries: chunks, packs, ranks, token limits, windows, responses. The
+quick half tries a few cases of each, the slow half thousands."""
 
 import copy
 from dataclasses import replace
@@ -10,21 +10,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_families import build, folder_of, one_by_one  # noqa: F401
+from test_families import build, folder_of, unmodified_logprobs  # noqa: F401
 
 import rloo
-from common import packing
+from common import decoding, packing
 
 SEED = st.integers(0, 2**31)
 GROUP = st.tuples(st.integers(0, 99), st.lists(st.integers(0, 9), max_size=4))  # prompt, lengths of responses
 FLAG = st.booleans()
 TEMPERATURE = 0.7
-# Windows of 8; windows and soft caps; windows and pictures that see both ways; pictures and M-RoPE
+# Windows of 8; windows and softcaps; windows and image blocks that attend in both directions; M-RoPE
 FAMILIES = ("mistral", "gemma2", "gemma3", "qwen2_5_vl")
 
 
 def cases(quick: int, slow: int):
-    """Parametrizes a test by how many examples `check` tries."""
+    """Parametrize a test by the number of examples that `check` tries."""
     return pytest.mark.parametrize("examples", [quick, pytest.param(slow, marks=pytest.mark.slow)])
 
 
@@ -41,7 +41,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def dense(hidden, weight, bias, targets, temperature, softcap=None, suppressed=()) -> tuple:
-    """Over the tokens that are left."""
+    """Log-probs and entropies over the tokens that are not suppressed."""
     kept = torch.tensor([i for i in range(len(weight)) if i not in suppressed])
     logits = hidden @ weight.T + bias
     logits = softcap * (logits / softcap).tanh() if softcap else logits
@@ -59,7 +59,7 @@ def test_head(examples, monkeypatch):
         suppressed = (torch.rand(V, generator=random) < case["suppressed"]).nonzero()[: V - 1, 0].tolist()
         possible = torch.tensor([i for i in range(V) if i not in suppressed])
         targets = possible[torch.randint(0, len(possible), (M,), generator=random)]
-        how = {"temperature": case["temperature"], "softcap": case["softcap"], "suppressed": suppressed}
+        options = {"temperature": case["temperature"], "softcap": case["softcap"], "suppressed": suppressed}
         inputs = [torch.randn(shape, generator=random).to(case["dtype"]) for shape in ((M, 8), (V, 8), (V,))]
         exact = [x.double().requires_grad_() for x in inputs]
         hidden, weight, bias = (x.clone() for x in inputs)
@@ -67,16 +67,18 @@ def test_head(examples, monkeypatch):
         weight.requires_grad_(not case["frozen"])
         bias.requires_grad_(not case["frozen"])
         entropy = {"with_entropy": case["with_entropy"]}
-        found = packing.logprobs_from_hidden(hidden, weight, targets, bias=bias, **how, **entropy)
+        found = packing.logprobs_from_hidden(hidden, weight, targets, bias=bias, **options, **entropy)
         assert (found[1] is not None) is case["with_entropy"] and found[0].dtype == torch.float32
         found = [x for x in found if x is not None]
-        expected = dense(*exact, targets, **how)[: len(found)]
+        expected = dense(*exact, targets, **options)[: len(found)]
         weights = torch.randn(2, M, generator=random)
         for results in (found, expected):
             sum((w * x).sum() for w, x in zip(weights, results)).backward()
         pairs = [*zip(found, expected), *((x.grad, y.grad) for x, y in zip((hidden, weight, bias), exact))]
         for x, y in pairs:
-            in_bf16 = 0.05 / min(1.0, case["temperature"])  # which magnifies the rounding of logits
+            in_bf16 = 0.05 / min(
+                1.0, case["temperature"]
+            )  # a low temperature magnifies the rounding of logits
             precision = 1e-4 if case["dtype"] == torch.float32 else in_bf16
             assert (x is None and case["frozen"]) or (x - y).norm() <= precision * (1 + y.norm())
 
@@ -93,18 +95,18 @@ def test_head(examples, monkeypatch):
 
 @cache
 def models_of(family: str) -> tuple:
-    """-> the unmodified one, and one whose attention is packed."""
-    plain = copy.deepcopy(build(family)[0])
-    if family == "gemma2":  # its caps
-        plain.set_attn_implementation("eager")
-    ours = copy.deepcopy(plain)
-    packing.set_attention(ours, "packed")
-    return plain, ours
+    """The unmodified model, and a copy with packed attention."""
+    unmodified = copy.deepcopy(build(family)[0])
+    if family == "gemma2":  # SDPA would ignore its softcap
+        unmodified.set_attn_implementation("eager")
+    packed = copy.deepcopy(unmodified)
+    packing.set_attention(packed, "packed")
+    return unmodified, packed
 
 
 @pytest.fixture(scope="module")
 def pool_of(folder_of):  # noqa: F811
-    """Family -> prompts to draw from: for text models of any length, else those of its dataset."""
+    """Family -> prompts to choose from: of any length for text models, else those of its dataset."""
 
     @cache
     def make(family: str) -> list[packing.Prompt]:
@@ -120,10 +122,6 @@ def pool_of(folder_of):  # noqa: F811
     return make
 
 
-def by_transformers(model, prompt: packing.Prompt, response: torch.Tensor, temperature: float):
-    return one_by_one(model, prompt.inputs, response, temperature, packing.media_token_ids(model.config))
-
-
 def gradients(model) -> dict:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -131,76 +129,84 @@ def gradients(model) -> dict:
 @cases(quick=12, slow=300)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packs(family, examples, pool_of):
-    pool, (plain, packed) = pool_of(family), models_of(family)
+    pool = pool_of(family)
+    unmodified, packed = models_of(family)
 
     def property_(case: dict) -> None:
-        prompts = [pool[entry % len(pool)] for entry, _ in case["groups"]]
-        random, groups, responses = seeded(case["seed"]), [], []
-        for g, (_, lengths) in enumerate(case["groups"]):
-            groups.append((g, [*range(len(responses), len(responses) + len(lengths))]))
+        prompts = [pool[index % len(pool)] for index, _ in case["groups"]]
+        random = seeded(case["seed"])
+        groups = []
+        responses = []
+        for i, (_, lengths) in enumerate(case["groups"]):
+            groups.append((i, [*range(len(responses), len(responses) + len(lengths))]))
             responses += [torch.randint(0, 500, (R,), generator=random) for R in lengths]
         weights = torch.randn(len(responses), 9, generator=random)
         longest = [max(lengths, default=0) for _, lengths in case["groups"]]
-        budget = case["room"] + max(p.length + R for p, R in zip(prompts, longest))
-        how = {name: case[name] for name in ("world_size", "packed", "media_everywhere")}
-        given = groups, prompts, pool.__getitem__, responses, budget
-        ranks = [list(packing.iter_rank_packs(*given, rank, **how)) for rank in range(case["world_size"])]
-        for packs in zip(*ranks, strict=True):  # equally many; the same towers run at the same time
+        max_tokens = case["spare_tokens"] + max(p.length + R for p, R in zip(prompts, longest))
+        model = packed if case["packed"] else unmodified
+        arguments = model, groups, prompts, pool.__getitem__, responses, max_tokens
+        split = {name: case[name] for name in ("world_size", "media_everywhere")}
+        ranks = [
+            list(packing.iter_rank_packs(*arguments, rank, **split)) for rank in range(case["world_size"])
+        ]
+        for packs in zip(*ranks, strict=True):  # all ranks run the same vision towers at the same time
             if not case["packed"]:
                 assert len({frozenset(pack.model_inputs) for pack in packs}) == 1
             elif case["media_everywhere"]:
-                wanted = [bool(media) for media in packing.media_of(prompts).values()]
-                assert all([bool(media) for media in pack.media.values()] == wanted for pack in packs)
+                expected = [any(p.media[name] for p in prompts) for name in packing.FEATURE_METHODS]
+                assert all([bool(media) for media in pack.media.values()] == expected for pack in packs)
             else:
-                assert max(pack.model_inputs["input_ids"].shape[1] for pack in packs) <= budget
+                assert max(pack.model_inputs["input_ids"].shape[1] for pack in packs) <= max_tokens
         table = torch.full(weights.shape, 7.0)
-        ours = packed if case["packed"] else plain
-        ours.zero_grad()
+        model.zero_grad()
         for pack in (pack for packs in ranks for pack in packs):
-            logp, entropy = packing.response_logprobs(ours, pack, TEMPERATURE, with_entropy=True)
+            logp, entropy = packing.response_logprobs(model, pack, TEMPERATURE, with_entropy=True)
             table[pack.token_index] = logp.detach()
             (logp * pack.gather_tokens(weights) + 0.0 * entropy).sum().backward()
-        found = gradients(ours)
-        plain.zero_grad()
-        for g, b in ((g, b) for g, members in groups for b in members):
+        found = gradients(model)
+        unmodified.zero_grad()
+        for i, b in ((i, b) for i, response_indices in groups for b in response_indices):
             R = len(responses[b])
-            logp = by_transformers(plain, prompts[g], responses[b], TEMPERATURE)
+            logp = unmodified_logprobs(unmodified, prompts[i].inputs, responses[b], TEMPERATURE)
             (logp * weights[b, :R]).sum().backward()
             torch.testing.assert_close(table[b, :R], logp.detach(), atol=1e-4, rtol=0)
-            assert (table[b, R:] == 7).all()  # nothing is written behind its end
-        exact = gradients(plain)
+            assert (table[b, R:] == 7).all()  # nothing is written after its end
+        exact = gradients(unmodified)
         total = sum(float(g.norm()) ** 2 for g in exact.values()) ** 0.5
         for name in exact.keys() | found.keys():
-            grad, wanted = (gradient.get(name, torch.zeros(1)) for gradient in (found, exact))
-            assert (grad - wanted).norm() <= 1e-4 * wanted.norm() + 2e-6 * total, name
+            grad, expected = (gradient.get(name, torch.zeros(1)) for gradient in (found, exact))
+            assert (grad - expected).norm() <= 1e-4 * expected.norm() + 2e-6 * total, name
 
     fields = {"packed": st.sampled_from([True, True, False]), "media_everywhere": FLAG, "seed": SEED}
-    fields |= {"room": st.integers(0, 150), "world_size": st.integers(1, 3)}
+    fields |= {"spare_tokens": st.integers(0, 150), "world_size": st.integers(1, 3)}
     check(examples, property_, groups=st.lists(GROUP, min_size=1, max_size=5), **fields)
 
 
 @cases(quick=20, slow=300)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoder(family, examples, pool_of):
-    """Log-probs of what is sampled are those of teacher forcing, and rows end where they should."""
-    pool, (plain, ours) = pool_of(family), models_of(family)
+    """Log-probs of sampled tokens equal teacher forcing, and responses end at an EOS or the limit."""
+    pool = pool_of(family)
+    unmodified, packed = models_of(family)
 
     def property_(case: dict) -> None:
-        prompts = [replace(pool[e % len(pool)], seed=case["seed"] + i) for i, e in enumerate(case["entries"])]
-        is_end = torch.rand(501, generator=seeded(case["seed"])) < case["end_share"]
-        ends = is_end.index_fill(0, torch.tensor(500), True).nonzero()[:, 0].tolist()
-        args = rloo.Args(max_response_length=case["longest"])
-        responses = rloo.generate(args, ours, prompts, case["G"], case["temperature"], ends)
-        assert len(responses) == len(prompts) * case["G"]
+        G, R = case["G"], case["max_length"]
+        chosen = [pool[index % len(pool)] for index in case["indices"]]
+        prompts = [replace(prompt, seed=case["seed"] + i) for i, prompt in enumerate(chosen)]
+        is_eos = torch.rand(501, generator=seeded(case["seed"])) < case["eos_share"]
+        eos_ids = is_eos.index_fill(0, torch.tensor(500), True).nonzero()[:, 0].tolist()
+        responses = decoding.generate(packed, prompts, G, R, eos_ids, case["temperature"], case["max_tokens"])
+        assert len(responses) == len(prompts) * G
         for b, response in enumerate(responses):
-            ended = torch.isin(response.token_ids, torch.tensor(ends))
-            assert not ended[:-1].any() and ended[-1] != response.truncated
-            assert len(response.token_ids) == case["longest"] or not response.truncated
-            prompt, temperature = prompts[b // case["G"]], case["temperature"] or 1.0
-            logp = by_transformers(plain, prompt, response.token_ids, temperature)
+            ends = torch.isin(response.token_ids, torch.tensor(eos_ids))
+            assert not ends[:-1].any() and ends[-1] != response.truncated
+            assert len(response.token_ids) == R or not response.truncated
+            temperature = case["temperature"] or 1.0
+            logp = unmodified_logprobs(unmodified, prompts[b // G].inputs, response.token_ids, temperature)
             torch.testing.assert_close(response.logprobs, logp, atol=1e-4, rtol=0)
 
-    fields = {"entries": st.lists(st.integers(0, 99), min_size=1, max_size=5), "G": st.integers(1, 4)}
-    fields |= {"longest": st.integers(1, 16), "end_share": st.sampled_from([0.0, 0.05, 0.2, 0.6])}  # of words
+    fields = {"indices": st.lists(st.integers(0, 99), min_size=1, max_size=5), "G": st.integers(1, 4)}
+    fields |= {"max_length": st.integers(1, 16), "eos_share": st.sampled_from([0.0, 0.05, 0.2, 0.6])}
+    fields |= {"max_tokens": st.sampled_from([1, 100, 1000])}  # a pack per prompt, some packs, one pack
     with torch.no_grad():
         check(examples, property_, **fields, temperature=st.sampled_from([0.0, 0.7, 1.0]), seed=SEED)
