@@ -1,4 +1,4 @@
-"""The command line: every flag is read and explained, wrong ones are refused, and importing a script does nothing."""
+"""The command line: every flag is read and explained, invalid ones are refused, and importing a script does nothing."""
 
 import ast
 import dataclasses
@@ -15,8 +15,8 @@ from test_consistency import each_script, flags_of, source_of
 HEAVY = "vllm wandb tensorboard deepspeed peft datasets easy_vqa".split()
 
 
-def end(script: str, *words: str) -> int:
-    """The exit code where `python script words` would end before training; in this process, since imports take seconds."""
+def exit_code(script: str, *words: str) -> int:
+    """Exit code of `python script words` if it ends before training. In this process, because imports take seconds."""
     module = importlib.import_module(script)
     with pytest.raises(SystemExit) as ended:
         module.check_args(tyro.cli(module.Args, args=words, description=module.__doc__))
@@ -29,7 +29,7 @@ def squeeze(text: str) -> str:
 
 @each_script
 def test_help_shows_every_flag_with_its_comment_and_default(script, capsys):
-    assert end(script, "--help") == 0
+    assert exit_code(script, "--help") == 0
     shown = capsys.readouterr().out
     module = importlib.import_module(script)
     assert squeeze(module.__doc__.splitlines()[0]) in squeeze(shown)
@@ -42,19 +42,19 @@ def test_help_shows_every_flag_with_its_comment_and_default(script, capsys):
 
 
 @each_script
-def test_wrong_words_exit_with_2(script, capsys):
-    assert end(script, "--no-such-flag", "1") == 2
+def test_invalid_arguments_exit_with_2(script, capsys):
+    assert exit_code(script, "--no-such-flag", "1") == 2
     assert "--no-such-flag" in capsys.readouterr().err
-    assert end(script, "--total-steps", "many") == 2
+    assert exit_code(script, "--total-steps", "many") == 2
     assert "--total-steps" in capsys.readouterr().err
-    assert end(script, "--offload-optimizer") == 2  # by check_args: needs --zero-stage
+    assert exit_code(script, "--offload-optimizer") == 2  # check_args: it requires --zero-stage
     assert capsys.readouterr().err.startswith("error: ")
 
 
 @each_script
 def test_every_flag_is_read_and_every_read_is_a_flag(script):
     tree = ast.parse(source_of(script))
-    read: dict[bool, set[str]] = {True: set(), False: set()}  # by: in the checks alone
+    read: dict[bool, set[str]] = {True: set(), False: set()}  # key: in check_args
     for top in tree.body:
         nodes = [n for n in ast.walk(top) if isinstance(n, ast.Attribute)]
         attributes = {n.attr for n in nodes if ast.unparse(n.value) in ("args", "self.args")}
@@ -64,29 +64,30 @@ def test_every_flag_is_read_and_every_read_is_a_flag(script):
 
 
 @each_script
-def test_columns_of_other_names_are_renamed(script, tmp_path, capsys):
-    row = {"problem": "Q", "solution": "A", "picture": "a.png", "answer": "no", "messages": "no"}
+def test_columns_are_renamed(script, tmp_path, capsys):
+    row = {"problem": "Q", "solution": "A", "photo": "a.png", "answer": "no"}
     source = write_jsonl(tmp_path / "rows.jsonl", [row | {"good": "G", "bad": "B"}])
     module = importlib.import_module(script)
-    given = {"reward_bt": [0, None, None], "grm_sft": [None, None, True]}.get(script, [None, None])
+    loaders = {"reward_bt": ("load_rankings", 0, None, None), "grm_sft": ("load_examples", None, None, True)}
+    loader, *rest = loaders.get(script, ("load_prompts", None, None))
 
     def load(data: str, *columns: str, source: str = source) -> dict:
         args = module.Args(dataset=source, columns=columns)
-        module.load_data(args, data, "train", *given)
+        getattr(module, loader)(args, data, "train", *rest)
         return module.rename_columns(args, data, module.load_rows(data, "train"))[0]
 
-    pairs = "prompt=problem", "answer=solution", "image=picture", "chosen=good", "rejected=bad"
+    pairs = "prompt=problem", "answer=solution", "image=photo", "chosen=good", "rejected=bad"
     renamed = {"prompt": "Q", "answer": "A", "image": "a.png", "chosen": "G", "rejected": "B"}
-    assert load(source, *pairs) == renamed  # the old answer and messages are not in the way
-    assert load("easy-vqa", *pairs).keys() == {"prompt", "image", "answer"}  # held out, with our names
+    assert load(source, *pairs) == renamed  # the old answer is replaced
+    assert load("easy-vqa", *pairs).keys() == {"prompt", "image", "answer"}  # it has the names already
     other = write_jsonl(tmp_path / "other.jsonl", [{"problem": "Q", "good": "G", "bad": "B"}])
     for columns, words in {
         (): "has columns problem, good, bad: rename yours, --columns ",
         ("prompt=problem",): "has columns prompt, good, bad: rename yours",
         ("chosen=good", "rejected=bad"): "has columns problem, chosen, rejected: rename yours",
-        ("prompt",): "takes name=column, not prompt: ",
-        ("=problem",): "takes name=column, not =problem: ",
-        ("prompt=q",): f"takes name=column, not prompt=q: {other} has problem, good, bad",
+        ("prompt",): "--columns prompt must be name=column",
+        ("=problem",): "--columns =problem must be name=column",
+        ("prompt=q",): f"--columns prompt=q must be name=column; {other} has problem, good, bad",
     }.items():
         with pytest.raises(SystemExit) as ended:
             load(other, *columns, source=other)
@@ -103,7 +104,7 @@ def test_importing_the_scripts_loads_nothing_heavy_and_starts_nothing():
 
 
 @pytest.mark.slow
-def test_a_script_takes_the_word_of_the_deepspeed_launcher_and_refuses_others():
+def test_scripts_accept_the_argument_that_the_deepspeed_launcher_adds():
     for words, code in ((["--local_rank=1", "--help"], 0), (["--total-steps", "0"], 2), (["--nothing"], 2)):
         done = subprocess.run([sys.executable, "rloo.py", *words], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr

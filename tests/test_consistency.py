@@ -1,4 +1,4 @@
-"""The four scripts say the same in the same words, in the same order: a diff of two shows the algorithm alone."""
+"""What two scripts share is textually identical and in the same order, so that a diff shows only the algorithm."""
 
 import ast
 import re
@@ -11,12 +11,12 @@ from conftest import ROOT, SCRIPTS
 BANNERS = ["args", "the algorithm: tensors in, tensors and metrics out", "the data of a step", "main"]
 BANNERS += ["setup", "rollout", "samplers", "rewards", "data", "forward", "other estimators and losses"]
 BANNERS += ["evaluation", "model", "DeepSpeed", "files"]
-# Blocks that have one name and differ, because the algorithm differs.
-OWN = {"Args", "Rollout", "Run", "Data", "main", "setup", "check_args", "enable_packing"}
-OWN |= {"load_data", "packs_of", "evaluate", "messages_of", "save_checkpoint"}
+# Functions, classes and flags that differ between scripts although they have the same name.
+OWN = {"Args", "Rollout", "Run", "main", "setup", "check_args", "enable_packing"}
+OWN |= {"iter_packs", "evaluate", "get_messages", "save_checkpoint"}
 OWN_FLAGS = """
-    seed model eval_dataset rewards freeze max_length generation_batch_size
-    total_steps train_batch_size learning_rate clip_coef kl_coef eval_samples
+    seed model eval_dataset rewards freeze max_length max_response_length generation_batch_size
+    total_steps train_batch_size learning_rate clip_coef kl_coef save_steps
 """.split()
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
@@ -30,7 +30,7 @@ def source_of(script: str) -> str:
 
 @cache
 def blocks_of(script: str) -> dict[str, str]:
-    """Name of every top-level function, class and constant -> its source text, decorators included."""
+    """Source text of every top-level function, class and constant by name, with decorators."""
     lines, blocks = source_of(script).splitlines(), {}
     for node in ast.parse(source_of(script)).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -43,20 +43,22 @@ def blocks_of(script: str) -> dict[str, str]:
 
 @cache
 def flags_of(script: str) -> dict[str, tuple[str, str]]:
-    """Flag -> its type and its comment, behind it or in lines above."""
+    """Type and help text of every flag. The help is a comment on its line or above it."""
     lines, flags = source_of(script).splitlines(), {}
     (args,) = [n for n in ast.parse(source_of(script)).body if getattr(n, "name", None) == "Args"]
     for node in args.body:
-        above, k = [], node.lineno - 2
+        above = []
+        k = node.lineno - 2
         while re.match(r"    # (?!---)", lines[k]):
-            above, k = [lines[k].strip(" #"), *above], k - 1
-        behind = [line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno]]
-        flags[node.target.id] = ast.unparse(node.annotation), " ".join(filter(None, [*above, *behind]))
+            above.insert(0, lines[k].strip(" #"))
+            k -= 1
+        trailing = [line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno]]
+        flags[node.target.id] = ast.unparse(node.annotation), " ".join(filter(None, [*above, *trailing]))
     return flags
 
 
 @each_pair
-def test_blocks_with_one_name_have_one_text(one, other):
+def test_functions_of_the_same_name_are_identical(one, other):
     ours, theirs = blocks_of(one), blocks_of(other)
     shared = (ours.keys() & theirs.keys()) - OWN
     assert len(shared) >= 15
@@ -64,7 +66,7 @@ def test_blocks_with_one_name_have_one_text(one, other):
 
 
 @each_pair
-def test_flags_with_one_name_have_one_type_and_meaning(one, other):
+def test_flags_of_the_same_name_have_the_same_type_and_help(one, other):
     ours, theirs = flags_of(one), flags_of(other)
     shared = ours.keys() & theirs.keys()
     assert len(shared) >= 15
@@ -72,17 +74,17 @@ def test_flags_with_one_name_have_one_type_and_meaning(one, other):
 
 
 @each_script
-def test_sections_and_phases_stand_in_the_house_order(script):
+def test_sections_and_phases_are_in_order(script):
     banners = re.findall(r"^# ---- (.+) ----$", source_of(script), re.M)
     assert banners == [banner for banner in BANNERS if banner in banners]
     assert {*banners} >= {*BANNERS} - {"rollout", "samplers", "rewards", "other estimators and losses"}
     phases = [int(n) for n in re.findall(r"^ +# --- (\d+)\. ", source_of(script), re.M)]
-    assert phases == sorted({*phases}) and {1, 5, 7, 8, 9} <= {*phases}
+    assert len(phases) >= 6 and phases == [*range(1, len(phases) + 1)]
 
 
 @each_script
 def test_no_script_imports_another_and_imports_are_light(script):
-    """At the top: what is needed to read the command line, not what one run may need."""
+    """Libraries that not every run needs are imported inside functions."""
     tree = ast.parse(source_of(script))
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     every = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -1,4 +1,4 @@
-"""Size is the first feature: how many lines, how full they are, and how soon the method has been told."""
+"""Limits on the number and width of lines, and on the line at which `main` ends."""
 
 import ast
 import subprocess
@@ -9,43 +9,43 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
-CODE = {  # lines, of these up to the end of main, main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1420, 400, 200, 57, 10),
-    "ppo_vl.py": (2095, 580, 270, 57, 11),
-    "reward_bt.py": (1105, 330, 150, 57, 10),
-    "grm_sft.py": (1195, 330, 150, 57, 10),
-    "common/*.py": (1240, 0, 0, 58, 14),
+CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
+    "rloo.py": (1450, 400, 190, 57, 10),
+    "ppo_vl.py": (1800, 560, 255, 57, 11),
+    "reward_bt.py": (1130, 330, 150, 57, 10),
+    "grm_sft.py": (1200, 330, 150, 57, 10),
+    "common/*.py": (1400, 0, 0, 58, 14),
 }
-LINES = {  # of one file, or of all that match together
-    "common/packing.py": 800,
-    "common/attention.py": 355,
+LINES = {  # of one file, or of all files that match together
+    "common/packing.py": 660,
+    "common/attention.py": 420,
+    "common/decoding.py": 260,
     "common/kl.py": 60,
     "README.md": 100,
-    "docs/rloo.md": 150,
-    "docs/ppo_vl.md": 150,
-    "docs/reward_bt.md": 150,
-    "docs/grm_sft.md": 150,
+    "docs/rloo.md": 160,
+    "docs/ppo_vl.md": 200,
+    "docs/reward_bt.md": 190,
+    "docs/grm_sft.md": 190,
     "docs/models.md": 100,
-    "docs/recipes.md": 200,
+    "docs/recipes.md": 215,
     "tools/report.py": 700,
     "tools/bench*.py": 1270,
     "tools/families.py": 250,
     "tools/full_size.py": 150,
     "tests/test_gpu.py": 300,
-    "tests/*.py": 6200,
+    "tests/*.py": 7000,
 }
 
 
 def functions_of(source: str) -> dict[str, tuple[int, int]]:
-    """Name -> lines, and the last one, of functions and methods, decorators included; one inside another
-    counts twice."""
+    """Number of lines and last line of each function and method, with decorators and nested functions."""
     nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     first = {n: min([n.lineno, *(d.lineno for d in n.decorator_list)]) for n in nodes}
     return {node.name: (node.end_lineno - first[node] + 1, node.end_lineno) for node in nodes}
 
 
 def binds_unrelated_names(node: ast.AST) -> bool:
-    """a, b = x, y: two statements in one. Unpacking a tuple that is one thing is fine."""
+    """a, b = x, y puts two statements on one line; unpacking one tuple does not."""
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Tuple)
@@ -54,7 +54,7 @@ def binds_unrelated_names(node: ast.AST) -> bool:
 
 
 @pytest.mark.parametrize("pattern", CODE)
-def test_code_is_within_its_budget(pattern):
+def test_code_is_within_its_limits(pattern):
     sources = [path.read_text() for path in sorted(ROOT.glob(pattern))]
     most_lines, most_to_main, most_main, mean, wide = CODE[pattern]
     lines = [line for source in sources for line in source.splitlines()]
@@ -71,13 +71,13 @@ def test_code_is_within_its_budget(pattern):
 
 
 @pytest.mark.parametrize("pattern", LINES)
-def test_pages_tools_and_tests_are_within_theirs(pattern):
+def test_pages_tools_and_tests_are_within_their_limits(pattern):
     files = [*ROOT.glob(pattern)]
     assert files and sum(len(path.read_text().splitlines()) for path in files) <= LINES[pattern]
 
 
-def test_the_formatter_has_nothing_to_do():
-    """Its layout, so that a budget is not met by crowded lines; `fmt: skip` is for calls with many keywords."""
+def test_code_is_formatted():
+    """Limits must not be met by crowded lines; `fmt: skip` is for calls with many keywords."""
     files = [str(path.relative_to(ROOT)) for pattern in CODE for path in ROOT.glob(pattern)]
     done = subprocess.run(
         [sys.executable, "-m", "ruff", "format", "--check", *files], cwd=ROOT, capture_output=True, text=True
@@ -89,6 +89,6 @@ def test_the_formatter_has_nothing_to_do():
 
 
 def test_scripts_share_nothing_else():
-    shared = {"__init__.py", "packing.py", "attention.py", "kl.py"}
+    shared = {"__init__.py", "packing.py", "packing_check.py", "decoding.py", "attention.py", "kl.py"}
     assert {path.name for path in (ROOT / "common").glob("*.py")} == shared
     assert {path.name for path in ROOT.glob("*.py")} == {name for name in CODE if "/" not in name}
