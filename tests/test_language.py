@@ -107,7 +107,6 @@ load_turns: examples/ptx.py
 backward_of_turns: examples/ptx.py
 updates_taken: update_ok
 is_hopeless: diverged
-rm/margin: rm/reward_diff
 """
 # "old: new". Not allowed as an identifier of the code; in comments and strings they are ordinary words.
 IDENTIFIERS = """
@@ -153,6 +152,7 @@ PATTERNS = {
     r"rollout\.trained\b": "rollout.kept_responses",
     r"rollout\.logprobs\b": "rollout.old_logprobs",
     r"run\.folder\b": "run.run_dir",
+    r"rm/margin": "rm/reward_diff",
     r"\[\"before\"\]": 'state["initial_eval"]',
     r"client_state\[\"(ours|trainer_state)\"\]": 'client_state["run_state"]',
     r"(\ndef |rloo\.|ppo_vl\.)accuracy\(": "accuracy_reward",
@@ -208,101 +208,116 @@ def pairs(table: str) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in table.strip().splitlines())
 
 
-def word(pattern: str) -> str:
-    """The pattern as a whole word; hyphens join words. A space also matches a line break within a comment."""
-    return rf"(?<!\w)(?<!\w-)(?:{pattern})(?!\w)(?!-\w)".replace(" ", r"[\s#]+")
+NEW_NAMES, NEW_IDENTIFIERS = pairs(NAMES), pairs(IDENTIFIERS)
 
 
-def blank(text: str) -> str:
-    """The text with all characters but white space replaced, so that offsets and lines stay."""
-    return re.sub(r"\S", "\0", text)
+def words(patterns) -> re.Pattern:
+    """One of the patterns as a whole word; hyphens join words. A space also matches a line break in a comment."""
+    pattern = "|".join(patterns).replace(" ", r"[\s#]+")
+    return re.compile(rf"(?<!\w)(?<!\w-)(?:{pattern})(?!\w)(?!-\w)", re.IGNORECASE)
 
 
-def split_python(source: str) -> tuple[str, str]:
-    """The source with all but its prose blanked, and with all but its identifiers blanked.
+ANY_WORD, ANY_PHRASE, ANY_PATTERN = words(WORDS), words(PHRASES), re.compile("|".join(PATTERNS))
+
+
+def blank(match: re.Match) -> str:
+    """The text with all characters but white space replaced, so that lines stay."""
+    return re.sub(r"\S", "\0", match[0])
+
+
+def split_python(source: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """Prose and identifiers of a Python file, each with its first line.
 
     Prose is comments and strings that contain a space; the others are names of files, columns and the like.
     """
-    starts = [0, *(match.end() for match in re.finditer("\n", source))]  # offset of each line
-    prose, identifiers = list(blank(source)), list(blank(source))
+    prose, identifiers = [], []
+    last_comment = -1  # line
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        start, end = (starts[row - 1] + column for row, column in (token.start, token.end))
-        name = tokenize.tok_name[token.type]
-        if name == "COMMENT" or (name in ("STRING", "FSTRING_MIDDLE") and " " in token.string):
-            prose[start:end] = source[start:end]
-        elif name == "NAME":
-            identifiers[start:end] = source[start:end]
-    return "".join(prose), "".join(identifiers)
+        token_type, line = tokenize.tok_name[token.type], token.start[0]
+        if token_type == "COMMENT" and last_comment == line - 1:
+            prose[-1] = prose[-1][0], f"{prose[-1][1]}\n{token.string}"
+        elif token_type == "COMMENT" or (token_type in ("STRING", "FSTRING_MIDDLE") and " " in token.string):
+            prose.append((line, token.string))
+        elif token_type == "NAME":
+            identifiers.append((line, token.string))
+        last_comment = line if token_type == "COMMENT" else last_comment
+    return prose, identifiers
 
 
-def split_markdown(text: str) -> str:
+def split_markdown(text: str) -> list[tuple[int, str]]:
     """The page without its code blocks and inline code."""
-    return re.sub(r"(?ms)^```.*?^```$|`[^`\n]*`", lambda match: blank(match[0]), text)
+    return [(1, re.sub(r"(?ms)^```.*?^```$|`[^`\n]*`", blank, text))]
 
 
-def split_shell(source: str) -> str:
-    return re.sub(r"(?m)^([^#\n]*?)(#.*)?$", lambda match: blank(match[1]) + (match[2] or ""), source)
+def split_shell(source: str) -> list[tuple[int, str]]:
+    return [(1, re.sub(r"(?m)^[^#\n]+", blank, source))]
 
 
 @cache
 def paths() -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     names = listed.stdout.split() or [str(path.relative_to(ROOT)) for p in FILES for path in ROOT.glob(p)]
     # fnmatch's * also matches a slash, but the scripts are those of the top folder
     known = {n for n in names for p in FILES if fnmatch.fnmatch(n, p) and n.count("/") == p.count("/")}
     return sorted(name for name in known - NOT_CHECKED if (ROOT / name).is_file())
 
 
-def offenses(path: str, text: str, rules: dict[str, str], flags: int = 0) -> list[str]:
-    lines = []
-    for pattern, instead in rules.items():
-        for match in re.finditer(pattern, text, flags):
-            name = re.sub(r"[\s#]+", " ", match[0])
-            number = text.count("\n", 0, match.start()) + 1
-            if (path, name) not in EXCEPTIONS:
-                lines.append((number, f"{path}:{number}: {name!r} -> {instead}"))
-    return [line for _, line in sorted(lines)]
+def replacement(name: str, rules: dict[str, str]) -> str:
+    """What the first rule that matches says."""
+    return next(new for pattern, new in rules.items() if words([pattern]).fullmatch(name))
 
 
-@pytest.mark.parametrize("path", paths())
-def test_names(path):
-    """Old identifiers, flags and metric names are gone."""
-    text = (ROOT / path).read_text()
-    rules = {
-        word(old.replace("_", "[_-]") if old[0] != "_" else old): new for old, new in pairs(NAMES).items()
-    }
-    lines = offenses(path, text, rules | PATTERNS)
+def old_names(path: str, text: str) -> list[tuple[int, str, str]]:
+    """(line, name, new name) of old identifiers, flags and metric names."""
+    results = []
+    for number, line in enumerate(text.splitlines(), 1):
+        for name in re.findall(r"\w[\w-]*", line):
+            if name.replace("-", "_") in NEW_NAMES:
+                results.append((number, name, NEW_NAMES[name.replace("-", "_")]))
+        for match in ANY_PATTERN.finditer(line):
+            rule = next(
+                new for pattern, new in PATTERNS.items() if re.compile(pattern).match(line, match.start())
+            )
+            results.append((number, match[0], rule))
     if path.endswith(".py"):
         _, identifiers = split_python(text)
-        lines += offenses(path, identifiers, {word(old): new for old, new in pairs(IDENTIFIERS).items()})
-    if lines:
-        pytest.fail("\n".join(lines), pytrace=False)
+        results += [(n, name, NEW_IDENTIFIERS[name]) for n, name in identifiers if name in NEW_IDENTIFIERS]
+    return results
+
+
+def old_words(path: str, text: str) -> list[tuple[int, str, str]]:
+    """(line, word, better word) of awkward words in comments, docstrings, help and messages."""
+    if path.endswith(".py"):
+        prose, _ = split_python(text)
+    else:
+        prose = split_markdown(text) if path.endswith(".md") else split_shell(text)
+    results = []
+    for first_line, part in prose:
+        part = ANY_PHRASE.sub(blank, part)
+        for match in ANY_WORD.finditer(part):
+            name = re.sub(r"[\s#]+", " ", match[0])
+            results.append((first_line + part.count("\n", 0, match.start()), name, replacement(name, WORDS)))
+    return results
 
 
 @pytest.mark.parametrize("path", paths())
-def test_words(path):
-    """Comments, docstrings, help and messages use the words of the field."""
+def test_names_and_words(path):
     text = (ROOT / path).read_text()
-    if path.endswith(".py"):
-        text, _ = split_python(text)
-    else:
-        text = split_markdown(text) if path.endswith(".md") else split_shell(text)
-    for phrase in PHRASES:
-        text = re.sub(word(phrase), lambda match: blank(match[0]), text)
-    lines = offenses(path, text, {word(old): new for old, new in WORDS.items()}, re.IGNORECASE)
+    results = sorted({*old_names(path, text), *old_words(path, text)})
+    lines = [f"{path}:{n}: {old!r} -> {new}" for n, old, new in results if (path, old) not in EXCEPTIONS]
     if lines:
         pytest.fail("\n".join(lines), pytrace=False)
 
 
-def test_the_checks_find_what_they_look_for():
+def test_the_checks_themselves():
     source = 'cut = "cut"  # it goes\n# on, in place\ny = "in its place"\n"""A vLLM engine,\nan engine."""\n'
-    prose, identifiers = split_python(source)
-    assert identifiers.replace("\0", "").split() == ["cut", "y"]
-    rules = {word(old): new for old, new in WORDS.items()}
-    prose = re.sub("|".join(map(word, PHRASES)), lambda match: blank(match[0]), prose)
-    lines = [line.split(" -> ")[0] for line in offenses("x.py", prose, rules)]
-    assert lines == ["x.py:1: 'goes on'", "x.py:3: 'place'", "x.py:5: 'engine'"]
-    assert split_markdown("a `cut` cut\n```bash\ncut\n```\ncut\n").count("cut") == 2
-    assert offenses("x.py", "f(--num-iterations)", {word("num[_-]iterations"): "num_epochs"})
+    _, identifiers = split_python(source)
+    assert identifiers == [(1, "cut"), (3, "y")]
+    words = [(1, "goes on"), (3, "place"), (5, "engine")]
+    assert [(n, old) for n, old, _ in old_words("x.py", source)] == words
+    page = "a `cut` cut\n```bash\ncut\n```\ncut\n"
+    assert [n for n, _, _ in old_words("x.md", page)] == [1, 5]
+    command = "f --num-iterations 2 --rollout vllm --rollout-batch-size 8 --no-x=roll_out"
+    assert [old for _, old, _ in old_names("x.sh", command)] == ["num-iterations", "roll_out", "--rollout"]
+    assert [new for _, _, new in old_names("x.py", "cut = 1  # own")] == ["truncated"]
