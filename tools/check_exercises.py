@@ -1,0 +1,119 @@
+"""Checks of the exercises; tools/exercises.py copies this file to test_exercises.py.
+
+A check compares a function, and its gradient, with the original on random inputs.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent  # the originals
+sys.path.insert(0, str(ROOT))
+EXERCISES = {  # function: file
+    "compute_advantages": "rloo.py",
+    "kl_estimate": "common/kl.py",
+    "compute_rloo_loss": "rloo.py",
+    "compute_token_rewards": "ppo_vl.py",
+    "compute_gae": "ppo_vl.py",
+    "whiten": "ppo_vl.py",
+    "token_weights": "ppo_vl.py",
+    "subtract_baseline": "ppo_vl.py",
+    "compute_bt_loss": "reward_bt.py",
+    "plan_packs": "common/packing.py",
+}
+
+
+def load(path: Path, function: str):
+    """A function of a file, which is imported under another name than the original."""
+    spec = importlib.util.spec_from_file_location(f"exercise_{path.stem}_{len(sys.modules)}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses need it there
+    spec.loader.exec_module(module)
+    return getattr(module, function)
+
+
+def make_inputs(function: str, seed: int) -> dict:
+    """Random arguments of a function: 4 prompts or responses, up to 5 tokens each."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, 4, 5, generator=generator)
+    mask = torch.arange(5) < torch.randint(1, 6, (4, 1), generator=generator)  # (4, 5)
+    kept = torch.rand(4, 5, generator=generator) < 0.7
+    x[0] = 0.3  # a group of equal scores
+    agg = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")[seed % 4]
+    estimator = ("gae", "reinforce_baseline", "rloo", "group_norm", "cpgd")[seed % 5]
+    response_of_token = torch.arange(4).repeat_interleave(5)  # (20,)
+    return {
+        "compute_advantages": dict(rewards=x, kept_responses=kept, normalize=seed % 2 == 1),
+        "kl_estimate": dict(logprobs=x, ref_logprobs=y, estimator=("k1", "k2", "k3")[seed % 3]),
+        "compute_rloo_loss": dict(
+            new_logprobs=0.1 * x.flatten(), old_logprobs=0.1 * y.flatten(), advantages=y[:, 0] - x[:, 1],
+            response_of_token=response_of_token, clip_low=0.2, clip_high=0.3,
+        ),
+        "compute_token_rewards": dict(scores=y[:, 0], kl=x.abs(), mask=mask, kl_coef=0.1),
+        "compute_gae": dict(rewards=x, values=y, mask=mask, gamma=0.9, gae_lambda=0.8),
+        "whiten": dict(x=x, mask=mask),
+        "token_weights": dict(mask=mask, loss_agg=agg, max_response_length=7),
+        "subtract_baseline": dict(scores=x, mask=kept, estimator=estimator),
+        "compute_bt_loss": dict(
+            chosen_rewards=x[1], rejected_rewards=y[1], margins=y[2].abs(), label_smoothing=0.1, center_coef=0.05,
+        ),
+    }[function]  # fmt: skip
+
+
+def run(function, inputs: dict) -> tuple[dict, torch.Tensor | None]:
+    """What a function returns, by name, and the gradient of its first result in its first argument."""
+    inputs = {name: x.clone() if torch.is_tensor(x) else x for name, x in inputs.items()}
+    first = next(iter(inputs.values()))
+    first.requires_grad_(first.is_floating_point())
+    result = function(**inputs)
+    results = {}
+    for k, part in enumerate(result if isinstance(result, tuple) else (result,)):
+        results |= part if isinstance(part, dict) else {f"result {k}": part}
+    main = results["result 0"]
+    gradient = torch.autograd.grad(main.sum(), first)[0] if main.requires_grad else None
+    return results, gradient
+
+
+def check(directory: Path, function: str) -> None:
+    """Compare a function of a directory with the original; raises AssertionError if they differ."""
+    solution = load(directory / EXERCISES[function], function)
+    if function == "plan_packs":
+        return check_plan(solution)
+    original = load(ROOT / EXERCISES[function], function)
+    for seed in range(20):
+        inputs = make_inputs(function, seed)
+        expected, expected_gradient = run(original, inputs)
+        results, gradient = run(solution, inputs)
+        assert results.keys() == expected.keys(), f"{function} must return {', '.join(expected)}"
+        pairs = {name: (results[name], expected[name]) for name in expected}
+        pairs["the gradient"] = (gradient, expected_gradient)
+        for name, (value, right) in pairs.items():
+            message = f"{function}: {name} is {value}, but should be {right}, for {inputs}"
+            if right is None or value is None:
+                assert right is value, message
+            else:
+                assert value.shape == right.shape and torch.allclose(value, right, rtol=1e-4, atol=1e-5), (
+                    message
+                )
+
+
+def check_plan(plan_packs) -> None:
+    """A plan is right if it holds each response once, within the limit, as many packs on each rank."""
+    for seed in range(20):
+        lengths = torch.randint(1, 9, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
+        groups = [(i, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(4)]
+        plan = plan_packs(groups, [5, 2, 7, 4], lengths, max_tokens=16, world_size=2)
+        packs = [pack for rank in plan for pack in rank]
+        assert len(plan) == 2 and len(plan[0]) == len(plan[1]), "all ranks need the same number of packs"
+        placed = [(i, b) for pack in packs for i, response_indices in pack for b in response_indices]
+        assert sorted(placed) == [(b // 3, b) for b in range(12)], "each response must be in one pack, once"
+        sizes = [sum([5, 2, 7, 4][i] + sum(lengths[b] for b in bs) for i, bs in pack) for pack in packs]
+        assert max(sizes) <= 16, f"packs have {sizes} tokens, but the limit is 16"
+        assert sum(sizes) <= 2 * (18 + sum(lengths)), "prompts must be repeated only if a group is split"
+
+
+@pytest.mark.parametrize("function", EXERCISES)
+def test_exercise(function):
+    check(Path(__file__).parent, function)
