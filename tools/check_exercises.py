@@ -63,16 +63,17 @@ def make_inputs(function: str, seed: int) -> dict:
 
 
 def run(function, inputs: dict) -> tuple[dict, torch.Tensor | None]:
-    """What a function returns, by name, and the gradient of its first result in its first argument."""
+    """What a function returns, by name, and the gradient of a loss in its first argument."""
     inputs = {name: x.clone() if torch.is_tensor(x) else x for name, x in inputs.items()}
     first = next(iter(inputs.values()))
-    first.requires_grad_(first.is_floating_point())
+    is_loss = function.__name__.endswith("loss")
+    first.requires_grad_(is_loss)
     result = function(**inputs)
     results = {}
     for k, part in enumerate(result if isinstance(result, tuple) else (result,)):
         results |= part if isinstance(part, dict) else {f"result {k}": part}
-    main = results["result 0"]
-    gradient = torch.autograd.grad(main.sum(), first)[0] if main.requires_grad else None
+    loss = results["result 0"]
+    gradient = torch.autograd.grad(loss.sum(), first)[0] if is_loss and loss.requires_grad else None
     return results, gradient
 
 

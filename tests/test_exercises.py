@@ -1,0 +1,104 @@
+"""The exercises of docs/exercises.md: the originals pass their checks, wrong and missing solutions don't."""
+
+import re
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.append(str(ROOT / "tools"))
+import check_exercises  # noqa: E402
+import exercises  # noqa: E402
+from check_exercises import EXERCISES  # noqa: E402
+
+WRONG = {  # function: replacements in its code, each of which makes it wrong
+    "compute_advantages": [
+        ("(count - 1).clamp(min=1)", "count"),
+        ("/ count) * kept_responses", "/ G) * kept_responses".replace("G", "rewards.shape[1]")),
+        ("if normalize:", "if not normalize:"),
+    ],
+    "kl_estimate": [
+        ("logprobs.float() - ref_logprobs.float()", "ref_logprobs.float() - logprobs.float()"),
+        ("d.square() / 2", "d.square()"),
+        ("torch.expm1(-d) + d", "torch.expm1(d) - d"),
+    ],
+    "compute_rloo_loss": [
+        ("torch.maximum", "torch.minimum"),
+        ("1 + clip_high)", "1 + clip_low)"),
+        ("new_logprobs - old_logprobs", "new_logprobs - new_logprobs.detach()"),
+    ],
+    "compute_token_rewards": [
+        ("- kl_coef * kl", "+ kl_coef * kl"),
+        ("mask.sum(1, keepdim=True)", "1"),
+        (" * mask", ""),
+    ],
+    "compute_gae": [
+        ("gamma * gae_lambda * next_advantage", "gae_lambda * next_advantage"),
+        ("+ gamma * next_value", "+ next_value"),
+        ("next_value = values[:, t]", "next_value = values[:, 0]"),
+    ],
+    "whiten": [
+        ("correction=0", "correction=1"),
+        ("x[mask]", "x.flatten()"),
+        (".masked_fill(~mask, 0.0)", ""),
+    ],
+    "token_weights": [
+        ("num_responses * max_response_length", "max_response_length"),
+        ("num_tokens.clamp(min=1) * num_responses", "num_tokens.clamp(min=1)"),
+        ("num_tokens.sum().clamp(min=1)", "mask.numel()"),
+    ],
+    "subtract_baseline": [
+        ("(count - 1).clamp(min=1)", "count.clamp(min=1)"),
+        ("(std + 1e-6)", "(std + 1)"),
+        ("min(3.0,", "max(3.0,"),
+    ],
+    "compute_bt_loss": [
+        ("- margins", "+ margins"),
+        ("label_smoothing * F.logsigmoid(-d)", "label_smoothing * F.logsigmoid(d)"),
+        ("(chosen_rewards + rejected_rewards) ** 2", "(chosen_rewards - rejected_rewards) ** 2"),
+    ],
+    "plan_packs": [
+        ("_Bin(free=max_tokens)", "_Bin(free=2 * max_tokens)"),
+        (
+            "return [[pack.groups for pack in bins[rank::world_size]] for",
+            "return [[p.groups for p in bins[rank:]] for",
+        ),
+        ("bins[rank::world_size]] for rank in", "bins[rank::world_size] if pack.groups][rank:] for rank in"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("exercises") / "all"
+    exercises.write_exercises(path)
+    return path
+
+
+@pytest.mark.parametrize("function", EXERCISES)
+def test_the_original_passes_its_check_and_the_empty_function_does_not(function, directory):
+    check_exercises.check(ROOT, function)
+    with pytest.raises(NotImplementedError):
+        check_exercises.check(directory, function)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", EXERCISES)
+@pytest.mark.parametrize("k", range(3))
+def test_wrong_solutions_fail(function, k, directory, tmp_path):
+    source = (ROOT / EXERCISES[function]).read_text()
+    code = re.search(rf"^def {function}\(.*?(?=^(?:def|class|@|#) )", source, re.M | re.S)[0]
+    right, wrong = WRONG[function][k]
+    assert right in code
+    path = tmp_path / EXERCISES[function]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source.replace(code, code.replace(right, wrong)))
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_exercises.check(tmp_path, function)
+
+
+def test_the_page_has_all_exercises_in_order(directory):
+    page = (ROOT / "docs/exercises.md").read_text()
+    rows = re.findall(r"^\| \d+ \| `(\w+)` \| `([\w/.]+)` \|", page, re.M)
+    assert rows == list(EXERCISES.items())
+    assert (directory / "test_exercises.py").read_text().count("def test_") == 1
