@@ -1,8 +1,9 @@
-"""The pure functions of ppo_vl: by hand, and against the papers' formulas, written with loops in float64."""
+"""The pure functions of ppo_vl.py against numbers computed by hand and against the formulas of the papers."""
 
 import itertools
 import math
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ quick = settings(max_examples=60, deadline=None, derandomize=True)
 eighths = st.integers(-80, 80).map(lambda k: k / 8)  # exact in fp32, and so are their sums and differences
 finite = st.floats(-10, 10, allow_subnormal=False)
 masks = st.integers(1, 5).flatmap(lambda R: st.lists(st.tuples(*[st.booleans()] * R), min_size=1, max_size=5))
-response = st.tuples(eighths, st.booleans())  # score, whether it counts
+response = st.tuples(eighths, st.booleans())  # score, mask
 scored = st.integers(1, 6).flatmap(lambda G: st.lists(st.tuples(*[response] * G), min_size=1, max_size=5))
 row_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 seeds = st.integers(0, 10**6)
@@ -39,7 +40,7 @@ def ragged(lengths: list[int]) -> torch.Tensor:
 
 
 def unzip(groups) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> scores (n, G), NaN where they don't count, and which count (n, G)."""
+    """Scores (n, G), NaN outside of the mask, and the mask (n, G)."""
     mask = tensor([[counts for _, counts in group] for group in groups])
     scores = tensor([[score for score, _ in group] for group in groups]).float()
     return scores.masked_fill(~mask, math.nan), mask
@@ -49,25 +50,28 @@ def test_worked_examples_of_the_docstrings():
     ones = torch.ones(1, 3)
     advantages, _ = ppo_vl.compute_gae(tensor([[0.0, 0.0, 1.0]]), ones / 2, ones, gamma=1.0, gae_lambda=0.5)
     assert advantages.tolist() == [[0.125, 0.25, 0.5]]
+    mask = tensor([[1, 1, 0], [1, 1, 0]]).bool()
+    whitened = ppo_vl.whiten(tensor([[1.0, 2, 99], [3, 6, -99]]), mask)
+    assert_close(whitened, tensor([[-2.0, -1, 0], [0, 3, 0]]) / math.sqrt(3.5))
     expected = [[[1 / 3, 1 / 3, 0], [1 / 3, 0, 0]], [[1 / 4, 1 / 4, 0], [1 / 2, 0, 0]]]
     expected += [[[1 / 2, 1 / 2, 0], [1 / 2, 0, 0]], [[1 / 8, 1 / 8, 0], [1 / 8, 0, 0]]]
     for loss_agg, weights in zip(AGGREGATIONS, expected):
         assert_close(ppo_vl.token_weights(tensor([[1, 1, 0], [1, 0, 0]]), loss_agg, 4), tensor(weights))
     scores, whole = tensor([[1.0, 2, 6]]), torch.ones(1, 3, dtype=torch.bool)
     root = math.sqrt(7)  # unbiased variance (4 + 1 + 9) / 2
-    expected = {"reinforce_baseline": [-2, -1, 3], "rloo": [-3, -1.5, 4.5]}
+    expected = {"gae": [1, 2, 6], "reinforce_baseline": [-2, -1, 3], "rloo": [-3, -1.5, 4.5]}
     for method, values in (expected | {"group_norm": [-2 / root, -1 / root, 3 / root]}).items():
-        assert_close(ppo_vl.center_scores(scores, whole, method), tensor([values]).float(), atol=2e-6, rtol=0)
-    entropy, mask = tensor([[1.0, 5, 2], [4, 0, 9]]), tensor([[1, 1, 1], [1, 1, 0]]).bool()
-    chosen = [[False, True, False], [True, False, False]]
-    assert ppo_vl.high_entropy_mask(entropy, mask, 0.4).tolist() == chosen
+        found = ppo_vl.subtract_baseline(scores, whole, method)
+        assert_close(found, tensor([values]).float(), atol=2e-6, rtol=0)
+    weight = policy_weight(torch.ones(1, 4).bool(), tensor([[1.0, 5, 2, 4]]), entropy_token_ratio=0.5)
+    assert weight.tolist() == [[0, 1, 0, 1]]
 
 
 # --- scores of a group ---
 
 
-def slow_center(scores: torch.Tensor, mask: torch.Tensor, method: str) -> list[list[float]]:
-    """Each response on its own, from the formulas of the papers; 0 where it does not count."""
+def center_by_loops(scores: torch.Tensor, mask: torch.Tensor, method: str) -> list[list[float]]:
+    """Response by response, from the formulas of the papers; 0 outside of the mask."""
     groups = [[s for s, m in zip(*pair) if m] for pair in zip(scores.double().tolist(), mask.tolist())]
     spread = sum(len(set(group)) > 1 for group in groups)
     out = torch.zeros(scores.shape, dtype=torch.float64)
@@ -87,39 +91,41 @@ def slow_center(scores: torch.Tensor, mask: torch.Tensor, method: str) -> list[l
 @pytest.mark.parametrize("method", ["gae", "reinforce", *GROUP_METHODS])
 @given(groups=scored, shift=eighths, scale=st.floats(0.125, 8, width=32), seed=seeds)
 @quick
-def test_center_scores_is_the_formula_and_groups_ignore_shifts(method, groups, shift, scale, seed):
+def test_subtract_baseline_is_the_formula_and_groups_ignore_shifts(method, groups, shift, scale, seed):
     scores, mask = unzip(groups)
     kept = scores.clone()
-    out = ppo_vl.center_scores(scores, mask, method)
+    out = ppo_vl.subtract_baseline(scores, mask, method)
     assert out.dtype == scores.dtype and torch.equal(scores.nan_to_num(9), kept.nan_to_num(9))
-    assert_close(out.double(), slow_center(scores, mask, method), atol=1e-6, rtol=1e-6)
+    assert_close(out.double(), center_by_loops(scores, mask, method), atol=1e-6, rtol=1e-6)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(scores)))
-    assert_close(ppo_vl.center_scores(scores[order], mask[order], method), out[order], atol=1e-6, rtol=1e-6)
+    assert_close(
+        ppo_vl.subtract_baseline(scores[order], mask[order], method), out[order], atol=1e-6, rtol=1e-6
+    )
     if method in GROUP_METHODS:
         moved = scores + shift * torch.arange(len(scores))[:, None]  # by another constant in each group
-        assert_close(ppo_vl.center_scores(moved, mask, method), out, atol=1e-5, rtol=1e-5)
+        assert_close(ppo_vl.subtract_baseline(moved, mask, method), out, atol=1e-5, rtol=1e-5)
         # a spread of at least 1/8 / sqrt(24) * 1/8 beside the 1e-6 in group_norm's denominator
         expected = out * (1 if method == "group_norm" else scale)
-        assert_close(ppo_vl.center_scores(scores * scale, mask, method), expected, atol=1e-4, rtol=1e-3)
+        assert_close(ppo_vl.subtract_baseline(scores * scale, mask, method), expected, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("method", GROUP_METHODS)
 def test_equal_scores_give_exactly_zero(method):
     for G, value in itertools.product(range(2, 33), (0.1, 1 / 3, 0.9 + 0.1, -7.7, 1e6, 1e-30)):
         scores = torch.full((3, G), value)
-        scores[1, 0] += 0.5 + abs(value)  # a group with a spread, which the others must not hear of
+        scores[1, 0] += 0.5 + abs(value)  # a group with unequal scores, which must not affect the others
         mask = torch.ones(3, G, dtype=torch.bool)
         mask[2, 1:] = False  # alone
-        out = ppo_vl.center_scores(scores, mask, method)
+        out = ppo_vl.subtract_baseline(scores, mask, method)
         assert not out[[0, 2]].any() and out[1].all()
 
 
 @pytest.mark.parametrize("flat, weight", [(0, 1), (1, 2), (2, 3), (3, 3), (7, 3)])
-def test_cpgd_weighs_the_groups_that_say_something(flat, weight):
-    """groups / groups with a spread, at most 3; here one group with a spread beside `flat` without."""
+def test_cpgd_scales_with_the_fraction_of_useful_groups(flat, weight):
+    """By groups / groups with unequal scores, at most 3; here one such group and `flat` others."""
     scores = torch.ones(flat + 1, 2)
     scores[0, 0] = 3.0
-    out = ppo_vl.center_scores(scores, torch.ones(flat + 1, 2, dtype=torch.bool), "cpgd")
+    out = ppo_vl.subtract_baseline(scores, torch.ones(flat + 1, 2, dtype=torch.bool), "cpgd")
     assert out.flatten().tolist() == [weight, -weight] + [0] * (2 * flat)
 
 
@@ -130,10 +136,13 @@ def test_score_lands_on_the_last_token_of_the_response():
     mask = tensor([[1, 1, 0], [1, 1, 1]]).bool()
     rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask, 1.0)
     assert_close(rewards, tensor([[-0.1, 0.9, 0.0], [-0.1, -0.1, 1.9]]))
+    mask = tensor([[0, 0, 0], [1, 0, 0]]).bool()  # a response that is not kept has no last token
+    rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask, 1.0)
+    assert_close(rewards, tensor([[0.0, 0, 0], [1.9, 0, 0]]))
 
 
-def slow_gae(rewards, values, gamma: float, gae_lambda: float) -> list[float]:
-    """One response: the sum of eq. (16) for each token."""
+def gae_by_loops(rewards, values, gamma: float, gae_lambda: float) -> list[float]:
+    """One response: the sum of eq. (16) of 1506.02438 for each token."""
     T = len(rewards)
     values = [*values, 0.0]
     delta = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(T)]
@@ -143,11 +152,11 @@ def slow_gae(rewards, values, gamma: float, gae_lambda: float) -> list[float]:
 @given(lengths=row_lengths, seed=seeds, gamma=st.floats(0, 1), gae_lambda=st.floats(0, 1))
 @quick
 def test_gae_is_its_sum_on_every_row(lengths, seed, gamma, gae_lambda):
-    mask = ragged(lengths)  # beyond it: numbers that no row may see
+    mask = ragged(lengths)  # the values outside of it must have no effect
     rewards, values = noise(*mask.shape, seed=seed), noise(*mask.shape, seed=seed + 1)
     advantages, returns = ppo_vl.compute_gae(rewards, values, mask, gamma, gae_lambda)
     for b, n in enumerate(lengths):
-        expected = slow_gae(rewards[b, :n].tolist(), values[b, :n].tolist(), gamma, gae_lambda)
+        expected = gae_by_loops(rewards[b, :n].tolist(), values[b, :n].tolist(), gamma, gae_lambda)
         assert advantages[b, :n].tolist() == pytest.approx(expected, abs=1e-9)
         assert_close(returns[b, :n], advantages[b, :n] + values[b, :n])
         assert not advantages[b, n:].any() and not returns[b, n:].any()
@@ -170,7 +179,11 @@ def test_whiten_is_the_formula_and_masked_entries_have_no_influence(mask, seed, 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -7.7, 1e6])
 def test_equal_advantages_whiten_to_exactly_zero(value):
-    assert not ppo_vl.whiten(noise(8, 3, scale=1e-8), torch.ones(8, 3, dtype=torch.bool)).any()  # rounding
+    assert not ppo_vl.whiten(
+        noise(8, 3, scale=1e-7).float(), torch.ones(8, 3, dtype=torch.bool)
+    ).any()  # rounding
+    rounding = value + 1e-7 * abs(value) * noise(8, 3).float()  # fp32 resolves 6e-8
+    assert not ppo_vl.whiten(rounding, torch.ones(8, 3, dtype=torch.bool)).any()
     for count in (1, 8, 12, 1000):
         assert not ppo_vl.whiten(torch.full((count, 3), value), torch.ones(count, 3, dtype=torch.bool)).any()
 
@@ -178,7 +191,7 @@ def test_equal_advantages_whiten_to_exactly_zero(value):
 # --- policy losses ---
 
 
-def slow_loss(kind: str, logratio: float, A: float, c: float, c_high: float, d: float) -> float:
+def loss_of_one_token(kind: str, logratio: float, A: float, c: float, c_high: float, d: float) -> float:
     """One token (gspo: the ratio is the response's), as in the papers."""
     r = math.exp(logratio)
     clipped = min(max(r, 1 - c), 1 + c_high)
@@ -188,12 +201,21 @@ def slow_loss(kind: str, logratio: float, A: float, c: float, c_high: float, d: 
     return -max(surrogate, d * A) if kind == "dual_clip" and A < 0 else -surrogate
 
 
-def loss_and_grad(kind, new, old, advantages, owner=None, c=0.2, c_high=0.28, d=3.0, weights=1.0):
-    """-> losses, metrics, gradient of their weighted sum by new."""
+def loss_and_grad(kind, new, old, advantages, response_of_token=None, c=0.2, c_high=0.28, d=3.0, weights=1.0):
+    """Losses, metrics, and the gradient of the weighted sum of losses with respect to new."""
     new = new.clone().requires_grad_()
-    owner = torch.arange(len(new)) if owner is None else owner
-    clip = ppo_vl.Clip(low=c, high=c_high, dual=d)
-    losses, metrics = ppo_vl.compute_policy_loss(new, old, advantages, owner, kind, clip)
+    if response_of_token is None:
+        response_of_token = torch.arange(len(new))
+    losses, metrics = ppo_vl.compute_policy_loss(
+        new_logprobs=new,
+        old_logprobs=old,
+        advantages=advantages,
+        response_of_token=response_of_token,
+        loss_type=kind,
+        clip_low=c,
+        clip_high=c_high,
+        dual_clip_coef=d,
+    )
     (losses * weights).sum().backward()
     assert all(x.shape == new.shape and not x.requires_grad for x in metrics.values())
     assert losses.shape == new.shape
@@ -206,16 +228,22 @@ def test_policy_losses_and_gradients_are_the_formulas(kind, c, c_high):
     """One token per response, hence also for gspo. Gradients of the reference are finite differences."""
     new, old, A = noise(300, seed=1, scale=0.8), noise(300, seed=2, scale=0.8), noise(300, seed=3)
     losses, metrics, grad = loss_and_grad(kind, new, old, A, None, c, c_high, 1.7)
-    low = high = 0
+    low = high = dual = 0
     for x, o, a, loss, g in zip(*(v.tolist() for v in (new, old, A, losses, grad))):
-        expected = slow_loss(kind, x - o, a, c, c_high, 1.7)
+        expected = loss_of_one_token(kind, x - o, a, c, c_high, 1.7)
         assert loss == pytest.approx(expected, abs=1e-7)
         h = 1e-6
-        above, below = (slow_loss(kind, x - o + sign * h, a, c, c_high, 1.7) for sign in (1, -1))
+        above, below = (loss_of_one_token(kind, x - o + sign * h, a, c, c_high, 1.7) for sign in (1, -1))
         assert g == pytest.approx((above - below) / 2 / h, abs=1e-7)
-        low, high = low + (a < 0 and g == 0), high + (a > 0 and g == 0)
+        low += a < 0 and g == 0 and x < o
+        dual += a < 0 and g == 0 and x > o
+        high += a > 0 and g == 0
     assert metrics["policy/clipfrac_low"].sum() == low > 10
     assert metrics["policy/clipfrac_high"].sum() == high > 10
+    if kind == "dual_clip":  # B14: a metric of its own
+        assert metrics["policy/clipfrac_dual"].sum() == dual > 10
+    else:
+        assert dual == 0 and "policy/clipfrac_dual" not in metrics
     assert_close(metrics["policy/ratio"], (new - old).exp())
     assert_close(metrics["policy/approx_kl"], (new - old).exp() - 1 - (new - old))
 
@@ -224,9 +252,10 @@ def test_policy_losses_and_gradients_are_the_formulas(kind, c, c_high):
 @quick
 def test_gspo_with_sequence_means_is_the_formula_of_whole_responses(lengths, seed, c):
     """J = mean_i min(s_i A_i, clip(s_i) A_i), s_i = exp(mean_t logratio): eq. (5) and (7)."""
-    owner = torch.repeat_interleave(tensor(lengths))
-    old, delta = noise(len(owner), seed=seed), noise(len(owner), seed=seed + 1, scale=0.5)
-    A = noise(len(lengths), seed=seed + 2)[owner]  # one advantage per response
+    response_of_token = torch.repeat_interleave(tensor(lengths))
+    M = len(response_of_token)
+    old, delta = noise(M, seed=seed), noise(M, seed=seed + 1, scale=0.5)
+    A = noise(len(lengths), seed=seed + 2)[response_of_token]  # one advantage per response
 
     def objective(logratio: list[float]) -> float:
         total, start = 0.0, 0
@@ -236,13 +265,15 @@ def test_gspo_with_sequence_means_is_the_formula_of_whole_responses(lengths, see
         return total / len(lengths)
 
     weights = ppo_vl.token_weights(ragged(lengths), "seq-mean-token-mean", 16).double()[ragged(lengths)]
-    losses, metrics, grad = loss_and_grad("gspo", old + delta, old, A, owner, c, 2 * c, weights=weights)
-    assert (losses * weights).sum().item() == pytest.approx(objective(delta.tolist()), abs=1e-7)
-    for t in range(len(owner)):
+    losses, metrics, grad = loss_and_grad(
+        "gspo", old + delta, old, A, response_of_token, c, 2 * c, weights=weights
+    )
+    assert (losses * weights).sum().item() == pytest.approx(objective(delta.tolist()), abs=1e-6)
+    for t in range(M):
         moved = [[x + sign * 1e-6 * (t == j) for j, x in enumerate(delta.tolist())] for sign in (1, -1)]
         assert grad[t].item() == pytest.approx((objective(moved[0]) - objective(moved[1])) / 2e-6, abs=1e-6)
     for i in range(len(lengths)):  # all tokens of a response share its ratio
-        own = owner == i
+        own = response_of_token == i
         assert_close(metrics["policy/ratio"][own], delta[own].mean().exp().expand(int(own.sum())))
 
 
@@ -251,15 +282,16 @@ def test_new_equal_to_old_and_no_tokens(kind):
     old, A = noise(50, scale=5).float(), noise(50, seed=1).float()
     losses, metrics, grad = loss_and_grad(kind, old, old, A, torch.arange(50) % 7)
     assert metrics.pop("policy/ratio").tolist() == [1.0] * 50
-    assert len(metrics) == 3 and not any(x.any() for x in metrics.values())
+    num_metrics = 4 if kind == "dual_clip" else 3
+    assert len(metrics) == num_metrics and not any(x.any() for x in metrics.values())
     assert torch.equal(losses, 0 * A if kind == "cpg" else -A) and torch.equal(grad, -A)
-    losses, metrics, grad = loss_and_grad(kind, old[:0], old[:0], A[:0])  # a rank's empty pack
-    assert losses.shape == grad.shape == (0,) and len(metrics) == 4
+    losses, metrics, grad = loss_and_grad(kind, old[:0], old[:0], A[:0])  # a pack without responses
+    assert losses.shape == grad.shape == (0,) and len(metrics) == num_metrics + 1
 
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_huge_ratios_stay_finite(kind):
-    """fp32 ends at e^88."""
+    """fp32 overflows at e^88."""
     delta, A = tensor([100.0, -100.0] * 2), tensor([1.0, 1.0, -1.0, -1.0])
     losses, metrics, grad = loss_and_grad(kind, delta - 50, torch.full((4,), -50.0), A)
     assert all(x.isfinite().all() for x in (losses, grad, *metrics.values()))
@@ -267,10 +299,10 @@ def test_huge_ratios_stay_finite(kind):
     assert grad[0] == 0 and grad[3] == 0  # clipped
 
 
-# --- aggregation, entropy mask ---
+# --- weights of tokens ---
 
 
-def slow_aggregate(x: list, mask: list, loss_agg: str, limit: int) -> float:
+def aggregate_by_loops(x: list, mask: list, loss_agg: str, limit: int) -> float:
     rows = [[v for v, m in zip(*pair) if m] for pair in zip(x, mask)]
     rows = [row for row in rows if row]
     if not rows:
@@ -289,25 +321,53 @@ def test_token_weights_are_the_aggregate(loss_agg, mask, seed, limit, empty):
     x = noise(*mask.shape, seed=seed).float()
     weights = ppo_vl.token_weights(mask, loss_agg, limit)
     total = (weights * x).sum()
-    assert total.item() == pytest.approx(slow_aggregate(x.tolist(), mask.tolist(), loss_agg, limit), abs=1e-5)
+    assert total.item() == pytest.approx(
+        aggregate_by_loops(x.tolist(), mask.tolist(), loss_agg, limit), abs=1e-5
+    )
     assert not weights[~mask].any()
     more = torch.cat([mask, torch.zeros(empty, mask.shape[1]).bool()])  # empty responses do not count
     assert torch.equal(ppo_vl.token_weights(more, loss_agg, limit)[: len(mask)], weights)
 
 
-@given(mask=masks, seed=seeds, ratio=st.floats(0.01, 1), ties=st.booleans())
+def policy_weight(mask, entropy=None, sampler=None, entropy_token_ratio=1.0, tis_clip=0.0):
+    zeros = torch.zeros(mask.shape)
+    return ppo_vl.compute_policy_weight(
+        mask=mask,
+        entropy=zeros if entropy is None else entropy,
+        entropy_token_ratio=entropy_token_ratio,
+        old_logprobs=zeros,
+        sampler_logprobs=zeros if sampler is None else sampler,
+        tis_clip=tis_clip,
+    )
+
+
+@given(mask=masks, seed=seeds, ratio=st.floats(0.01, 0.99), ties=st.booleans())
 @quick
-def test_high_entropy_mask_is_the_right_share_of_the_mask(mask, seed, ratio, ties):
+def test_policy_weight_keeps_the_tokens_of_highest_entropy(mask, seed, ratio, ties):
     mask = tensor(mask)
     entropy = noise(*mask.shape, seed=seed).abs()
     entropy = entropy.round() if ties else entropy
-    out = ppo_vl.high_entropy_mask(entropy, mask, ratio)
-    assert out.dtype == torch.bool and not (out & ~mask).any()
-    assert torch.equal(ppo_vl.high_entropy_mask(torch.where(mask, entropy, 99.0), mask, ratio), out)
+    weight = policy_weight(mask, entropy, entropy_token_ratio=ratio)
+    assert torch.equal(
+        policy_weight(mask, torch.where(mask, entropy, 99.0), entropy_token_ratio=ratio), weight
+    )
+    kept = weight == 1
+    assert torch.equal(weight, kept.float()) and not (kept & ~mask).any()
     if mask.any():
-        wanted, lowest = max(1, round(ratio * int(mask.sum()))), entropy[out].min()
-        assert (mask & (entropy > lowest)).sum() < wanted <= out.sum()
-        assert torch.equal(out, mask & (entropy >= lowest)) and (ties or out.sum() == wanted)
+        wanted, lowest = max(1, round(ratio * int(mask.sum()))), entropy[kept].min()
+        assert (mask & (entropy > lowest)).sum() < wanted <= kept.sum()
+        assert torch.equal(kept, mask & (entropy >= lowest)) and (ties or kept.sum() == wanted)
+
+
+def test_policy_weight_is_1_times_the_entropy_mask_times_importance_weights():
+    mask = tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    assert torch.equal(policy_weight(mask), mask.float())
+    entropy = tensor([[1.0, 5, 2], [4, 0, 9]])
+    kept = tensor([[0.0, 1, 0], [1, 0, 0]])
+    sampler = tensor([[-0.5, 0.5, -40], [0, 0, 99]])
+    truncated = tensor([[1.5, math.exp(-0.5), 1.5], [1, 1, 0]])
+    assert_close(policy_weight(mask, sampler=sampler, tis_clip=1.5), truncated)
+    assert_close(policy_weight(mask, entropy, sampler, 0.4, 1.5), truncated * kept)
 
 
 # --- value loss, rewards ---
@@ -316,11 +376,11 @@ def test_high_entropy_mask_is_the_right_share_of_the_mask(mask, seed, ratio, tie
 @pytest.mark.parametrize(
     "new, old, target, clip, loss, clipped",
     [
-        (1.0, 0.0, 2.0, 0.2, 3.24, True),  # the docstring's example
-        (1.0, 0.0, 2.0, 0.0, 1.0, False),  # off
-        (-1.0, 0.0, 2.0, 0.2, 9.0, False),  # moved away: the larger, unclipped error stays
-        (0.1, 0.0, 2.0, 0.2, 3.61, False),  # within reach
-        (-1.0, 0.0, -2.0, 0.2, 3.24, True),
+        (1.0, 0.0, 2.0, 0.2, 1.62, True),  # the docstring's example
+        (1.0, 0.0, 2.0, 0.0, 0.5, False),  # not clipped
+        (-1.0, 0.0, 2.0, 0.2, 4.5, False),  # moved away: the unclipped error is larger
+        (0.1, 0.0, 2.0, 0.2, 1.805, False),  # inside the range
+        (-1.0, 0.0, -2.0, 0.2, 1.62, True),
     ],
 )
 def test_value_loss(new, old, target, clip, loss, clipped):
@@ -329,28 +389,27 @@ def test_value_loss(new, old, target, clip, loss, clipped):
 
 
 def test_values_within_the_clip_range_never_count_as_clipped():
-    """old + (new - old) is not new in fp32: which of both errors is larger is then a matter of rounding."""
+    """old + (new - old) differs from new by rounding, which must not decide whether a value is clipped."""
     old, new, returns = (noise(10_000, seed=seed).float() for seed in range(3))
     assert ((old + (new - old) - returns).square() > (new - returns).square()).any()
     losses, worse = ppo_vl.compute_value_loss(new, old, returns, 10.0)
-    assert not worse.any() and torch.equal(losses, (new - returns).square())
+    assert not worse.any() and torch.equal(losses, (new - returns).square() / 2)
 
 
-def test_overlong_costs_in_the_last_fifth_of_the_limit():
-    ids = [[], [1] * 8, [1] * 9, [1] * 10]
-    assert ppo_vl.overlong(completion_ids=ids, limit=10) == pytest.approx([0, 0, -0.5, -1])
+# --- running norm, moving average, selection ---
 
 
-# --- scores of all steps so far, importance weights ---
-
-
-def test_scores_are_normalized_by_all_training_scores_so_far():
-    def normalize(scores: list, moments: torch.Tensor, kind: str):
+def test_scores_are_normalized_by_all_scores_so_far():
+    def normalize(scores: list, moments: torch.Tensor, mode: str):
         scores = tensor([scores])
-        return ppo_vl.normalize_scores(scores, ~scores.isnan(), moments, kind)
+        return ppo_vl.normalize_scores(scores, ~scores.isnan(), moments, mode)
 
-    scores, moments = normalize([5.0], torch.zeros(3).double(), "scale")
-    assert scores.tolist() == [[5.0]]  # one has no spread
+    zeros = torch.zeros(3).double()
+    for mode, expected in (("scale", [[1, 3]]), ("standardize", [[-1, 1]])):  # the docstring's example
+        scores, moments = normalize([2.0, 6.0], zeros, mode)
+        assert scores.tolist() == expected and moments.tolist() == [2, 8, 40]
+    scores, moments = normalize([5.0], zeros, "scale")
+    assert scores.tolist() == [[5.0]]  # the std of one score is 0
     scores, moments = normalize([1.0, 3.0, math.nan], moments, "scale")
     std = math.sqrt(8 / 3)  # of 5, 1, 3
     assert_close(scores[:, :2], tensor([[1 / std, 3 / std]]))
@@ -359,49 +418,61 @@ def test_scores_are_normalized_by_all_training_scores_so_far():
     assert_close(scores, torch.zeros(1, 2))
 
 
-def test_importance_weights_of_the_sampler_are_truncated_and_scale_gradients_alone():
-    new = tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    weighed = ppo_vl.weigh_gradients(new, torch.zeros(3), tensor([-0.5, 0.5, -40.0]), limit=1.5)
-    assert torch.equal(weighed, new)
-    weighed.sum().backward()
-    assert_close(new.grad, tensor([1.5, math.exp(-0.5), 1.5]))
+def test_explained_variance():
+    returns = tensor([1.0, 2, 3])
+    assert ppo_vl.explained_variance(returns, returns) == 1
+    assert ppo_vl.explained_variance(torch.zeros(3), returns) == 0
+    assert_close(ppo_vl.explained_variance(tensor([3.0, 2, 1]), returns), tensor(-3.0))
+    assert ppo_vl.explained_variance(returns, torch.ones(3)) == 0  # nothing to explain
 
 
-# --- average of the weights, rounds of dynamic sampling ---
-
-
-def test_average_of_the_weights_is_its_closed_form(monkeypatch):
-    """beta^k w_0 + (1 - beta) sum_i beta^(k - i) w_i; a tied weight is one."""
-    average, model = (ppo_vl.load_model(TINY, dtype) for dtype in (torch.float32, torch.bfloat16))
+def test_ema_is_its_closed_form_and_skips_frozen_weights():
+    """decay^k w_0 + (1 - decay) sum_i decay^(k - i) w_i. Frozen weights are not even gathered (B26)."""
+    ema_model, model = (ppo_vl.load_model(TINY, dtype) for dtype in (torch.float32, torch.bfloat16))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("visual" not in name)
+    start = {name: x.clone() for name, x in ema_model.named_parameters()}
     names = ("lm_head.weight", "model.language_model.norm.weight")
-    expected = {name: average.state_dict()[name].double() * 0.9**6 for name in names}
+    expected = {name: ema_model.state_dict()[name].double() * 0.9**6 for name in names}
     for i in range(1, 7):
         for parameter in model.parameters():
             parameter.data.add_(0.1)
-        weights = dict(ppo_vl.merged_weights(model))
+        weights = dict(ppo_vl.iter_full_weights(model))
         expected = {name: x + 0.1 * 0.9 ** (6 - i) * weights[name].double() for name, x in expected.items()}
-        ppo_vl.update_average(average, model, 0.9)
+        ppo_vl.update_ema(ema_model, model, 0.9)
     for name, x in expected.items():
-        assert_close(average.state_dict()[name].double(), x, atol=1e-6, rtol=1e-6)
+        assert_close(ema_model.state_dict()[name].double(), x, atol=1e-6, rtol=1e-6)
+    for name, x in ema_model.named_parameters():
+        assert torch.equal(x, start[name]) == ("visual" in name)
+    trained = [name for name, _ in ppo_vl.iter_full_weights(model, trainable_only=True)]
+    assert trained and not any("visual" in name for name in trained)
 
 
-def test_rollouts_are_joined_prompt_by_prompt():
-    def rollout(n: int, R: int) -> ppo_vl.Rollout:
-        table, few = torch.full((2 * n, R), float(R)), torch.full((n, 2), float(R))
-        return ppo_vl.Rollout(
-            prompts=[R] * n,
-            response_ids=[torch.arange(R)] * (2 * n),
-            mask=table > 0,
-            truncated=few > 5,
-            rewards={"own": few},
-            scores=few,
-            sampler_logprobs=table,
-            samples=[{"row": R}] * n,
-            logged={"x": float(R)},
-        )
+def select(scores, rewards=None, truncated=None, **flags):
+    scores = tensor(scores)
+    truncated = torch.zeros(scores.shape).bool() if truncated is None else tensor(truncated)
+    rollout = SimpleNamespace(scores=scores, rewards=rewards or {}, truncated=truncated)
+    flags = {"rollout_batch_size": 4, "num_samples_per_prompt": 2} | flags
+    return ppo_vl.select_responses(ppo_vl.Args(**flags), rollout).tolist()
 
-    joined = ppo_vl.join(rollout(1, 3), rollout(2, 2))
-    assert [*map(len, (joined.prompts, joined.response_ids, joined.samples))] == [3, 6, 3]
-    assert joined.scores.tolist() == joined.rewards["own"].tolist() == [[3, 3], [2, 2], [2, 2]]
-    assert joined.mask.tolist() == [[True] * 3] * 2 + [[True, True, False]] * 4
-    assert joined.sampler_logprobs[2].tolist() == [2.0, 2.0, 0.0]
+
+def test_responses_are_kept_if_they_have_a_score_and_are_not_masked():
+    nan = math.nan
+    assert select([[1.0, 1], [nan, 0]]) == [[True, True], [False, True]]
+    truncated = [[False, True], [False, False]]
+    assert select([[1.0, 1], [1, 0]], None, truncated) == [[True, True], [True, True]]
+    assert select([[1.0, 1], [1, 0]], None, truncated, mask_truncated=True) == [[True, False], [True, True]]
+
+
+def test_dynamic_sampling_keeps_the_first_groups_that_differ_in_accuracy():  # B4
+    scores = [[0.1, 0.0], [1, 0], [0.9, 0], [0, 1]]
+    accuracy = {"accuracy": tensor([[0.0, 0], [1, 0], [1, 0], [0, 1]])}
+    none, both = [False, False], [True, True]
+    assert select(scores, accuracy, dynamic_sampling=2) == [none, both, both, none]  # 2 groups are enough
+    assert select(scores, dynamic_sampling=2) == [both, both, none, none]  # without accuracy, by score
+    no_accuracy = {"accuracy": torch.full((4, 2), math.nan)}
+    assert select(scores, no_accuracy, dynamic_sampling=2) == [both, both, none, none]
+    # B6: a response that is masked does not make its group useful
+    scores, truncated = [[1.0, 0, 0], [1, 0, 1]], [[True, False, False], [False, False, True]]
+    kept = select(scores, truncated=truncated, dynamic_sampling=1, mask_truncated=True)
+    assert kept == [[False] * 3, [True, True, False]]

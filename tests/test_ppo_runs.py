@@ -1,6 +1,8 @@
-"""Short runs of ppo_vl: options, chats beside, videos, ranks and ZeRO stages."""
+"""Short runs of ppo_vl.py: the wiring of main, its options, the presets of docs/ppo_vl.md, ranks and ZeRO stages."""
 
 import math
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -8,8 +10,18 @@ import conftest
 import pytest
 import torch
 import transformers
-from conftest import SHORT, TINY, assert_same_run, largest_difference, read_jsonl, tensorboard_of, write_jsonl
-from conftest import weights_of as weights_in
+import tyro
+from conftest import (
+    ROOT,
+    SHORT,
+    TINY,
+    assert_same_run,
+    largest_difference,
+    read_jsonl,
+    tensorboard_of,
+    write_jsonl,
+)
+from conftest import weights_of as load_weights
 from safetensors.torch import save_file
 from test_families import folder_of, write_video  # noqa: F401
 from torch.testing import assert_close
@@ -18,8 +30,8 @@ import ppo_vl
 from common import packing
 from common.kl import kl_estimate, next_kl_coef
 
-ONE_UPDATE = {"total_steps": 1, "train_batch_size": 16, "num_ppo_epochs": 1, "warmup_steps": 0}
-AUTO = {("auto", "gae"), ("auto", "reinforce"), ("auto", "reinforce_baseline")}  # whitened
+ONE_UPDATE = {"total_steps": 1, "train_batch_size": 16, "num_epochs": 1, "warmup_steps": 0}
+FAST = {"learning_rate": 1e-3, "warmup_steps": 0}  # so that the second update differs from the first
 slow = pytest.mark.slow
 
 
@@ -28,330 +40,482 @@ def run(run, any_score):
     return lambda **flags: run("ppo_vl", **any_score | {"eval_dataset": None} | flags)
 
 
-def metrics_of(folder: Path) -> list[dict]:
-    """Of the training steps."""
-    return [metrics for metrics in conftest.metrics_of(folder) if metrics["train/step"]]
+def metrics_of(run_dir: Path) -> list[dict]:
+    """Metrics of the training steps."""
+    return [metrics for metrics in conftest.metrics_of(run_dir) if metrics["train/step"]]
 
 
-def weights_of(folder: Path, step: int, part: str = "") -> dict[str, torch.Tensor]:
-    return weights_in(folder / f"checkpoint-{step}" / part)
+def weights_of(run_dir: Path, step: int, part: str = "") -> dict[str, torch.Tensor]:
+    return load_weights(run_dir / f"checkpoint-{step}" / part)
 
 
-def spy(monkeypatch, name: str) -> list[tuple]:
-    """-> the arguments of each call of a function of ppo_vl, which is called as ever."""
-    calls, original = [], getattr(ppo_vl, name)
+def spy(monkeypatch, name: str, module=ppo_vl) -> list[tuple]:
+    """(positional arguments, keywords, result) of each call of a function, which still runs."""
+    calls, original = [], getattr(module, name)
 
     def call(*args, **kwargs):
-        calls.append(args)
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        calls.append((args, kwargs, result))
+        return result
 
-    monkeypatch.setattr(ppo_vl, name, call)
+    monkeypatch.setattr(module, name, call)
     return calls
 
 
-START = weights_in(Path(TINY))
+def spy_on_rollouts(monkeypatch) -> list[tuple]:
+    """(run, rollout) of each step, as they are after the step."""
+    rollouts, original = [], ppo_vl.add_logprobs_and_values
+
+    def call(args, run, rollout, groups):
+        rollouts.append((run, rollout))
+        return original(args, run, rollout, groups)
+
+    monkeypatch.setattr(ppo_vl, "add_logprobs_and_values", call)
+    return rollouts
+
+
+START = load_weights(Path(TINY))
 
 
 # --- a run ---
 
 
 def test_a_run_leaves_metrics_samples_and_a_model(run, vqa, any_score):
-    folder = run(
-        eval_dataset=vqa, save_steps=1, save_total_limit=1, track="tensorboard",
-        rewards=("accuracy", "format", "overlong", *any_score["rewards"]),
-        reward_weights=(0.1, 0.1, 0.1, 1.0), total_steps=3,
+    run_dir = run(
+        eval_dataset=vqa, save_steps=1, save_total_limit=1, track="tensorboard", total_steps=3,
+        rewards=("accuracy", "format", *any_score["rewards"]), reward_weights=(0.1, 0.1, 1.0),
     )  # fmt: skip
-    metrics = metrics_of(folder)
+    metrics = metrics_of(run_dir)
     assert [(m["train/step"], m["train/episode"]) for m in metrics] == [(1, 16), (2, 32), (3, 48)]
-    keys = "objective/scores reward/overlong reward/score policy/approx_kl loss/policy loss/value time/total"
+    keys = "objective/scores reward/format reward/score policy/approx_kl loss/policy loss/value time/total"
     keys += " val/clipfrac val/explained_variance train/grad_norm train/critic_grad_norm train/kl_coef"
     assert all({*keys.split()} <= m.keys() for m in metrics)
     assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
     assert "eval/sampled_score" in metrics[-1] and "eval/sampled_score" not in metrics[0]
-    phases = {sample["phase"] for sample in read_jsonl(folder / "samples.jsonl")}
+    phases = {record["phase"] for record in read_jsonl(run_dir / "samples.jsonl")}
     assert phases == {"train", "eval_greedy", "eval_sampled"}
-    steps, texts = tensorboard_of(folder)
-    assert steps == [0, 1, 2, 3] and len([*folder.glob("events*")]) == 1
-    assert [[*texts[f"samples/{phase}"]] for phase in sorted(phases)] == [[0, 3], [0, 3], [3]]
-    assert [path.name for path in folder.glob("checkpoint*")] == ["checkpoint-3"]
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder / "checkpoint-3")
-    start = transformers.AutoModelForImageTextToText.from_pretrained(TINY).state_dict()
-    assert any(not torch.equal(x, start[name]) for name, x in model.state_dict().items())
-    transformers.AutoProcessor.from_pretrained(folder / "checkpoint-3")
+    steps, texts = tensorboard_of(run_dir)
+    assert steps == [0, 1, 2, 3] and [*texts["samples"]] == [0, 3]
+    assert [path.name for path in run_dir.glob("checkpoint*")] == ["checkpoint-3"]
+    model = transformers.AutoModelForImageTextToText.from_pretrained(run_dir / "checkpoint-3")
+    assert any(not torch.equal(x, START[name]) for name, x in model.state_dict().items() if name in START)
+    transformers.AutoProcessor.from_pretrained(run_dir / "checkpoint-3")
 
 
-@slow
-@pytest.mark.timeout(1800)
-def test_the_default_run_learns(start, tmp_path):
-    defaults = {name: getattr(ppo_vl.Args(), name) for name in SHORT if name != "run_name"}
-    flags = defaults | {"total_steps": 10, "eval_samples": 60, "dataset": "easy-vqa", "eval_dataset": None}
-    assert start("ppo_vl", **flags).wait() == 0
-    before, *steps = read_jsonl(tmp_path / "runs" / "run" / "metrics.jsonl")
-    assert steps[-1]["eval/sampled_score"] > before["eval/sampled_score"] + 0.4
-    assert steps[-1]["eval/greedy_score"] > before["eval/greedy_score"] + 0.5
-    assert max(step["val/explained_variance"] for step in steps) > 0.2  # while there is variance
+# --- the wiring of main ---
 
 
-WRONG = [{"train_batch_size": 32}, {"train_batch_size": 6}]  # the first: more than a rollout
-WRONG += [{"num_samples_per_prompt": 1, "advantage": "rloo"}, {"freezing_actor_steps": 2}]
-WRONG += [{"critic_share_backbone": True, "advantage": "rloo"}, {"offload_optimizer": True}]
-WRONG += [{"critic_share_backbone": True, "freezing_actor_steps": 1}, {"micro_batch_tokens": 100}]
+def test_the_policy_moves_along_its_advantages(run, monkeypatch):
+    """In the second epoch over the same responses. An ascending loss gives -0.5, a constant ratio 0."""
+    calls, rollouts = spy(monkeypatch, "compute_policy_loss"), spy_on_rollouts(monkeypatch)
+    packs = []
+    iter_rank_packs = packing.iter_rank_packs
+    monkeypatch.setattr(
+        packing,
+        "iter_rank_packs",
+        lambda **keywords: (packs.append(pack) or pack for pack in iter_rank_packs(**keywords)),
+    )
+    run(learning_rate=1e-4, warmup_steps=0, train_batch_size=16, total_steps=1)
+    (_, first, _), (_, second, _) = calls
+    gain = ((second["new_logprobs"] - second["old_logprobs"]) * second["advantages"]).sum()
+    assert gain > 0.5  # 2.9
+    assert_close(first["new_logprobs"], first["old_logprobs"], atol=1e-5, rtol=0)
+    rollout = rollouts[0][1]
+    for pack, (_, call, _) in zip(packs[-2:], calls):
+        assert torch.equal(call["advantages"], rollout.advantages[pack.token_index])
+        assert torch.equal(call["old_logprobs"], rollout.old_logprobs[pack.token_index])
+        assert torch.equal(call["response_of_token"], pack.response_of_token)
 
 
-@pytest.mark.parametrize("flags", [*WRONG, {"reward_weights": (1.0, 2.0)}, {"freeze": "no such name"}])
-def test_flags_that_contradict_each_other_are_refused(run, flags, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run(**flags)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.startswith("error: --") and error.count("\n") == 1
+def test_each_loss_has_its_own_weights_and_gradient(run, monkeypatch):
+    """All terms at once. Each optimizer step divides by its own tokens; metrics are means over steps."""
+    policy_calls, value_calls = spy(monkeypatch, "compute_policy_loss"), spy(monkeypatch, "compute_value_loss")
+    forwards, kl_calls = spy(monkeypatch, "response_logprobs", packing), spy(monkeypatch, "kl_estimate")
+    (rollouts, backwards) = spy_on_rollouts(monkeypatch), []
+    init_engine = ppo_vl.init_deepspeed_engine
+
+    def init_and_watch(**keywords):
+        engine = init_engine(**keywords)
+        backward = engine.backward
+
+        def watched(loss, **options):
+            if isinstance(engine.module, ppo_vl.Policy):
+                inputs = forwards[-1][2]  # log-probs (M,), entropies (M,)
+                gradients = torch.autograd.grad(loss, inputs, retain_graph=True)
+                backwards.append((*inputs, loss.detach(), *gradients))
+            backward(loss, **options)
+
+        engine.backward = watched
+        return engine
+
+    monkeypatch.setattr(ppo_vl, "init_deepspeed_engine", init_and_watch)
+    flags = {"entropy_coef": 0.3, "kl_loss": True, "kl_estimator": "k2", "kl_coef": 0.7}
+    (metrics,) = metrics_of(run(**FAST, **flags, entropy_token_ratio=0.5, total_steps=1, value_clip=0.01))
+    rollout = rollouts[0][1]
+    means = {"policy": [], "entropy": [], "kl": [], "value": []}
+    steps = zip(policy_calls, value_calls, kl_calls[1:], backwards)
+    for (_, call, (policy_losses, _)), (_, value_call, (value_losses, _)), kl_call, seen in steps:
+        new, entropy, loss, of_new, of_entropy = seen
+        M = len(new)  # one pack per mini-batch: its tokens are those of the optimizer step
+        (_, ref), kl = kl_call[0][:2], kl_call[2]
+        kept = rollout.policy_weight[rollout.loss_mask].sum()
+        assert 0.4 * rollout.loss_mask.sum() < kept < 0.7 * rollout.loss_mask.sum()
+        assert_close(of_entropy, torch.full((M,), -0.3 / M))  # a bonus
+        ratio = (new - call["old_logprobs"]).exp()
+        is_clipped = torch.where(call["advantages"] > 0, ratio > 1.2, ratio < 0.8)
+        of_policy = -call["advantages"] * ratio * ~is_clipped
+        rest = of_new * M - 0.7 * (new - ref)  # what is left without the KL: 0, or the policy's gradient
+        is_in_loss = ((rest - of_policy).abs() < 1e-4) | (rest.abs() < 1e-4)
+        assert is_in_loss.all() and 0.2 < ((rest - of_policy).abs() < 1e-4).float().mean() < 0.95
+        means["entropy"].append(-entropy.mean())
+        means["kl"].append(kl.mean())
+        means["value"].append(value_losses.mean())
+        means["policy"].append(loss - 0.3 * means["entropy"][-1] - 0.7 * kl.mean())
+    for name, values in means.items():
+        assert metrics[f"loss/{name}"] == pytest.approx(float(sum(values) / 4), abs=1e-5)
+    assert kl_calls[1:] and len(backwards) == len(value_calls) == 4
+    old = [call["old_values"] for _, call, _ in value_calls]
+    new = [call["new_values"] for _, call, _ in value_calls]
+    assert not any(x.any() for x in old) and new[-1].abs().mean() > 1e-3  # the critic starts at 0
+    assert metrics["val/clipfrac"] > 0.1
 
 
-# --- options ---
-
-
-def test_the_actor_stands_still_while_the_critic_learns_alone(run):
-    folder = run(freezing_actor_steps=1, save_steps=1)
-    first, second = metrics_of(folder)
-    assert not {"train/grad_norm", "policy/ratio"} & first.keys() and first["train/critic_grad_norm"] > 0
-    assert second["train/grad_norm"] > 0 and largest_difference(weights_of(folder, 1), START) == 0
-    assert largest_difference(weights_of(folder, 2), START) > 0
-
-
-@pytest.mark.parametrize("flags, moving", [({"freeze": "visual"}, 0), ({"lora_rank": 2}, 0), ({}, 1)])
-def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
-    folder = run(**ONE_UPDATE, **flags)
-    start, end = START, weights_of(folder, 1)
-    moved = {name for name, x in end.items() if not torch.equal(x, start[name])}
-    assert end.keys() == start.keys()  # adapters are merged
-    assert any("q_proj" in name for name in moved) and any("visual" in name for name in moved) == moving
-    assert ("lora_rank" in flags) == (not any("norm" in name for name in moved))
-
-
-@pytest.mark.slow
-def test_a_reference_is_loaded_only_for_a_kl(run, monkeypatch):
-    loads = spy(monkeypatch, "load_model")
-    assert "loss/kl" not in metrics_of(run(**ONE_UPDATE, kl_coef=0.0))[0] and len(loads) == 2
-    run(**ONE_UPDATE, run_name="rloo", advantage="rloo")
-    assert len(loads) == 4
-    run(**ONE_UPDATE, run_name="lora", lora_rank=2, advantage="rloo")  # its reference: without adapters
-    assert len(loads) == 5
-
-
-@pytest.mark.slow
-def test_the_coefficient_of_the_kl_adapts(run):
-    metrics = metrics_of(run(total_steps=3, kl_target=0.001, kl_horizon=100, kl_coef=0.1))
-    assert metrics[0]["train/kl_coef"] == 0.1
-    for before, after in zip(metrics, metrics[1:]):
-        expected = next_kl_coef(before["train/kl_coef"], before["objective/kl"], 0.001, 100, 16)
-        assert after["train/kl_coef"] == pytest.approx(expected) != before["train/kl_coef"]
-
-
-def test_critic_from_a_reward_model_takes_its_head(run, tmp_path, monkeypatch):
-    folder = tmp_path / "reward_model"
-    shutil.copytree(TINY, folder)
-    head = torch.randn(1, transformers.AutoConfig.from_pretrained(TINY).get_text_config().hidden_size)
-    save_file({"score.weight": head}, folder / "score.safetensors")
-    steps = spy(monkeypatch, "add_logprobs_and_values")
-    run(**ONE_UPDATE, critic_model=str(folder), vf_coef=0.0)
-    _, inside, rollout = steps[0]
-    assert torch.equal(inside.critic.module.value_head.weight, head)
-    base = ppo_vl.load_model(TINY, torch.float32).base_model.eval()
-    for b in (0, 5, 15):  # values are the head on the last hidden states, of the unmodified model too
-        prompt = inside.train_data.encode(rollout.prompts[b // 4].index)
-        pack = packing.plain_pack([(0, [b])], {0: prompt}, rollout.response_ids)
-        with torch.no_grad():
-            values = packing.forward_hidden(base, pack) @ head[0]
-        assert_close(rollout.values[b, : len(values)], values, atol=1e-4, rtol=1e-4)
-
-
-def test_a_value_head_on_the_backbone_of_the_actor(run, monkeypatch):
-    steps = spy(monkeypatch, "add_logprobs_and_values")
-    metrics = metrics_of(run(critic_share_backbone=True, learning_rate=1e-3, warmup_steps=0))
-    assert "train/critic_grad_norm" not in metrics[0] and metrics[1]["loss/value"] > 0
-    first, second = (rollout.values for _, _, rollout in steps)
-    assert not first.any() and second.any()  # it starts at 0, and learns
-    inside = steps[0][1]
-    assert inside.critic is None and inside.actor.module.value_head.weight.any()
-
-
-@pytest.mark.slow
-def test_prompts_whose_responses_score_alike_are_replaced(run, tmp_path, vqa_rows, monkeypatch):
-    code = "def score(completion_ids, answer, **columns):\n"
-    code += "    return [sum(ids) % 7 / 7 * (len(a) > 3) for ids, a in zip(completion_ids, answer)]\n"
-    (tmp_path / "some.py").write_text(code)
-    steps = spy(monkeypatch, "add_logprobs_and_values")
-    rows = [row | ({} if i % 5 else {"image": "gone.png"}) for i, row in enumerate(vqa_rows)]
-    rows = write_jsonl(tmp_path / "rows.jsonl", rows)  # where a later round may have none that can be used
-    folder = run(rewards=(f"{tmp_path}/some.py:score",), dynamic_sampling=30, dataset=rows)
-    for (_, _, rollout), metrics in zip(steps, metrics_of(folder)):
-        trained = rollout.trained
-        assert trained.all(1).sum() == 4 and len(trained) > 4  # groups
-        spread = rollout.scores.amax(1) > rollout.scores.amin(1)
-        assert torch.equal(trained.any(1), spread) and metrics["rollout/zero_std_groups_frac"] > 0
-    dropped = sum(4 * metrics["rollout/prompts_dropped"] for metrics in metrics_of(folder))
-    assert metrics["train/episode"] == sum(rollout.trained.numel() for _, _, rollout in steps) + dropped
-
-
-def test_the_newest_responses_and_whole_ones_are_trained_on(run, monkeypatch):
-    steps = spy(monkeypatch, "add_logprobs_and_values")
-    run(**ONE_UPDATE, replay_limit=9)
-    assert steps[0][2].trained.any(1).tolist() == [False, False, True, True]
-    run(**ONE_UPDATE, run_name="masked", mask_truncated=True, max_response_length=3)
-    rollout = steps[1][2]
-    assert torch.equal(rollout.trained, ~rollout.truncated) and 0 < rollout.trained.sum() < 16
-    assert not rollout.advantages[rollout.truncated.flatten()].any()
+def test_token_weights_are_those_of_the_mini_batch(run, monkeypatch):
+    calls, packs = spy(monkeypatch, "token_weights"), spy(monkeypatch, "iter_packs")
+    run(total_steps=1, num_epochs=1)
+    assert len(calls) == 2 and len(packs) == 3  # a forward pass, two updates
+    for (_, call, weights), (args, _, _) in zip(calls, packs[1:]):
+        assert weights.sum().item() == pytest.approx(1)
+        assert len(call["mask"]) == sum(len(indices) for _, indices in args[3]) == 8
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        {"advantage_clip": 0.5},
-        {"advantage": "rloo", "kl_coef": 1.0},
+        {"gae_lambda": 0.7},
+        {"advantage": "rloo", "kl_coef": 1.0, "temperature": 1.3},
         {"advantage": "group_norm", "whiten_advantages": "on", "reward_clip": (0.3, 0.6)},
-        {"advantage": "reinforce", "kl_loss": True, "kl_estimator": "k2", "gamma": 0.9},
-        {"reward_running_norm": "standardize", "whiten_advantages": "off", "gae_lambda": 0.5},
+        {"advantage": "reinforce", "kl_loss": True, "kl_estimator": "k2", "gamma": 0.9, "mask_truncated": True},
+        {"reward_running_norm": "standardize", "whiten_advantages": "off", "kl_estimator": "k3"},
     ],
 )
 def test_advantages_are_those_of_the_flags(run, monkeypatch, flags):
-    """Whitened at most once, and where their estimator is; the KL in the rewards or in the loss."""
-    steps = spy(monkeypatch, "add_logprobs_and_values")
-    run(learning_rate=1e-3, warmup_steps=0, **flags)
-    args, _, rollout = steps[1]  # with a KL, and values
-    mask, scores = rollout.mask, rollout.scores
+    rollouts, losses = spy_on_rollouts(monkeypatch), spy(monkeypatch, "compute_policy_loss")
+    args = tyro.cli(ppo_vl.Args, args=conftest.to_argv(flags))
+    metrics = metrics_of(run(**FAST, max_response_length=5, clip_coef_high=0.3, **flags))
+    rollout = rollouts[1][1]  # of the second step: its KL is not 0, nor are its values
+    mask, kept, scores = rollout.loss_mask, rollout.kept_responses, rollout.scores
+    if args.mask_truncated:
+        assert torch.equal(kept, ~rollout.truncated) and 0 < kept.sum() < 16
+    else:
+        assert kept.all() and torch.equal(mask, rollout.response_mask)
     if args.reward_running_norm != "off":
-        both = torch.cat([steps[0][2].scores, scores])
+        both = torch.cat([rollouts[0][1].scores, scores])
         scores = (scores - both.mean()) / both.std(correction=0)
     scores = scores.clamp(*args.reward_clip) if args.reward_clip else scores
-    scores = ppo_vl.center_scores(scores, torch.ones(4, 4).bool(), args.advantage).flatten()
-    kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
-    assert kl[mask].abs().max() > 1e-3
+    kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator) * mask
+    assert kl.abs().max() > 1e-3
+    rlhf_rewards = scores - args.kl_coef * kl.sum(1).view(4, 4)
+    assert metrics[1]["objective/rlhf_reward"] == pytest.approx(rlhf_rewards[kept].mean().item(), abs=1e-5)
+    scores = ppo_vl.subtract_baseline(scores, kept, args.advantage).flatten()
     rewards = ppo_vl.compute_token_rewards(scores, kl, mask, 0.0 if args.kl_loss else args.kl_coef)
-    critic = args.advantage == "gae"
-    assert rollout.values.any() == critic
-    gae_lambda = args.gae_lambda if critic else 1.0
+    has_critic = args.advantage == "gae"
+    assert rollout.values.any() == has_critic
+    gae_lambda = args.gae_lambda if has_critic else 1.0
     expected, returns = ppo_vl.compute_gae(rewards, rollout.values, mask, args.gamma, gae_lambda)
     assert_close(rollout.returns, returns, atol=1e-5, rtol=1e-4)
-    if args.whiten_advantages == "on" or (args.whiten_advantages, args.advantage) in AUTO:
+    by_default = args.advantage in ("gae", "reinforce", "reinforce_baseline")
+    if args.whiten_advantages == "on" or (args.whiten_advantages == "auto" and by_default):
         expected = (expected - expected[mask].mean()) / expected[mask].std(correction=0) * mask
-    bound = args.advantage_clip or math.inf
-    assert_close(rollout.advantages, expected.clamp(-bound, bound), atol=1e-5, rtol=1e-4)
+    assert_close(rollout.advantages, expected, atol=1e-5, rtol=1e-4)
+    assert {(call["clip_low"], call["clip_high"]) for _, call, _ in losses} == {(0.2, 0.3)}
 
 
-def test_tokens_of_high_entropy_and_other_losses(run, monkeypatch):
-    steps = spy(monkeypatch, "add_logprobs_and_values")
-    folder = run(
-        entropy_token_ratio=0.25, entropy_coef=0.01, advantage="group_norm", policy_loss="gspo", tis_clip=1.5,
-        loss_agg="seq-mean-token-mean", kl_loss=True, kl_estimator="k3", advantage_clip=1.0,
-        reward_clip=(0.3, 0.6),
-    )  # fmt: skip
-    rollout = steps[0][2]
-    scores = rollout.scores.clamp(0.3, 0.6)  # what is maximised: the KL is 0 at step 1
-    assert metrics_of(folder)[0]["objective/rlhf_reward"] == pytest.approx(scores.mean().item(), abs=1e-5)
-    mask, policy_mask, entropy = rollout.mask, rollout.policy_mask, rollout.entropy
-    assert 0.25 * mask.sum() - 0.5 <= policy_mask.sum() < 0.4 * mask.sum()  # ties are in
-    assert entropy[policy_mask].min() >= entropy[mask & ~policy_mask].max()
+# --- the comparison of log-probs ---
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [{"micro_batch_tokens": 540}, {"gradient_checkpointing": True}])
-def test_neither_packs_nor_memory_flags_change_the_result(run, flags):
-    """Denominators are those of the whole optimizer step, however it is split."""
-    one, other = run(total_steps=1), run(total_steps=1, run_name="other", **flags)
-    assert_same_run(one, other, 2e-4, of_weights=2e-5)
+@pytest.mark.parametrize(
+    "flags, stops_at",
+    [
+        ({}, 1),
+        ({"critic_warmup_steps": 1}, 2),
+        ({"dynamic_sampling": 1, "tis_clip": 2.0}, 1),
+        ({"entropy_token_ratio": 0.5, "mask_truncated": True}, 1),
+    ],
+)
+def test_a_sampler_that_computes_other_logprobs_stops_the_run(run, monkeypatch, capsys, tmp_path, flags, stops_at):
+    generate = ppo_vl.HFSampler.generate
+
+    def shifted(self, *args, **kwargs):
+        responses = generate(self, *args, **kwargs)
+        for response in responses:
+            response.logprobs.add_(0.01)
+        return responses
+
+    monkeypatch.setattr(ppo_vl.HFSampler, "generate", shifted)
+    with pytest.raises(SystemExit) as stopped:
+        run(**flags)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert f"step {stops_at}: sampling/logprob_diff_mean is 0.01 nats per token" in error
+    assert len(metrics_of(tmp_path / "runs/run")) == stops_at - 1 and error.count("\n") == 1
 
 
-# --- chats beside, average, experts, text ---
+def test_a_forward_that_differs_in_training_stops_the_run(run, monkeypatch, capsys):
+    forward = ppo_vl.Policy.forward
+
+    def noisy(self, pack, **options):
+        logprobs, entropy = forward(self, pack, **options)
+        return (logprobs - 0.01 if torch.is_grad_enabled() else logprobs), entropy
+
+    monkeypatch.setattr(ppo_vl.Policy, "forward", noisy)
+    with pytest.raises(SystemExit):
+        run(entropy_token_ratio=0.5, sampler="hf")
+    assert "logprob_diff_mean is 0.01 nats" in capsys.readouterr().err
 
 
-def ptx_file(folder: Path) -> str:
-    turns = conftest.chat("what is 1 + 1?", "two", "and 2 + 2?", "four <|im_end|>")
-    chats = turns, turns[:2], [{"role": "system", "content": "be"}, *turns[:2]]
-    return write_jsonl(folder / "ptx.jsonl", [{"messages": own} for own in chats])
+def test_reused_logprobs_equal_recomputed_ones(run, monkeypatch):
+    rollouts = spy_on_rollouts(monkeypatch)
+    metrics = metrics_of(run(**ONE_UPDATE))
+    run_state, rollout = rollouts[0]
+    assert run_state.reuse_sampler_logprobs and rollout.old_logprobs is rollout.sampler_logprobs
+    assert metrics[0]["sampling/logprob_diff_mean"] == metrics[0]["policy/logprob_diff_mean"] < 1e-5
 
 
-def test_every_assistant_turn_is_learned(run, tmp_path, vqa_rows):
-    args = ppo_vl.Args(ptx_dataset=ptx_file(tmp_path), system_prompt="Speak.")
+# --- options ---
+
+
+def test_only_the_critic_trains_in_warmup(run):
+    flags = {"kl_target": 0.001, "kl_horizon": 100, "kl_coef": 0.1, "save_total_limit": 3}
+    run_dir = run(total_steps=3, critic_warmup_steps=1, save_steps=1, **FAST, **flags)
+    first, second, third = metrics_of(run_dir)
+    assert not {"train/grad_norm", "policy/ratio"} & first.keys() and first["train/critic_grad_norm"] > 0
+    assert second["train/grad_norm"] > 0 and largest_difference(weights_of(run_dir, 1), START) == 0
+    assert largest_difference(weights_of(run_dir, 2), START) > 0
+    # B7: the KL coefficient adapts after a step that trained the actor.
+    assert first["train/kl_coef"] == second["train/kl_coef"] == 0.1
+    expected = next_kl_coef(0.1, second["objective/kl"], 0.001, 100, 16)
+    assert third["train/kl_coef"] == pytest.approx(expected) != 0.1
+
+
+@pytest.mark.parametrize("flags, moving", [({"freeze": "visual"}, 0), ({"lora_rank": 2}, 0), ({}, 1)])
+def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
+    run_dir = run(**ONE_UPDATE, **flags, ema_decay=0.5)
+    end = weights_of(run_dir, 1)
+    moved = {name for name, x in end.items() if not torch.equal(x, START[name])}
+    assert end.keys() == START.keys()  # adapters are merged
+    assert any("q_proj" in name for name in moved) and any("visual" in name for name in moved) == moving
+    assert ("lora_rank" in flags) == (not any("norm" in name for name in moved))
+    for name, x in weights_of(run_dir, 1, "state/ema").items():  # halfway after one update
+        assert_close(x.float(), (START[name].float() + end[name].float()) / 2)
+    transformers.AutoModelForImageTextToText.from_pretrained(run_dir / "checkpoint-1" / "state" / "ema")
+
+
+@slow
+def test_a_reference_is_loaded_only_for_a_kl(run, monkeypatch):
+    loads = spy(monkeypatch, "load_model")
+    metrics = metrics_of(run(**ONE_UPDATE, kl_coef=0.0))[0]
+    assert not {"loss/kl", "objective/kl"} & metrics.keys() and len(loads) == 2
+    run(**ONE_UPDATE, run_name="rloo", advantage="rloo")
+    assert len(loads) == 4
+    run(**ONE_UPDATE, run_name="lora", lora_rank=2, advantage="rloo")  # the reference: without adapters
+    assert len(loads) == 5
+
+
+def test_critic_from_a_reward_model_takes_its_head(run, tmp_path, monkeypatch):
+    reward_model = tmp_path / "reward_model"
+    shutil.copytree(TINY, reward_model)
+    head = torch.randn(1, transformers.AutoConfig.from_pretrained(TINY).get_text_config().hidden_size)
+    save_file({"score.weight": head}, reward_model / "score.safetensors")
+    rollouts = spy_on_rollouts(monkeypatch)
+    run(**ONE_UPDATE, critic_model=str(reward_model), critic_learning_rate=0.0)
+    run_state, rollout = rollouts[0]
+    assert torch.equal(run_state.critic.module.value_head.weight, head)
+    backbone = ppo_vl.load_model(TINY, torch.float32).base_model.eval()
+    for b in (0, 5, 15):  # values are the head on the hidden states of the unmodified model
+        prompt = run_state.train_data.encode(rollout.prompts[b // 4].index)
+        pack = packing.build_unpacked([(0, [b])], {0: prompt}, rollout.response_ids)
+        with torch.no_grad():
+            values = packing.forward_hidden(backbone, packing.to_device(pack, backbone)) @ head[0]
+        assert_close(rollout.values[b, : len(values)], values, atol=1e-4, rtol=1e-4)
+
+
+def test_the_value_head_multiplies_in_fp32():  # B20
+    model = ppo_vl.load_model(TINY, torch.bfloat16)
+    critic = ppo_vl.Critic(model, Path("no file"))
+    critic.value_head.weight.data.normal_()
     processor = transformers.AutoProcessor.from_pretrained(TINY)
-    model = ppo_vl.load_model(TINY, torch.float32).eval()
-    end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    turns = ppo_vl.load_turns(args, model, processor, [end])
-    found = [turns.encode(i) for i in range(4)]
-    texts = [processor.decode(turn.target_ids) for turn in found]
-    assert texts == ["two<|im_end|>", "four < |im_end|><|im_end|>", "two<|im_end|>", "two<|im_end|>"]
-    prompts = [processor.decode(turn.prompt.ids) for turn in found]
-    assert [prompt.count("two") for prompt in prompts] == [0, 1, 0, 0]
-    assert "Speak." in prompts[0] and "Speak." not in prompts[3]
-    chats = [conftest.chat(row["prompt"], row["answer"]) for row in vqa_rows[:4]]
-    rows = [{"messages": own, "image": row["image"]} for own, row in zip(chats, vqa_rows)]
-    args.ptx_dataset = write_jsonl(tmp_path / "pictures.jsonl", rows)
-    turns = ppo_vl.load_turns(args, model, processor, [end])
-    found = [turns.encode(i) for i in range(4)]
-    assert all(len(turn.prompt.media["image"]) == 1 for turn in found)
-    flags = ONE_UPDATE | {"ptx_dataset": args.ptx_dataset, "ptx_batch_size": 4, "system_prompt": "Speak."}
-    metrics = metrics_of(run(**flags))
-    packs = [packing.plain_pack([(0, [0])], {0: turn.prompt}, [turn.target_ids]) for turn in found]
-    with torch.no_grad():  # the mean over tokens of the unmodified model
-        logprobs = torch.cat([packing.response_logprobs(model, pack)[0] for pack in packs])
-    assert metrics[0]["loss/ptx"] == pytest.approx(-logprobs.mean().item(), abs=1e-5)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "what?"}]}]
+    prompt = packing.make_prompt(model, packing.encode_chat(processor, messages, add_generation_prompt=True))
+    pack = packing.build_unpacked([(0, [0])], {0: prompt}, [torch.tensor([5, 6, 7])])
+    with torch.no_grad():
+        values, hidden = critic(pack), packing.forward_hidden(critic.model, pack)
+    expected = hidden.double() @ critic.value_head.weight[0].double()
+    assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
+    assert_close(values, expected.float(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_gradient_with_ptx_is_the_sum_of_both_parts(run, tmp_path, monkeypatch):
-    """Without updates; the policy's part alone, both, and chats alone."""
-    found = []
-
-    def keep(engine):
-        parameters = engine.module.parameters()
-        found.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters])
-        engine.zero_grad()
-        return 1.0
-
-    monkeypatch.setattr(ppo_vl, "optimizer_step", keep)
-    flags = ONE_UPDATE | {"advantage": "reinforce", "ptx_dataset": ptx_file(tmp_path), "ptx_batch_size": 4}
-    run(**flags, ptx_coef=0.0)
-    run(**flags, ptx_coef=0.5, run_name="both")
-    run(**flags, ptx_coef=0.5, advantage_clip=1e-9, run_name="ptx")
-    for policy, both, ptx in zip(*found):
-        assert_close(both, policy + ptx, atol=1e-5, rtol=1e-4)
-    assert any(x.any() for x in found[0]) and any(x.any() for x in found[2])
-
-
-def test_average_is_halfway_after_an_update_with_beta_one_half(run):
-    folder = run(**ONE_UPDATE, ema_beta=0.5)
-    start, end = START, weights_of(folder, 1)
-    average = weights_of(folder, 1, "state/ema")
-    for name, x in average.items():
-        assert_close(x.float(), (start[name].float() + end[name].float()) / 2)
-    transformers.AutoModelForImageTextToText.from_pretrained(folder / "checkpoint-1" / "state" / "ema")
+def test_dynamic_sampling_trains_on_the_first_useful_prompts(run, tmp_path, monkeypatch):
+    """B5, B12, B24: one rollout per step; forward passes see only the responses that are trained on."""
+    code = "def score(completion_ids, answer, log_metric, **columns):\n    log_metric('seen', len(answer))\n"
+    code += "    return [sum(ids) % 7 / 7 * (len(a) > 3) for ids, a in zip(completion_ids, answer)]\n"
+    (tmp_path / "some.py").write_text(code)
+    rollouts, forwards = spy_on_rollouts(monkeypatch), spy(monkeypatch, "iter_packs")
+    run_dir = run(rewards=(f"{tmp_path}/some.py:score",), dynamic_sampling=3, kl_coef=0.1)
+    seen = set()
+    for (_, rollout), metrics in zip(rollouts, metrics_of(run_dir)):
+        differs = rollout.scores.amax(1) > rollout.scores.amin(1)  # (12,)
+        first = differs & (differs.cumsum(0) <= 4)
+        assert len(differs) == 12 and 0 < first.sum() <= 4
+        assert torch.equal(rollout.kept_responses, first[:, None].expand(12, 4))
+        assert metrics["reward_metrics/seen"] == 48 and metrics["rollout/prompts_skipped"] == 0
+        assert metrics["rollout/frac_reward_zero_std"] == pytest.approx((~differs).float().mean().item())
+        assert not rollout.values[~rollout.loss_mask].any()
+        rows = {prompt.index for prompt in rollout.prompts}
+        assert not rows & seen
+        seen |= rows
+    assert metrics["train/episode"] == 96
+    for (_, _, rollout, groups), _, _ in forwards:
+        kept = {*rollout.kept_responses.flatten().nonzero()[:, 0].tolist()}
+        assert {b for _, indices in groups for b in indices} <= kept
 
 
-def test_load_of_the_experts_is_balanced(run, tmp_path, tiny_text_model):
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    start = transformers.AutoConfig.from_pretrained(tiny_text_model)
-    ids = {"vocab_size": start.vocab_size, "eos_token_id": start.eos_token_id, "pad_token_id": None}
-    config = transformers.MixtralConfig(**size, **ids, num_key_value_heads=2, num_local_experts=4)
-    torch.manual_seed(0)
-    shutil.copytree(tiny_text_model, tmp_path / "moe")
-    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "moe")
-    data = write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i} + {i}?"} for i in range(12)])
-    flags = ONE_UPDATE | {"model": str(tmp_path / "moe"), "dataset": data}
-    metrics = metrics_of(run(**flags, router_aux_coef=0.1, learning_rate=1e-2))
-    plain = metrics_of(run(**flags, run_name="plain", learning_rate=1e-2))
-    assert 2 <= metrics[0]["loss/router"] < 4 and "loss/router" not in plain[0]
-    assert metrics[0]["train/grad_norm"] != plain[0]["train/grad_norm"] and plain[0]["loss/value"] > 0
+def test_a_step_without_responses_to_train_on_is_logged(run):
+    run_dir = run(mask_truncated=True, max_response_length=1, kl_target=0.1)  # all are truncated
+    for metrics in metrics_of(run_dir):
+        assert metrics["train/kl_coef"] == 0.01 and metrics["rollout/truncated_frac"] == 1
+        assert not {"loss/policy", "objective/kl", "objective/rlhf_reward"} & metrics.keys()
+    assert largest_difference(weights_of(run_dir, 2), START) == 0
 
 
-# --- videos, pictures and text ---
+def test_episodes_are_responses_not_skipped_rows(run, vqa_rows, tmp_path):  # B16
+    rows = [row | ({} if i % 4 else {"image": "gone.png"}) for i, row in enumerate(vqa_rows)]
+    metrics = metrics_of(run(dataset=write_jsonl(tmp_path / "rows.jsonl", rows), total_steps=4))
+    skipped = sum(step["rollout/prompts_skipped"] for step in metrics)
+    assert skipped > 0 and metrics[-1]["train/episode"] == 4 * (4 * 4 - skipped)
+
+
+def test_metrics_of_the_policy_are_those_of_the_tokens_in_its_loss(run, monkeypatch):  # B1, B15
+    rollouts, loss = spy_on_rollouts(monkeypatch), ppo_vl.compute_policy_loss
+
+    def mark(**keywords):
+        losses, metrics = loss(**keywords)
+        return losses, metrics | {"policy/ratio": keywords["advantages"]}  # differs between tokens
+
+    monkeypatch.setattr(ppo_vl, "compute_policy_loss", mark)
+    (metrics,) = metrics_of(run(**ONE_UPDATE, entropy_token_ratio=0.25))
+    rollout = rollouts[0][1]
+    kept = rollout.policy_weight > 0
+    assert rollout.entropy[kept].min() >= rollout.entropy[rollout.loss_mask & ~kept].max()
+    assert 0.2 < kept.sum() / rollout.loss_mask.sum() < 0.4
+    assert metrics["policy/ratio"] == pytest.approx(rollout.advantages[kept].mean().item(), abs=1e-5)
+    expected = -(rollout.advantages * kept).sum() / rollout.loss_mask.sum()  # the ratio is 1
+    assert metrics["loss/policy"] == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_running_norm_scales_scores_against_the_kl(run, monkeypatch):  # B18
+    """So it has an effect with group estimators, except group_norm."""
+    rollouts = spy_on_rollouts(monkeypatch)
+    for flags in ({}, {"reward_running_norm": "scale"}):
+        run(**ONE_UPDATE, **flags, advantage="rloo", run_name=str(len(flags)))
+    (_, one), (_, other) = rollouts
+    differs = one.advantages.abs() > 1e-6
+    ratio = other.advantages[differs] / one.advantages[differs]
+    assert_close(ratio, ratio[:1].expand(len(ratio)), atol=1e-4, rtol=1e-4)  # in step 1 the KL is 0
+    assert ratio[0] > 1.5
+
+
+# --- flags ---
+
+REFUSED = {
+    "--kl-loss requires": [{"kl_loss": True}, {"kl_loss": True, "kl_estimator": "k3", "kl_coef": 0.0}],  # B8
+    "--policy-loss gspo requires": [  # B9
+        {"policy_loss": "gspo"},
+        {"policy_loss": "gspo", "loss_agg": "seq-mean-token-mean"},
+        {"policy_loss": "gspo", "clip_coef": 3e-4},
+    ],
+    "--reward-running-norm has no effect": [{"reward_running_norm": "scale", "advantage": "group_norm"}],  # B18
+    "--entropy-token-ratio": [{"entropy_token_ratio": 0.0}, {"entropy_token_ratio": 1.5}],  # B19
+    "--kl-target": [{"kl_target": 0.0}, {"kl_target": 1.0, "kl_coef": 0.0}],
+    "--dual-clip-coef": [{"dual_clip_coef": 1.0}],
+    "--ema-decay": [{"ema_decay": 1.0}],
+    "--temperature": [{"temperature": 0.0}],
+    "--critic-model and --critic-warmup-steps": [
+        {"critic_model": TINY, "advantage": "rloo"},
+        {"critic_warmup_steps": 1, "advantage": "rloo"},
+    ],
+    "--critic-warmup-steps must be less": [{"critic_warmup_steps": 50}],
+    "--train-batch-size": [{"train_batch_size": 100}, {"train_batch_size": 4}],
+    "--rollout-batch-size": [{"rollout_batch_size": 192}],
+    "--num-samples-per-prompt": [
+        {"dynamic_sampling": 1, "num_samples_per_prompt": 1},
+        {"advantage": "rloo", "num_samples_per_prompt": 1},
+        {"num_samples_per_prompt": 0},
+    ],
+    "--micro-batch-tokens": [{"micro_batch_tokens": 100}],
+    "--rewards must have": [{"reward_weights": (1.0, 2.0, 3.0)}],
+    "--offload-optimizer requires": [{"offload_optimizer": True}],
+    "--resume auto requires": [{"resume": "auto"}],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_flags_that_contradict_each_other_or_have_no_effect_are_refused(message, capsys):
+    for flags in REFUSED[message]:
+        with pytest.raises(SystemExit) as stopped:
+            ppo_vl.check_args(ppo_vl.Args(**flags))
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+def test_freeze_must_match_a_parameter(run, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(freeze="no such name")
+    assert stopped.value.code == 2 and "--freeze no such name matches no parameter" in capsys.readouterr().err
+
+
+def test_flags_that_go_together_are_accepted():
+    for flags in (
+        {},
+        {"kl_loss": True, "kl_estimator": "k2", "kl_target": 0.1},
+        {"reward_running_norm": "scale", "advantage": "rloo"},
+        {"reward_running_norm": "scale", "advantage": "group_norm", "reward_clip": (-1, 1)},
+        {"num_samples_per_prompt": 1},
+    ):
+        ppo_vl.check_args(ppo_vl.Args(**flags))
+
+
+PRESETS = re.findall(
+    r"^\| ([^|]+) \| `(--[^`]+)` \|", (ROOT / "docs/ppo_vl.md").read_text().partition("## Presets")[2], re.M
+)
+
+
+@pytest.mark.parametrize("name, flags", PRESETS, ids=[name for name, _ in PRESETS])
+def test_presets_of_the_page_run(run, name, flags, any_score):
+    """One step each, with these flags on the command line, and every one of them changes a default."""
+    words = shlex.split(flags.replace("\\|", "|"))
+    args = tyro.cli(ppo_vl.Args, args=words)
+    default = ppo_vl.Args()
+    changed = {key: value for key, value in vars(args).items() if value != getattr(default, key)}
+    assert len(changed) == sum(word.startswith("--") for word in words)
+    short = {"total_steps": 1, "num_samples_per_prompt": 4, "rollout_batch_size": 16, "train_batch_size": 16}
+    rewards = any_score | {"rewards": (*any_score["rewards"],)} if "rewards" not in changed else {}
+    (metrics,) = metrics_of(run(**short | rewards | changed))
+    assert metrics["train/grad_norm"] > 0 or metrics["objective/scores"] == 0
+    assert ("loss/value" in metrics) == (args.advantage == "gae")
+
+
+# --- videos, images and text ---
 
 
 @pytest.fixture
 def mixed(tmp_path, vqa_rows) -> str:
-    """Text, a picture, two pictures in their places, a video, a video with a picture."""
-    pictures = [row["image"] for row in vqa_rows[:4]]
+    """Text, one image, two images with markers, a video, a video and an image."""
+    images = [row["image"] for row in vqa_rows[:4]]
     write_video(tmp_path / "ball.mp4")
-    rows = [("say circle", [], []), ("what is it?", pictures[:1], [])]
-    rows += [("is <image> as <image>?", pictures[1:3], []), ("where is the ball?", [], ["ball.mp4"])]
-    rows += [("<video> and <image>?", pictures[3:], ["ball.mp4"])]
+    rows = [("say circle", [], []), ("what is it?", images[:1], [])]
+    rows += [("is <image> as <image>?", images[1:3], []), ("where is the ball?", [], ["ball.mp4"])]
+    rows += [("<video> and <image>?", images[3:], ["ball.mp4"])]
     rows = [dict(zip(("prompt", "images", "videos"), row)) for row in rows]
     return write_jsonl(tmp_path / "mixed.jsonl", rows * 2)
 
@@ -360,31 +524,62 @@ OTHERS = [pytest.param(family, marks=slow) for family in ("qwen2_vl", "qwen3_vl"
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", *OTHERS])
-def test_videos_pictures_and_text_in_one_batch_are_as_one_by_one(run, mixed, folder_of, monkeypatch, family):  # noqa: F811
-    """As the sampler's are: that those are the unmodified model's is in test_families.py."""
-    folder = TINY if family == "qwen2_5_vl" else str(folder_of(family))
-    steps, told = spy(monkeypatch, "add_logprobs_and_values"), spy(monkeypatch, "tell")
+def test_videos_images_and_text_in_one_batch(run, mixed, folder_of, monkeypatch, family):  # noqa: F811
+    """That the sampler's log-probs are those of the unmodified model is tested in test_families.py."""
+    model = TINY if family == "qwen2_5_vl" else str(folder_of(family))
+    rollouts, messages = spy_on_rollouts(monkeypatch), spy(monkeypatch, "print0")
     flags = ONE_UPDATE | {"rollout_batch_size": 40, "train_batch_size": 40, "kl_coef": 0.0}
-    metrics = metrics_of(run(model=folder, dataset=mixed, **flags))
-    assert any(line.startswith("packed") for (line,) in told) and metrics[0]["train/grad_norm"] > 0
-    assert {prompt.index for prompt in steps[0][2].prompts} == {*range(10)}
-    assert metrics[0]["rollout/engine_logprob_diff_max"] < 1e-4
+    (metrics,) = metrics_of(run(model=model, dataset=mixed, **flags))
+    assert any(args[0].startswith("packing enabled") for args, _, _ in messages)
+    assert metrics["train/grad_norm"] > 0 and metrics["sampling/logprob_diff_mean"] < 1e-4
+    assert {prompt.index for prompt in rollouts[0][1].prompts} == {*range(10)}
 
 
-# --- ranks and stages ---
+# --- packs, ranks and stages ---
+
+
+def test_results_do_not_depend_on_packs(run, monkeypatch):
+    """Denominators are those of the whole optimizer step, however it is split."""
+    packs = spy(monkeypatch, "compute_value_loss")
+    flags = {"total_steps": 1, "max_prompt_length": 48, "learning_rate": 1e-5, "critic_learning_rate": 1e-5}
+    one = run(**flags)
+    assert len(packs) == 4
+    other = run(**flags, run_name="other", micro_batch_tokens=64)
+    assert len(packs) > 4 + 8  # several per optimizer step
+    assert_same_run(one, other, 2e-4, of_weights=2e-5)
+
+
+@slow
+def test_results_do_not_depend_on_gradient_checkpointing(run):
+    one, other = run(total_steps=1), run(total_steps=1, run_name="other", gradient_checkpointing=True)
+    assert_same_run(one, other, 2e-4, of_weights=2e-5)
 
 
 @slow
 @pytest.mark.parametrize("lora", [0, 2])
 def test_ranks_and_stages_have_the_same_metrics_and_weights(start, any_score, mixed, tmp_path, lora):
-    own = {"dataset": mixed, "eval_dataset": None, "rollout_batch_size": 20, "train_batch_size": 20}
-    own |= {"ptx_dataset": ptx_file(tmp_path), "ptx_batch_size": 3, "ema_beta": 0.9, "lora_rank": lora}
-    flags = any_score | own | {"learning_rate": 1e-5, "critic_learning_rate": 1e-5}
+    flags = {"dataset": mixed, "eval_dataset": None, "rollout_batch_size": 20, "train_batch_size": 20}
+    flags |= {"ema_decay": 0.9, "lora_rank": lora, "learning_rate": 1e-5, "critic_learning_rate": 1e-5}
+    flags |= any_score
     assert start("ppo_vl", **flags).wait() == 0
     offloaded = {"zero_stage": 3, "offload_optimizer": True}
     plans = [(2, {}), (2, {"zero_stage": 2}), (2, {"zero_stage": 3}), (1, offloaded)]
     plans = [(2, offloaded), (1, {"zero_stage": 2})] if lora else plans
-    for i, (ranks, more) in enumerate(plans):
-        assert start("ppo_vl", ranks, **flags | more | {"run_name": f"other{i}"}).wait() == 0
-        one, other = tmp_path / "runs/run", tmp_path / f"runs/other{i}"
-        assert_same_run(one, other, 2e-4, of_weights=2e-5)
+    for i, (ranks, plan) in enumerate(plans):
+        assert start("ppo_vl", ranks, **flags | plan | {"run_name": f"other{i}"}).wait() == 0
+        assert_same_run(tmp_path / "runs/run", tmp_path / f"runs/other{i}", 2e-4, of_weights=2e-5)
+
+
+# --- learning ---
+
+
+@slow
+@pytest.mark.timeout(1800)
+def test_the_default_run_learns(start, tmp_path):
+    defaults = {name: getattr(ppo_vl.Args(), name) for name in SHORT if name != "run_name"}
+    flags = defaults | {"total_steps": 10, "eval_prompts": 60, "dataset": "easy-vqa", "eval_dataset": None}
+    assert start("ppo_vl", **flags).wait() == 0
+    before, *steps = read_jsonl(tmp_path / "runs" / "run" / "metrics.jsonl")
+    assert steps[-1]["eval/sampled_score"] > before["eval/sampled_score"] + 0.4
+    assert steps[-1]["eval/greedy_score"] > before["eval/greedy_score"] + 0.5
+    assert max(step["val/explained_variance"] for step in steps) > 0.2
