@@ -2,13 +2,14 @@
 
 import itertools
 import math
+import runpy
 import statistics
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from conftest import ROOT, TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor
@@ -394,6 +395,13 @@ def test_values_within_the_clip_range_never_count_as_clipped():
     assert ((old + (new - old) - returns).square() > (new - returns).square()).any()
     losses, worse = ppo_vl.compute_value_loss(new, old, returns, 10.0)
     assert not worse.any() and torch.equal(losses, (new - returns).square() / 2)
+
+
+def test_overlong_is_dapos_penalty():
+    overlong = runpy.run_path(str(ROOT / "examples/custom_reward.py"))["overlong"]
+    overlong.__globals__["MAX_RESPONSE_LENGTH"] = 10
+    ids = [[], [1] * 8, [1] * 9, [1] * 10]
+    assert overlong(completion_ids=ids, answer=ids) == pytest.approx([0, 0, -0.5, -1])
 
 
 # --- running norm, moving average, selection ---

@@ -1,6 +1,5 @@
 """Short runs of ppo_vl.py: the wiring of main, its options, the presets of docs/ppo_vl.md, ranks and ZeRO stages."""
 
-import math
 import re
 import shlex
 import shutil
@@ -97,8 +96,8 @@ def test_a_run_leaves_metrics_samples_and_a_model(run, vqa, any_score):
     steps, texts = tensorboard_of(run_dir)
     assert steps == [0, 1, 2, 3] and [*texts["samples"]] == [0, 3]
     assert [path.name for path in run_dir.glob("checkpoint*")] == ["checkpoint-3"]
-    model = transformers.AutoModelForImageTextToText.from_pretrained(run_dir / "checkpoint-3")
-    assert any(not torch.equal(x, START[name]) for name, x in model.state_dict().items() if name in START)
+    transformers.AutoModelForImageTextToText.from_pretrained(run_dir / "checkpoint-3")
+    assert largest_difference(weights_of(run_dir, 3), START) > 0
     transformers.AutoProcessor.from_pretrained(run_dir / "checkpoint-3")
 
 
@@ -106,32 +105,44 @@ def test_a_run_leaves_metrics_samples_and_a_model(run, vqa, any_score):
 
 
 def test_the_policy_moves_along_its_advantages(run, monkeypatch):
-    """In the second epoch over the same responses. An ascending loss gives -0.5, a constant ratio 0."""
-    calls, rollouts = spy(monkeypatch, "compute_policy_loss"), spy_on_rollouts(monkeypatch)
-    packs = []
-    iter_rank_packs = packing.iter_rank_packs
-    monkeypatch.setattr(
-        packing,
-        "iter_rank_packs",
-        lambda **keywords: (packs.append(pack) or pack for pack in iter_rank_packs(**keywords)),
-    )
-    run(learning_rate=1e-4, warmup_steps=0, train_batch_size=16, total_steps=1)
-    (_, first, _), (_, second, _) = calls
-    gain = ((second["new_logprobs"] - second["old_logprobs"]) * second["advantages"]).sum()
-    assert gain > 0.5  # 2.9
-    assert_close(first["new_logprobs"], first["old_logprobs"], atol=1e-5, rtol=0)
-    rollout = rollouts[0][1]
-    for pack, (_, call, _) in zip(packs[-2:], calls):
+    """In the second epoch over the same responses. An ascending loss gives -3, a constant ratio 0."""
+    calls, weight_calls = spy(monkeypatch, "compute_policy_loss"), spy(monkeypatch, "token_weights")
+    rollouts, packs, iter_rank_packs = spy_on_rollouts(monkeypatch), [], packing.iter_rank_packs
+
+    def keep_packs(**keywords):
+        for pack in iter_rank_packs(**keywords):
+            packs.append(pack)
+            yield pack
+
+    monkeypatch.setattr(packing, "iter_rank_packs", keep_packs)
+    (metrics,) = metrics_of(run(learning_rate=1e-4, warmup_steps=0, total_steps=1))
+    run_state, rollout = rollouts[0]
+    assert len(calls) == len(packs) - 1 == 4  # the first pack is the forward pass before the update
+    gain = 0.0
+    for k, (pack, (_, call, _), (_, weight_call, weights)) in enumerate(zip(packs[1:], calls, weight_calls)):
         assert torch.equal(call["advantages"], rollout.advantages[pack.token_index])
         assert torch.equal(call["old_logprobs"], rollout.old_logprobs[pack.token_index])
         assert torch.equal(call["response_of_token"], pack.response_of_token)
+        assert {*pack.response_index.tolist()} <= {*range(16)} and len(pack.response_index) == 8
+        assert len(weight_call["mask"]) == 8 and weights.sum().item() == pytest.approx(
+            1
+        )  # of this mini-batch
+        if k >= 2:
+            gain += ((call["new_logprobs"] - call["old_logprobs"]) * call["advantages"]).sum().item()
+    assert gain > 1
+    # The default reuses the sampler's log-probs, which are those of the first training forward.
+    assert run_state.reuse_sampler_logprobs and rollout.old_logprobs is rollout.sampler_logprobs
+    assert metrics["sampling/logprob_diff_mean"] == metrics["policy/logprob_diff_mean"] < 1e-5
 
 
 def test_each_loss_has_its_own_weights_and_gradient(run, monkeypatch):
     """All terms at once. Each optimizer step divides by its own tokens; metrics are means over steps."""
-    policy_calls, value_calls = spy(monkeypatch, "compute_policy_loss"), spy(monkeypatch, "compute_value_loss")
+    policy_calls, value_calls = (
+        spy(monkeypatch, "compute_policy_loss"),
+        spy(monkeypatch, "compute_value_loss"),
+    )
     forwards, kl_calls = spy(monkeypatch, "response_logprobs", packing), spy(monkeypatch, "kl_estimate")
-    (rollouts, backwards) = spy_on_rollouts(monkeypatch), []
+    rollouts, backwards = spy_on_rollouts(monkeypatch), []
     init_engine = ppo_vl.init_deepspeed_engine
 
     def init_and_watch(**keywords):
@@ -139,11 +150,14 @@ def test_each_loss_has_its_own_weights_and_gradient(run, monkeypatch):
         backward = engine.backward
 
         def watched(loss, **options):
+            outputs = forwards[-1][2]  # log-probs (M,), entropies (M,)
             if isinstance(engine.module, ppo_vl.Policy):
-                inputs = forwards[-1][2]  # log-probs (M,), entropies (M,)
-                gradients = torch.autograd.grad(loss, inputs, retain_graph=True)
-                backwards.append((*inputs, loss.detach(), *gradients))
+                for x in outputs:
+                    x.retain_grad()
             backward(loss, **options)
+            if isinstance(engine.module, ppo_vl.Policy):
+                new, entropy = outputs
+                backwards.append((new.detach(), entropy.detach(), loss.detach(), new.grad, entropy.grad))
 
         engine.backward = watched
         return engine
@@ -154,7 +168,7 @@ def test_each_loss_has_its_own_weights_and_gradient(run, monkeypatch):
     rollout = rollouts[0][1]
     means = {"policy": [], "entropy": [], "kl": [], "value": []}
     steps = zip(policy_calls, value_calls, kl_calls[1:], backwards)
-    for (_, call, (policy_losses, _)), (_, value_call, (value_losses, _)), kl_call, seen in steps:
+    for (_, call, _), (_, _, (value_losses, _)), kl_call, seen in steps:
         new, entropy, loss, of_new, of_entropy = seen
         M = len(new)  # one pack per mini-batch: its tokens are those of the optimizer step
         (_, ref), kl = kl_call[0][:2], kl_call[2]
@@ -172,21 +186,12 @@ def test_each_loss_has_its_own_weights_and_gradient(run, monkeypatch):
         means["value"].append(value_losses.mean())
         means["policy"].append(loss - 0.3 * means["entropy"][-1] - 0.7 * kl.mean())
     for name, values in means.items():
-        assert metrics[f"loss/{name}"] == pytest.approx(float(sum(values) / 4), abs=1e-5)
+        assert metrics[f"loss/{name}"] == pytest.approx(sum(x.item() for x in values) / 4, abs=1e-5)
     assert kl_calls[1:] and len(backwards) == len(value_calls) == 4
     old = [call["old_values"] for _, call, _ in value_calls]
     new = [call["new_values"] for _, call, _ in value_calls]
     assert not any(x.any() for x in old) and new[-1].abs().mean() > 1e-3  # the critic starts at 0
     assert metrics["val/clipfrac"] > 0.1
-
-
-def test_token_weights_are_those_of_the_mini_batch(run, monkeypatch):
-    calls, packs = spy(monkeypatch, "token_weights"), spy(monkeypatch, "iter_packs")
-    run(total_steps=1, num_epochs=1)
-    assert len(calls) == 2 and len(packs) == 3  # a forward pass, two updates
-    for (_, call, weights), (args, _, _) in zip(calls, packs[1:]):
-        assert weights.sum().item() == pytest.approx(1)
-        assert len(call["mask"]) == sum(len(indices) for _, indices in args[3]) == 8
 
 
 @pytest.mark.parametrize(
@@ -195,7 +200,13 @@ def test_token_weights_are_those_of_the_mini_batch(run, monkeypatch):
         {"gae_lambda": 0.7},
         {"advantage": "rloo", "kl_coef": 1.0, "temperature": 1.3},
         {"advantage": "group_norm", "whiten_advantages": "on", "reward_clip": (0.3, 0.6)},
-        {"advantage": "reinforce", "kl_loss": True, "kl_estimator": "k2", "gamma": 0.9, "mask_truncated": True},
+        {
+            "advantage": "reinforce",
+            "kl_loss": True,
+            "kl_estimator": "k2",
+            "gamma": 0.9,
+            "mask_truncated": True,
+        },
         {"reward_running_norm": "standardize", "whiten_advantages": "off", "kl_estimator": "k3"},
     ],
 )
@@ -243,7 +254,7 @@ def test_advantages_are_those_of_the_flags(run, monkeypatch, flags):
         ({"entropy_token_ratio": 0.5, "mask_truncated": True}, 1),
     ],
 )
-def test_a_sampler_that_computes_other_logprobs_stops_the_run(run, monkeypatch, capsys, tmp_path, flags, stops_at):
+def test_a_sampler_that_computes_other_logprobs_stops_the_run(run, monkeypatch, capsys, flags, stops_at):
     generate = ppo_vl.HFSampler.generate
 
     def shifted(self, *args, **kwargs):
@@ -258,7 +269,6 @@ def test_a_sampler_that_computes_other_logprobs_stops_the_run(run, monkeypatch, 
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert f"step {stops_at}: sampling/logprob_diff_mean is 0.01 nats per token" in error
-    assert len(metrics_of(tmp_path / "runs/run")) == stops_at - 1 and error.count("\n") == 1
 
 
 def test_a_forward_that_differs_in_training_stops_the_run(run, monkeypatch, capsys):
@@ -272,14 +282,6 @@ def test_a_forward_that_differs_in_training_stops_the_run(run, monkeypatch, caps
     with pytest.raises(SystemExit):
         run(entropy_token_ratio=0.5, sampler="hf")
     assert "logprob_diff_mean is 0.01 nats" in capsys.readouterr().err
-
-
-def test_reused_logprobs_equal_recomputed_ones(run, monkeypatch):
-    rollouts = spy_on_rollouts(monkeypatch)
-    metrics = metrics_of(run(**ONE_UPDATE))
-    run_state, rollout = rollouts[0]
-    assert run_state.reuse_sampler_logprobs and rollout.old_logprobs is rollout.sampler_logprobs
-    assert metrics[0]["sampling/logprob_diff_mean"] == metrics[0]["policy/logprob_diff_mean"] < 1e-5
 
 
 # --- options ---
@@ -434,7 +436,9 @@ REFUSED = {
         {"policy_loss": "gspo", "loss_agg": "seq-mean-token-mean"},
         {"policy_loss": "gspo", "clip_coef": 3e-4},
     ],
-    "--reward-running-norm has no effect": [{"reward_running_norm": "scale", "advantage": "group_norm"}],  # B18
+    "--reward-running-norm has no effect": [
+        {"reward_running_norm": "scale", "advantage": "group_norm"}
+    ],  # B18
     "--entropy-token-ratio": [{"entropy_token_ratio": 0.0}, {"entropy_token_ratio": 1.5}],  # B19
     "--kl-target": [{"kl_target": 0.0}, {"kl_target": 1.0, "kl_coef": 0.0}],
     "--dual-clip-coef": [{"dual_clip_coef": 1.0}],
@@ -545,7 +549,7 @@ def test_results_do_not_depend_on_packs(run, monkeypatch):
     one = run(**flags)
     assert len(packs) == 4
     other = run(**flags, run_name="other", micro_batch_tokens=64)
-    assert len(packs) > 4 + 8  # several per optimizer step
+    assert len(packs) == 4 + 8  # two per optimizer step
     assert_same_run(one, other, 2e-4, of_weights=2e-5)
 
 
