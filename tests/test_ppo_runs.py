@@ -490,7 +490,9 @@ def test_flags_that_go_together_are_accepted():
 
 
 PRESETS = re.findall(
-    r"^\| ([^|]+) \| `(--[^`]+)` \|", (ROOT / "docs/ppo_vl.md").read_text().partition("## Presets")[2], re.M
+    r"^\| ([^|(]+) .*?\| `(--[^`]+)` \|",
+    (ROOT / "docs/ppo_vl.md").read_text().partition("## Presets")[2].partition("\n## ")[0],
+    re.M,
 )
 
 
