@@ -6,11 +6,12 @@ import runpy
 import statistics
 from types import SimpleNamespace
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
@@ -62,8 +63,8 @@ def test_worked_examples_of_the_docstrings():
     root = math.sqrt(7)  # unbiased variance (4 + 1 + 9) / 2
     expected = {"gae": [1, 2, 6], "reinforce_baseline": [-2, -1, 3], "rloo": [-3, -1.5, 4.5]}
     for method, values in (expected | {"group_norm": [-2 / root, -1 / root, 3 / root]}).items():
-        found = ppo_vl.subtract_baseline(scores, whole, method)
-        assert_close(found, tensor([values]).float(), atol=2e-6, rtol=0)
+        outcome = ppo_vl.subtract_baseline(scores, whole, method)
+        assert_close(outcome, tensor([values]).float(), atol=2e-6, rtol=0)
     weight = policy_weight(torch.ones(1, 4).bool(), tensor([[1.0, 5, 2, 4]]), entropy_token_ratio=0.5)
     assert weight.tolist() == [[0, 1, 0, 1]]
 
@@ -77,12 +78,12 @@ def center_by_loops(scores: torch.Tensor, mask: torch.Tensor, method: str) -> li
     spread = sum(len(set(group)) > 1 for group in groups)
     out = torch.zeros(scores.shape, dtype=torch.float64)
     for g, i in mask.nonzero().tolist():
-        own, score = groups[g], scores[g, i].item()
-        centered, alone = score - math.fsum(own) / len(own), len(own) == 1
+        group, score = groups[g], scores[g, i].item()
+        centered, alone = score - math.fsum(group) / len(group), len(group) == 1
         if method == "rloo":
-            centered = 0.0 if alone else score - (math.fsum(own) - score) / (len(own) - 1)
+            centered = 0.0 if alone else score - (math.fsum(group) - score) / (len(group) - 1)
         if method == "group_norm":
-            centered = 0.0 if alone else centered / (statistics.stdev(own) + 1e-6)
+            centered = 0.0 if alone else centered / (statistics.stdev(group) + 1e-6)
         if method == "cpgd":
             centered *= min(3, sum(map(bool, groups)) / max(1, spread))
         out[g, i] = score if method in ("gae", "reinforce") else centered
@@ -135,10 +136,10 @@ def test_cpgd_scales_with_the_fraction_of_useful_groups(flat, weight):
 
 def test_score_lands_on_the_last_token_of_the_response():
     mask = tensor([[1, 1, 0], [1, 1, 1]]).bool()
-    rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask, 1.0)
+    rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask)
     assert_close(rewards, tensor([[-0.1, 0.9, 0.0], [-0.1, -0.1, 1.9]]))
     mask = tensor([[0, 0, 0], [1, 0, 0]]).bool()  # a response that is not kept has no last token
-    rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask, 1.0)
+    rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask)
     assert_close(rewards, tensor([[0.0, 0, 0], [1.9, 0, 0]]))
 
 
@@ -192,17 +193,19 @@ def test_equal_advantages_whiten_to_exactly_zero(value):
 # --- policy losses ---
 
 
-def loss_of_one_token(kind: str, logratio: float, A: float, c: float, c_high: float, d: float) -> float:
+def loss_of_one_token(loss_type: str, logratio: float, A: float, c: float, c_high: float, d: float) -> float:
     """One token (gspo: the ratio is the response's), as in the papers."""
     r = math.exp(logratio)
     clipped = min(max(r, 1 - c), 1 + c_high)
-    if kind == "cpg":  # sec. 3: min(log r A, clip(log r) A)
+    if loss_type == "cpg":  # sec. 3: min(log r A, clip(log r) A)
         return -min(logratio * A, min(max(logratio, math.log(1 - c)), math.log(1 + c_high)) * A)
     surrogate = min(r * A, clipped * A)
-    return -max(surrogate, d * A) if kind == "dual_clip" and A < 0 else -surrogate
+    return -max(surrogate, d * A) if loss_type == "dual_clip" and A < 0 else -surrogate
 
 
-def loss_and_grad(kind, new, old, advantages, response_of_token=None, c=0.2, c_high=0.28, d=3.0, weights=1.0):
+def loss_and_grad(
+    loss_type, new, old, advantages, response_of_token=None, c=0.2, c_high=0.28, d=3.0, weights=1.0
+):
     """Losses, metrics, and the gradient of the weighted sum of losses with respect to new."""
     new = new.clone().requires_grad_()
     if response_of_token is None:
@@ -212,7 +215,7 @@ def loss_and_grad(kind, new, old, advantages, response_of_token=None, c=0.2, c_h
         old_logprobs=old,
         advantages=advantages,
         response_of_token=response_of_token,
-        loss_type=kind,
+        loss_type=loss_type,
         clip_low=c,
         clip_high=c_high,
         dual_clip_coef=d,
@@ -224,24 +227,24 @@ def loss_and_grad(kind, new, old, advantages, response_of_token=None, c=0.2, c_h
 
 
 @pytest.mark.parametrize("c, c_high", [(0.2, 0.2), (0.2, 0.28), (0.4, 0.1), (3e-4, 4e-4)])
-@pytest.mark.parametrize("kind", LOSSES)
-def test_policy_losses_and_gradients_are_the_formulas(kind, c, c_high):
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_policy_losses_and_gradients_are_the_formulas(loss_type, c, c_high):
     """One token per response, hence also for gspo. Gradients of the reference are finite differences."""
     new, old, A = noise(300, seed=1, scale=0.8), noise(300, seed=2, scale=0.8), noise(300, seed=3)
-    losses, metrics, grad = loss_and_grad(kind, new, old, A, None, c, c_high, 1.7)
+    losses, metrics, grad = loss_and_grad(loss_type, new, old, A, None, c, c_high, 1.7)
     low = high = dual = 0
     for x, o, a, loss, g in zip(*(v.tolist() for v in (new, old, A, losses, grad))):
-        expected = loss_of_one_token(kind, x - o, a, c, c_high, 1.7)
+        expected = loss_of_one_token(loss_type, x - o, a, c, c_high, 1.7)
         assert loss == pytest.approx(expected, abs=1e-7)
         h = 1e-6
-        above, below = (loss_of_one_token(kind, x - o + sign * h, a, c, c_high, 1.7) for sign in (1, -1))
+        above, below = (loss_of_one_token(loss_type, x - o + sign * h, a, c, c_high, 1.7) for sign in (1, -1))
         assert g == pytest.approx((above - below) / 2 / h, abs=1e-7)
         low += a < 0 and g == 0 and x < o
         dual += a < 0 and g == 0 and x > o
         high += a > 0 and g == 0
     assert metrics["policy/clipfrac_low"].sum() == low > 10
     assert metrics["policy/clipfrac_high"].sum() == high > 10
-    if kind == "dual_clip":  # B14: a metric of its own
+    if loss_type == "dual_clip":  # B14: a separate metric
         assert metrics["policy/clipfrac_dual"].sum() == dual > 10
     else:
         assert dual == 0 and "policy/clipfrac_dual" not in metrics
@@ -274,27 +277,30 @@ def test_gspo_with_sequence_means_is_the_formula_of_whole_responses(lengths, see
         moved = [[x + sign * 1e-6 * (t == j) for j, x in enumerate(delta.tolist())] for sign in (1, -1)]
         assert grad[t].item() == pytest.approx((objective(moved[0]) - objective(moved[1])) / 2e-6, abs=1e-6)
     for i in range(len(lengths)):  # all tokens of a response share its ratio
-        own = response_of_token == i
-        assert_close(metrics["policy/ratio"][own], delta[own].mean().exp().expand(int(own.sum())))
+        in_response = response_of_token == i
+        assert_close(
+            metrics["policy/ratio"][in_response],
+            delta[in_response].mean().exp().expand(int(in_response.sum())),
+        )
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-def test_new_equal_to_old_and_no_tokens(kind):
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_new_equal_to_old_and_no_tokens(loss_type):
     old, A = noise(50, scale=5).float(), noise(50, seed=1).float()
-    losses, metrics, grad = loss_and_grad(kind, old, old, A, torch.arange(50) % 7)
+    losses, metrics, grad = loss_and_grad(loss_type, old, old, A, torch.arange(50) % 7)
     assert metrics.pop("policy/ratio").tolist() == [1.0] * 50
-    num_metrics = 4 if kind == "dual_clip" else 3
+    num_metrics = 4 if loss_type == "dual_clip" else 3
     assert len(metrics) == num_metrics and not any(x.any() for x in metrics.values())
-    assert torch.equal(losses, 0 * A if kind == "cpg" else -A) and torch.equal(grad, -A)
-    losses, metrics, grad = loss_and_grad(kind, old[:0], old[:0], A[:0])  # a pack without responses
+    assert torch.equal(losses, 0 * A if loss_type == "cpg" else -A) and torch.equal(grad, -A)
+    losses, metrics, grad = loss_and_grad(loss_type, old[:0], old[:0], A[:0])  # a pack without responses
     assert losses.shape == grad.shape == (0,) and len(metrics) == num_metrics + 1
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-def test_huge_ratios_stay_finite(kind):
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_huge_ratios_stay_finite(loss_type):
     """fp32 overflows at e^88."""
     delta, A = tensor([100.0, -100.0] * 2), tensor([1.0, 1.0, -1.0, -1.0])
-    losses, metrics, grad = loss_and_grad(kind, delta - 50, torch.full((4,), -50.0), A)
+    losses, metrics, grad = loss_and_grad(loss_type, delta - 50, torch.full((4,), -50.0), A)
     assert all(x.isfinite().all() for x in (losses, grad, *metrics.values()))
     assert metrics["policy/ratio"][0] > 1e8 and metrics["policy/approx_kl"][0] > 1e8
     assert grad[0] == 0 and grad[3] == 0  # clipped
@@ -326,8 +332,8 @@ def test_token_weights_are_the_aggregate(loss_agg, mask, seed, limit, empty):
         aggregate_by_loops(x.tolist(), mask.tolist(), loss_agg, limit), abs=1e-5
     )
     assert not weights[~mask].any()
-    more = torch.cat([mask, torch.zeros(empty, mask.shape[1]).bool()])  # empty responses do not count
-    assert torch.equal(ppo_vl.token_weights(more, loss_agg, limit)[: len(mask)], weights)
+    padded = torch.cat([mask, torch.zeros(empty, mask.shape[1]).bool()])  # empty responses do not count
+    assert torch.equal(ppo_vl.token_weights(padded, loss_agg, limit)[: len(mask)], weights)
 
 
 def policy_weight(mask, entropy=None, sampler=None, entropy_token_ratio=1.0, tis_clip=0.0):

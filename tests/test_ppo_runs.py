@@ -229,7 +229,7 @@ def test_advantages_are_those_of_the_flags(run, monkeypatch, flags):
     rlhf_rewards = scores - args.kl_coef * kl.sum(1).view(4, 4)
     assert metrics[1]["objective/rlhf_reward"] == pytest.approx(rlhf_rewards[kept].mean().item(), abs=1e-5)
     scores = ppo_vl.subtract_baseline(scores, kept, args.advantage).flatten()
-    rewards = ppo_vl.compute_token_rewards(scores, kl, mask, 0.0 if args.kl_loss else args.kl_coef)
+    rewards = ppo_vl.compute_token_rewards(scores, kl * (0.0 if args.kl_loss else args.kl_coef), mask)
     has_critic = args.advantage == "gae"
     assert rollout.values.any() == has_critic
     gae_lambda = args.gae_lambda if has_critic else 1.0
@@ -268,7 +268,7 @@ def test_a_sampler_that_computes_other_logprobs_stops_the_run(run, monkeypatch, 
         run(**flags)
     assert stopped.value.code == 2
     error = capsys.readouterr().err
-    assert f"step {stops_at}: sampling/logprob_diff_mean is 0.01 nats per token" in error
+    assert f"step {stops_at}: sampling/logprob_diff_mean is 0.01 nats" in error
 
 
 def test_a_forward_that_differs_in_training_stops_the_run(run, monkeypatch, capsys):
