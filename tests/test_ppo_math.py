@@ -6,12 +6,11 @@ import runpy
 import statistics
 from types import SimpleNamespace
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
