@@ -1,7 +1,11 @@
-"""rloo.py: its math, rewards and data, function by function."""
+"""rloo.py, function by function: algorithm, rewards, rollouts, data, optimizer, weights."""
 
 import asyncio
+import json
 import math
+import os
+import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,50 +18,55 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import rloo
-from common.packing import Response
-from rloo import accuracy, batch_indices, compute_advantages, compute_rloo_loss, format_reward, sample_token
+from common import decoding
+from common.decoding import sample_token
+from common.packing import Prompt, Response
+from rloo import accuracy_reward, compute_advantages, compute_rloo_loss, format_reward, sample_indices
 
 F = torch.float64
 
 
-def advantages(rewards, mask=None, normalize=False):
+def advantages(rewards, kept=None, normalize=False):
     rewards = torch.tensor(rewards)
-    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else torch.tensor(mask)
-    return compute_advantages(rewards, mask, normalize)
+    kept = torch.ones_like(rewards, dtype=torch.bool) if kept is None else torch.tensor(kept)
+    return compute_advantages(rewards, kept, normalize)
 
 
 def test_advantages_by_hand():
     assert advantages([[1.0, 2.0, 6.0]]).tolist() == [[-3.0, -1.5, 4.5]]
     nan = advantages([[1.0, math.nan, 3.0]], [[True, False, True]])
     assert nan.tolist() == [[-2.0, 0.0, 2.0]]
-    assert advantages([[0.1] * 7, [0.3] * 7]).abs().max() == 0  # exactly: nothing to learn, no rounding noise
+    assert advantages([[0.1] * 7, [0.3] * 7]).abs().max() == 0  # exactly, without rounding noise
+    normalized = advantages([[1.0, 2.0, 6.0]], normalize=True)
+    assert normalized.std(correction=0) == pytest.approx(1) and normalized[0, 2] > 0
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 5), st.integers(2, 9), st.integers(0, 2**31))
-def test_advantages_are_the_reward_minus_the_mean_of_the_siblings(n, G, seed):
+def test_advantages_are_the_reward_minus_the_mean_of_the_other_responses(n, G, seed):
     random = np.random.default_rng(seed)
-    rewards, mask = random.normal(size=(n, G)), random.random((n, G)) < 0.8
-    found = advantages(rewards.tolist(), mask.tolist()).numpy()
+    rewards, kept = random.normal(size=(n, G)), random.random((n, G)) < 0.8
+    found = advantages(rewards.tolist(), kept.tolist()).numpy()
     for i in range(n):
         for j in range(G):
-            siblings = [rewards[i, k] for k in range(G) if k != j and mask[i, k]]
-            expected = rewards[i, j] - np.mean(siblings) if mask[i, j] and siblings else 0.0
+            others = [rewards[i, k] for k in range(G) if k != j and kept[i, k]]
+            expected = rewards[i, j] - np.mean(others) if kept[i, j] and others else 0.0
             assert found[i, j] == pytest.approx(expected, abs=1e-5)
-    if mask.sum() > 2 and found[mask].std() > 1e-3:
-        normal = advantages(rewards.tolist(), mask.tolist(), normalize=True)
-        assert normal[torch.tensor(mask)].std(correction=0) == pytest.approx(1, abs=1e-4)
+    if kept.sum() > 2 and found[kept].std() > 1e-3:
+        normalized = advantages(rewards.tolist(), kept.tolist(), normalize=True).numpy()
+        assert normalized[kept] == pytest.approx(found[kept] / found[kept].std(), abs=1e-4)
 
 
 def test_loss_by_hand():
-    new, owner = torch.tensor([0.1, 0.2, -0.4, 0.0]), torch.tensor([0, 0, 1, 1])
-    loss, metrics = compute_rloo_loss(new, torch.zeros(4), torch.tensor([1.0, -1.0]), owner, 0.2, 0.2)
+    new, response_of_token = torch.tensor([0.1, 0.2, -0.4, 0.0]), torch.tensor([0, 0, 1, 1])
+    old = torch.zeros(4)
+    loss, metrics = compute_rloo_loss(new, old, torch.tensor([1.0, -1.0]), response_of_token, 0.2, 0.2)
     assert loss.tolist() == pytest.approx([-1.2, 0.8])  # e^.3 clipped at 1.2; e^-.4 = 0.67 at 0.8 as A < 0
     assert metrics["policy/clipfrac_high"].tolist() == [1, 0]
     assert metrics["policy/clipfrac_low"].tolist() == [0, 1]
-    loss, _ = compute_rloo_loss(new, torch.zeros(4), torch.tensor([-1.0, 1.0]), owner, 0.2, 0.2)
-    assert loss.tolist() == pytest.approx([math.exp(0.3), -math.exp(-0.4)])  # the pessimistic side stays
-    loss, _ = compute_rloo_loss(torch.full((4,), 100.0), torch.zeros(4), torch.ones(2), owner, 0.2, 9e9)
+    loss, _ = compute_rloo_loss(new, old, torch.tensor([-1.0, 1.0]), response_of_token, 0.2, 0.2)
+    assert loss.tolist() == pytest.approx([math.exp(0.3), -math.exp(-0.4)])  # the lower bound is not clipped
+    loss, _ = compute_rloo_loss(torch.full((4,), 100.0), old, torch.ones(2), response_of_token, 0.2, 9e9)
     assert loss.isfinite().all()
 
 
@@ -65,14 +74,14 @@ def test_loss_by_hand():
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 2**31))
 def test_loss_and_gradient_against_a_reference_in_float64(lengths, seed):
     torch.manual_seed(seed % 2**31)
-    owner = torch.repeat_interleave(torch.tensor(lengths))
-    old, A = -torch.rand(len(owner), dtype=F), torch.randn(len(lengths), dtype=F)
-    new = (old + 0.1 * torch.randn(len(owner), dtype=F)).requires_grad_()
+    response_of_token = torch.repeat_interleave(torch.tensor(lengths))
+    old, A = -torch.rand(len(response_of_token), dtype=F), torch.randn(len(lengths), dtype=F)
+    new = (old + 0.1 * torch.randn(len(response_of_token), dtype=F)).requires_grad_()
     low, high = 0.1, 0.3
-    loss, _ = compute_rloo_loss(new, old, A, owner, low, high)
+    loss, _ = compute_rloo_loss(new, old, A, response_of_token, low, high)
     expected = []
     for s in range(len(lengths)):
-        rho = torch.exp((new - old)[owner == s].sum())
+        rho = torch.exp((new - old)[response_of_token == s].sum())
         expected.append(-torch.minimum(rho * A[s], rho.clamp(1 - low, 1 + high) * A[s]))
     expected = torch.stack(expected)
     assert torch.allclose(loss, expected, atol=1e-12)
@@ -90,68 +99,168 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce():
 def test_sampled_tokens_follow_the_distribution():
     logprobs = torch.tensor([0.5, 0.0, 0.3, 0.2]).log().expand(4000, 4)
     tokens = sample_token(logprobs, torch.linspace(0, 1, 4001, dtype=F)[:-1])
-    shares = torch.bincount(tokens, minlength=4) / 4000
-    assert shares.tolist() == pytest.approx([0.5, 0, 0.3, 0.2], abs=1e-3)
+    frequencies = torch.bincount(tokens, minlength=4) / 4000
+    assert frequencies.tolist() == pytest.approx([0.5, 0, 0.3, 0.2], abs=1e-3)
     edge = sample_token(logprobs[:1], torch.tensor([1.0], dtype=F))
     assert 0 <= edge < 4
     assert 0 <= sample_token(torch.full((1, 4), math.nan), torch.tensor([0.5], dtype=F)) < 4
 
 
-def test_the_stream_of_rows_is_shuffled_epochs():
-    rows = batch_indices(0, 25, 10, seed=1)
-    assert sorted(rows[:20]) == [*range(20)] and max(rows[:10]) == 9  # rows of the second epoch count from 10
-    assert rows[:10] != [entry - 10 for entry in rows[10:20]]
-    assert batch_indices(7, 9, 10, seed=1) == rows[7:16]
-    assert batch_indices(0, 25, 10, seed=2) != rows
+def test_indices_are_shuffled_epochs():
+    indices = sample_indices(0, 25, 10, seed=1)
+    assert sorted(indices[:20]) == [*range(20)] and max(indices[:10]) == 9  # the second epoch starts at 10
+    assert indices[:10] != [index - 10 for index in indices[10:20]]
+    assert sample_indices(7, 9, 10, seed=1) == indices[7:16]
+    assert sample_indices(0, 25, 10, seed=2) != indices
+
+
+# ---- rewards, rollouts, evaluation ----
 
 
 def test_accuracy_and_format():
     texts = ["<answer>Blue </answer>", "<answer>a</answer> <answer>blue</answer>", "blue"]
     texts += ["<answer>red</answer>"]
-    assert accuracy(texts, ["blue"] * 4) == [1, 1, 0, 0] and accuracy(["<answer>3</answer>"], [3]) == [1]
+    assert accuracy_reward(texts, ["blue"] * 4) == [1, 1, 0, 0]
+    assert accuracy_reward(["<answer>3</answer>"], [3]) == [1]
     good = ["<answer>x</answer>", " <think>a\nb</think>\n<answer>x</answer>\n"]
     bad = ["x", "<answer>x", "<answer>x</answer> y", "<answer>x</answer>" * 2, "<think>a</think>"]
     assert format_reward(good + bad) == [1] * 2 + [0] * 5
     for answer in (["blue"], "", None):
         with pytest.raises(SystemExit) as stopped:
-            accuracy(["x"], [answer])
+            accuracy_reward(["x"], [answer])
         assert stopped.value.code == 2
 
 
-def scored(functions: dict, prompt="Q", n: int = 2):
+def score(functions: dict, prompt="Q", n: int = 2):
     rows = [{"prompt": prompt, "answer": f"a{i}"} for i in range(n)]
     prompts = [SimpleNamespace(row=row, messages=[]) for row in rows]
     responses = [Response(torch.tensor([i, 7]), torch.zeros(2), False) for i in range(n)]
     return rloo.score_responses(functions, prompts, responses, [f"t{i}" for i in range(n)], "state")
 
 
-def test_rewards_get_what_trl_gives_them():
+def test_rewards_are_called_as_in_trl():
     seen = {}
 
     def plain(prompts, completions, completion_ids, trainer_state, log_metric, **columns):
         seen.update(columns, completions=completions, prompts=prompts)
         seen.update(ids=completion_ids, state=trainer_state)
         log_metric("mine", 3)
+        log_metric("mine", 5)
         return [0.5, None]
 
     async def slow(texts, **columns):
         await asyncio.sleep(0.01)
         return [len(text) for text in texts]
 
-    results, logged = scored({"plain": plain, "slow": slow})
+    results, logged_values = score({"plain": plain, "slow": slow})
     assert results["slow"] == [2, 2] and results["plain"][0] == 0.5 and math.isnan(results["plain"][1])
-    assert logged == [("mine", 3.0)]
+    assert logged_values == {"mine": [3.0, 5.0]}
     assert seen["answer"] == ["a0", "a1"] and seen["completions"] == ["t0", "t1"]
     assert seen["ids"] == [[0, 7], [1, 7]] and seen["prompts"] == ["Q", "Q"] and seen["state"] == "state"
     chat = [{"role": "user", "content": "Q"}]
-    scored({"plain": plain}, prompt=chat)
+    score({"plain": plain}, prompt=chat)
     assert seen["completions"][0] == [{"role": "assistant", "content": "t0"}] and seen["prompts"][0] == chat
-    with pytest.raises(TypeError) as error:  # a function that wants chats says what it got
-        scored({"trl": lambda completions, **columns: [float(c[0]["content"] == "x") for c in completions]})
+    with pytest.raises(TypeError) as error:  # a note names the type of completions
+        score({"trl": lambda completions, **columns: [float(c[0]["content"] == "x") for c in completions]})
     assert "strings" in error.value.__notes__[0]
     for bad in ([1.0], [1.0, math.inf]):
         with pytest.raises(SystemExit):
-            scored({"bad": lambda values=bad, **columns: values})
+            score({"bad": lambda values=bad, **columns: values})
+
+
+@pytest.fixture
+def fake():
+    """args, run and data for collect_rollout: each response is the number of its row and of its sample."""
+
+    def generate(prompts, num_samples, temperature):
+        ids = [[10 + p.index, 20 + j] for p in prompts for j in range(num_samples)]
+        return [Response(torch.tensor(i), torch.zeros(2), truncated=i[1] == 21) for i in ids]
+
+    def encode(row: int) -> Prompt:
+        if row == 3:
+            raise ValueError("row 3 is broken")
+        if row == 4:
+            raise TypeError("a bug in code")
+        columns = {"prompt": f"Q{row}", "answer": str(10 + row), "rating": [1, None][row % 2]}
+        return Prompt(row, 2, (), {}, None, None, {}, (), {}, (), row=columns, messages=[])
+
+    decode = lambda ids, **options: [" ".join(map(str, x.tolist())) for x in ids]  # noqa: E731
+    data = rloo.PromptDataset("data", range(6), SimpleNamespace(batch_decode=decode), encode)
+    run = SimpleNamespace(sampler=SimpleNamespace(generate=generate), eval_data=data)
+    run.reward_functions = {
+        "own": lambda texts, answer, log_metric, **columns: [
+            log_metric("m", float(a)) or float(text.startswith(a)) for text, a in zip(texts, answer)
+        ],
+        "rating": lambda rating, **columns: rating,
+    }
+    return rloo.Args(rewards=("own", "rating"), reward_weights=(0.9, 0.1)), run, data
+
+
+def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
+    args, run, data = fake
+    rollout = rloo.collect_rollout(args, run, data, [2, 7, 0], num_samples=3, temperature=1.0, step=1)
+    assert [prompt.index for prompt in rollout.prompts] == [2, 1, 0]  # index 7 is row 1 in the second epoch
+    assert rollout.rewards["own"].tolist() == [[1.0] * 3] * 3
+    assert rollout.scores[:, 0].tolist() == pytest.approx([1.0, 0.9, 1.0])  # None does not count as 0
+    assert rollout.truncated.tolist() == [[False, True, False]] * 3
+    assert [record["response"] for record in rollout.sample_records] == ["12 20", "11 20", "10 20"]
+    assert rollout.reward_metrics == {"m": 11.0}
+    run.reward_functions["own"] = run.reward_functions["rating"]
+    scores = rloo.collect_rollout(args, run, data, [1, 2], num_samples=1, temperature=1.0, step=1).scores
+    assert scores.isnan().tolist() == [[True], [False]]  # no reward applies to row 1
+
+
+def test_only_errors_of_a_row_skip_a_row(fake, capsys):
+    args, run, data = fake
+    rollout = rloo.collect_rollout(args, run, data, [2, 3, 1], 1, 1.0, step=1)
+    assert len(rollout.prompts) == 2 and "row 3 is skipped: row 3 is broken" in capsys.readouterr().err
+    with pytest.raises(TypeError, match="a bug in code"):
+        rloo.collect_rollout(args, run, data, [2, 4, 1], 1, 1.0, step=1)
+    with pytest.raises(SystemExit):
+        rloo.collect_rollout(args, run, data, [3, 9, 1], 1, 1.0, step=1)
+    assert "more than half" in capsys.readouterr().err
+    only_broken = replace(data, encode=lambda row: data.encode(3))
+    with pytest.raises(ValueError, match="row 3 is broken"):  # the error of the first row, with its traceback
+        rloo.enable_packing(args, None, None, only_broken)
+
+
+def test_evaluation_metrics_by_hand(fake, monkeypatch):
+    args, run, _ = fake
+    calls = []
+    real = rloo.collect_rollout
+
+    def collect(args, run, data, indices, num_samples, temperature, step):
+        calls.append((indices, num_samples, temperature))
+        rollout = real(args, run, data, [0, 2], num_samples, temperature, step)
+        correct = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])[:, :num_samples]
+        return replace(rollout, rewards={"accuracy": correct})
+
+    monkeypatch.setattr(rloo, "collect_rollout", collect)
+    args = replace(args, eval_prompts=4, eval_num_samples=3, temperature=0.7)
+    metrics, records = rloo.evaluate(args, run)
+    rloo.evaluate(replace(args, seed=2), run)
+    assert metrics["eval/pass@3"] == 0.5 and metrics["eval/sampled_reward_accuracy"] == pytest.approx(1 / 6)
+    assert metrics["eval/greedy_reward_accuracy"] == 0 and metrics["eval/greedy_score"] == 1
+    assert calls[:2] == calls[2:] and [call[1:] for call in calls[:2]] == [(1, 0.0), (3, 0.7)]
+    assert len(set(calls[0][0])) == 4 and [record["phase"] for record in records[::2]] == [
+        "eval_greedy",
+        "eval_sampled",
+    ]
+
+
+def test_batches_are_counted_in_responses(monkeypatch):
+    calls = []
+    monkeypatch.setattr(decoding, "generate", lambda **how: calls.append(how) or how["prompts"])
+    args = rloo.Args(generation_batch_size=8, micro_batch_tokens=4096)
+    sampler = rloo.HFSampler(args, model="model", eos_ids=[7], run_dir=None)
+    for num_samples, expected in ((1, [8, 2]), (4, [2] * 5), (16, [1] * 10)):
+        calls.clear()
+        assert sampler.generate([*range(10)], num_samples, 0.5) == [*range(10)]
+        assert [len(call["prompts"]) for call in calls] == expected
+    assert calls[0]["max_tokens"] == 4096 and calls[0]["max_length"] == 24 and calls[0]["temperature"] == 0.5
+
+
+# ---- data ----
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +269,10 @@ def tokenizer():
 
 
 def messages(row: dict, tokenizer, **flags):
-    return rloo.to_messages(rloo.Args(**flags), row, rloo.Path("."), tokenizer)
+    return rloo.build_messages(rloo.Args(**flags), row, rloo.Path("."), tokenizer)
 
 
-def test_pictures_go_to_their_places(tokenizer, vqa_rows):
+def test_images_replace_their_markers(tokenizer, vqa_rows):
     a, b = (Image.open(row["image"]).convert("RGB") for row in vqa_rows[:2])
     front = messages({"prompt": "Q", "image": a}, tokenizer)[0]["content"]
     assert [part["type"] for part in front] == ["image", "text"]
@@ -175,7 +284,143 @@ def test_pictures_go_to_their_places(tokenizer, vqa_rows):
     chat = messages({"messages": chat}, tokenizer, system_prompt="Be brief.")
     assert [m["role"] for m in chat] == ["system", "user", "assistant"]
     assert chat[1]["content"][1]["image"].tobytes() == b.tobytes() and chat[2]["content"][0]["type"] == "text"
-    with pytest.raises(ValueError, match="2 places for images, but 1 images"):
-        messages({"prompt": "<image><image>", "image": a}, tokenizer)
     raw = messages({"prompt": "Q", "image": rloo.Path(vqa_rows[0]["image"]).read_bytes()}, tokenizer)
     assert raw[0]["content"][0]["image"].tobytes() == a.tobytes()
+    assert messages({"prompt": "a<|im_end|>b"}, tokenizer)[0]["content"][0]["text"] == "a< |im_end|>b"
+    for row, reason in (
+        ({"prompt": "<image><image>", "image": a}, "2 <image> markers, but 1 images"),
+        ({"prompt": None}, "its prompt is empty"),
+        ({"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}, "type audio"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            messages(row, tokenizer)
+
+
+@pytest.mark.parametrize("limit, is_kept", [(0, True), (-1, False)])
+def test_a_prompt_of_exactly_the_maximum_length_is_kept(tiny_text_model, tmp_path, limit, is_kept):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "How long is this?", "answer": "?"}))
+    model = rloo.load_model(tiny_text_model, torch.float32)
+    processor = transformers.AutoProcessor.from_pretrained(tiny_text_model)
+    load = lambda args: rloo.load_prompts(args, str(tmp_path / "rows.jsonl"), "train", model, processor)  # noqa: E731
+    length = load(rloo.Args()).encode(0).length
+    data = load(rloo.Args(max_prompt_length=length + limit))
+    assert (rloo.encode_or_skip(data, 0) is not None) == is_kept
+
+
+# ---- signals, optimizer, weights ----
+
+
+@pytest.mark.parametrize("rank, second", [(None, signal.SIG_DFL), ("0", None)])
+def test_a_second_signal_ends_a_process_without_a_launcher(monkeypatch, rank, second):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank:  # torchrun repeats signals that the rank has received already
+        monkeypatch.setenv("RANK", rank)
+    received = rloo.catch_signals()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert received == [signal.SIGINT]
+    handler = signal.getsignal(signal.SIGINT)
+    assert handler == second if second is not None else callable(handler)
+    assert callable(signal.getsignal(signal.SIGTERM))
+
+
+class Two(torch.nn.Module):
+    """A matrix and a vector; the loss is g times the sum of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.ones(2, 2))
+        self.vector = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, g: float):
+        return g * (self.matrix.sum() + self.vector.sum())
+
+
+def steps_of(gradients: list[float], **flags) -> tuple[list, list, list]:
+    """Gradient norms, learning rates and parameters after each optimizer step of a new DeepSpeed engine."""
+    rloo.init_distributed()
+    args = rloo.Args(adam_betas=(0.9, 0.95), **flags)
+    engine = rloo.init_deepspeed_engine(args, Two(), torch.float32, len(gradients), learning_rate=0.1)
+    norms, rates, values = [], [], []
+    for g in gradients:
+        engine.set_gradient_accumulation_boundary(True)
+        rates.append(engine.get_lr()[0])
+        engine.backward(engine(g))
+        norms.append(rloo.optimizer_step(engine))
+        values.append([parameter.flatten()[0].item() for parameter in engine.module.parameters()])
+    return norms, rates, values
+
+
+def test_schedule_clipping_weight_decay_and_skipped_steps():
+    flags = {"warmup_steps": 4, "min_lr_ratio": 0.1}
+    norms, rates, values = steps_of([1.0] * 10, weight_decay=0.1, max_grad_norm=9.0, **flags)
+    cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * t / 6)) for t in range(1, 7)]
+    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, *(0.1 * x for x in cosine)])
+    assert norms == pytest.approx([math.sqrt(6)] * 10)
+    matrix, vector = 1.0, 1.0
+    for rate, found in zip(rates, values):  # Adam moves by the rate if the gradient is constant
+        matrix, vector = matrix * (1 - rate * 0.1) - rate, vector - rate
+        assert found == pytest.approx([matrix, vector], abs=1e-5)
+    norms, rates, values = steps_of([100.0, 1.0], warmup_steps=0, min_lr_ratio=1.0, max_grad_norm=1e-3)
+    assert norms == pytest.approx([100 * math.sqrt(6), math.sqrt(6)])
+    assert values[1] == pytest.approx([0.8, 0.8], abs=1e-3)  # 0.83 without clipping
+    norms, _, values = steps_of([1.0, math.inf, 1.0], warmup_steps=0)
+    assert norms[1] is None and values[0] == values[1] != values[2]
+
+
+@pytest.fixture(scope="module")
+def lora_model():
+    """The tiny VLM with LoRA adapters that change its log-probs."""
+    model = rloo.load_model(TINY, torch.float32)
+    rloo.add_lora(rloo.Args(lora_rank=4, lora_alpha=32.0), model)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def test_merged_lora_weights_give_the_same_logits(lora_model):
+    model = lora_model
+    ids = torch.arange(20, 50)[None]
+    plain = rloo.load_model(TINY, torch.float32)
+    with torch.no_grad():
+        before = plain(input_ids=ids).logits
+        plain.load_state_dict(dict(rloo.iter_full_weights(model)))
+        adapted, merged = model(input_ids=ids).logits, plain(input_ids=ids).logits
+    assert (adapted - before).abs().max() > 0.1
+    torch.testing.assert_close(merged, adapted, atol=1e-4, rtol=1e-4)
+
+
+def test_frozen_weights_are_not_gathered_for_the_average(lora_model, monkeypatch):
+    """Under ZeRO-3 each gather is a collective, so frozen weights are skipped before it."""
+    import contextlib
+
+    import deepspeed
+
+    gathered = []
+    gather = lambda parts, enabled: gathered.append(parts) or contextlib.nullcontext()  # noqa: E731
+    monkeypatch.setattr(deepspeed.zero, "GatheredParameters", gather)
+    names = [name for name, _ in rloo.iter_full_weights(lora_model, trainable_only=True)]
+    adapted = [name for name, _ in lora_model.named_parameters() if name.endswith("lora_A.default.weight")]
+    assert len(names) == len(gathered) == len(adapted) > 0
+    assert all(any(part.requires_grad for part in parts) for parts in gathered)
+
+
+def test_checkpointed_layers_are_recomputed_in_eval_mode(monkeypatch):
+    """And only between set_checkpointing(True) and set_checkpointing(False)."""
+    model = rloo.load_model(TINY, torch.float32)
+    model.gradient_checkpointing_enable()
+    attention = model.model.language_model.layers[0].self_attn
+    calls = []
+    attention.register_forward_pre_hook(lambda *given: calls.append(torch.is_grad_enabled()))
+    gradients = []
+    for enabled in (True, False):
+        calls.clear()
+        model.zero_grad()
+        rloo.set_checkpointing(model, enabled)
+        assert not model.training and not attention.training
+        model(input_ids=torch.arange(20, 50)[None], use_cache=False).logits.square().mean().backward()
+        assert len(calls) == 1 + enabled
+        gradients.append(attention.q_proj.weight.grad.clone())
+    assert torch.equal(*gradients)
+    assert not any(module.training for module in model.modules())
