@@ -250,7 +250,7 @@ def main(args: Args) -> dict[str, float]:
             pack_losses += loss.detach()
         grad_norm = optimizer_step(judge)  # None: not finite, the step was skipped
         set_checkpointing(judge.module, False)
-        loss = all_reduce_sum(pack_losses, run.device).item()
+        mean_loss = float(all_reduce_sum(pack_losses, run.device))  # over the step's trained tokens
         seconds = time.perf_counter() - step_start
 
         # --- 4. metrics ---
@@ -262,7 +262,7 @@ def main(args: Args) -> dict[str, float]:
             "train/skipped_updates": int(grad_norm is None),
             "train/trained_tokens": num_tokens,
             "train/rows_skipped": len({example_id // 2 for example_id in skipped_ids}),
-            "loss/sft": loss,
+            "loss/sft": mean_loss,
             "time/total": seconds,
         }
 
@@ -311,7 +311,7 @@ def main(args: Args) -> dict[str, float]:
 
 
 def setup(args: Args) -> Run:
-    """Load everything that the steps use, and check that packing is exact."""
+    """Load everything that the steps use, and check whether packing is exact."""
     transformers.utils.logging.disable_progress_bar()
     check_args(args)
     device = init_distributed()
@@ -329,10 +329,12 @@ def setup(args: Args) -> Run:
         model.gradient_checkpointing_enable()
     judge = init_deepspeed_engine(args, Judge(model), dtype, args.total_steps, args.learning_rate)
     judge.eval()
-    sampling_model = model
-    if args.zero_stage == 3:
-        sampling_model = load_model(args.model, dtype).to(device)
-    state = {"step": 0, "initial_eval": {}, "best_score": -math.inf, "skipped_in_a_row": 0}
+    state = {
+        "step": 0,
+        "initial_eval": {},  # metrics before the first step
+        "best_score": -math.inf,  # of --best-metric, higher is better
+        "skipped_in_a_row": 0,  # updates whose gradients were not finite
+    }
     if checkpoint is not None:
         _, client_state = judge.load_checkpoint(str(checkpoint / "state" / "judge"), tag="engine")
         state = client_state["run_state"]
@@ -352,7 +354,10 @@ def setup(args: Args) -> Run:
     print0(f"{run_dir}: {counts}, {WORLD_SIZE} rank(s), {device}, {dtype}")
 
     enable_packing(args, judge, train_data)
-    packing.set_attention(sampling_model, model.config.get_text_config()._attn_implementation)
+    sampling_model = model
+    if args.zero_stage == 3:  # generation needs whole weights
+        sampling_model = load_model(args.model, dtype).to(device)
+        packing.set_attention(sampling_model, model.config.get_text_config()._attn_implementation)
     return Run(
         run_dir=run_dir, device=device, processor=processor, judge=judge, sampling_model=sampling_model,
         train_data=train_data, eval_data=eval_data, checkpoint=checkpoint, state=state,
@@ -427,13 +432,15 @@ def get_eos_ids(model, tokenizer) -> list[int]:
 
 # ---- data ----
 
+# Raised if a dataset row can't be used: missing or broken media, too many tokens, a chat that the
+# template rejects. Any other exception is a bug in code and ends the run.
 ROW_ERRORS = (OSError, ValueError, Image.DecompressionBombError, jinja2.TemplateError)
 
-EASY_VQA_ROWS = 8000  # training rows of easy-VQA that are used, out of 38,575: enough, and quick to list
+EASY_VQA_ROWS = 8000  # training rows of easy-VQA to use, of 38,575: a small task needs no more
 EASY_VQA_ANSWERS = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
 VERDICTS = {"1": "{} 1 is better", "2": "{} 2 is better", "tie": "Both are equally good"}
 SWAPPED = {"1": "2", "2": "1", "tie": "tie", "first": "second", "second": "first"}
-# Words in a reasoning that name a candidate: the 1 of "Image 1", the "first" of "first image".
+# In a reasoning, what names a candidate: the 1 of "Image 1", the "first" of "first image".
 CANDIDATE_WORDS = r"(?i)(?<=\b{0} )[12]\b|\b(?:first|second)(?= {0}\b)"
 
 
@@ -448,7 +455,7 @@ def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: in
 
 
 def gather_examples(data: ExampleDataset, example_ids: list[int]) -> list[Example]:
-    """The examples of a step on all ranks, without images; each rank encodes its share."""
+    """The examples of a step, on all ranks and without images. Each rank encodes its share."""
     examples = []
     for example_id in np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist():
         example = encode_example_or_skip(data, example_id)
@@ -525,7 +532,7 @@ def group_examples(rows, indices: list[int], is_easy_vqa: bool) -> list[list[int
     """Example ids of some rows, grouped by the paths of the images and videos that they share."""
     media_columns = ("image", "images", "video", "videos")
     columns = [name for name in ("prompt", "messages", "verdict") if name in rows.column_names]
-    for name in media_columns:  # only paths: reading other columns would decode every image
+    for name in media_columns:  # of paths only, because reading others would decode every image
         if re.match("(List|Value).*string", str(rows.features.get(name))):
             columns.append(name)
     groups = defaultdict(list)
@@ -605,8 +612,10 @@ def encode_row(
     args: Args, model, processor, row: dict, example_id: int, data_dir: Path, share_prompt: bool,
     prompt_cache: MutableMapping[bytes, Prompt],
 ) -> Example:  # fmt: skip
-    """Tokenize one order of a row. For the evaluation (share_prompt False), the response is the last
-    assistant turn only. For training it begins after the last image, so that packs share more:
+    r"""Tokenize a row in one order of its candidates.
+
+    With share_prompt, the prompt ends with the last image, so that examples with the same images
+    share it in a pack. Otherwise it ends where the last assistant turn begins, for generation.
 
     prompt      <|im_start|> user \n <|vision_start|> <|image_pad|> x 16 <|vision_end|>
     response    What color? \n Answer 1: red \n Answer 2: blue <|im_end|> \n <|im_start|> assistant \n
@@ -620,37 +629,40 @@ def encode_row(
     media_ids = packing.media_token_ids(model.config)
     last_message, last_start, _ = turns[-1]
     context = messages[:last_message]
-    end = last_start  # of the prompt, in ids
+    prompt_end = last_start  # in ids
     if share_prompt:
-        end = max((t + 1 for t in range(last_start) if ids[t] in media_ids), default=last_start)
-    key = hash_content(ids[:end], context)
+        prompt_end = max((t + 1 for t in range(last_start) if ids[t] in media_ids), default=last_start)
+    key = hash_content(ids[:prompt_end], context)
     prompt = prompt_cache.get(key)
     if prompt is None:
-        prompt, end = encode_prompt(model, processor, context, example_id, ids[:last_start], end)
-        key = hash_content(ids[:end], context)
+        prompt, prompt_end = encode_prompt(
+            model, processor, context, example_id, ids[:last_start], prompt_end
+        )
+        key = hash_content(ids[:prompt_end], context)
         prompt_cache[key] = prompt
-    input_ids = torch.cat([prompt.input_ids, torch.tensor(ids[end:])])  # (P + R,)
+    input_ids = torch.cat([prompt.input_ids, torch.tensor(ids[prompt_end:])])  # (P + R,)
     if len(input_ids) > args.max_length:
         raise ValueError(f"{len(input_ids)} tokens exceed --max-length")
 
     loss_mask = torch.zeros(len(input_ids), dtype=torch.bool)
     for n, start, stop in turns:
-        shift = prompt.length - end  # tokens that images add before the turn: ids has one per image
-        if any(token in media_ids for token in ids[stop:end]):  # some images come later
+        # An image is one token in ids and several in input_ids, so turns after it begin later.
+        shift = prompt.length - prompt_end
+        if any(token in media_ids for token in ids[stop:prompt_end]):  # not all images are before it
             inputs = packing.encode_chat(processor, messages[:n], add_generation_prompt=True)
             shift = len(inputs["input_ids"][0]) - start
         if input_ids[start + shift : stop + shift].tolist() != ids[start:stop]:
-            raise ValueError(f"the processor changes message {n}, so its tokens can't be located")
+            raise ValueError(f"the processor and the tokenizer disagree about message {n}")
         loss_mask[start + shift : stop + shift] = True
     columns = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
     return Example(example_id, prompt, key, input_ids, loss_mask, noun, label, columns)
 
 
 def build_chat(row: dict, swapped: bool) -> tuple[dict, str, str | None]:
-    """A row as a chat, the noun for its candidates, and the label. For example, swapped:
+    r"""A row as a chat with its media, the noun for its candidates, and the label. Swapped, for example:
 
     row        {"prompt": "a ball", "image_0": "a.png", "image_1": "b.png", "verdict": "1"}
-    chat       user: "a ball\nImage 1: <image>\nImage 2: <image>", with images b.png and a.png
+    chat       user: "a ball\nImage 1: <image>\nImage 2: <image>", with the images b.png and a.png
                assistant: "<answer>Image 2 is better</answer>"
     noun       Image
     label      2
@@ -704,41 +716,37 @@ def parse_verdict(text: str) -> str | None:
     return answers[0] or "tie" if len(answers) == text.count("<answer>") == 1 else None
 
 
-def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
-    """Convert a dataset row to messages whose content is a list of parts, with loaded media.
+def add_markers(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
+    """Roles and texts of a row's messages, and the sources of its images and videos.
 
-    The markers <image> and <video> in a text, or typed parts, say where media go. Media without
-    a marker go to the front of the first user message. In assistant messages a marker is text,
-    because chat templates accept media from users only.
-
-    {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
-    "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
+    The markers <image> and <video> in the texts say where media go, in order. Typed parts become
+    markers. Media without a marker go to the front of the first user message. In assistant messages
+    a marker is plain text, because chat templates accept media from users only.
     """
     chat = row.get("prompt") or row.get("messages")
     if not chat:
         raise ValueError("its prompt is empty")
     if isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
-    media = {}  # type -> sources, in order of their markers
+    media = {}
     for name in ("image", "video"):
         sources = row.get(name) or row.get(f"{name}s") or []
         media[name] = list(sources) if isinstance(sources, list) else [sources]
-
-    # Each message becomes one text with markers. Media of typed parts join those of the columns.
     roles = [message["role"] for message in chat]
     texts = []
     for message in chat:
         parts = message["content"] or ""
         if isinstance(parts, str):
             parts = [{"type": "text", "text": parts}]
-        texts.append("")
+        text = ""
         for part in parts:
             name = part["type"]
             if name not in ("text", "image", "video"):
                 raise ValueError(f"content of type {name} is not supported")
-            texts[-1] += part["text"] if name == "text" else f"<{name}>"
+            text += part["text"] if name == "text" else f"<{name}>"
             if name != "text" and part.get(name) is not None:
                 media[name].append(part[name])
+        texts.append(text)
     for name, sources in media.items():
         marker = f"<{name}>"
         count = sum(text.count(marker) for role, text in zip(roles, texts) if role != "assistant")
@@ -747,10 +755,18 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
             texts[first] = marker * len(sources) + texts[first]
         elif count != len(sources):
             raise ValueError(f"{count} {marker} markers, but {len(sources)} {name}s")
+    return roles, texts, media
 
-    # Each text is split at its markers, which are replaced with the media.
-    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
+    """Convert a dataset row to messages whose content is a list of parts, with loaded media.
+
+    {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
+    "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
+    """
+    roles, texts, media = add_markers(row)
     unread = {name: iter(sources) for name, sources in media.items()}
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     messages = []
     for role, text in zip(roles, texts):
         pieces = [text] if role == "assistant" else re.split("<(image|video)>", text)
@@ -806,7 +822,7 @@ def tokenize_chat(processor, messages: list[dict], **template) -> list[int]:
 def locate_turns(
     processor, messages: list[dict], eos_ids: list[int]
 ) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """Token ids of a chat up to its last assistant turn, with one token per image, and the assistant
+    r"""Token ids of a chat up to its last assistant turn, with one token per image, and the assistant
     turns: (message, start, stop). A turn ends with its first EOS.
 
     messages   user: "Hi", assistant: "Hello"
@@ -840,8 +856,10 @@ def locate_turns(
 def encode_prompt(
     model, processor, context: list[dict], example_id: int, ids: list[int], end: int
 ) -> tuple[Prompt, int]:
-    """The Prompt for ids[:end] of a context, and the end that was possible: the processor expands
-    images to many tokens, and if it also changes the text after them, the prompt is all of ids."""
+    """Encode ids[:end], the beginning of a context, as a Prompt; return it and its end in ids.
+
+    The processor expands an image to several tokens. If it also changes the text after the last
+    image, that text can't be split off, and the prompt is the whole context."""
     inputs = packing.encode_chat(processor, context, add_generation_prompt=True)
     N = len(inputs["input_ids"][0])
     P = N - (len(ids) - end)
@@ -891,22 +909,23 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
 
 
 def select_trained_tokens(pack: packing.Pack, examples: list[Example]) -> packing.Pack:
-    """Replace the targets of a pack, its response tokens, by the tokens of its examples' loss masks.
+    """Make the tokens of the loss masks the targets of a pack, instead of all response tokens.
 
-    These can also be in a prompt: of a chat with an image in a later turn."""
+    If a chat has an image in a later turn, the turns before it are in the prompt."""
     response_indices = pack.response_index.tolist()
     lengths = [len(examples[b].response_ids) for b in response_indices]
     logit_indices = [torch.empty(0, dtype=torch.long)]
     target_ids = [torch.empty(0, dtype=torch.long)]
-    for b, predict_response in zip(response_indices, pack.logit_indices.cpu().split(lengths)):
-        prompt_end = int(predict_response[0])  # the last prompt token predicts the first response token
-        predict_prompt = torch.arange(prompt_end - examples[b].prompt.length + 1, prompt_end)
-        predict = torch.cat([predict_prompt, predict_response])  # (P + R - 1,): tokens 1, 2, ...
-        logit_indices.append(predict[examples[b].loss_mask[1:]])
-        target_ids.append(examples[b].input_ids[examples[b].loss_mask])
+    for b, of_response in zip(response_indices, pack.logit_indices.cpu().split(lengths)):
+        example = examples[b]
+        last = int(of_response[0])  # the last token of the prompt predicts the first of the response
+        of_prompt = torch.arange(last + 1 - example.prompt.length, last)
+        predicting = torch.cat([of_prompt, of_response])  # (P + R - 1,): pack indices, for tokens 1, 2, ...
+        logit_indices.append(predicting[example.loss_mask[1:]])
+        target_ids.append(example.input_ids[1:][example.loss_mask[1:]])
+    device = pack.target_ids.device
     return pack._replace(
-        logit_indices=torch.cat(logit_indices).to(pack.logit_indices.device),
-        target_ids=torch.cat(target_ids).to(pack.target_ids.device),
+        logit_indices=torch.cat(logit_indices).to(device), target_ids=torch.cat(target_ids).to(device)
     )
 
 
