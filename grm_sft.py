@@ -5,7 +5,7 @@ A judge reads a question and two candidates (images, videos or texts) and writes
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
 It learns this by next-token prediction. Each pair of candidates is shown in both orders, so that
-their order says nothing about which is better. Papers: https://arxiv.org/abs/2408.15240, 2505.03318.
+their order gives nothing away. Papers: https://arxiv.org/abs/2408.15240, 2505.03318.
 examples/judge_reward.py turns the probabilities of a judge's verdicts into a reward.
 docs/grm_sft.md lists the differences from GRMTrainerVL (opendilab/LightRFT@49e62cb).
 
@@ -102,7 +102,7 @@ class Args:
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
     # --- evaluation, logging and checkpoints ---
     eval_steps: int = 100  # Evaluation interval in steps; 0 evaluates at the start and the end only.
-    eval_rows: int = 500  # Number of evaluation rows, a fixed random subset; 0 for all.
+    eval_rows: int = 500  # Number of rows per evaluation set, a fixed random subset.
     generation_batch_size: int = 64  # Judgments generated in parallel on a rank.
     max_response_length: int = 16  # Maximum tokens per response, including EOS; longer ones are truncated.
     # Evaluation metric that selects checkpoint-best.
@@ -366,7 +366,7 @@ def setup(args: Args) -> Run:
 
 def check_args(args: Args) -> None:
     """Reject flags that contradict each other, before anything is loaded."""
-    for name in "total_steps train_batch_size generation_batch_size max_response_length".split():
+    for name in "total_steps train_batch_size eval_rows generation_batch_size max_response_length".split():
         if getattr(args, name) < 1:
             fail(f"--{name.replace('_', '-')} ({getattr(args, name)}) must be at least 1")
     if args.micro_batch_tokens < args.max_length:
@@ -519,10 +519,10 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
             prompt_cache=prompt_cache,
         )
 
-    limit = args.eval_rows
+    num_rows = args.eval_rows
     if training:
-        limit = EASY_VQA_ROWS if source == "easy-vqa" else 0
-    indices = np.random.default_rng(0).permutation(len(rows))[: limit or None]
+        num_rows = EASY_VQA_ROWS if source == "easy-vqa" else len(rows)
+    indices = np.random.default_rng(0).permutation(len(rows))[:num_rows]
     groups = group_examples(rows, np.sort(indices).tolist(), is_easy_vqa)
     tokenizer = getattr(processor, "tokenizer", processor)
     return ExampleDataset(source=source, tokenizer=tokenizer, groups=groups, encode=encode)
@@ -893,12 +893,12 @@ def hash_content(ids: list[int], messages: list[dict]) -> bytes:
 
 def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packing.Pack]:
     """This rank's packs of a step's examples, with the trained tokens as targets."""
-    sharing = defaultdict(list)  # prompt key -> the examples with this prompt
+    sharing = defaultdict(list)  # prompt key -> indices of the examples with this prompt
     for b, example in enumerate(examples):
         sharing[example.prompt_key].append(b)
     packs = packing.iter_rank_packs(
         model=run.judge.module.model,
-        groups=[(members[0], members) for members in sharing.values()],
+        groups=[(indices[0], indices) for indices in sharing.values()],
         prompts=[example.prompt for example in examples],
         encode=lambda example_id: run.train_data.encode(example_id).prompt,
         responses=[example.response_ids for example in examples], max_tokens=args.micro_batch_tokens,
@@ -1006,13 +1006,13 @@ def sum_logprobs(
     args: Args, model, prompts: list[Prompt], responses: list[list[Tensor]]
 ) -> tuple[Tensor, ...]:
     """log p of each prompt's responses: (k,) in float64 for a prompt with k responses."""
-    flat = [ids for own in responses for ids in own]  # (R,) each
-    counts = [len(own) for own in responses]
+    flat = [ids for group in responses for ids in group]  # (R,) each
+    counts = [len(group) for group in responses]
     indices = torch.arange(len(flat)).split(counts)
-    lengths = [prompt.length + len(ids) for prompt, own in zip(prompts, responses) for ids in own]
+    lengths = [prompt.length + len(ids) for prompt, group in zip(prompts, responses) for ids in group]
     packs = packing.iter_rank_packs(
         model=model,
-        groups=[(i, own.tolist()) for i, own in enumerate(indices)],
+        groups=[(i, group.tolist()) for i, group in enumerate(indices)],
         prompts=[replace(prompt, index=i) for i, prompt in enumerate(prompts)],
         encode=prompts.__getitem__,
         responses=flat,

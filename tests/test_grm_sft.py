@@ -381,9 +381,9 @@ def test_soft_verdicts_follow_the_own_reasoning(tiny_vl, rows, write):
     write(*[f"{reasoning}<answer>Answer 2 is better</answer>{EOS}" for reasoning in reasonings])
     judgments = grm_sft.judge_examples(ARGS, make_judge().model, tiny_vl[2], examples)
     for example, judgment, reasoning in zip(examples, judgments, reasonings):
-        found = list(judgment.probabilities.values())
-        assert found == pytest.approx(softmax_over_verdicts(tiny_vl, example, reasoning), abs=1e-4)
-        assert np.abs(np.subtract(found, softmax_over_verdicts(tiny_vl, example, ""))).max() > 0.01
+        soft = list(judgment.probabilities.values())
+        assert soft == pytest.approx(softmax_over_verdicts(tiny_vl, example, reasoning), abs=1e-4)
+        assert np.abs(np.subtract(soft, softmax_over_verdicts(tiny_vl, example, ""))).max() > 0.01
     assert [x.verdict for x in judgments] == ["2", "2"] and [x.label for x in judgments] == ["2", "1"]
 
 
@@ -391,7 +391,7 @@ def test_soft_accuracy_counts_the_likeliest_verdict(tiny_vl, rows, write, monkey
     examples = [encode(tiny_vl, rows[4], x) for x in (0, 1)]  # labels 2, 1
     write("no", "no")
     logprobs = [torch.tensor([-7.0, -3.0, -1.0, -2.0]), torch.tensor([-1.0, -4.0, -5.0, -3.5])]
-    monkeypatch.setattr(grm_sft, "sum_logprobs", lambda *given: logprobs)
+    monkeypatch.setattr(grm_sft, "sum_logprobs", lambda *arguments: logprobs)
     judgments = grm_sft.judge_examples(ARGS, tiny_vl[0], tiny_vl[2], examples)
     assert judgments[0].probabilities["1"] == pytest.approx(math.exp(-2) / (math.exp(-2) + 1 + math.exp(-1)))
     assert [x.loss for x in judgments] == [7.0, 1.0]
@@ -494,7 +494,7 @@ BEST = {"accuracy": [0.1, 0.9, 0.3], "loss": [5.0, 1.0, 3.0]}  # before the firs
 @pytest.mark.parametrize("best_metric", BEST)
 def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch, capsys):
     judge_metrics, values = grm_sft.judge_metrics, iter(BEST[best_metric])
-    changed = lambda *given: judge_metrics(*given) | {f"eval/{best_metric}": next(values)}  # noqa: E731
+    changed = lambda *x: judge_metrics(*x) | {f"eval/{best_metric}": next(values)}  # noqa: E731
     monkeypatch.setattr(grm_sft, "judge_metrics", changed)
     flags = {"total_steps": 4, "eval_steps": 2, "learning_rate": 2e-3, "best_metric": best_metric}
     run_dir = grm(**flags, train_batch_size=14, track="tensorboard")
@@ -632,8 +632,8 @@ def test_the_endpoint_gives_the_same_scores(judge_reward, vqa_rows, monkeypatch)
     try:
         line = next(line for line in server.stdout if line.startswith("judge on port"))
         monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{line.split()[-1]}")
-        given = asked(vqa_rows, ["red", "blue"])
-        assert judge_reward.score_remote(**given) == pytest.approx(judge_reward.score(**given), abs=1e-6)
+        keywords = asked(vqa_rows, ["red", "blue"])
+        assert judge_reward.score_remote(**keywords) == pytest.approx(judge_reward.score(**keywords), abs=1e-6)
     finally:
         server.kill()
         server.wait()
