@@ -633,7 +633,9 @@ def test_the_endpoint_gives_the_same_scores(judge_reward, vqa_rows, monkeypatch)
         line = next(line for line in server.stdout if line.startswith("judge on port"))
         monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{line.split()[-1]}")
         keywords = asked(vqa_rows, ["red", "blue"])
-        assert judge_reward.score_remote(**keywords) == pytest.approx(judge_reward.score(**keywords), abs=1e-6)
+        assert judge_reward.score_remote(**keywords) == pytest.approx(
+            judge_reward.score(**keywords), abs=1e-6
+        )
     finally:
         server.kill()
         server.wait()
