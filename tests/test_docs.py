@@ -67,12 +67,12 @@ def commands(page: Path) -> list[list[str]]:
         blocks = [re.sub(r" \.\.\.( |$)", " ", line) for line in re.findall(rf"^ *{START}.*", doc, re.M)]
     inline = re.findall(r"`([^`\n]+)`", prose(page))
     blocks += [x for x in inline if re.match(START, x) and " ... " not in x + " "]
-    found = []
+    parsed = []
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         for part in re.split(r" (?:&&|\|) ", re.sub(r" >>? \S+$", "", line)):
             words = shlex.split(part, comments=True)
-            found += [words] if words else []
-    return found
+            parsed += [words] if words else []
+    return parsed
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ def test_every_command_parses(page, capsys):
 
 
 def test_commands_are_found():
-    found = [word for page in [*MARKDOWN, *PYTHON] for words in commands(page) for word in words]
-    assert all(found.count(f"{script}.py") >= 5 for script in SCRIPTS) and found.count("torchrun") >= 5
+    words = [word for page in [*MARKDOWN, *PYTHON] for words in commands(page) for word in words]
+    assert all(words.count(f"{script}.py") >= 5 for script in SCRIPTS) and words.count("torchrun") >= 5
 
 
 @each_page
@@ -200,8 +200,8 @@ def test_every_link_and_file_exists(page):
 
 
 def test_every_image_is_shown():
-    shown = "".join(page.read_text() for page in MARKDOWN)
-    assert {path.name for path in (ROOT / "docs").glob("*.png")} == set(re.findall(r"(\w+\.png)\)", shown))
+    linked = "".join(page.read_text() for page in MARKDOWN)
+    assert {path.name for path in (ROOT / "docs").glob("*.png")} == set(re.findall(r"(\w+\.png)\)", linked))
 
 
 @each_markdown
