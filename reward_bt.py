@@ -46,7 +46,6 @@ import tyro
 from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import packing, packing_check
 from common.packing import Prompt, PromptInfo
