@@ -377,6 +377,16 @@ def run(tmp_path, **flags) -> list[dict]:
 
 
 @pytest.mark.slow
+def test_the_default_learns_within_30_steps(tmp_path):
+    """Seeds 1, 2, 3 reach an evaluation loss of 0.346, 0.344, 0.416 and an accuracy of 0.930, 0.914, 0.875; the
+    bounds are three standard deviations from the means. All start at about 0.69 and 0.5."""
+    reward_bt.main(Args(total_steps=30, eval_rows=128, eval_steps=0, output_dir=str(tmp_path), run_name="run"))
+    first, *_, last = metrics_of(tmp_path / "run")
+    assert first["eval/easy-vqa/loss"] > 0.68
+    assert last["eval/easy-vqa/loss"] < 0.49 and last["eval/easy-vqa/accuracy"] > 0.82
+
+
+@pytest.mark.slow
 def test_lora_trains_with_the_head_and_is_merged(tmp_path):
     first, *_, last = run(tmp_path, lora_rank=4, total_steps=12, learning_rate=3e-3, train_batch_size=16)
     assert last["rm/loss"] != first["eval/easy-vqa/loss"]
