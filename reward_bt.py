@@ -65,15 +65,11 @@ class Args:
     run_name: str | None = None  # Directory of this run. Default: script, model, seed and time.
     resume: str | None = None  # Checkpoint to resume from, or "auto" for the latest of --run-name.
     # --- model and data ---
-    model: str = str(
-        Path(__file__).parent / "assets/tiny_vl"
-    )  # Path or hub id, or a checkpoint of this script.
+    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # Path or hub id; a checkpoint keeps its head.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved dataset or a hub id.
     dataset_split: str = "train"  # Split of --dataset, unless it is a file.
     columns: tuple[str, ...] = ()  # Columns to rename: prompt=problem answer=solution.
-    eval_datasets: tuple[
-        str, ...
-    ] = ()  # Evaluation sets: name=source. Default: easy-VQA's test split, or none.
+    eval_datasets: tuple[str, ...] = ()  # Evaluation sets, as name=source. Default: easy-VQA's.
     eval_dataset_split: str = "test"  # Split of the evaluation data, unless it is a file.
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     video_fps: float = 2.0  # Frames per second to sample from videos.
@@ -100,7 +96,7 @@ class Args:
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
     # --- logging and checkpoints ---
     eval_steps: int = 200  # Evaluation interval in steps; 0 evaluates at the start and the end only.
-    eval_rows: int = 1000  # Number of rows per evaluation set, a fixed random subset.
+    eval_rows: int = 1000  # Number of rows per evaluation set, a fixed random subset; 0 for all.
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
     save_total_limit: int = 2  # Number of checkpoints to keep.
     track: Literal["off", "wandb", "tensorboard"] = "off"  # Experiment tracker to log to.
@@ -383,7 +379,7 @@ def setup(args: Args) -> Run:
 
 def check_args(args: Args) -> None:
     """Reject flags that contradict each other, before anything is loaded."""
-    for name in ("total_steps", "train_batch_size", "eval_rows"):
+    for name in ("total_steps", "train_batch_size"):
         if getattr(args, name) < 1:
             fail(f"--{name.replace('_', '-')} ({getattr(args, name)}) must be at least 1")
     if not 0 <= args.label_smoothing < 0.5:
@@ -472,7 +468,7 @@ def sample_indices(start: int, count: int, num_rows: int, seed: int) -> list[int
 
 def load_rankings(args: Args, source: str, split: str, seed: int, model, processor) -> RankingDataset:
     """Columns: prompt or messages, a string or a chat; chosen and rejected, or responses (best
-    first), strings or chats, see split_row; optional image(s) and video(s), see build_messages;
+    first), strings or chats, see split_row; optional image(s) and video(s), see add_markers;
     optional margin and weight."""
     rows = rename_columns(args, source, load_rows(source, split))
     if source == "easy-vqa":
@@ -671,50 +667,12 @@ def truncate_inputs(inputs: dict, length: int) -> dict:
 def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
     """Convert a dataset row to messages whose content is a list of parts, with loaded media.
 
-    The markers <image> and <video> in a text, or typed parts, say where media go. Media without
-    a marker go to the front of the first user message. In assistant messages a marker is text,
-    because chat templates accept media from users only.
-
     {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
     "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
     """
-    chat = row.get("prompt") or row.get("messages")
-    if not chat:
-        raise ValueError("its prompt is empty")
-    if isinstance(chat, str):
-        chat = [{"role": "user", "content": chat}]
-    media = {}  # type -> sources, in order of their markers
-    for name in ("image", "video"):
-        sources = row.get(name) or row.get(f"{name}s") or []
-        media[name] = list(sources) if isinstance(sources, list) else [sources]
-
-    # Each message becomes one text with markers. Media of typed parts join those of the columns.
-    roles = [message["role"] for message in chat]
-    texts = []
-    for message in chat:
-        parts = message["content"] or ""
-        if isinstance(parts, str):
-            parts = [{"type": "text", "text": parts}]
-        texts.append("")
-        for part in parts:
-            name = part["type"]
-            if name not in ("text", "image", "video"):
-                raise ValueError(f"content of type {name} is not supported")
-            texts[-1] += part["text"] if name == "text" else f"<{name}>"
-            if name != "text" and part.get(name) is not None:
-                media[name].append(part[name])
-    for name, sources in media.items():
-        marker = f"<{name}>"
-        count = sum(text.count(marker) for role, text in zip(roles, texts) if role != "assistant")
-        if count == 0 and sources:
-            first = roles.index("user")
-            texts[first] = marker * len(sources) + texts[first]
-        elif count != len(sources):
-            raise ValueError(f"{count} {marker} markers, but {len(sources)} {name}s")
-
-    # Each text is split at its markers, which are replaced with the media.
-    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    roles, texts, media = add_markers(row)
     unread = {name: iter(sources) for name, sources in media.items()}
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     messages = []
     for role, text in zip(roles, texts):
         pieces = [text] if role == "assistant" else re.split("<(image|video)>", text)
@@ -729,6 +687,48 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
         parts = [{"type": "text", "text": args.system_prompt}]
         messages.insert(0, {"role": "system", "content": parts})
     return messages
+
+
+def add_markers(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
+    """Roles and texts of a row's messages, and the sources of its images and videos.
+
+    The markers <image> and <video> in the texts say where media go, in order. Typed parts become
+    markers. Media without a marker go to the front of the first user message. In assistant messages
+    a marker is plain text, because chat templates accept media from users only.
+    """
+    chat = row.get("prompt") or row.get("messages")
+    if not chat:
+        raise ValueError("its prompt is empty")
+    if isinstance(chat, str):
+        chat = [{"role": "user", "content": chat}]
+    media = {}
+    for name in ("image", "video"):
+        sources = row.get(name) or row.get(f"{name}s") or []
+        media[name] = list(sources) if isinstance(sources, list) else [sources]
+    roles = [message["role"] for message in chat]
+    texts = []
+    for message in chat:
+        parts = message["content"] or ""
+        if isinstance(parts, str):
+            parts = [{"type": "text", "text": parts}]
+        text = ""
+        for part in parts:
+            name = part["type"]
+            if name not in ("text", "image", "video"):
+                raise ValueError(f"content of type {name} is not supported")
+            text += part["text"] if name == "text" else f"<{name}>"
+            if name != "text" and part.get(name) is not None:
+                media[name].append(part[name])
+        texts.append(text)
+    for name, sources in media.items():
+        marker = f"<{name}>"
+        count = sum(text.count(marker) for role, text in zip(roles, texts) if role != "assistant")
+        if count == 0 and sources:
+            first = roles.index("user")
+            texts[first] = marker * len(sources) + texts[first]
+        elif count != len(sources):
+            raise ValueError(f"{count} {marker} markers, but {len(sources)} {name}s")
+    return roles, texts, media
 
 
 def load_media(media_type: str, source, data_dir: Path, video_fps: float) -> dict:
@@ -835,7 +835,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     metrics = {}
     eval_records = []
     for name, data in run.eval_sets.items():
-        rows = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_rows]
+        rows = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_rows or None]
         num_batches = math.ceil(len(rows) / args.train_batch_size)
         rankings = []
         rewards = []

@@ -221,7 +221,7 @@ BAD_FLAGS = {
     "with different names": {"eval_datasets": ("x=a.jsonl", "x=b.jsonl")},
     "--label-smoothing (0.5) must be": {"label_smoothing": 0.5},
     "--micro-batch-tokens must be at least --max-length (1024)": {"micro_batch_tokens": 100},
-    "--eval-rows (0) must be at least 1": {"eval_rows": 0},
+    "--train-batch-size (0) must be at least 1": {"train_batch_size": 0},
 }
 
 
@@ -380,7 +380,9 @@ def run(tmp_path, **flags) -> list[dict]:
 def test_the_default_learns_within_30_steps(tmp_path):
     """Seeds 1, 2, 3 reach an evaluation loss of 0.346, 0.344, 0.416 and an accuracy of 0.930, 0.914, 0.875; the
     bounds are three standard deviations from the means. All start at about 0.69 and 0.5."""
-    reward_bt.main(Args(total_steps=30, eval_rows=128, eval_steps=0, output_dir=str(tmp_path), run_name="run"))
+    reward_bt.main(
+        Args(total_steps=30, eval_rows=128, eval_steps=0, output_dir=str(tmp_path), run_name="run")
+    )
     first, *_, last = metrics_of(tmp_path / "run")
     assert first["eval/easy-vqa/loss"] > 0.68
     assert last["eval/easy-vqa/loss"] < 0.49 and last["eval/easy-vqa/accuracy"] > 0.82
