@@ -19,6 +19,8 @@ import pytest
 import torch
 from conftest import ROOT, TINY, read_jsonl, write_jsonl
 
+import ppo_vl
+
 PAGE = ROOT / "docs" / "forking.md"
 BLOCK = r"^### (.+)\n((?:(?!###).*\n)*?)```diff\n((?:.*\n)*?)```$"
 
@@ -268,8 +270,9 @@ def adaptive_lambda(run) -> bool:
     rollout = run.rollouts[0][1]
     mask = rollout.response_mask
     gae_lambda = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0.3)
-    rewards = run.module.compute_token_rewards(rollout.scores.flatten(), torch.zeros(mask.shape), mask, 0.0)
-    _, returns = run.module.compute_gae(rewards, rollout.values, mask, 1.0, gae_lambda)
+    rewards = torch.zeros(mask.shape)
+    rewards[torch.arange(len(mask)), mask.sum(1) - 1] = rollout.scores.flatten()  # no KL penalty
+    _, returns = ppo_vl.compute_gae(rewards, rollout.values, mask, 1.0, gae_lambda)
     return gae_lambda.max() == 0.5 and torch.allclose(rollout.returns, returns, atol=1e-5)
 
 

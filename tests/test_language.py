@@ -201,6 +201,8 @@ EXCEPTIONS = {
     ("docs/ppo_vl.md", "freezing_actor_steps"): "a parameter of LightRFT's PPOTrainerVL",
     ("tools/bench_trl.py", "num_iterations"): "an argument of TRL's RLOOConfig",
     ("tools/bench_learning.py", "num_iterations"): "an argument of TRL's RLOOConfig",
+    ("tests/test_packing.py", "given"): "hypothesis.given",
+    ("tests/test_ppo_math.py", "given"): "hypothesis.given",
     ("examples/spelling_pairs.py", "picture"): "a word of the sentences",
     ("tools/make_tiny_vl.py", "picture"): "in the text that the tokenizer is trained on",
 }
