@@ -162,22 +162,6 @@ class Example:
 
 
 @dataclass
-class Judgment:
-    """What the model generates for an example of the evaluation set, and what it predicts."""
-
-    example_id: int
-    label: str | None
-    columns: dict
-    response: str  # generated text
-    length: int  # generated tokens, including EOS
-    truncated: bool  # stopped by the length limit
-    verdict: str | None  # of the response; None if it is unreadable, and for a chat
-    probabilities: dict[str, float]  # of each verdict, after the response's reasoning; {} for a chat
-    loss: float  # nats, sum over the tokens of the example's own response
-    num_tokens: int  # in the example's own response
-
-
-@dataclass
 class ExampleDataset:
     source: str
     tokenizer: Any
@@ -941,27 +925,31 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
             weights[name].copy_(weight)
     example_ids = [example_id for group in data.groups for example_id in group]
     rank_ids = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
-    judgments = []
+    records = []
     for start in range(0, len(rank_ids), args.generation_batch_size):
         batch = rank_ids[start : start + args.generation_batch_size]
         examples = [example for i in batch if (example := encode_example_or_skip(data, i))]
         if examples:
-            judgments += judge_examples(args, run.sampling_model, data.tokenizer, examples)
-    judgments = {x.example_id: x for x in all_gather_list(judgments)}
-    if not judgments:
+            records += judge_examples(args, run.sampling_model, data.tokenizer, examples)
+    records = all_gather_list(records)
+    if not records:
         fail(f"{data.source}: all rows are skipped, see the warnings")
-    records = []
-    for example_id in sorted(judgments):
-        if example_id % 2 == 0:
-            records.append(make_record(judgments[example_id], judgments.get(example_id + 1)))
-    return judge_metrics(list(judgments.values()), records), records
+    swapped_records = {record["row"]: record for record in records if record["swapped"]}
+    row_records = [record for record in records if not record["swapped"]]
+    for record in row_records:
+        if swapped := swapped_records.get(record["row"]):
+            expected = SWAPPED.get(record["predicted_verdict"], "none")  # also if it is None
+            record["swap_consistency"] = swapped["predicted_verdict"] == expected
+            record["swapped_response"] = swapped["response"]
+    return judge_metrics(records), row_records
 
 
 @torch.no_grad()
-def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> list[Judgment]:
-    """Generate a judgment per example, and score its verdicts and the example's own response.
+def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> list[dict]:
+    """Generate a judgment per example and return its record.
 
-    p(verdict) = softmax over verdicts of log p(own reasoning, verdict | prompt)"""
+    The probability of a verdict v is a softmax over v of log p(own reasoning, v | prompt), and the
+    loss is that of the example's own response, so it does not depend on what is generated."""
     prompts = [example.prompt for example in examples]
     generated = decoding.generate(
         model=model,
@@ -983,23 +971,32 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
             responses[-1] += [torch.tensor(ids) for ids in verdict_ids]
     logprobs = sum_logprobs(args, model, prompts, responses)
 
-    judgments = []
+    records = []
     for i, example in enumerate(examples):
-        judgments.append(
-            Judgment(
-                example_id=example.example_id,
-                label=example.label,
-                columns=example.columns,
-                response=texts[i],
-                length=len(generated[i].token_ids),
-                truncated=generated[i].truncated,
-                verdict=None if example.label is None else parse_verdict(texts[i]),
-                probabilities=dict(zip(VERDICTS, logprobs[i][1:].softmax(0).tolist())),
-                loss=-float(logprobs[i][0]),
-                num_tokens=len(example.response_ids),
-            )
-        )
-    return judgments
+        record = {
+            **example.columns,
+            "phase": "eval",
+            "row": example.example_id // 2,
+            "swapped": example.example_id % 2 == 1,
+            "response": texts[i],
+            "length": len(generated[i].token_ids),
+            "truncated_frac": generated[i].truncated,
+            "loss": -float(logprobs[i][0]),  # sum over the tokens, in nats
+            "tokens": len(example.response_ids),
+        }
+        if example.label is not None:
+            verdict = parse_verdict(texts[i])
+            probabilities = dict(zip(VERDICTS, logprobs[i][1:].softmax(0).tolist()))
+            record |= {
+                "predicted_verdict": verdict,
+                "probabilities": probabilities,
+                "accuracy": verdict == example.label,  # False if it is unreadable
+                "soft_accuracy": max(probabilities, key=probabilities.get) == example.label,
+                "parse_rate": verdict is not None,
+                "tie_rate": verdict == "tie",
+            }
+        records.append(record)
+    return records
 
 
 def sum_logprobs(
@@ -1025,45 +1022,21 @@ def sum_logprobs(
     return table.sum(1).split(counts)
 
 
-def make_record(judgment: Judgment, swapped: Judgment | None) -> dict:
-    """A line of samples.jsonl: the row, its judgment, and the one with swapped candidates."""
-    record = {
-        **judgment.columns,
-        "phase": "eval",
-        "row": judgment.example_id // 2,
-        "response": judgment.response,
-        "predicted_verdict": judgment.verdict,
-        "probabilities": judgment.probabilities,
-        "accuracy": None if judgment.label is None else judgment.verdict == judgment.label,
-        "length": judgment.length,
-        "truncated": judgment.truncated,
-        "loss": judgment.loss,
-    }
-    if swapped:
-        expected = SWAPPED.get(judgment.verdict, "none")
-        record |= {"swapped_response": swapped.response, "swap_consistency": swapped.verdict == expected}
-    return record
-
-
-def judge_metrics(judgments: list[Judgment], records: list[dict]) -> dict[str, float]:
-    """Means over the judgments of both orders, so that always answering "1" has accuracy 0.5."""
-    pairs = [x for x in judgments if x.label is not None]
-    values = {
-        "accuracy": [x.verdict == x.label for x in pairs],  # an unreadable verdict is wrong
-        "soft_accuracy": [max(x.probabilities, key=x.probabilities.get) == x.label for x in pairs],
-        "swap_consistency": [x["swap_consistency"] for x in records if "swap_consistency" in x],
-        "parse_rate": [x.verdict is not None for x in pairs],
-        "tie_rate": [x.verdict == "tie" for x in pairs],
-        "length": [x.length for x in judgments],
-        "truncated_frac": [x.truncated for x in judgments],
-    }
-    metrics = {f"eval/{name}": float(np.mean(x)) for name, x in values.items() if x}
-    metrics["eval/loss"] = sum(x.loss for x in judgments) / sum(x.num_tokens for x in judgments)
-    metrics["eval/num_rows"] = len(records)
-    if pairs:  # the interval counts rows, because the judgments of a row are not independent
-        num_rows = len({x.example_id // 2 for x in pairs})
-        low, high = wilson_interval(metrics["eval/accuracy"], num_rows)
+def judge_metrics(records: list[dict]) -> dict[str, float]:
+    """Means over the records of both orders, so that always answering "1" has accuracy 0.5."""
+    metrics = {"eval/num_rows": len({record["row"] for record in records})}
+    names = "accuracy soft_accuracy swap_consistency parse_rate tie_rate length truncated_frac"
+    for name in names.split():
+        values = [record[name] for record in records if name in record]  # chats have no verdict
+        if values:
+            metrics[f"eval/{name}"] = float(np.mean(values))
+    if "eval/accuracy" in metrics:
+        # The two judgments of a pair are not independent, so the interval counts pairs.
+        num_pairs = len({record["row"] for record in records if "accuracy" in record})
+        low, high = wilson_interval(metrics["eval/accuracy"], num_pairs)
         metrics |= {"eval/accuracy_low": low, "eval/accuracy_high": high}
+    num_tokens = sum(record["tokens"] for record in records)
+    metrics["eval/loss"] = sum(record["loss"] for record in records) / num_tokens
     return metrics
 
 

@@ -69,8 +69,8 @@ def judge_pairs(pairs: list[dict]) -> list[float]:
     first_is_better = []  # in each order, ties excluded
     for start in range(0, len(examples), ARGS.generation_batch_size):
         batch = examples[start : start + ARGS.generation_batch_size]
-        for judgment in grm_sft.judge_examples(ARGS, model, tokenizer, batch):
-            p = judgment.probabilities
+        for record in grm_sft.judge_examples(ARGS, model, tokenizer, batch):
+            p = record["probabilities"]
             first_is_better.append(p["1"] / (p["1"] + p["2"]))
     return [(p + 1 - swapped) / 2 for p, swapped in zip(first_is_better[::2], first_is_better[1::2])]
 

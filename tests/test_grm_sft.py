@@ -357,21 +357,23 @@ def softmax_over_verdicts(tiny_vl, example: grm_sft.Example, reasoning: str) -> 
 
 def test_judgments_are_those_of_the_unmodified_model(tiny_vl, rows):
     model, _, tokenizer = tiny_vl
-    examples = [encode(tiny_vl, rows[i], x) for i in (0, 1, 2, 3, 4) for x in (0, 1)]
+    examples = [encode(tiny_vl, rows[i], 2 * i + x) for i in (0, 1, 2, 3, 4) for x in (0, 1)]
     examples.append(encode(tiny_vl, rows[6], 12))
-    judgments = grm_sft.judge_examples(ARGS, make_judge().model, tokenizer, examples)
+    records = grm_sft.judge_examples(ARGS, make_judge().model, tokenizer, examples)
     suppressed = packing.media_token_ids(model.config)
-    for example, judgment in zip(examples, judgments, strict=True):
+    for example, record in zip(examples, records, strict=True):
         P = example.prompt.length
         ids = model.generate(
             **example.prompt.inputs, do_sample=False, max_new_tokens=12, suppress_tokens=suppressed
         )[0, P:]
-        assert judgment.response == tokenizer.decode(ids, skip_special_tokens=True)
-        assert judgment.length == len(ids) and judgment.truncated == (ids[-1] != tokenizer.eos_token_id)
+        assert record["response"] == tokenizer.decode(ids, skip_special_tokens=True)
+        assert record["length"] == len(ids)
+        assert record["truncated_frac"] == (ids[-1] != tokenizer.eos_token_id)
         loss = -sum_logprob(model, example.prompt, example.response_ids)
-        assert judgment.loss == pytest.approx(loss, abs=1e-3)
-        assert judgment.num_tokens == len(example.response_ids) and judgment.example_id == example.example_id
-    assert (judgments[-1].label, judgments[-1].verdict, judgments[-1].probabilities) == (None, None, {})
+        assert record["loss"] == pytest.approx(loss, abs=1e-3)
+        assert record["tokens"] == len(example.response_ids)
+        assert 2 * record["row"] + record["swapped"] == example.example_id
+    assert "accuracy" in records[0] and not {"accuracy", "parse_rate", "probabilities"} & records[-1].keys()
 
 
 def test_soft_verdicts_follow_the_own_reasoning(tiny_vl, rows, write):
@@ -379,12 +381,13 @@ def test_soft_verdicts_follow_the_own_reasoning(tiny_vl, rows, write):
     examples = [encode(tiny_vl, rows[4], x) for x in (0, 1)]
     reasonings = ["<think>red</think>", "<think>Answer 2 is better, Answer 2 is better</think>"]
     write(*[f"{reasoning}<answer>Answer 2 is better</answer>{EOS}" for reasoning in reasonings])
-    judgments = grm_sft.judge_examples(ARGS, make_judge().model, tiny_vl[2], examples)
-    for example, judgment, reasoning in zip(examples, judgments, reasonings):
-        soft = list(judgment.probabilities.values())
+    records = grm_sft.judge_examples(ARGS, make_judge().model, tiny_vl[2], examples)
+    for example, record, reasoning in zip(examples, records, reasonings):
+        soft = list(record["probabilities"].values())
         assert soft == pytest.approx(softmax_over_verdicts(tiny_vl, example, reasoning), abs=1e-4)
         assert np.abs(np.subtract(soft, softmax_over_verdicts(tiny_vl, example, ""))).max() > 0.01
-    assert [x.verdict for x in judgments] == ["2", "2"] and [x.label for x in judgments] == ["2", "1"]
+    assert [x["predicted_verdict"] for x in records] == ["2", "2"]
+    assert [x["accuracy"] for x in records] == [True, False], "the labels are 2 and 1"
 
 
 def test_soft_accuracy_counts_the_likeliest_verdict(tiny_vl, rows, write, monkeypatch):
@@ -392,10 +395,10 @@ def test_soft_accuracy_counts_the_likeliest_verdict(tiny_vl, rows, write, monkey
     write("no", "no")
     logprobs = [torch.tensor([-7.0, -3.0, -1.0, -2.0]), torch.tensor([-1.0, -4.0, -5.0, -3.5])]
     monkeypatch.setattr(grm_sft, "sum_logprobs", lambda *arguments: logprobs)
-    judgments = grm_sft.judge_examples(ARGS, tiny_vl[0], tiny_vl[2], examples)
-    assert judgments[0].probabilities["1"] == pytest.approx(math.exp(-2) / (math.exp(-2) + 1 + math.exp(-1)))
-    assert [x.loss for x in judgments] == [7.0, 1.0]
-    assert [grm_sft.judge_metrics([x], [])["eval/soft_accuracy"] for x in judgments] == [1, 0]
+    records = grm_sft.judge_examples(ARGS, tiny_vl[0], tiny_vl[2], examples)
+    assert records[0]["probabilities"]["1"] == pytest.approx(math.exp(-2) / (math.exp(-2) + 1 + math.exp(-1)))
+    assert [x["loss"] for x in records] == [7.0, 1.0]
+    assert [x["soft_accuracy"] for x in records] == [True, False]
 
 
 def test_reasoning_may_grow_when_it_is_tokenized_again(tiny_vl, rows, write, monkeypatch):
@@ -404,15 +407,17 @@ def test_reasoning_may_grow_when_it_is_tokenized_again(tiny_vl, rows, write, mon
     args = replace(ARGS, max_length=len(example.input_ids), micro_batch_tokens=len(example.input_ids))
     monkeypatch.setattr(ARGS, "micro_batch_tokens", args.micro_batch_tokens)
     write("\ufffd" * 12)
-    (judgment,) = grm_sft.judge_examples(args, make_judge().model, tiny_vl[2], [example])
-    assert math.isfinite(judgment.loss) and sum(judgment.probabilities.values()) == pytest.approx(1)
+    (record,) = grm_sft.judge_examples(args, make_judge().model, tiny_vl[2], [example])
+    assert math.isfinite(record["loss"]) and sum(record["probabilities"].values()) == pytest.approx(1)
 
 
-def make_judgment(example_id: int, label: str | None, verdict: str | None, **other) -> grm_sft.Judgment:
-    soft = {} if label is None else dict.fromkeys(grm_sft.VERDICTS, 0.2) | {other.pop("soft", "1"): 0.6}
-    known = {"columns": {"verdict": "1"}, "response": f"writes {verdict}", "length": 5, "truncated": False}
-    known |= {"loss": 6.0, "num_tokens": 4, "probabilities": soft}
-    return grm_sft.Judgment(**known | other, example_id=example_id, label=label, verdict=verdict)
+def make_record(example_id: int, label: str | None, verdict: str | None, **other) -> dict:
+    record = {"row": example_id // 2, "swapped": example_id % 2 == 1, "response": f"writes {verdict}"}
+    record |= {"length": 5, "truncated_frac": False, "loss": 6.0, "tokens": 4} | other
+    if label is not None:
+        record |= {"predicted_verdict": verdict, "accuracy": verdict == label}
+        record |= {"parse_rate": verdict is not None, "tie_rate": verdict == "tie"}
+    return record
 
 
 @pytest.fixture
@@ -422,11 +427,10 @@ def evaluate(tiny_vl, rows, tmp_path, monkeypatch):
     data = load(tiny_vl, source, training=False)
 
     def evaluate(*verdicts) -> tuple[dict, list[dict]]:
-        def judge(args, model, tokenizer, examples) -> list[grm_sft.Judgment]:
+        def judge(args, model, tokenizer, examples) -> list[dict]:
             assert [x.label for x in examples] == ["1", "2", None]
-            soft = [verdict or "tie" for verdict in verdicts]
-            judgments = [make_judgment(i, str(i + 1), x, soft=soft[i]) for i, x in enumerate(verdicts)]
-            return [*judgments, make_judgment(2, None, None, loss=2.0, length=8)]
+            records = [make_record(i, x.label, verdicts[i]) for i, x in enumerate(examples[:2])]
+            return [*records, make_record(2, None, None, loss=2.0, length=8)]
 
         monkeypatch.setattr(grm_sft, "judge_examples", judge)
         return grm_sft.evaluate(ARGS, make_run(make_judge(), eval_data=data))
@@ -445,16 +449,18 @@ def test_both_orders_count_and_chats_have_no_verdict(verdicts, evaluate):
     metrics, records = evaluate(*verdicts)
     accuracy, *others = VERDICTS[verdicts]
     names = ("eval/swap_consistency", "eval/parse_rate", "eval/tie_rate")
-    assert metrics["eval/accuracy"] == metrics["eval/soft_accuracy"] == accuracy
+    assert metrics["eval/accuracy"] == accuracy
     assert [metrics[name] for name in names] == others
     interval = metrics["eval/accuracy_low"], metrics["eval/accuracy_high"]
     assert interval == grm_sft.wilson_interval(accuracy, 1), "one pair"
     assert metrics["eval/loss"] == 14 / 12 and metrics["eval/length"] == 6 and metrics["eval/num_rows"] == 2
     pair, chat = records
-    assert (pair["row"], pair["verdict"], pair["predicted_verdict"]) == (0, "1", verdicts[0])
-    assert pair["accuracy"] == (verdicts[0] == "1") and pair["swapped_response"] == f"writes {verdicts[1]}"
-    assert chat["row"] == 1 and chat["accuracy"] is None and "swap_consistency" not in chat
-    assert "eval/accuracy" not in grm_sft.judge_metrics([make_judgment(2, None, None)], [chat])
+    assert (pair["row"], pair["predicted_verdict"]) == (0, verdicts[0])
+    assert pair["swapped_response"] == f"writes {verdicts[1]}" and pair["swap_consistency"] == others[0]
+    assert chat["row"] == 1 and "swap_consistency" not in chat
+    assert grm_sft.judge_metrics([chat]).keys() == {
+        "eval/loss", "eval/length", "eval/truncated_frac", "eval/num_rows"
+    }  # fmt: skip
 
 
 # --- runs ---
