@@ -102,7 +102,7 @@ class Args:
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
     # --- evaluation, logging and checkpoints ---
     eval_steps: int = 100  # Evaluation interval in steps; 0 evaluates at the start and the end only.
-    eval_rows: int = 500  # Number of rows per evaluation set, a fixed random subset.
+    eval_rows: int = 500  # Number of rows per evaluation set, a fixed random subset; 0 for all.
     generation_batch_size: int = 64  # Judgments generated in parallel on a rank.
     max_response_length: int = 16  # Maximum tokens per response, including EOS; longer ones are truncated.
     # Evaluation metric that selects checkpoint-best.
@@ -350,7 +350,7 @@ def setup(args: Args) -> Run:
 
 def check_args(args: Args) -> None:
     """Reject flags that contradict each other, before anything is loaded."""
-    for name in "total_steps train_batch_size eval_rows generation_batch_size max_response_length".split():
+    for name in "total_steps train_batch_size generation_batch_size max_response_length".split():
         if getattr(args, name) < 1:
             fail(f"--{name.replace('_', '-')} ({getattr(args, name)}) must be at least 1")
     if args.micro_batch_tokens < args.max_length:
@@ -503,10 +503,10 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
             prompt_cache=prompt_cache,
         )
 
-    num_rows = args.eval_rows
+    num_rows = args.eval_rows  # 0: all
     if training:
-        num_rows = EASY_VQA_ROWS if source == "easy-vqa" else len(rows)
-    indices = np.random.default_rng(0).permutation(len(rows))[:num_rows]
+        num_rows = EASY_VQA_ROWS if source == "easy-vqa" else 0
+    indices = np.random.default_rng(0).permutation(len(rows))[: num_rows or None]
     groups = group_examples(rows, np.sort(indices).tolist(), is_easy_vqa)
     tokenizer = getattr(processor, "tokenizer", processor)
     return ExampleDataset(source=source, tokenizer=tokenizer, groups=groups, encode=encode)
