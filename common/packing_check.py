@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from common.attention import PackingNotSupported, is_packed, set_attention
@@ -42,8 +44,10 @@ def enable_packing_if_exact(
         if not error < TOLERANCE[model.dtype]:  # also if NaN
             raise PackingNotSupported(f"its log-probs change by {error:.1e} nats")
     except PackingNotSupported as reason:
+        is_old = Version(transformers.__version__) < Version("5.18") and any(p.media_keys for p in prompts)
+        advice = "; transformers 5.18 and newer pack more vision-language models" if is_old else ""
         return (
-            f"warning: packing is not supported for this model ({reason}); "
+            f"warning: packing is not supported for this model ({reason}{advice}); "
             "running one response at a time, which is slower but exact"
         )
     set_attention(model, "packed")
