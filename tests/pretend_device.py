@@ -1,12 +1,12 @@
-"""A pretended GPU, for a machine without one: what would mix devices there, or make the host wait?
+"""A pretended GPU, for machines without one: it finds mixed devices, and where the CPU waits for the GPU.
 
     with pretend(rloo) as gpu:            # tensors stay in CPU memory, but some claim to be on cuda:0:
-        x = torch.ones(3).to("cuda:0")    # these, and all that is computed from them
+        x = torch.ones(3).to("cuda:0")    # those that are moved, and everything computed from them
         x + torch.ones(3)                 # AssertionError
-    gpu.waits, gpu.kernels                # {"rloo.generate": 30, ...}; calls of varlen attention
+    gpu.waits, gpu.kernels                # {"decoding.generate": 30, ...}; calls of varlen attention
 
-A claim belongs to a storage, so views and autograd keep it; a TorchDispatchMode sees every operator, also of
-backward. Not seen: operators that CUDA lacks, values of indices, streams, memory. For several ranks:
+A claim belongs to a storage, so views and autograd keep it. A TorchDispatchMode sees every operator, also in
+backward. It does not notice operators that CUDA lacks, values of indices, streams or memory. For several ranks:
 torchrun ... tests/pretend_device.py rloo --total-steps 1"""
 
 import contextlib
@@ -44,7 +44,7 @@ def claim(results):
 class PretendedGpu(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.waits = Counter()  # of the host for the GPU, by the innermost function that is not torch's
+        self.waits = Counter()  # of the CPU for the GPU, by the innermost function outside of torch
         self.kernels = Counter()
 
     def wait(self) -> None:
@@ -57,58 +57,57 @@ class PretendedGpu(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         space, _, name = function._schema.name.partition("::")
         tensors = tensors_in((args, kwargs))
-        strangers = [x for x in tensors if not on_gpu(x)]
+        cpu_tensors = [x for x in tensors if not on_gpu(x)]
         if kwargs.get("device") is not None and kwargs["device"].type == "cuda":  # a factory, or a copy
-            if strangers and not kwargs.get("non_blocking"):
+            if cpu_tensors and not kwargs.get("non_blocking"):
                 self.wait()
             return claim(function(*args, **kwargs | {"device": CPU}))
         is_collective = space == "c10d" and name != "barrier"
-        assert not (is_collective and strangers), f"a CPU tensor in {name}, which NCCL refuses"
-        if len(strangers) == len(tensors):
+        assert not (is_collective and cpu_tensors), f"a CPU tensor in {name}, which NCCL refuses"
+        if len(cpu_tensors) == len(tensors):
             return function(*args, **kwargs)
 
         waits = bool({Tag.data_dependent_output, Tag.dynamic_output_shape} & {*function.tags})
         indexes = "index" in name and isinstance(args[1], list | tuple)  # x[a, b], x[a, b] = y
-        if indexes:  # by a mask, or by what has to be copied first
+        if indexes:  # by a mask, or by a CPU tensor that is copied first
             indices = [x for x in args[1] if x is not None]
             waits = any(x.dtype == torch.bool or (x.dim() and not on_gpu(x)) for x in indices)
-            strangers = [x for x in strangers if not any(x is index for index in indices)]
-        if name == "copy_" and strangers:
-            waits = not on_gpu(args[0]) or (strangers[0].dim() and not args[2:])  # args[2]: non_blocking
+            cpu_tensors = [x for x in cpu_tensors if not any(x is index for index in indices)]
+        if name == "copy_" and cpu_tensors:
+            waits = not on_gpu(args[0]) or (cpu_tensors[0].dim() and not args[2:])  # args[2]: non_blocking
         if waits:
             self.wait()
         if name == "copy_":
             return function(*args, **kwargs)
-        takes_scalars = Tag.pointwise in function.tags or indexes or "fill" in name  # those of the host, too
-        for x in strangers:
-            is_taken = x.dim() == 0 and takes_scalars and not (name.endswith("_") and x is args[0])
-            assert is_taken, f"{name} of cuda:0 and a CPU tensor {tuple(x.shape)}"
+        takes_scalars = Tag.pointwise in function.tags or indexes or "fill" in name  # including CPU scalars
+        for x in cpu_tensors:
+            is_allowed = x.dim() == 0 and takes_scalars and not (name.endswith("_") and x is args[0])
+            assert is_allowed, f"{name} of cuda:0 and a CPU tensor {tuple(x.shape)}"
         return claim(function(*args, **kwargs))
 
     def varlen_attn(self, q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        """Segment by segment; what the kernel asks of its inputs is asserted."""
+        """Run segment by segment, and assert what the kernel requires of its inputs."""
         for x in (q, k, v):
             assert on_gpu(x) and x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[-1] % 8 == 0
-        ends_q, ends_k = TRUE_TOLIST(cu_q), TRUE_TOLIST(cu_k)
-        for cu, ends, longest, x in ((cu_q, ends_q, max_q, q), (cu_k, ends_k, max_k, k)):
+        bounds_q, bounds_k = TRUE_TOLIST(cu_q), TRUE_TOLIST(cu_k)
+        for cu, bounds, longest, x in ((cu_q, bounds_q, max_q, q), (cu_k, bounds_k, max_k, k)):
             assert on_gpu(cu) and cu.dtype == torch.int32 and cu.is_contiguous() and type(longest) is int
-            assert longest == max(b - a for a, b in pairwise(ends)) and ends[-1] == len(x)
-        kind = {(-1, 0): "text", (-1, -1): "vision"}[window_size]
-        self.kernels[kind] += 1
-        parts = []
-        for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k)):
+            assert longest == max(b - a for a, b in pairwise(bounds)) and bounds[-1] == len(x)
+        self.kernels[{(-1, 0): "text", (-1, -1): "vision"}[window_size]] += 1
+        outputs = []
+        for (q0, q1), (k0, k1) in zip(pairwise(bounds_q), pairwise(bounds_k)):
             mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=GPU)
-            if kind == "text":  # causal, aligned at the lower right
+            if window_size == (-1, 0):  # causal, aligned at the bottom right
                 mask = mask.tril((k1 - k0) - (q1 - q0))
             segment = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
             attend = torch.nn.functional.scaled_dot_product_attention
-            parts.append(attend(*segment, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
-        return torch.cat(parts)
+            outputs.append(attend(*segment, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
+        return torch.cat(outputs)
 
 
 @contextlib.contextmanager
 def pretend(*scripts):
-    """scripts: modules whose runs, in this process, are to be on the pretended GPU."""
+    """scripts: modules whose runs in this process use the pretended GPU."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
     from torch.distributed import distributed_c10d
     from torch.nn.attention import varlen
@@ -123,29 +122,29 @@ def pretend(*scripts):
         if device.type == "cuda" and not on_gpu(x):
             return TRUE_TO(x, GPU, dtype, non_blocking)
         x = TRUE_TO(x, None if device.type == "cuda" else device, dtype, copy=copy)
-        return on_host(x, Tensor.clone) if device == CPU and on_gpu(x) else x
+        return on_cpu(x, Tensor.clone) if device == CPU and on_gpu(x) else x
 
-    def on_host(x, act):
+    def on_cpu(x, function):
         if on_gpu(x):
             gpu.wait()
         with _disable_current_modes():
-            return act(x.detach())
+            return function(x.detach())
 
     def numpy(x, **kwargs):
         assert not on_gpu(x), "numpy() of cuda:0"
         return TRUE_NUMPY(x, **kwargs)
 
-    def tensor(data, device=None, **kwargs):  # made in C++, where no mode sees it
+    def tensor(data, device=None, **kwargs):  # created in C++, where no mode sees it
         return to(TRUE_TENSOR(data, **kwargs), device) if device else TRUE_TENSOR(data, **kwargs)
 
-    torch.utils._device._device_constructors()  # cached: `with torch.device(...)` knows the true torch.tensor
-    stand_ins = [
+    torch.utils._device._device_constructors()  # cached, so that `with torch.device(...)` uses the true torch.tensor
+    patches = [
         (Tensor, "device", property(lambda x: GPU if on_gpu(x) else TRUE_DEVICE(x))),
         (Tensor, "is_cuda", property(on_gpu)),
         (Tensor, "to", to),
         (Tensor, "cpu", lambda x: to(x, CPU)),
         (Tensor, "numpy", numpy),
-        (Tensor, "tolist", lambda x: on_host(x, TRUE_TOLIST)),
+        (Tensor, "tolist", lambda x: on_cpu(x, TRUE_TOLIST)),
         (torch, "tensor", tensor),
         (varlen, "varlen_attn", gpu.varlen_attn),
         (torch.cuda, "_lazy_init", lambda: None),
@@ -157,8 +156,8 @@ def pretend(*scripts):
         (Accelerator, "ByteTensor", property(lambda self: lambda x: tensor(x, GPU, dtype=torch.uint8))),
     ]
     with pytest.MonkeyPatch.context() as patch, gpu:
-        for owner, name, stand_in in stand_ins:
-            patch.setattr(owner, name, stand_in)
+        for owner, name, replacement in patches:
+            patch.setattr(owner, name, replacement)
         for script in scripts:
             patch.setattr(script, "init_distributed", lambda true=script.init_distributed: (true(), GPU)[1])
         yield gpu

@@ -1,5 +1,5 @@
-"""The four scripts on a pretended GPU (pretend_device.py): nothing mixes devices, attention gets what its kernel takes,
-and the host waits for the GPU where it is known to, no more."""
+"""The four scripts on a pretended GPU (pretend_device.py): no operation mixes devices, the attention kernel's
+requirements hold, and the CPU waits for the GPU only in known functions."""
 
 import importlib
 import subprocess
@@ -11,34 +11,34 @@ import torch
 from conftest import ROOT
 from pretend_device import pretend
 
-from common import packing
+from common import decoding, packing
 
 slow = pytest.mark.slow
 PAIRS = {"dataset": "easy-vqa", "eval_dataset": None}
-OWN = {"rloo": {}, "ppo_vl": {}, "reward_bt": PAIRS, "grm_sft": PAIRS | {"train_samples": 32}}
-# Our functions in which the host waits: at start and end, once in a rollout, evaluation or optimizer step.
-WAITS_ONCE = "find_run make_policies make_models packing_gap save_checkpoint generate generate_greedily"
-WAITS_ONCE += " Decoder sum_over_ranks mean_over_ranks optimizer_step sum_logprobs make_pairs"
-# Of others, where it waits in every pack: transformers at sizes of pictures, ZeRO-3 to compare ranks.
+FLAGS = {"rloo": {}, "ppo_vl": {}, "reward_bt": PAIRS, "grm_sft": PAIRS}
+# Functions of this repository in which the CPU waits: at the start and end, once per rollout, evaluation or step.
+WAITS_ONCE = "resolve_run_dir load_policy_and_reference load_models init_deepspeed_engine save_checkpoint"
+WAITS_ONCE += " packing_error _decoded_logprobs generate Decoder all_reduce_sum all_reduce_mean optimizer_step make_pairs"
+# Other functions, where it waits in every pack: image sizes in transformers, ZeRO-3's comparison of ranks.
 WAITS_IN_PACKS = "modeling_qwen2_5_vl vision_utils generic import_utils engine.DeepSpeedEngine.backward"
 WAITS_IN_PACKS += " utils.get_lst_from_rank0 utils.assert_lst_len_same_as_other_ranks"
 
 
 @pytest.fixture
 def run(run, monkeypatch, capsys):
-    """A run on the pretended GPU -> it, calls of some functions, and what was printed."""
-    watched = [(packing, "build_pack"), (packing, "_encode_batch")]
-    watched += [(decoding.Decoder, "__init__"), (decoding.Decoder, "step")]
+    """A run on the pretended GPU: returns the GPU, calls of some functions, and the output."""
+    counted_functions = [(packing, "build_pack"), (packing, "_encode_batch"), (decoding, "build_pack")]
+    counted_functions += [(decoding.Decoder, "__init__"), (decoding.Decoder, "step")]
 
     def go(script: str, **flags) -> tuple:
-        flags = {"total_steps": 1, "micro_batch_tokens": 8192} | OWN[script] | flags
+        flags = {"total_steps": 1, "micro_batch_tokens": 8192} | FLAGS[script] | flags
         calls = Counter()
 
         def counted(name: str, function):
             return lambda *args, **kwargs: calls.update([name]) or function(*args, **kwargs)
 
         with monkeypatch.context() as patch, pretend(importlib.import_module(script)) as gpu:
-            for owner, name in watched:
+            for owner, name in counted_functions:
                 patch.setattr(owner, name, counted(name, getattr(owner, name)))
             run(script, **flags)
         return gpu, calls, capsys.readouterr().out
@@ -46,9 +46,10 @@ def run(run, monkeypatch, capsys):
     return go
 
 
-def test_what_a_gpu_refuses_is_refused_and_waits_are_counted():
+def test_mixed_devices_fail_and_waits_are_counted():
     with pretend() as gpu:
-        here, there = torch.arange(3.0), torch.tensor([1.0, 2.0, 3.0], device="cuda")
+        here = torch.arange(3.0)
+        there = torch.tensor([1.0, 2.0, 3.0], device="cuda")
         assert there.is_cuda and there[1:].device == torch.device("cuda:0") and not here.is_cuda
         mixtures = {
             "add": lambda: there + here,
@@ -67,17 +68,17 @@ def test_what_a_gpu_refuses_is_refused_and_waits_are_counted():
         there[torch.tensor([0, 1])], there[there > 1], there.tolist(), there.sum().item(), here.to("cuda")
         there.zero_().add_(1.0).nonzero()
         here.copy_(there), torch.equal(there, there), here.sum().item()
-    test = "test_pretended_gpu.test_what_a_gpu_refuses_is_refused_and_waits_are_counted"
+    test = "test_pretended_gpu.test_mixed_devices_fail_and_waits_are_counted"
     assert gpu.waits == {test: 8}
 
 
 def expect_known_waits(script: str, gpu, calls: Counter) -> None:
-    places = [where.split(".") for where in gpu.waits]
-    ours = {name for file, name, *_ in places if file in (script, "packing", "attention", "kl")}
-    assert ours <= {*WAITS_ONCE.split()}
-    # One per token, that of the last one included; the others begin and end a batch.
-    sampling = gpu.waits[f"{script}.generate"] + gpu.waits[f"{script}.generate_greedily"]
-    assert sampling <= calls["step"] + 7 * calls["__init__"]
+    parts = [name.split(".") for name in gpu.waits]
+    files = (script, "packing", "packing_check", "decoding", "attention", "kl")
+    functions = {function for file, function, *_ in parts if file in files}
+    assert functions <= {*WAITS_ONCE.split()}
+    # One wait per sampled token, including the last; the others begin and end a batch.
+    assert gpu.waits["decoding.generate"] <= calls["step"] + 7 * calls["__init__"]
 
 
 RUNS = [
@@ -94,8 +95,8 @@ RUNS = [
 @pytest.mark.parametrize("script, flags", RUNS)
 def test_a_step(script, flags, run):
     gpu, calls, out = run(script, **flags)
-    assert "packed = unmodified model within" in out and "cuda:0, torch.bfloat16" in out
-    layers = 4  # of the tiny model's vision tower, and of its language model
+    assert "packing enabled" in out and "cuda:0, torch.bfloat16" in out
+    layers = 4  # in the tiny model's vision tower, and in its language model
     if "gradient_checkpointing" not in flags:
         assert gpu.kernels["vision"] == layers * calls["_encode_batch"] > 0
     assert gpu.kernels["text"] >= layers * calls["build_pack"] > 0
@@ -106,13 +107,14 @@ def test_a_step(script, flags, run):
 @pytest.mark.parametrize(
     "script, flags", [("ppo_vl", {"max_prompt_length": 80}), ("reward_bt", {"max_length": 80})]
 )
-def test_more_packs_are_no_more_waits_but_for_the_known_ones(script, flags, run):
+def test_more_packs_add_known_waits_only(script, flags, run):
     flags |= {"train_batch_size": 16, "zero_stage": 3}
-    few, of_few, _ = run(script, **flags)
-    many, of_many, _ = run(script, **flags, micro_batch_tokens=90, run_name="many")
-    assert of_many["build_pack"] > of_few["build_pack"] + 8
+    few, few_calls, _ = run(script, **flags)
+    many, many_calls, _ = run(script, **flags, micro_batch_tokens=90, run_name="many")
+    assert many_calls["build_pack"] > few_calls["build_pack"] + 8
     grown = many.waits - few.waits
-    assert [where for where in grown if not {where, where.split(".")[0]} & {*WAITS_IN_PACKS.split()}] == []
+    known = {*WAITS_IN_PACKS.split()}
+    assert [name for name in grown if not {name, name.split(".")[0]} & known] == []
 
 
 @slow
