@@ -82,11 +82,12 @@ class Decoder:
             self.batch = slice(start, start + len(ends))
             starts = ends - lengths[self.batch]
             # Pack index of each prompt token; at padding that of another token, which is masked.
-            self.pack_index = (starts[:, None] + column).clamp(max=int(ends[-1]) - 1).to(device)
+            pack_index = (starts[:, None] + column).clamp(max=int(ends[-1]) - 1)
+            self.pack_index = pack_index.to(device, non_blocking=True)
             groups = [(i, []) for i in range(start, start + len(ends))]
             pack = to_device(build_pack(groups, prompts, responses=[]), model)
             hidden = run_backbone(model, pack, decoder=self)  # (N, H)
-            last_hidden.append(hidden[ends.to(device) - 1])
+            last_hidden.append(hidden[ends.to(device, non_blocking=True) - 1])
             start += len(ends)
         self.hidden = torch.cat(last_hidden).repeat_interleave(
             self.G, dim=0
