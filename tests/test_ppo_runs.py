@@ -119,14 +119,12 @@ def test_the_policy_moves_along_its_advantages(run, monkeypatch):
     run_state, rollout = rollouts[0]
     assert len(calls) == len(packs) - 1 == 4  # the first pack is the forward pass before the update
     gain = 0.0
-    for k, (pack, (_, call, _), (_, weight_call, weights)) in enumerate(zip(packs[1:], calls, weight_calls)):
+    for k, (pack, (_, call, _), ((mask, *_), _, weights)) in enumerate(zip(packs[1:], calls, weight_calls)):
         assert torch.equal(call["advantages"], rollout.advantages[pack.token_index])
         assert torch.equal(call["old_logprobs"], rollout.old_logprobs[pack.token_index])
         assert torch.equal(call["response_of_token"], pack.response_of_token)
         assert {*pack.response_index.tolist()} <= {*range(16)} and len(pack.response_index) == 8
-        assert len(weight_call["mask"]) == 8 and weights.sum().item() == pytest.approx(
-            1
-        )  # of this mini-batch
+        assert len(mask) == 8 and weights.sum().item() == pytest.approx(1)  # of this mini-batch alone
         if k >= 2:
             gain += ((call["new_logprobs"] - call["old_logprobs"]) * call["advantages"]).sum().item()
     assert gain > 1
