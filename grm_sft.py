@@ -201,9 +201,7 @@ def main(args: Args) -> dict[str, float]:
     if run.eval_data and not state["initial_eval"]:  # a resumed run has loaded it
         state["initial_eval"], eval_records = evaluate(args, run)
         if best_key not in state["initial_eval"]:
-            fail(
-                f"--best-metric {args.best_metric} needs pairs, and {run.eval_data.source} has none: use loss"
-            )
+            fail(f"--best-metric {args.best_metric}: {run.eval_data.source} has no pairs, so use loss")
         log(args, run, {"train/step": 0, **state["initial_eval"]}, eval_records)
 
     steps = range(state["step"] + 1, args.total_steps + 1)
@@ -1015,11 +1013,12 @@ def sum_logprobs(
         responses=flat,
         max_tokens=max(args.micro_batch_tokens, *lengths),  # a text can have more tokens than generated
     )
-    table = torch.zeros(len(flat), max(map(len, flat)), dtype=torch.float64)  # (responses, R)
+    shape = len(flat), max(map(len, flat))
+    table = torch.zeros(shape, dtype=torch.float64, device=model.device)  # (responses, R)
     for pack in packs:
         logprobs, _ = packing.response_logprobs(model, pack)
-        table[pack.token_index] = logprobs.double().cpu()
-    return table.sum(1).split(counts)
+        table[pack.token_index] = logprobs.double()
+    return table.sum(1).cpu().split(counts)
 
 
 def judge_metrics(records: list[dict]) -> dict[str, float]:
