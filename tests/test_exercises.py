@@ -28,7 +28,7 @@ WRONG = {  # function: replacements in its code, each of which makes it wrong
         ("new_logprobs - old_logprobs", "new_logprobs - new_logprobs.detach()"),
     ],
     "compute_token_rewards": [
-        ("- kl_coef * kl", "+ kl_coef * kl"),
+        ("- kl_penalty", "+ kl_penalty"),
         ("mask.sum(1, keepdim=True)", "1"),
         (" * mask", ""),
     ],

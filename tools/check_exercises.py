@@ -51,7 +51,7 @@ def make_inputs(function: str, seed: int) -> dict:
             new_logprobs=0.1 * x.flatten(), old_logprobs=0.1 * y.flatten(), advantages=y[:, 0] - x[:, 1],
             response_of_token=response_of_token, clip_low=0.2, clip_high=0.3,
         ),
-        "compute_token_rewards": dict(scores=y[:, 0], kl=x.abs(), mask=mask, kl_coef=0.1),
+        "compute_token_rewards": dict(scores=y[:, 0], kl_penalty=x.abs(), mask=mask),
         "compute_gae": dict(rewards=x, values=y, mask=mask, gamma=0.9, gae_lambda=0.8),
         "whiten": dict(x=x, mask=mask),
         "token_weights": dict(mask=mask, loss_agg=agg, max_response_length=7),
