@@ -57,7 +57,7 @@ def read_mutants(path: Path = LIST) -> list[Mutant]:
 
 
 def run_tests(args: Args, tests: set[str], copy: Path) -> tuple[bool, str]:
-    """Whether all tests pass, and the last line that pytest prints."""
+    """Whether all tests pass, and the last lines that pytest prints."""
     words = [f"tests/{test}" for test in sorted(tests)]
     if args.all_tests:  # without tests that react to any change of the text
         text_tests = ("consistency", "size", "docs", "language", "fork", "inline", "mutants", "install")
@@ -69,7 +69,7 @@ def run_tests(args: Args, tests: set[str], copy: Path) -> tuple[bool, str]:
         return False, "timeout"
     if result.returncode not in (0, 1):  # 1: a test failed
         raise SystemExit(f"{' '.join(command)}\n{result.stdout[-3000:]}{result.stderr[-3000:]}")
-    return result.returncode == 0, result.stdout.strip().splitlines()[-1]
+    return result.returncode == 0, " ".join(result.stdout.strip().splitlines()[-2:])
 
 
 def main(args: Args) -> None:
