@@ -57,13 +57,10 @@ WRONG = {  # function: replacements in its code, each of which makes it wrong
         ("label_smoothing * F.logsigmoid(-d)", "label_smoothing * F.logsigmoid(d)"),
         ("(chosen_rewards + rejected_rewards) ** 2", "(chosen_rewards - rejected_rewards) ** 2"),
     ],
-    "plan_packs": [
-        ("_Bin(free=max_tokens)", "_Bin(free=2 * max_tokens)"),
-        (
-            "return [[pack.groups for pack in bins[rank::world_size]] for",
-            "return [[p.groups for p in bins[rank:]] for",
-        ),
-        ("bins[rank::world_size]] for rank in", "bins[rank::world_size] if pack.groups][rank:] for rank in"),
+    "plan_packs": [  # whole bodies
+        ("", "return [[list(groups)]] * world_size"),
+        ("", "return [[[group] for group in groups], [[]]]"),
+        ("", "return [[[group] for group in groups[rank::world_size]] for rank in range(world_size)]"),
     ],
 }
 
@@ -92,7 +89,10 @@ def test_wrong_solutions_fail(function, k, directory, tmp_path):
     assert right in code
     path = tmp_path / EXERCISES[function]
     path.parent.mkdir(exist_ok=True)
-    path.write_text(source.replace(code, code.replace(right, wrong)))
+    if right:
+        path.write_text(source.replace(code, code.replace(right, wrong)))
+    else:
+        path.write_text(exercises.without_body(source, function).replace("raise NotImplementedError", wrong))
     with pytest.raises((AssertionError, RuntimeError)):
         check_exercises.check(tmp_path, function)
 
