@@ -64,9 +64,9 @@ def read_jsonl(path: Path) -> list[dict]:
 
 def metrics_of(folder: Path) -> list[dict]:
     """The lines of metrics.jsonl. NaN and infinity are not valid JSON."""
-    found = read_jsonl(folder / "metrics.jsonl")
-    assert all(math.isfinite(value) for metrics in found for value in metrics.values())
-    return found
+    metrics_of_steps = read_jsonl(folder / "metrics.jsonl")
+    assert all(math.isfinite(value) for metrics in metrics_of_steps for value in metrics.values())
+    return metrics_of_steps
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> str:

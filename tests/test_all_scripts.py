@@ -19,9 +19,9 @@ each_script = pytest.mark.parametrize("script", ["rloo", "ppo_vl", *SLOW])
 @pytest.fixture
 def run_script(run, any_reward):
     """Function that runs a script with data that fits it and returns the run directory."""
-    own = dict.fromkeys(("rloo", "ppo_vl"), any_reward)
+    rewards = dict.fromkeys(("rloo", "ppo_vl"), any_reward)
     pairs = {"dataset": "easy-vqa", "eval_dataset": None, "micro_batch_tokens": 8192}
-    return lambda script, **flags: run(script, **own.get(script, pairs), **flags)
+    return lambda script, **flags: run(script, **rewards.get(script, pairs), **flags)
 
 
 PPO = {"ema_decay": 0.9, "kl_loss": True, "kl_estimator": "k3", "kl_target": 0.01, "kl_horizon": 100}
@@ -44,7 +44,7 @@ def test_resume_is_bit_exact(script, flags, run_script):
         assert_same_run(whole, part, tolerance=0, of_weights=0)
     steps, texts = tensorboard_of(part)
     assert (steps, texts) == tensorboard_of(whole) and steps == [0, 1, 2, 3, 4]
-    assert all([*found][-1] == 4 for found in texts.values()) and texts
+    assert all([*by_step][-1] == 4 for by_step in texts.values()) and texts
 
 
 @each_script

@@ -30,15 +30,15 @@ def squeeze(text: str) -> str:
 @each_script
 def test_help_shows_every_flag_with_its_comment_and_default(script, capsys):
     assert exit_code(script, "--help") == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     module = importlib.import_module(script)
-    assert squeeze(module.__doc__.splitlines()[0]) in squeeze(shown)
+    assert squeeze(module.__doc__.splitlines()[0]) in squeeze(output)
     for field in dataclasses.fields(module.Args):
         flag, comment = "--" + field.name.replace("_", "-"), flags_of(script)[field.name][1]
-        entry = re.search(rf"^[│ ] {flag}[ ,].*?(?=^[│ ] --|\Z)", shown, re.DOTALL | re.MULTILINE)
-        assert entry, f"{flag} is not in --help"
-        assert comment and squeeze(comment) in squeeze(entry.group()), flag
-        assert "(default:" in entry.group(), f"{flag} has no default"
+        help_entry = re.search(rf"^[│ ] {flag}[ ,].*?(?=^[│ ] --|\Z)", output, re.DOTALL | re.MULTILINE)
+        assert help_entry, f"{flag} is not in --help"
+        assert comment and squeeze(comment) in squeeze(help_entry.group()), flag
+        assert "(default:" in help_entry.group(), f"{flag} has no default"
 
 
 @each_script

@@ -59,18 +59,18 @@ def flags_of(script: str) -> dict[str, tuple[str, str]]:
 
 @each_pair
 def test_functions_of_the_same_name_are_identical(one, other):
-    ours, theirs = blocks_of(one), blocks_of(other)
-    shared = (ours.keys() & theirs.keys()) - OWN
+    first, second = blocks_of(one), blocks_of(other)
+    shared = (first.keys() & second.keys()) - OWN
     assert len(shared) >= 15
-    assert sorted(name for name in shared if ours[name] != theirs[name]) == []
+    assert sorted(name for name in shared if first[name] != second[name]) == []
 
 
 @each_pair
 def test_flags_of_the_same_name_have_the_same_type_and_help(one, other):
-    ours, theirs = flags_of(one), flags_of(other)
-    shared = ours.keys() & theirs.keys()
+    first, second = flags_of(one), flags_of(other)
+    shared = first.keys() & second.keys()
     assert len(shared) >= 15
-    assert sorted(name for name in shared.difference(OWN_FLAGS) if ours[name] != theirs[name]) == []
+    assert sorted(name for name in shared.difference(OWN_FLAGS) if first[name] != second[name]) == []
 
 
 @each_script

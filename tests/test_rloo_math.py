@@ -46,15 +46,15 @@ def test_advantages_by_hand():
 def test_advantages_are_the_reward_minus_the_mean_of_the_other_responses(n, G, seed):
     random = np.random.default_rng(seed)
     rewards, kept = random.normal(size=(n, G)), random.random((n, G)) < 0.8
-    found = advantages(rewards.tolist(), kept.tolist()).numpy()
+    result = advantages(rewards.tolist(), kept.tolist()).numpy()
     for i in range(n):
         for j in range(G):
             others = [rewards[i, k] for k in range(G) if k != j and kept[i, k]]
             expected = rewards[i, j] - np.mean(others) if kept[i, j] and others else 0.0
-            assert found[i, j] == pytest.approx(expected, abs=1e-5)
-    if kept.sum() > 2 and found[kept].std() > 1e-3:
+            assert result[i, j] == pytest.approx(expected, abs=1e-5)
+    if kept.sum() > 2 and result[kept].std() > 1e-3:
         normalized = advantages(rewards.tolist(), kept.tolist(), normalize=True).numpy()
-        assert normalized[kept] == pytest.approx(found[kept] / found[kept].std(), abs=1e-4)
+        assert normalized[kept] == pytest.approx(result[kept] / result[kept].std(), abs=1e-4)
 
 
 def test_loss_by_hand():
@@ -85,8 +85,10 @@ def test_loss_and_gradient_against_a_reference_in_float64(lengths, seed):
         expected.append(-torch.minimum(rho * A[s], rho.clamp(1 - low, 1 + high) * A[s]))
     expected = torch.stack(expected)
     assert torch.allclose(loss, expected, atol=1e-12)
-    (ours,), (theirs,) = (torch.autograd.grad(x.sum(), new, retain_graph=True) for x in (loss, expected))
-    assert torch.allclose(ours, theirs, atol=1e-12)
+    (gradient,), (reference,) = (
+        torch.autograd.grad(x.sum(), new, retain_graph=True) for x in (loss, expected)
+    )
+    assert torch.allclose(gradient, reference, atol=1e-12)
 
 
 def test_at_ratio_one_the_gradient_is_that_of_reinforce():
@@ -357,9 +359,9 @@ def test_schedule_clipping_weight_decay_and_skipped_steps():
     assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, *(0.1 * x for x in cosine)])
     assert norms == pytest.approx([math.sqrt(6)] * 10)
     matrix, vector = 1.0, 1.0
-    for rate, found in zip(rates, values):  # Adam moves by the rate if the gradient is constant
+    for rate, value in zip(rates, values):  # Adam moves by the rate if the gradient is constant
         matrix, vector = matrix * (1 - rate * 0.1) - rate, vector - rate
-        assert found == pytest.approx([matrix, vector], abs=1e-5)
+        assert value == pytest.approx([matrix, vector], abs=1e-5)
     norms, rates, values = steps_of([100.0, 1.0], warmup_steps=0, min_lr_ratio=1.0, max_grad_norm=1e-3)
     assert norms == pytest.approx([100 * math.sqrt(6), math.sqrt(6)])
     assert values[1] == pytest.approx([0.8, 0.8], abs=1e-3)  # 0.83 without clipping
@@ -412,7 +414,7 @@ def test_checkpointed_layers_are_recomputed_in_eval_mode(monkeypatch):
     model.gradient_checkpointing_enable()
     attention = model.model.language_model.layers[0].self_attn
     calls = []
-    attention.register_forward_pre_hook(lambda *given: calls.append(torch.is_grad_enabled()))
+    attention.register_forward_pre_hook(lambda *arguments: calls.append(torch.is_grad_enabled()))
     gradients = []
     for enabled in (True, False):
         calls.clear()

@@ -101,7 +101,7 @@ def test_the_update_uses_the_rollout_and_the_flags(run, any_score, watch, monkey
         assert metrics["objective/scores"] == pytest.approx(rollout.scores.mean().item(), abs=1e-6)
 
         # One pack is for the reference, the others are two passes of two mini-batches.
-        _, *updates = [pack for owner, pack in packs if owner is rollout]
+        _, *updates = [pack for source, pack in packs if source is rollout]
         assert len(updates) == 4
         for pack in updates:
             keywords = losses.pop(0)
@@ -276,10 +276,6 @@ def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_
 # ---- slow ----
 
 
-# Scores of the default run cut to 15 steps, seeds 1 to 3: see the comment at LEARNED.
-LEARNED = 0.0
-
-
 @pytest.mark.slow
 def test_the_checkpoint_is_a_transformers_directory_that_generates_the_same(run, vqa_rows):
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -331,12 +327,12 @@ def test_wandb_has_every_step_and_the_samples_of_evaluations(run, vqa_rows, tmp_
     assert len(tables) == 2, "of steps 0 and 2"
     files = [path.read_bytes() for path in (tmp_path / "artifacts/staging").iterdir()]  # to be uploaded
     images = {hashlib.sha256(data).hexdigest(): data for data in files}
-    found = {}
+    rows_of_tables = {}
     for table in (json.loads(data) for data in files if data.startswith(b'{"_type": "table"')):
         rows = [dict(zip(table["columns"], row)) for row in table["data"]]
-        found |= {(row["phase"], row["row"], row["response"]): row for row in rows}
+        rows_of_tables |= {(row["phase"], row["row"], row["response"]): row for row in rows}
     for record in read_jsonl(run_dir / "samples.jsonl"):
-        row = found.get((record["phase"], record["row"], record["response"]))
+        row = rows_of_tables.get((record["phase"], record["row"], record["response"]))
         if record.pop("train/step") != 1:  # without an evaluation
             assert row | record | {"prompt": "<image>\n" + record["prompt"]} == row
             image = Image.open(io.BytesIO(images[row["image_0"]["sha256"]]))
@@ -377,14 +373,14 @@ def test_bf16(run, any_reward, monkeypatch, flags):
     weights, so it moves the fp32 master weights. Resume is bit-exact."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found, real = [], rloo.save_checkpoint
+    masters_at_saves, real = [], rloo.save_checkpoint
 
     def save_checkpoint(args, state):
         trained = [p for p in state.actor.module.parameters() if p.requires_grad]
         groups = getattr(state.actor.optimizer, "fp32_groups", [])  # without ZeRO
         masters = [x for group in groups for x in group] or [safe_get_full_fp32_param(p) for p in trained]
         assert {x.dtype for x in masters} == {torch.float32}
-        found.append(torch.cat([x.detach().flatten().clone() for x in masters]))
+        masters_at_saves.append(torch.cat([x.detach().flatten().clone() for x in masters]))
         return real(args, state)
 
     monkeypatch.setattr(rloo, "save_checkpoint", save_checkpoint)
@@ -395,7 +391,7 @@ def test_bf16(run, any_reward, monkeypatch, flags):
     flags |= {"learning_rate": 1e-6, "save_steps": 1, "num_epochs": 1, "train_batch_size": 16}
     flags["min_lr_ratio"] = 1.0
     moved = run("rloo", **flags)
-    before, first, after = found
+    before, first, after = masters_at_saves
     assert (before - first).abs().max() == pytest.approx(1e-6, rel=0.05)  # as AdamW's first update is
     assert (before != after).float().mean() > 0.9 and (before - after).abs().max() < 1e-5
     if "lora_rank" not in flags:
@@ -404,7 +400,7 @@ def test_bf16(run, any_reward, monkeypatch, flags):
     run("rloo", resume=moved / "checkpoint-1", **flags)
     assert all(value == 0 for value in metrics_differ(metrics, metrics_of(moved)).values())
     assert conftest.largest_difference(weights, weights_of(moved / "checkpoint-2")) == 0
-    assert torch.equal(found[-1], after)
+    assert torch.equal(masters_at_saves[-1], after)
 
 
 @pytest.mark.slow
