@@ -277,6 +277,21 @@ def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_
 
 
 @pytest.mark.slow
+def test_the_default_learns(tmp_path):
+    """12 steps reach a sampled score of 0.910, 0.908 and 0.900 with seeds 1, 2 and 3, from 0.35 to 0.37.
+
+    Rewards of other rows or an ascending loss lower it; a ratio that is always 1 has no approx_kl."""
+    args = rloo.Args(
+        total_steps=12, eval_prompts=100, eval_num_samples=4, output_dir=str(tmp_path), run_name="run"
+    )
+    metrics = rloo.main(args)
+    assert metrics["eval/sampled_score"] > 0.87 and metrics["eval/greedy_score"] > 0.9
+    steps = metrics_of(tmp_path / "run")[1:]
+    assert all(step["policy/approx_kl"] > 0 and step["policy/logprob_diff_mean"] < 1e-5 for step in steps)
+    assert 0 < max(step["objective/kl"] for step in steps) < 3
+
+
+@pytest.mark.slow
 def test_the_checkpoint_is_a_transformers_directory_that_generates_the_same(run, vqa_rows):
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
