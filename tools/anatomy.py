@@ -45,7 +45,7 @@ class Step:
     metrics: dict[str, float]
     updates: list[dict]  # one per pack; ratio and clipped are by response index
     new_logprobs: torch.Tensor  # (B, R): after the step; rollout.old_logprobs has those before
-    shown: int  # index of the prompt that the page follows
+    example: int  # index of the prompt that the page follows
 
 
 class Finished(Exception):
@@ -103,7 +103,7 @@ def take_step(args: rloo.Args) -> Step:
         metrics=results["metrics"],
         updates=updates,
         new_logprobs=rloo.compute_logprobs(args, run, rollout, run.actor),
-        shown=choose_prompt(rollout),
+        example=choose_prompt(rollout),
     )
 
 
@@ -170,16 +170,16 @@ def attended_pairs(pack: packing.Pack, policy) -> np.ndarray:
 
 @torch.no_grad()
 def probabilities(step: Step) -> list[tuple[str, float, float, float]]:
-    """(text, score, p before, p after) of responses to the shown prompt, the most likely first.
+    """(text, score, p before, p after) of responses to the example prompt, the most likely first.
 
     They are all answers of the dataset, in tags and bare, and the sampled responses, with their EOS. The
     probabilities are exact."""
     run, rollout = step.run, step.rollout
     data = run.train_data
     G = step.args.num_samples_per_prompt
-    prompt = data.encode(rollout.prompts[step.shown].index)
+    prompt = data.encode(rollout.prompts[step.example].index)
     end = next(ids[-1:] for ids in rollout.response_ids if ids[-1] in run.sampler.eos_ids)
-    candidates = rollout.response_ids[step.shown * G : (step.shown + 1) * G]
+    candidates = rollout.response_ids[step.example * G : (step.example + 1) * G]
     for word in sorted({str(answer) for answer in data.rows["answer"]}):
         for text in (f"<answer>{word}</answer>", word):
             ids = data.tokenizer.encode(text, add_special_tokens=False)
@@ -201,19 +201,19 @@ def probabilities(step: Step) -> list[tuple[str, float, float, float]]:
 
 def describe(step: Step) -> dict:
     """The variables of the page's template."""
-    run, rollout, shown = step.run, step.rollout, step.shown
+    run, rollout, example = step.run, step.rollout, step.example
     n, G = rollout.scores.shape
     tokenizer = run.train_data.tokenizer
     image_id = run.actor.module.model.config.image_token_id
     kl = rloo.kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, step.args.kl_estimator)  # (B, R)
     kl = (kl * rollout.response_mask).sum(1).view(n, G)
     rlhf_rewards = rollout.scores - step.args.kl_coef * kl  # (n, G)
-    k = next(k for k, update in enumerate(step.updates) if shown * G in update["ratio"])
+    k = next(k for k, update in enumerate(step.updates) if example * G in update["ratio"])
     pack = step.updates[k]["pack"]
     groups = segment_codes(pack, image_id)
     packed, padded = lay_out(groups)
     pairs = attended_pairs(pack, run.actor)
-    line = pack.response_index.tolist().index(shown * G) // G  # of the shown prompt
+    line = pack.response_index.tolist().index(example * G) // G  # of the example prompt
     ends = np.cumsum([0] + [sum(map(len, group)) for group in groups])
     part = slice(ends[line], ends[line + 1])
     candidates = probabilities(step)
@@ -259,23 +259,23 @@ def readable(text: str) -> str:
     return re.sub("[^ -\u017f↵]", "\N{REPLACEMENT CHARACTER}", text.replace("\n", "↵"))
 
 
-def draw(shown: dict, path: Path) -> None:
+def draw(variables: dict, path: Path) -> None:
     """Draw docs/rloo.md's figure: advantages, attention within a group, and probabilities before and after."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2), dpi=90, layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    i, G = shown["shown"], shown["G"]
+    i, G = variables["example"], variables["G"]
     y = np.arange(G)
-    figure.suptitle(shown["prompts"][i].row["prompt"], fontsize=14)
-    advantages = shown["rollout"].advantages[i].tolist()
+    figure.suptitle(variables["prompts"][i].row["prompt"], fontsize=14)
+    advantages = variables["rollout"].advantages[i].tolist()
     left.barh(y, advantages, color=[COLORS[PROMPT] if a > 0 else COLORS[RESPONSE] for a in advantages])
-    left.set_yticks(y, [text[:28] for text in shown["texts"][i * G : (i + 1) * G]], parse_math=False)
+    left.set_yticks(y, [text[:28] for text in variables["texts"][i * G : (i + 1) * G]], parse_math=False)
     left.set_title(f"advantage A of {G} responses")
-    middle.imshow(PALETTE[shown["group_pairs"]], interpolation="nearest")
+    middle.imshow(PALETTE[variables["group_pairs"]], interpolation="nearest")
     middle.set_title("who attends to whom in the pack")
     middle.set_axis_off()
-    likeliest = shown["candidates"][:G]
+    likeliest = variables["candidates"][:G]
     for k, name, color in ((2, "before", PADDING), (3, "after", PROMPT)):
         right.barh(y + 0.4 * k - 1, [row[k] for row in likeliest], 0.4, color=COLORS[color], label=name)
     right.set_yticks(y, [row[0][:28] for row in likeliest], parse_math=False)
@@ -290,13 +290,13 @@ def draw(shown: dict, path: Path) -> None:
 def main(folder: Path = ROOT / "docs") -> None:
     """folder: directory for anatomy.html and anatomy.png."""
     with tempfile.TemporaryDirectory() as runs:
-        shown = describe(take_step(rloo.Args(output_dir=runs, dtype="float32")))
+        variables = describe(take_step(rloo.Args(output_dir=runs, dtype="float32")))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {"number": number, "data_uri": data_uri}
     template = environment.from_string((ROOT / "tools" / "anatomy.html").read_text())
-    page = template.render(shown, colors=COLORS, zip=zip)
+    page = template.render(variables, colors=COLORS, zip=zip)
     (folder / "anatomy.html").write_text(page)
-    draw(shown, folder / "anatomy.png")
+    draw(variables, folder / "anatomy.png")
     print(f"{folder / 'anatomy.html'}: {len(page) / 1e3:.0f} kB")
 
 
