@@ -383,11 +383,11 @@ def test_common_names_no_family():
 )
 def test_the_page_on_models_has_what_its_tool_measures(name):
     page = (ROOT / "docs/models.md").read_text()
-    given = families.GIVEN["families"]
-    assert all(f"| {name} |" in page for name in given)
+    configs = families.CONFIGS["families"]
+    assert all(f"| {name} |" in page for name in configs)
     paths = dict(re.findall(r"^- \*\*([a-z ]+): (\d+)", page, re.M))
     assert page.count("| packed |") - len(families.BF16) >= 42 and int(paths["packed"]) >= 78
-    result = families.measure(name, given[name])
+    result = families.measure(name, configs[name])
     assert f"| {name} | {result.path} |" in page and max(result.training, result.sampling) < 1e-4
     assert (result.path == "packed") == (result.gradient < 1e-4)
 
