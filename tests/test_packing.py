@@ -534,6 +534,36 @@ def test_positions_after_a_long_video(batch_of, folder_of):  # noqa: F811
     torch.testing.assert_close(torch.stack(decoded), expected, atol=1e-4, rtol=0)
 
 
+def test_long_prefills_are_split(batch_of, monkeypatch):
+    """No pack of a decoder's prompts exceeds max_tokens, and the hidden states stay the same."""
+    batch = batch_of("qwen2_5_vl")
+    packing.set_attention(batch.model, "packed")
+    lengths = []
+    run_backbone = decoding.run_backbone
+
+    def record(model, pack, **options):
+        lengths.append(pack.model_inputs["input_ids"].shape[1])
+        return run_backbone(model, pack, **options)
+
+    monkeypatch.setattr(decoding, "run_backbone", record)
+    max_tokens = max(prompt.length for prompt in batch.prompts)
+    split = decoding.Decoder(batch.model, batch.prompts, 2, max_tokens)
+    assert len(lengths) > 1 and max(lengths) <= max_tokens
+    whole = decoding.Decoder(batch.model, batch.prompts, 2, max_tokens=10_000)
+    assert lengths[-1] == sum(lengths[:-1])
+    torch.testing.assert_close(split.hidden, whole.hidden, atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_of_exactly_the_limit_is_used(folder_of):  # noqa: F811
+    model, processor = build("llama")
+    path = str(folder_of("llama") / "rows.jsonl")
+    load = lambda **flags: rloo.load_prompts(rloo.Args(rewards=(), **flags), path, "train", model, processor)  # noqa: E731
+    length = load().encode(0).length
+    assert load(max_prompt_length=length).encode(0).length == length
+    with pytest.raises(ValueError, match=f"{length} tokens exceed --max-prompt-length"):
+        load(max_prompt_length=length - 1).encode(0)
+
+
 def test_per_token_inputs_of_responses(batch_of):
     """Responses get the value of text, even if the prompt ends in an image; unknown inputs are refused."""
     model = batch_of("qwen2_5_vl").model
