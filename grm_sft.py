@@ -654,8 +654,8 @@ def build_chat(row: dict, swapped: bool) -> tuple[dict, str, str | None]:
             raise ValueError("it has neither a prompt with a verdict nor messages")
         return row | {"prompt": row["messages"]}, "", None
     verdict = str(row["verdict"])
-    if verdict not in VERDICTS:
-        raise ValueError(f"its verdict must be 1, 2 or tie, not {verdict}")
+    if verdict not in VERDICTS or not isinstance(row["prompt"], str):
+        raise ValueError(f"a pair needs a verdict 1, 2 or tie, not {verdict}, and a string as prompt")
     names = ("image", "video", "answer")
     types = [name for name in names if row.get(f"{name}_0") is not None and row.get(f"{name}_1") is not None]
     if not types:
@@ -680,7 +680,7 @@ def build_chat(row: dict, swapped: bool) -> tuple[dict, str, str | None]:
         media[f"{name}s"] = items + candidates if name == candidate_type else items
     texts = [f"<{candidate_type}>"] * 2
     if candidate_type == "answer":  # the text of a candidate must not refer to an image
-        texts = [re.sub("<(image|video)>", r"< \1>", candidate) for candidate in candidates]
+        texts = [re.sub("<(image|video)>", r"< \1>", str(candidate)) for candidate in candidates]
     user = f"{question}\n{noun} 1: {texts[0]}\n{noun} 2: {texts[1]}"
     assistant = (f"<think>{reasoning}</think>" if reasoning else "") + format_verdict(verdict, noun)
     turns = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
