@@ -584,6 +584,10 @@ def test_the_default_run_learns(start, tmp_path):
     flags = defaults | {"total_steps": 10, "eval_prompts": 60, "dataset": "easy-vqa", "eval_dataset": None}
     assert start("ppo_vl", **flags).wait() == 0
     before, *steps = read_jsonl(tmp_path / "runs" / "run" / "metrics.jsonl")
-    assert steps[-1]["eval/sampled_score"] > before["eval/sampled_score"] + 0.4
-    assert steps[-1]["eval/greedy_score"] > before["eval/greedy_score"] + 0.5
-    assert max(step["val/explained_variance"] for step in steps) > 0.2
+    # In parentheses: the figures of the unbroken script with this seed.
+    assert steps[-1]["eval/sampled_score"] > before["eval/sampled_score"] + 0.45  # (0.52)
+    assert steps[-1]["eval/greedy_score"] > before["eval/greedy_score"] + 0.65  # (0.83)
+    assert max(step["val/explained_variance"] for step in steps) > 0.25  # (0.35)
+    assert max(step["val/clipfrac"] for step in steps) > 0.1  # (0.37); 0 without value clipping
+    assert steps[0]["policy/approx_kl"] > 1e-3  # (0.0055); 0 if the ratio is always 1
+    assert 0.1 < steps[0]["loss/value"] < 0.14  # (0.117); 0.23 with doubled weights
