@@ -508,13 +508,9 @@ def load_rankings(args: Args, source: str, split: str, seed: int, model, process
         if not (math.isfinite(margin) and 0 <= weight < math.inf):
             raise ValueError(f"margin {margin} or weight {weight} is not finite, or the weight is negative")
         return Ranking(
-            prompt=prompt,
-            response_ids=response_ids,
-            texts=texts,
-            margin=margin,
-            weight=weight,
-            columns=columns,
-        )
+            prompt=prompt, response_ids=response_ids, texts=texts,
+            margin=margin, weight=weight, columns=columns,
+        )  # fmt: skip
 
     return RankingDataset(source=source, rows=rows, encode=encode)
 
@@ -630,8 +626,8 @@ def encode_ranking(
         user <image> Color ? assistant red              num_shared = 5
         user <image> Color ? assistant dark blue        response_ids = [red], [dark blue]
 
-    For the processor an image is several tokens, but the chat ends alike. So the prompt is the
-    processor's output for the first chat without its last token, red.
+    The processor expands an image to several tokens, but tokenizes the text after it in the same
+    way. So the prompt is the processor's output for the first chat without its last token, red.
     """
     chats = [messages + response for response in responses]
     ids = [tokenize_chat(processor, chat) for chat in chats]
@@ -640,8 +636,12 @@ def encode_ranking(
     tail = ids[0][num_shared:]
     length = inputs["input_ids"].shape[1] - len(tail)
     if inputs["input_ids"][0, length:].tolist() != tail:
-        # The processor appends tokens to a chat, as PaliGemma's does. Append them to the prompt.
-        num_shared = len(tokenize_chat(processor, messages, add_generation_prompt=True))
+        # The processor appends tokens to any text, as PaliGemma's does. Let it append them to the
+        # prompt, which then ends where the template starts a response.
+        prompt_ids = tokenize_chat(processor, messages, add_generation_prompt=True)
+        num_shared = len(prompt_ids)
+        if any(chat_ids[:num_shared] != prompt_ids for chat_ids in ids):
+            raise ValueError("its chat template starts responses differently from generation prompts")
         inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
         length = inputs["input_ids"].shape[1]
     prompt = packing.make_prompt(model, truncate_inputs(inputs, length), index=index, messages=messages)
