@@ -70,7 +70,7 @@ class Args:
     dataset_split: str = "train"  # Split of --dataset, unless it is a file.
     columns: tuple[str, ...] = ()  # Columns to rename: prompt=problem answer=solution.
     eval_datasets: tuple[str, ...] = ()  # Evaluation sets, as name=source. Default: easy-VQA's.
-    eval_dataset_split: str = "test"  # Split of the evaluation data, unless it is a file.
+    eval_dataset_split: str = "test"  # Split of each of --eval-datasets, unless it is a file.
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     video_fps: float = 2.0  # Frames per second to sample from videos.
     max_length: int = 1024  # Maximum tokens of a prompt and one response; rows with longer ones are skipped.
