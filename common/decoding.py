@@ -89,9 +89,8 @@ class Decoder:
             hidden = run_backbone(model, pack, decoder=self)  # (N, H)
             last_hidden.append(hidden[ends.to(device, non_blocking=True) - 1])
             start += len(ends)
-        self.hidden = torch.cat(last_hidden).repeat_interleave(
-            self.G, dim=0
-        )  # (B, H): predict the next token
+        # (B, H): hidden states that predict the next token
+        self.hidden = torch.cat(last_hidden).repeat_interleave(self.G, dim=0)
         position = torch.tensor([prompt.next_position for prompt in prompts], device=device)
         position = position.repeat_interleave(self.G)[:, None]
         axes = prompts[0].position_ids.shape[:-1]  # (3,) for M-RoPE
