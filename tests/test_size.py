@@ -12,13 +12,13 @@ UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
     "rloo.py": (1450, 400, 190, 57, 10),
     "ppo_vl.py": (1895, 600, 265, 58, 11),
-    "reward_bt.py": (1130, 330, 150, 57, 10),
-    "grm_sft.py": (1200, 330, 150, 57, 10),
-    "common/*.py": (1400, 0, 0, 58, 14),
+    "reward_bt.py": (1260, 330, 150, 57, 10),
+    "grm_sft.py": (1400, 330, 150, 57, 10),
+    "common/*.py": (1620, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together
-    "common/packing.py": 660,
-    "common/attention.py": 420,
+    "common/packing.py": 685,
+    "common/attention.py": 425,
     "common/decoding.py": 260,
     "common/kl.py": 60,
     "README.md": 100,
@@ -29,11 +29,11 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 100,
     "docs/recipes.md": 215,
     "tools/report.py": 700,
-    "tools/bench*.py": 1270,
-    "tools/families.py": 250,
+    "tools/bench*.py": 1310,
+    "tools/families.py": 255,
     "tools/full_size.py": 150,
     "tests/test_gpu.py": 300,
-    "tests/*.py": 7000,
+    "tests/*.py": 8300,
 }
 
 
