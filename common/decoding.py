@@ -58,7 +58,7 @@ class Decoder:
 
     The prompts run once, in packs of at most max_tokens tokens, and all responses to a prompt
     read the same copy of its keys and values. Response j to prompt i has slot i * G + j. When
-    responses end, the batch shrinks from n * G to B entries; `slots` (B,) says which are left."""
+    responses end, the batch shrinks from n * G to B entries, and `slots` (B,) has those left."""
 
     @torch.no_grad()
     def __init__(self, model, prompts: list[Prompt], num_samples: int, max_tokens: int):

@@ -31,7 +31,7 @@ def enable_packing_if_exact(
 
     Of each combination of media inputs, the shortest and the longest prompt are probed. forward:
     pack -> log-probs (M,) or scores (S,). max_length: limit of a prompt and a response together;
-    max_tokens: of a pack. Returns a message that says which path is used. Call on all ranks."""
+    max_tokens: of a pack. Returns a message that names the path in use. Call on all ranks."""
     by_media = defaultdict(list)
     for prompt in sorted(prompts, key=lambda prompt: prompt.length):
         by_media[prompt.media_keys].append(prompt)

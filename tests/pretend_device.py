@@ -5,7 +5,7 @@
         x + torch.ones(3)                 # AssertionError
     gpu.waits, gpu.kernels                # {"decoding.generate": 30, ...}; calls of varlen attention
 
-A claim belongs to a storage, so views and autograd keep it. A TorchDispatchMode sees every operator, also in
+A claim is attached to a storage, so views and autograd keep it. A TorchDispatchMode sees every operator, also in
 backward. It does not notice operators that CUDA lacks, values of indices, streams or memory. For several ranks:
 torchrun ... tests/pretend_device.py rloo --total-steps 1"""
 
@@ -85,12 +85,28 @@ class PretendedGpu(TorchDispatchMode):
             assert is_allowed, f"{name} of cuda:0 and a CPU tensor {tuple(x.shape)}"
         return claim(function(*args, **kwargs))
 
-    def varlen_attn(self, q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    def varlen_attn(
+        self,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        *,
+        scale,
+        window_size,
+        enable_gqa,
+    ):
         """Run segment by segment, and assert what the kernel requires of its inputs."""
         for x in (q, k, v):
             assert on_gpu(x) and x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[-1] % 8 == 0
-        bounds_q, bounds_k = TRUE_TOLIST(cu_q), TRUE_TOLIST(cu_k)
-        for cu, bounds, longest, x in ((cu_q, bounds_q, max_q, q), (cu_k, bounds_k, max_k, k)):
+        bounds_q, bounds_k = TRUE_TOLIST(cu_seqlens_q), TRUE_TOLIST(cu_seqlens_k)
+        for cu, bounds, longest, x in (
+            (cu_seqlens_q, bounds_q, max_seqlen_q, q),
+            (cu_seqlens_k, bounds_k, max_seqlen_k, k),
+        ):
             assert on_gpu(cu) and cu.dtype == torch.int32 and cu.is_contiguous() and type(longest) is int
             assert longest == max(b - a for a, b in pairwise(bounds)) and bounds[-1] == len(x)
         self.kernels[{(-1, 0): "text", (-1, -1): "vision"}[window_size]] += 1
@@ -156,8 +172,8 @@ def pretend(*scripts):
         (Accelerator, "ByteTensor", property(lambda self: lambda x: tensor(x, GPU, dtype=torch.uint8))),
     ]
     with pytest.MonkeyPatch.context() as patch, gpu:
-        for owner, name, replacement in patches:
-            patch.setattr(owner, name, replacement)
+        for target, name, replacement in patches:
+            patch.setattr(target, name, replacement)
         for script in scripts:
             patch.setattr(script, "init_distributed", lambda true=script.init_distributed: (true(), GPU)[1])
         yield gpu

@@ -40,7 +40,7 @@ NAMES = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>", "
 NAMES |= {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<context>"}
 SLOW = [pytest.param(x, marks=() if x in ("gemma3", "internvl") else pytest.mark.slow) for x in VISION]
 TEMPERATURE = 0.7
-EOS_IDS = [*range(4, 500, 8), 500]  # so many that some responses end at once, some later, some never
+EOS_IDS = [*range(4, 500, 8), 500]  # with these, some responses end at once, some later, some never
 
 
 def text_config(family: str, V: int) -> dict:
@@ -98,15 +98,15 @@ def build_vision(family: str, tokenizer, text: dict):
     tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     tower |= {"image_size": 32, "patch_size": 8}
     square, context = {"height": 32, "width": 32}, ids("<image>")
-    given = {"text_config": text, "vision_config": tower, "image_token_id": context}
+    fields = {"text_config": text, "vision_config": tower, "image_token_id": context}
     parts = {"tokenizer": tokenizer, "chat_template": chat_template(family, tokenizer)}
     if family in QWEN_VL:
         config, parts = build_qwen_vl(family, ids, text), parts | media_of_tiny(family)
         processor = {"qwen2_vl": t.Qwen2VLProcessor, "qwen2_5_vl": t.Qwen2_5_VLProcessor}
         processor = processor.get(family, t.Qwen3VLProcessor)(**parts)
     elif family == "llava":
-        given["text_config"], given["vision_config"] = t.LlamaConfig(**text), t.CLIPVisionConfig(**tower)
-        config = t.LlavaConfig(**given)
+        fields["text_config"], fields["vision_config"] = t.LlamaConfig(**text), t.CLIPVisionConfig(**tower)
+        config = t.LlavaConfig(**fields)
         images = t.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=square)
         how = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
         processor = t.LlavaProcessor(images, **parts, **how)
@@ -118,19 +118,19 @@ def build_vision(family: str, tokenizer, text: dict):
         images = t.Idefics3ImageProcessor(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
         processor = t.Idefics3Processor(images, image_seq_len=4, **parts)  # adds tokens
         text |= {"model_type": "llama", "vocab_size": len(tokenizer)}
-        config = t.Idefics3Config(**given, pad_token_id=500)
+        config = t.Idefics3Config(**fields, pad_token_id=500)
     elif family == "internvl":
         text |= {"model_type": "qwen2"}
         tower |= {"image_size": [32, 32], "patch_size": [8, 8]}
-        config = t.InternVLConfig(**given | {"image_token_id": ids("<context>")}, image_seq_length=4)
+        config = t.InternVLConfig(**fields | {"image_token_id": ids("<context>")}, image_seq_length=4)
         images = t.GotOcr2ImageProcessor(size=square, crop_to_patches=True, max_patches=4)
         parts |= {"image_processor": images, "video_processor": t.InternVLVideoProcessor(size=square)}
         processor = t.InternVLProcessor(**parts, image_seq_length=4)
     elif family == "llava_onevision":
         text |= {"model_type": "qwen2"}
         sizes = {"image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64]]}
-        given |= sizes | {"video_token_id": ids("<video>"), "vision_feature_layer": -1}
-        config = t.LlavaOnevisionConfig(**given)
+        fields |= sizes | {"video_token_id": ids("<video>"), "vision_feature_layer": -1}
+        config = t.LlavaOnevisionConfig(**fields)
         images = t.LlavaOnevisionImageProcessor(size=square, **sizes)
         parts |= {"image_processor": images, "video_processor": t.LlavaOnevisionVideoProcessor(size=square)}
         how = {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}
@@ -138,7 +138,7 @@ def build_vision(family: str, tokenizer, text: dict):
     elif family == "mistral3":
         text |= {"model_type": "mistral", "sliding_window": 8}
         tower |= {"model_type": "pixtral", "image_size": 64}
-        config = t.Mistral3Config(**given, vision_feature_layer=-1)
+        config = t.Mistral3Config(**fields, vision_feature_layer=-1)
         images = t.PixtralImageProcessor(size={"longest_edge": 64}, patch_size=8)
         names = {"image_token": "<image>", "image_break_token": "<boi>", "image_end_token": "<eoi>"}
         processor = t.PixtralProcessor(images, **parts, **names, patch_size=8, spatial_merge_size=2)
@@ -146,7 +146,7 @@ def build_vision(family: str, tokenizer, text: dict):
         images = t.SiglipImageProcessor(size=square, image_seq_length=16)
         processor = t.PaliGemmaProcessor(images, **parts)  # adds tokens
         text |= {"model_type": "gemma", "vocab_size": len(tokenizer)}
-        config = t.PaliGemmaConfig(**given, projection_dim=64)
+        config = t.PaliGemmaConfig(**fields, projection_dim=64)
     return t.AutoModelForImageTextToText.from_config(config), processor
 
 
@@ -392,11 +392,11 @@ def test_the_page_on_models_has_what_its_tool_measures(name):
     assert (result.path == "packed") == (result.gradient < 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["a pickle", "a custom class"])
-def test_models_run_no_code(kind, folder_of, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("attack", ["a pickle", "a custom class"])
+def test_models_run_no_code(attack, folder_of, tmp_path, capsys, monkeypatch):
     folder, marker = tmp_path / "model", tmp_path / "executed"
     shutil.copytree(folder_of("llama"), folder)
-    if kind == "a pickle":
+    if attack == "a pickle":
         (folder / "model.safetensors").unlink()
         (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Marker(marker)))
     else:

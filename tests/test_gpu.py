@@ -73,8 +73,8 @@ def launch(tmp_path):
     return go
 
 
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((found.float() - exact.float()).norm() / exact.float().norm()).item()
+def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((actual.float() - exact.float()).norm() / exact.float().norm()).item()
 
 
 # ---- the machine, attention, precision ----
@@ -222,7 +222,7 @@ def test_resume(launch, row):
 
 
 def expect_to_follow(run, sampler: str, row) -> None:
-    """By the last steps the policy is far from where it began, and the engine says the same."""
+    """By the last steps the policy is far from where it began, and the sampler still agrees with the trainer."""
     first, *_, last = run.steps
     diffs = ", ".join(f"{step['sampling/logprob_diff_mean']:.3f}" for step in run.steps)
     text = (
@@ -270,12 +270,12 @@ def test_peak_memory_is_that_of_the_page(launch, row, tmp_path):
         "LoRA": ({"lora_rank": 8}, {"trained": 0.015e9}),
         "all weights, ZeRO 2": ({"zero_stage": 2, "learning_rate": 1e-6}, {"reference": True, "zero": 2}),
     }
-    for name, (more, given) in cases.items():
-        expected = page["memory"](N=3.75e9, L=36, H=2048, I=11008, V=151_936, pack=7000, **given)["peak"]
+    for name, (flags_of_case, inputs) in cases.items():
+        expected = page["memory"](N=3.75e9, L=36, H=2048, I=11008, V=151_936, pack=7000, **inputs)["peak"]
         if expected * 1.2e9 > torch.cuda.mem_get_info()[0]:
             row(f"`rloo.py`, 3.75e9 parameters, {name}", f"`memory()` {expected:.1f} GB: not run")
             continue
-        run = launch("rloo", run_name=name.split()[0], env={"NO_CHECKPOINT": ""}, **flags, **more)
+        run = launch("rloo", run_name=name.split()[0], env={"NO_CHECKPOINT": ""}, **flags, **flags_of_case)
         step = run.steps[-1]
         text = f"{run.peak:.1f} GB, `memory()` {expected:.1f} GB; rollout {step['time/rollout']:.1f} s, "
         row(f"`rloo.py`, 3.75e9 parameters, {name}", text + f"update {step['time/update']:.1f} s")

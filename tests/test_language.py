@@ -151,7 +151,7 @@ PATTERNS = {
     r"rollout\.mask\b": "rollout.response_mask",
     r"rollout\.trained\b": "rollout.kept_responses",
     r"rollout\.logprobs\b": "rollout.old_logprobs",
-    r"run\.folder\b": "run.run_dir",
+    r"(?<!\w)run\.folder\b": "run.run_dir",
     r"rm/margin": "rm/reward_diff",
     r"\[\"before\"\]": 'state["initial_eval"]',
     r"client_state\[\"(ours|trainer_state)\"\]": 'client_state["run_state"]',
@@ -201,6 +201,7 @@ EXCEPTIONS = {
     ("docs/ppo_vl.md", "freezing_actor_steps"): "a parameter of LightRFT's PPOTrainerVL",
     ("tools/bench_trl.py", "num_iterations"): "an argument of TRL's RLOOConfig",
     ("tools/bench_learning.py", "num_iterations"): "an argument of TRL's RLOOConfig",
+    ("tests/test_pretended_gpu.py", "engine"): "the file of a DeepSpeed function",
     ("examples/spelling_pairs.py", "picture"): "a word of the sentences",
     ("tools/make_tiny_vl.py", "picture"): "in the text that the tokenizer is trained on",
 }
@@ -283,8 +284,10 @@ def old_names(path: str, text: str) -> list[tuple[int, str, str]]:
             )
             results.append((number, match[0], rule))
     if path.endswith(".py"):
-        _, identifiers = split_python(text.replace("@given", "").replace("import given", ""))  # hypothesis
-        results += [(n, name, NEW_IDENTIFIERS[name]) for n, name in identifiers if name in NEW_IDENTIFIERS]
+        _, identifiers = split_python(text)
+        allowed = {"given"} if "from hypothesis import" in text else set()
+        names = NEW_IDENTIFIERS.keys() - allowed
+        results += [(n, name, NEW_IDENTIFIERS[name]) for n, name in identifiers if name in names]
     return results
 
 

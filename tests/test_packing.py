@@ -421,10 +421,10 @@ def test_the_vision_tower_attends_once_per_layer_in_bf16(batch_of, monkeypatch):
     expected = packing.encode_media(batch.model.base_model, media)
     batch.model.bfloat16()
     packing.set_attention(batch.model, "packed")
-    found = packing.encode_media(batch.model.base_model, media)
+    features = packing.encode_media(batch.model.base_model, media)
     assert len(calls) == 2 * 2  # images and videos, two layers
     for media_type, outputs in expected.items():
-        for x, y in zip(found[media_type].pooler_output, outputs.pooler_output, strict=True):
+        for x, y in zip(features[media_type].pooler_output, outputs.pooler_output, strict=True):
             assert (x.float() - y).norm() < 0.03 * y.norm()
     packing.set_attention(batch.model, "sdpa")
     packing.encode_media(batch.model.base_model, media)
@@ -500,7 +500,7 @@ def test_plan_refuses_what_cannot_fit():
 
 @pytest.mark.parametrize("shapes", [((32, 64), (64, 32)), ((32, 32), (32, 32))])
 def test_images_are_equal_only_if_their_shapes_are(shapes):
-    """Two images of one color have the same bytes; with patches, only the grid tells them apart."""
+    """Two images of one color have the same bytes; with patches, only the grid differs."""
     sizes = [torch.ones(3, *shape) for shape in shapes]
     tiles = [packing._split_media({"pixel_values": x[None]})[0] for x in sizes]
     patches = torch.ones(8, 12)  # of each image
@@ -596,8 +596,8 @@ def test_special_tokens_in_data_are_text():
     for token in special:
         for text in [token, *(token[:3] + other + token[3:] for other in special), f"a {token}{token} b"]:
             assert special_ids(text) == usual
-        for cut in range(1, len(token)):
-            parts = [{"type": "text", "text": text} for text in (token[:cut], token[cut:])]
+        for split in range(1, len(token)):
+            parts = [{"type": "text", "text": text} for text in (token[:split], token[split:])]
             assert special_ids(parts) == usual
     for text in ("<think>a</think><answer>b</answer>", "a < b |im_end|>", "< |im_end|>"):  # these stay
         [message] = rloo.build_messages(rloo.Args(), {"prompt": text}, ".", tokenizer)

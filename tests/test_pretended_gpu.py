@@ -40,8 +40,8 @@ def run(run, monkeypatch, capsys):
             return lambda *args, **kwargs: calls.update([name]) or function(*args, **kwargs)
 
         with monkeypatch.context() as patch, pretend(importlib.import_module(script)) as gpu:
-            for owner, name in counted_functions:
-                patch.setattr(owner, name, counted(name, getattr(owner, name)))
+            for target, name in counted_functions:
+                patch.setattr(target, name, counted(name, getattr(target, name)))
             run(script, **flags)
         return gpu, calls, capsys.readouterr().out
 

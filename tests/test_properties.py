@@ -67,14 +67,14 @@ def test_head(examples, monkeypatch):
         weight.requires_grad_(not case["frozen"])
         bias.requires_grad_(not case["frozen"])
         entropy = {"with_entropy": case["with_entropy"]}
-        found = packing.logprobs_from_hidden(hidden, weight, targets, bias=bias, **options, **entropy)
-        assert (found[1] is not None) is case["with_entropy"] and found[0].dtype == torch.float32
-        found = [x for x in found if x is not None]
-        expected = dense(*exact, targets, **options)[: len(found)]
+        computed = packing.logprobs_from_hidden(hidden, weight, targets, bias=bias, **options, **entropy)
+        assert (computed[1] is not None) is case["with_entropy"] and computed[0].dtype == torch.float32
+        computed = [x for x in computed if x is not None]
+        expected = dense(*exact, targets, **options)[: len(computed)]
         weights = torch.randn(2, M, generator=random)
-        for results in (found, expected):
+        for results in (computed, expected):
             sum((w * x).sum() for w, x in zip(weights, results)).backward()
-        pairs = [*zip(found, expected), *((x.grad, y.grad) for x, y in zip((hidden, weight, bias), exact))]
+        pairs = [*zip(computed, expected), *((x.grad, y.grad) for x, y in zip((hidden, weight, bias), exact))]
         for x, y in pairs:
             in_bf16 = 0.05 / min(
                 1.0, case["temperature"]
@@ -163,7 +163,7 @@ def test_packs(family, examples, pool_of):
             logp, entropy = packing.response_logprobs(model, pack, TEMPERATURE, with_entropy=True)
             table[pack.token_index] = logp.detach()
             (logp * pack.gather_tokens(weights) + 0.0 * entropy).sum().backward()
-        found = gradients(model)
+        computed = gradients(model)
         unmodified.zero_grad()
         for i, b in ((i, b) for i, response_indices in groups for b in response_indices):
             R = len(responses[b])
@@ -173,8 +173,8 @@ def test_packs(family, examples, pool_of):
             assert (table[b, R:] == 7).all()  # nothing is written after its end
         exact = gradients(unmodified)
         total = sum(float(g.norm()) ** 2 for g in exact.values()) ** 0.5
-        for name in exact.keys() | found.keys():
-            grad, expected = (gradient.get(name, torch.zeros(1)) for gradient in (found, exact))
+        for name in exact.keys() | computed.keys():
+            grad, expected = (gradient.get(name, torch.zeros(1)) for gradient in (computed, exact))
             assert (grad - expected).norm() <= 1e-4 * expected.norm() + 2e-6 * total, name
 
     fields = {"packed": st.sampled_from([True, True, False]), "media_everywhere": FLAG, "seed": SEED}

@@ -153,8 +153,8 @@ def test_packed_equals_unmodified(script, whole):
         y, weight = (torch.cat([table[b] for b in pack.response_index]) for table in (expected, weights))
         torch.testing.assert_close(x.detach(), y, atol=2e-4, rtol=0)
         (x * weight).sum().backward()
-    found, exact = ({name: p.grad for name, p in m.named_parameters()} for m in (case.module, unmodified))
+    computed, exact = ({name: p.grad for name, p in m.named_parameters()} for m in (case.module, unmodified))
     total = sum(float(g.norm()) ** 2 for g in exact.values() if g is not None) ** 0.5
     for name, y in exact.items():
-        difference = 0.0 if y is None and found[name] is None else (found[name] - y).norm()
+        difference = 0.0 if y is None and computed[name] is None else (computed[name] - y).norm()
         assert difference == 0 or difference <= 1e-4 * y.norm() + 1e-6 * total, name

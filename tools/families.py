@@ -34,7 +34,7 @@ BF16 = ("Gemma 3", "gpt-oss", "InternVL", "Mistral, windows", "PaliGemma", "Qwen
 PROMPTS = ((107, 1), (131, 2), (119, 0))  # (tokens, images among them)
 G = 3  # responses per prompt
 R = 40  # maximum tokens per response; sliding windows have 64
-EOS_IDS = [*range(5, 300, 30)]  # so many that some responses end early
+EOS_IDS = [*range(5, 300, 30)]  # with these, some responses end early
 IMAGE = 300  # token id
 
 
@@ -52,17 +52,17 @@ class Result:
         return f"| {self.name} | {self.path} | {' | '.join(numbers)} | {self.reason} |"
 
 
-def make_config(given: dict):
+def make_config(fields: dict):
     """A configuration of families.json, with small sizes under all names that it knows."""
-    model_type = given["model_type"]
-    if "text_config" not in given:
-        return transformers.AutoConfig.for_model(**sizes_of(model_type, "text_config") | given)
+    model_type = fields["model_type"]
+    if "text_config" not in fields:
+        return transformers.AutoConfig.for_model(**sizes_of(model_type, "text_config") | fields)
     default = transformers.CONFIG_MAPPING[model_type]()
     parts = {}
     for part in ("text_config", "vision_config"):
-        own = {"model_type": getattr(default, part).model_type} | given.get(part, {})
-        parts[part] = sizes_of(own["model_type"], part) | own
-    return transformers.AutoConfig.for_model(**sizes_of(model_type, "tokens") | given | parts)
+        part_config = {"model_type": getattr(default, part).model_type} | fields.get(part, {})
+        parts[part] = sizes_of(part_config["model_type"], part) | part_config
+    return transformers.AutoConfig.for_model(**sizes_of(model_type, "tokens") | fields | parts)
 
 
 def sizes_of(model_type: str, part: str) -> dict[str, int]:
@@ -73,30 +73,30 @@ def sizes_of(model_type: str, part: str) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if name in known}
 
 
-def measure(name: str, given: dict, dtype: torch.dtype = torch.float32) -> Result:
+def measure(name: str, fields: dict, dtype: torch.dtype = torch.float32) -> Result:
     """What rloo.py does with a model of this family, and the difference to the unmodified model."""
     result = Result(name, "not built")
     try:
-        model, unmodified, precise = make_models(given, dtype)
-        texts = [make_inputs(given, precise, *size) for size in PROMPTS]
-        reference_logprobs(given, precise, texts, [torch.arange(10, 20)])
+        model, unmodified, precise = make_models(fields, dtype)
+        texts = [make_inputs(fields, precise, *size) for size in PROMPTS]
+        reference_logprobs(fields, precise, texts, [torch.arange(10, 20)])
         precise.zero_grad()
         result.path = "fails"
-        compare(result, given, texts, model, unmodified, precise)
+        compare(result, fields, texts, model, unmodified, precise)
     except Exception as error:
         result.reason = f"{type(error).__name__}: {error!s:.80}".replace("\n", " ")
     print(result.row(), flush=True)
     return result
 
 
-def compare(result: Result, given: dict, texts: list[dict], model, unmodified, precise) -> None:
+def compare(result: Result, fields: dict, texts: list[dict], model, unmodified, precise) -> None:
     """Fill in the result. precise: the unmodified model in fp32."""
     prompts = [replace(packing.make_prompt(model, x, index=i), seed=i) for i, x in enumerate(texts)]
     forward = lambda pack: packing.response_logprobs(model, pack)[0]  # noqa: E731
     message = packing_check.enable_packing_if_exact(model, forward, prompts, max_length=256, max_tokens=1024)
     responses = decoding.generate(model, prompts, G, R, EOS_IDS, temperature=1.0, max_tokens=1024)
     ids = [response.token_ids for response in responses]
-    expected = reference_logprobs(given, precise, texts, ids)
+    expected = reference_logprobs(fields, precise, texts, ids)
     trained = (trained_logprobs(model, prompts, ids) - expected).abs()
     sampled = (torch.cat([response.logprobs for response in responses]) - expected).abs()
     result.training, result.sampling = float(trained.max()), float(sampled.max())
@@ -107,16 +107,16 @@ def compare(result: Result, given: dict, texts: list[dict], model, unmodified, p
     elif model.dtype == torch.float32:
         result.path, result.gradient = "packed", gradient_error(model, precise)
     else:
-        rounding = (reference_logprobs(given, unmodified, texts, ids) - expected).abs()
+        rounding = (reference_logprobs(fields, unmodified, texts, ids) - expected).abs()
         result.path = "packed"
         result.reason = f"mean {trained.mean():.1e}, of the unmodified model in bf16 {rounding.mean():.1e}"
 
 
-def make_models(given: dict, dtype: torch.dtype) -> list:
+def make_models(fields: dict, dtype: torch.dtype) -> list:
     """The model as rloo.py loads it, three times: two copies in dtype, and one in fp32."""
-    config = make_config(given)
+    config = make_config(fields)
     auto_class = transformers.AutoModelForCausalLM
-    if "text_config" in given:
+    if "text_config" in fields:
         auto_class = transformers.AutoModelForImageTextToText
     with torch.device("meta"):
         assert auto_class.from_config(config).num_parameters() < 5e6, "its sizes have unknown names"
@@ -131,20 +131,20 @@ def make_models(given: dict, dtype: torch.dtype) -> list:
         return [rloo.load_model(folder, dtype).eval() for dtype in (dtype, dtype, torch.float32)]
 
 
-def make_inputs(given: dict, model, length: int, num_images: int) -> dict[str, Tensor]:
+def make_inputs(fields: dict, model, length: int, num_images: int) -> dict[str, Tensor]:
     """A prompt like the processor's output: images, then random tokens."""
     ids = torch.randint(10, 300, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     inputs = {}
-    if num_images and "images" in given:
-        inputs = image_inputs(given["images"], num_images, length)
+    if num_images and "images" in fields:
+        inputs = image_inputs(fields["images"], num_images, length)
         features = [[0]] * num_images
-        if given["images"] != "crossed":
+        if fields["images"] != "crossed":
             features = model.base_model.get_image_features(**inputs, return_dict=True).pooler_output
         ids = [i for image in features for i in (*[IMAGE] * len(image), 10)] + ids
     inputs["input_ids"] = torch.tensor([ids[:length]])
     inputs["attention_mask"] = torch.ones(1, length, dtype=torch.long)
-    if "types" in given:
-        name, image_type, _ = given["types"]
+    if "types" in fields:
+        name, image_type, _ = fields["types"]
         inputs[name] = (inputs["input_ids"] == IMAGE).long() * image_type
     return inputs
 
@@ -172,7 +172,7 @@ def image_inputs(form: str, n: int, length: int) -> dict[str, Tensor]:
     return {"pixel_values": pixels[None] if "nested" in form else pixels}
 
 
-def reference_logprobs(given: dict, model, texts: list[dict], ids: list[Tensor]) -> Tensor:
+def reference_logprobs(fields: dict, model, texts: list[dict], ids: list[Tensor]) -> Tensor:
     """Log-probs of all response tokens by the unmodified model, one response at a time; runs backward, too."""
     logprobs = []
     for b, response in enumerate(ids):
@@ -182,8 +182,8 @@ def reference_logprobs(given: dict, model, texts: list[dict], ids: list[Tensor])
             last = inputs[name][:, -1:].repeat_interleave(len(response), dim=1)
             inputs[name] = torch.cat([inputs[name], last], dim=1)
         inputs["input_ids"][0, P:] = response
-        if "types" in given:
-            inputs[given["types"][0]][0, P:] = given["types"][2]
+        if "types" in fields:
+            inputs[fields["types"][0]][0, P:] = fields["types"][2]
         logits = model(**inputs, use_cache=False).logits[0, P - 1 : -1].float()
         logits[:, packing.media_token_ids(model.config)] = -torch.inf
         logp = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
@@ -216,21 +216,21 @@ def main(words: list[str]) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     table = []
-    for name, given in CONFIGS["families"].items():
+    for name, fields in CONFIGS["families"].items():
         if not words or any(word in name for word in words):
-            table.append(measure(name, given))
+            table.append(measure(name, fields))
             if name in BF16:
-                table.append(measure(f"{name}, bf16", given, torch.bfloat16))
+                table.append(measure(f"{name}, bf16", fields, torch.bfloat16))
     if words:
         return
     scan = []
     for model_type in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         config_class = transformers.CONFIG_MAPPING[model_type]
         if not getattr(config_class, "is_encoder_decoder", False):
-            given = {"model_type": model_type, "is_decoder": True} | CONFIGS["scan"].get(model_type, {})
+            fields = {"model_type": model_type, "is_decoder": True} | CONFIGS["scan"].get(model_type, {})
             if "sliding_window" in inspect.signature(config_class).parameters:
-                given["sliding_window"] = 64
-            scan.append(measure(model_type, given))
+                fields["sliding_window"] = 64
+            scan.append(measure(model_type, fields))
     PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + summary(table, scan))
 
 

@@ -83,7 +83,7 @@ def run_scripts(results: Path) -> None:
     try:
         import rloo  # noqa: F401
     except (Exception, SystemExit):
-        pass  # each run says why
+        pass  # each run prints why
     for script, flags in SCRIPTS.items():
         for dtype in DTYPES:
             argv = [
