@@ -17,6 +17,7 @@ import transformers
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from test_families import QWEN_VL, SEVEN, TEMPERATURE, build, folder_of, unmodified_logprobs  # noqa: F401
 
 import rloo
@@ -162,7 +163,10 @@ def test_each_image_is_encoded_once(family, batch_of):
     assert len(videos) == (family in QWEN_VL)
     images = {item.key: item.inputs["pixel_values"] for item in pack.media["image"]}
     assert len(images) == 3 < len(pack.media["image"])
-    assert lengths == [sum(map(len, images.values())), *map(len, videos)]
+    batches = [sum(map(len, images.values()))]
+    if family == "qwen3_vl" and Version(transformers.__version__) < Version("5.18"):
+        batches += map(len, images.values())  # the batch's deepstack features can't be assigned to images
+    assert lengths == [*batches, *map(len, videos)]
     lengths.clear()
     batch.groups = batch.groups[:2]
     batch.responses = batch.responses[:9]
@@ -302,7 +306,7 @@ def test_reasons_for_the_unpacked_path(batch_of, monkeypatch):
     batch = batch_of("qwen2_5_vl")
     for prompt in batch.prompts:
         prompt.unsupported_inputs = ("pixel_masks",)
-    assert check(batch).startswith(WARNING + "packs do not support its inputs pixel_masks)")
+    assert check(batch).startswith(WARNING + "packs do not support its inputs pixel_masks")
 
 
 def test_attention_refuses_inputs_that_it_would_ignore(batch_of, monkeypatch):
