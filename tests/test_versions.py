@@ -1,6 +1,8 @@
 """Libraries that are too old are refused; differences between the others change nothing (docs/recipes.md, "Versions")."""
 
 import importlib
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from PIL import Image
 
 import common
 import rloo
-from common import packing
+from common import attention, packing
 
 OLD = {"Python": "3.10.13", "torch": "2.7.1+cpu", "transformers": "5.5.3", "deepspeed": "0.16.8"}
 
@@ -101,10 +103,35 @@ def test_models_without_the_keyword_for_features_get_them_from_their_methods(mon
     assert "get_image_features" not in vars(model.base_model)  # the class's method is back
 
 
+class VisionTower(torch.nn.Module):
+    def forward(self, hidden, cu_seqlens):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("varlen", "has_kernel"),
+    [
+        (None, False),  # torch 2.8 and 2.9: no such module
+        (SimpleNamespace(varlen_attn=lambda query, key, value: None), False),
+        (SimpleNamespace(varlen_attn=lambda query, key, value, enable_gqa: None), True),
+    ],
+)
+def test_varlen_attention_on_a_gpu_needs_torch_2_12(varlen, has_kernel, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", varlen)
+    monkeypatch.setattr(attention, "_has_varlen_kernel", attention._has_varlen_kernel.__wrapped__)
+    query = SimpleNamespace(shape=(1, 4, 7, 64), dtype=torch.bfloat16, is_cuda=True)
+    model = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.bfloat16, modules=lambda: [VisionTower()]
+    )
+    assert attention._varlen_supports(query) == has_kernel
+    assert attention._has_varlen_vision(model) == has_kernel
+    query.is_cuda = False  # the CPU's loop over segments needs no kernel
+    assert attention._varlen_supports(query)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_errors_of_code_are_not_errors_of_data(script, run, monkeypatch, capsys):
     """transformers 5.2: KeyError 'cache_position' in every row was reported as bad data."""
-    module = importlib.import_module(script)
 
     def make_prompt(*args, **kwargs):
         raise KeyError("cache_position")
