@@ -132,13 +132,22 @@ def test_the_second_pass_favors_what_was_rewarded(run, any_score, watch):
     assert metrics["policy/approx_kl"] > 0 and "objective/kl" not in metrics  # there is no reference
 
 
-def test_packs_do_not_change_the_result(run, any_score, watch):
-    """A mini-batch in several packs has the same loss as in one."""
+def test_packs_do_not_change_the_result(run, any_score, monkeypatch):
+    """A mini-batch in several packs has the same loss as in one, and gradients are reduced after the last pack."""
+    boundaries = []
+    init_deepspeed_engine = rloo.init_deepspeed_engine
+
+    def init_recording_engine(*arguments, **keywords):
+        engine = init_deepspeed_engine(*arguments, **keywords)
+        set_boundary = engine.set_gradient_accumulation_boundary
+        engine.set_gradient_accumulation_boundary = lambda last: boundaries.append(last) or set_boundary(last)
+        return engine
+
     flags = {"eval_dataset": None, "max_prompt_length": 48, "total_steps": 1, **any_score}
     one = run("rloo", **flags)
-    losses = watch("compute_rloo_loss")
+    monkeypatch.setattr(rloo, "init_deepspeed_engine", init_recording_engine)
     several = run("rloo", run_name="several", micro_batch_tokens=64, **flags)
-    assert len(losses) >= 8  # four updates
+    assert len(boundaries) >= 8 and sum(boundaries) == 4 and boundaries[-1]  # four updates
     assert_same_run(one, several, 1e-4, of_weights=2e-5)
 
 
