@@ -479,7 +479,7 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
     columns = rows.column_names
     is_easy_vqa = {"prompt", "answer"} <= {*columns} and not {"messages", "verdict"} & {*columns}
     if not (is_easy_vqa or "messages" in columns or {"prompt", "verdict"} <= {*columns}):
-        fail(f"{source} has columns {columns}: rename yours, --columns prompt=... verdict=...")
+        fail(f"{source} has columns {', '.join(columns)}: rename yours, --columns prompt=... verdict=...")
     seed = args.seed if training else 0  # the evaluation set does not depend on --seed
     prompt_cache = weakref.WeakValueDictionary()  # prompts of the examples that are cached
 

@@ -478,7 +478,9 @@ def load_rankings(args: Args, source: str, split: str, seed: int, model, process
     is_chat = not str(rows.features.get("chosen")).startswith("Value")
     has_prompt = "prompt" in columns or "messages" in columns or is_chat  # a chat can contain it
     if not has_prompt or not (has_pair or "responses" in columns):
-        fail(f"{source} has columns {columns}: rename yours, --columns prompt=... chosen=... rejected=...")
+        fail(
+            f"{source} has columns {', '.join(columns)}: rename yours, --columns prompt=... chosen=... rejected=..."
+        )
     tokenizer = getattr(processor, "tokenizer", processor)
     data_dir = Path(source).parent
 
