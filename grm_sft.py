@@ -14,7 +14,7 @@ Read to the end of `main`. The functions that `main` calls follow, in order of u
     row         dataset row: two candidates with a verdict (a pair), or a chat
     example     a row as the model reads it; a pair gives two, one for each order of its candidates
     prompt      the beginning of an example, up to its last image; examples can share it
-    response    the rest of an example; assistant turns are trained on, other tokens are context
+    response    the rest of an example; its assistant turns are trained on, other tokens are context
     verdict     "1", "2" or "tie": which candidate is better; the verdict of the dataset is the label
     judgment    what the model generates for an example of the evaluation set
 
@@ -105,8 +105,6 @@ class Args:
     eval_rows: int = 500  # Number of rows per evaluation set, a fixed random subset; 0 for all.
     generation_batch_size: int = 64  # Judgments generated in parallel on a rank.
     max_response_length: int = 16  # Maximum tokens per response, including EOS; longer ones are truncated.
-    # Evaluation metric that selects checkpoint-best.
-    best_metric: Literal["accuracy", "soft_accuracy", "swap_consistency", "loss"] = "accuracy"
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
     save_total_limit: int = 2  # Number of checkpoints to keep.
     track: Literal["off", "wandb", "tensorboard"] = "off"  # Experiment tracker to log to.
@@ -126,20 +124,6 @@ def compute_sft_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
     return -logprobs.sum() / num_tokens
 
 
-def wilson_interval(rate: float, n: int) -> tuple[float, float]:
-    """95 % confidence interval of a success rate in n trials (E. B. Wilson 1927).
-
-    (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), with p = rate
-
-    rate 0.9, n 10 -> (0.596, 0.982)
-    """
-    z = 1.96
-    center = rate + z * z / (2 * n)
-    spread = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    scale = 1 + z * z / n
-    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
-
-
 # ---- the data of a step ----
 
 
@@ -150,15 +134,11 @@ class Example:
     example_id: int  # 2 * row, plus 1 if the candidates are swapped
     prompt: PromptInfo  # a full Prompt on the rank that encoded it
     prompt_key: bytes  # content hash: equal prompts have equal keys
-    input_ids: Tensor  # (P + R,): prompt and response, up to the EOS of the last assistant turn
-    loss_mask: Tensor  # (P + R,) bool: True for tokens of assistant turns
+    response_ids: Tensor  # (R,): the rest, up to the EOS of the last assistant turn
+    loss_mask: Tensor  # (R,) bool: True for tokens of assistant turns
     noun: str  # what the candidates are called: "Image", "Video" or "Answer"; "" for a chat
     label: str | None  # the right verdict in this order; None for a chat
     columns: dict  # strings and numbers of the row, for samples.jsonl
-
-    @property
-    def response_ids(self) -> Tensor:  # (R,)
-        return self.input_ids[self.prompt.length :]
 
 
 @dataclass
@@ -194,14 +174,11 @@ def main(args: Args) -> dict[str, float]:
     run = setup(args)
     judge = run.judge
     state = run.state
-    best_key = f"eval/{args.best_metric}"
     received_signals = catch_signals()  # after a signal, the run saves and exits once the step ends
     stopped = False
     metrics = {}
     if run.eval_data and not state["initial_eval"]:  # a resumed run has loaded it
         state["initial_eval"], eval_records = evaluate(args, run)
-        if best_key not in state["initial_eval"]:
-            fail(f"--best-metric {args.best_metric}: {run.eval_data.source} has no pairs, so use loss")
         log(args, run, {"train/step": 0, **state["initial_eval"]}, eval_records)
 
     steps = range(state["step"] + 1, args.total_steps + 1)
@@ -255,11 +232,13 @@ def main(args: Args) -> dict[str, float]:
         if run.eval_data and (is_last_step or (args.eval_steps and step % args.eval_steps == 0)):
             eval_metrics, eval_records = evaluate(args, run)
             metrics |= eval_metrics
-            score = -metrics[best_key] if args.best_metric == "loss" else metrics[best_key]
+            # Chats have a loss only.
+            score = metrics.get("eval/accuracy", -metrics["eval/loss"])
             is_best = score > state["best_score"]
             state["best_score"] = max(score, state["best_score"])
         log(args, run, metrics, eval_records)
-        postfix = {name: f"{metrics[name]:.3g}" for name in ("loss/sft", best_key) if name in metrics}
+        keys = ("loss/sft", "eval/loss", "eval/accuracy")
+        postfix = {key: f"{metrics[key]:.3g}" for key in keys if key in metrics}
         bar.set_postfix(postfix)
         if not show_bar:
             print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {postfix}")
@@ -314,7 +293,7 @@ def setup(args: Args) -> Run:
     state = {
         "step": 0,
         "initial_eval": {},  # metrics before the first step
-        "best_score": -math.inf,  # of --best-metric, higher is better
+        "best_score": -math.inf,  # accuracy, or minus the loss, of checkpoint-best
         "skipped_in_a_row": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
@@ -330,10 +309,8 @@ def setup(args: Args) -> Run:
             args, eval_source, args.eval_dataset_split, model, processor, training=False
         )
     prepare_run_dir(args, run_dir, last_step=state["step"])
-    example_ids = [example_id for group in train_data.groups for example_id in group]
-    num_rows = len({example_id // 2 for example_id in example_ids})
-    counts = f"{num_rows} rows, {len(example_ids)} examples"
-    print0(f"{run_dir}: {counts}, {WORLD_SIZE} rank(s), {device}, {dtype}")
+    num_examples = sum(map(len, train_data.groups))
+    print0(f"{run_dir}: {num_examples} examples, {WORLD_SIZE} rank(s), {device}, {dtype}")
 
     enable_packing(args, judge, train_data)
     sampling_model = model
@@ -596,8 +573,9 @@ def encode_row(
 ) -> Example:  # fmt: skip
     r"""Tokenize a row in one order of its candidates.
 
-    With share_prompt, the prompt ends with the last image, so that examples with the same images
+    With share_prompt, the prompt ends with the last image, so that examples with equal images
     share it in a pack. Otherwise it ends where the last assistant turn begins, for generation.
+    Assistant turns in the prompt, such as those before the last image, are not trained.
 
     prompt      <|im_start|> user \n <|vision_start|> <|image_pad|> x 16 <|vision_end|>
     response    What color? \n Answer 1: red \n Answer 2: blue <|im_end|> \n <|im_start|> assistant \n
@@ -607,37 +585,41 @@ def encode_row(
     tokenizer = getattr(processor, "tokenizer", processor)
     chat, noun, label = build_chat(row, swapped=example_id % 2 == 1)
     messages = build_messages(args, chat, data_dir, tokenizer)
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages:
+        raise ValueError("the chat has no assistant turn")
     ids, turns = locate_turns(processor, messages, get_eos_ids(model, tokenizer))
-    media_ids = packing.media_token_ids(model.config)
-    last_message, last_start, _ = turns[-1]
-    context = messages[:last_message]
-    prompt_end = last_start  # in ids
+    context = messages[:-1]
+    context_end = turns[-1].start  # in ids
+    prompt_end = context_end
     if share_prompt:
-        prompt_end = max((t + 1 for t in range(last_start) if ids[t] in media_ids), default=last_start)
+        media_ids = packing.media_token_ids(model.config)
+        media_ends = [t + 1 for t in range(context_end) if ids[t] in media_ids]
+        prompt_end = max(media_ends, default=context_end)
     key = hash_content(ids[:prompt_end], context)
     prompt = prompt_cache.get(key)
     if prompt is None:
-        prompt, prompt_end = encode_prompt(
-            model, processor, context, example_id, ids[:last_start], prompt_end
-        )
-        key = hash_content(ids[:prompt_end], context)
+        inputs = packing.encode_chat(processor, context, add_generation_prompt=True)
+        P = inputs["input_ids"].shape[1] - (context_end - prompt_end)
+        if inputs["input_ids"][0, P:].tolist() != ids[prompt_end:context_end]:
+            # The processor also changes the text after the last image: include that in the prompt.
+            P = inputs["input_ids"].shape[1]
+            prompt_end = context_end
+            key = hash_content(ids[:prompt_end], context)
+        inputs = truncate_inputs(inputs, P)
+        prompt = packing.make_prompt(model, inputs, index=example_id, messages=context)
         prompt_cache[key] = prompt
-    input_ids = torch.cat([prompt.input_ids, torch.tensor(ids[prompt_end:])])  # (P + R,)
-    if len(input_ids) > args.max_length:
-        raise ValueError(f"{len(input_ids)} tokens exceed --max-length")
-
-    loss_mask = torch.zeros(len(input_ids), dtype=torch.bool)
-    for n, start, stop in turns:
-        # An image is one token in ids and several in input_ids, so turns after it begin later.
-        shift = prompt.length - prompt_end
-        if any(token in media_ids for token in ids[stop:prompt_end]):  # not all images are before it
-            inputs = packing.encode_chat(processor, messages[:n], add_generation_prompt=True)
-            shift = len(inputs["input_ids"][0]) - start
-        if input_ids[start + shift : stop + shift].tolist() != ids[start:stop]:
-            raise ValueError(f"the processor and the tokenizer disagree about message {n}")
-        loss_mask[start + shift : stop + shift] = True
+    response_ids = torch.tensor(ids[prompt_end:])
+    length = prompt.length + len(response_ids)
+    if length > args.max_length:
+        raise ValueError(f"{length} tokens exceed --max-length")
+    loss_mask = [any(t in turn for turn in turns) for t in range(prompt_end, len(ids))]
     columns = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
-    return Example(example_id, prompt, key, input_ids, loss_mask, noun, label, columns)
+    return Example(
+        example_id=example_id, prompt=prompt, prompt_key=key, response_ids=response_ids,
+        loss_mask=torch.tensor(loss_mask), noun=noun, label=label, columns=columns,
+    )  # fmt: skip
 
 
 def build_chat(row: dict, swapped: bool) -> tuple[dict, str, str | None]:
@@ -801,55 +783,33 @@ def tokenize_chat(processor, messages: list[dict], **template) -> list[int]:
     return tokenizer.apply_chat_template(messages, **template)
 
 
-def locate_turns(
-    processor, messages: list[dict], eos_ids: list[int]
-) -> tuple[list[int], list[tuple[int, int, int]]]:
-    r"""Token ids of a chat up to its last assistant turn, with one token per image, and the assistant
-    turns: (message, start, stop). A turn ends with its first EOS.
+def locate_turns(processor, messages: list[dict], eos_ids: list[int]) -> tuple[list[int], list[range]]:
+    r"""Token ids of a chat up to the EOS of its last message, an assistant turn, with one token per
+    image; and the indices of each assistant turn, which ends with its first EOS.
 
     messages   user: "Hi", assistant: "Hello"
     ids        <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assistant \n Hello <|im_end|>
-    turns      [(1, 9, 11)]: message 1 is ids[9:11], Hello <|im_end|>
+    turns      [range(9, 11)]: Hello <|im_end|>
 
     Turns are located by their length: the chat before a turn, and up to its end, must be prefixes
     of the whole chat. If the template writes no EOS, the last turn gets one.
     """
     whole = tokenize_chat(processor, messages)
-    ids = []
     turns = []
     for n, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before = tokenize_chat(processor, messages[:n], add_generation_prompt=True)
-        ids = tokenize_chat(processor, messages[: n + 1])
-        if whole[: len(before)] != before or whole[: len(ids)] != ids:
+        until = tokenize_chat(processor, messages[: n + 1])
+        if whole[: len(before)] != before or whole[: len(until)] != until:
             raise ValueError(f"the chat template writes message {n} differently if others follow")
-        eos_positions = [t for t in range(len(before), len(ids)) if ids[t] in eos_ids]
-        if eos_positions:
-            ids = ids[: eos_positions[0] + 1]
-        elif n == len(messages) - 1:
-            ids = [*ids, getattr(processor, "tokenizer", processor).eos_token_id]
-        turns.append((n, len(before), len(ids)))
-    if not turns:
-        raise ValueError("the chat has no assistant turn")
+        ends = [t + 1 for t in range(len(before), len(until)) if until[t] in eos_ids]
+        turns.append(range(len(before), ends[0] if ends else len(until)))
+    ids = whole[: turns[-1].stop]
+    if ids[-1] not in eos_ids:
+        ids.append(getattr(processor, "tokenizer", processor).eos_token_id)
+        turns[-1] = range(turns[-1].start, len(ids))
     return ids, turns
-
-
-def encode_prompt(
-    model, processor, context: list[dict], example_id: int, ids: list[int], end: int
-) -> tuple[Prompt, int]:
-    """Encode ids[:end], the beginning of a context, as a Prompt; return it and its end in ids.
-
-    The processor expands an image to several tokens. If it also changes the text after the last
-    image, that text can't be split off, and the prompt is the whole context."""
-    inputs = packing.encode_chat(processor, context, add_generation_prompt=True)
-    N = len(inputs["input_ids"][0])
-    P = N - (len(ids) - end)
-    if inputs["input_ids"][0, P:].tolist() != ids[end:]:
-        end = len(ids)
-        P = N
-    inputs = truncate_inputs(inputs, P)
-    return packing.make_prompt(model, inputs, index=example_id, messages=context), end
 
 
 def truncate_inputs(inputs: dict, length: int) -> dict:
@@ -886,29 +846,12 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
         responses=[example.response_ids for example in examples], max_tokens=args.micro_batch_tokens,
         rank=RANK, world_size=WORLD_SIZE, media_everywhere=args.zero_stage > 0,
     )  # fmt: skip
+    loss_masks = [example.loss_mask for example in examples]
+    loss_mask = nn.utils.rnn.pad_sequence(loss_masks, batch_first=True)  # (B, R)
     for pack in packs:
-        yield select_trained_tokens(pack, examples)
-
-
-def select_trained_tokens(pack: packing.Pack, examples: list[Example]) -> packing.Pack:
-    """Make the tokens of the loss masks the targets of a pack, instead of all response tokens.
-
-    If a chat has an image in a later turn, the turns before it are in the prompt."""
-    response_indices = pack.response_index.tolist()
-    lengths = [len(examples[b].response_ids) for b in response_indices]
-    logit_indices = [torch.empty(0, dtype=torch.long)]
-    target_ids = [torch.empty(0, dtype=torch.long)]
-    for b, of_response in zip(response_indices, pack.logit_indices.cpu().split(lengths)):
-        example = examples[b]
-        last = int(of_response[0])  # the last token of the prompt predicts the first of the response
-        of_prompt = torch.arange(last + 1 - example.prompt.length, last)
-        predicting = torch.cat([of_prompt, of_response])  # (P + R - 1,): pack indices, for tokens 1, 2, ...
-        logit_indices.append(predicting[example.loss_mask[1:]])
-        target_ids.append(example.input_ids[1:][example.loss_mask[1:]])
-    device = pack.target_ids.device
-    return pack._replace(
-        logit_indices=torch.cat(logit_indices).to(device), target_ids=torch.cat(target_ids).to(device)
-    )
+        trained = pack.gather_tokens(loss_mask)  # (M,) bool
+        logit_indices = pack.logit_indices[trained]
+        yield pack._replace(logit_indices=logit_indices, target_ids=pack.target_ids[trained])
 
 
 # ---- evaluation ----
@@ -959,15 +902,13 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
         max_tokens=args.micro_batch_tokens,
     )
     texts = tokenizer.batch_decode([x.token_ids for x in generated], skip_special_tokens=True)
-    responses = []  # per prompt: the example's response, then for a pair one response per verdict
+    responses = []  # per example its own response, then a response with each verdict
     for example, text in zip(examples, texts):
-        responses.append([example.response_ids])
-        if example.label is not None:
-            reasoning = text.partition("<answer>")[0]
-            verdicts = [reasoning + format_verdict(verdict, example.noun) for verdict in VERDICTS]
-            verdict_ids = tokenizer(verdicts, add_special_tokens=False)["input_ids"]
-            responses[-1] += [torch.tensor(ids) for ids in verdict_ids]
-    logprobs = sum_logprobs(args, model, prompts, responses)
+        reasoning = text.partition("<answer>")[0]
+        verdicts = [reasoning + format_verdict(verdict, example.noun) for verdict in VERDICTS]
+        verdict_ids = tokenizer(verdicts, add_special_tokens=False)["input_ids"]
+        responses += [example.response_ids, *map(torch.tensor, verdict_ids)]
+    logprobs = sum_logprobs(args, model, prompts, responses)  # (B, 1 + verdicts)
 
     records = []
     for i, example in enumerate(examples):
@@ -997,28 +938,24 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
     return records
 
 
-def sum_logprobs(
-    args: Args, model, prompts: list[Prompt], responses: list[list[Tensor]]
-) -> tuple[Tensor, ...]:
-    """log p of each prompt's responses: (k,) in float64 for a prompt with k responses."""
-    flat = [ids for group in responses for ids in group]  # (R,) each
-    counts = [len(group) for group in responses]
-    indices = torch.arange(len(flat)).split(counts)
-    lengths = [prompt.length + len(ids) for prompt, group in zip(prompts, responses) for ids in group]
+def sum_logprobs(args: Args, model, prompts: list[Prompt], responses: list[Tensor]) -> Tensor:
+    """log p (B, K), in float64, of K responses to each of B prompts. responses: ordered by prompt."""
+    K = len(responses) // len(prompts)
+    lengths = [prompts[i // K].length + len(ids) for i, ids in enumerate(responses)]
     packs = packing.iter_rank_packs(
         model=model,
-        groups=[(i, group.tolist()) for i, group in enumerate(indices)],
+        groups=[(i, list(range(i * K, (i + 1) * K))) for i in range(len(prompts))],
         prompts=[replace(prompt, index=i) for i, prompt in enumerate(prompts)],
         encode=prompts.__getitem__,
-        responses=flat,
+        responses=responses,
         max_tokens=max(args.micro_batch_tokens, *lengths),  # a text can have more tokens than generated
     )
-    shape = len(flat), max(map(len, flat))
+    shape = len(responses), max(map(len, responses))
     table = torch.zeros(shape, dtype=torch.float64, device=model.device)  # (responses, R)
     for pack in packs:
         logprobs, _ = packing.response_logprobs(model, pack)
         table[pack.token_index] = logprobs.double()
-    return table.sum(1).cpu().split(counts)
+    return table.sum(1).cpu().view(-1, K)
 
 
 def judge_metrics(records: list[dict]) -> dict[str, float]:
@@ -1029,11 +966,6 @@ def judge_metrics(records: list[dict]) -> dict[str, float]:
         values = [record[name] for record in records if name in record]  # chats have no verdict
         if values:
             metrics[f"eval/{name}"] = float(np.mean(values))
-    if "eval/accuracy" in metrics:
-        # The two judgments of a pair are not independent, so the interval counts pairs.
-        num_pairs = len({record["row"] for record in records if "accuracy" in record})
-        low, high = wilson_interval(metrics["eval/accuracy"], num_pairs)
-        metrics |= {"eval/accuracy_low": low, "eval/accuracy_high": high}
     num_tokens = sum(record["tokens"] for record in records)
     metrics["eval/loss"] = sum(record["loss"] for record in records) / num_tokens
     return metrics
