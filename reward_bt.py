@@ -478,9 +478,8 @@ def load_rankings(args: Args, source: str, split: str, seed: int, model, process
     is_chat = not str(rows.features.get("chosen")).startswith("Value")
     has_prompt = "prompt" in columns or "messages" in columns or is_chat  # a chat can contain it
     if not has_prompt or not (has_pair or "responses" in columns):
-        fail(
-            f"{source} has columns {', '.join(columns)}: rename yours, --columns prompt=... chosen=... rejected=..."
-        )
+        names = ", ".join(columns)
+        fail(f"{source} has columns {names}: rename yours, --columns prompt=... chosen=... rejected=...")
     tokenizer = getattr(processor, "tokenizer", processor)
     data_dir = Path(source).parent
 
@@ -632,20 +631,16 @@ def encode_ranking(
     way. So the prompt is the processor's output for the first chat without its last token, red.
     """
     chats = [messages + response for response in responses]
-    ids = [tokenize_chat(processor, chat) for chat in chats]
-    num_shared = min(count_shared(ids), min(map(len, ids)) - 1)  # each response has a token
     inputs = packing.encode_chat(processor, chats[0])
+    input_ids = inputs["input_ids"][0].tolist()
+    ids = [tokenize_chat(processor, chat) for chat in chats]
+    num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])  # each response has a token
     tail = ids[0][num_shared:]
-    length = inputs["input_ids"].shape[1] - len(tail)
-    if inputs["input_ids"][0, length:].tolist() != tail:
-        # The processor appends tokens to any text, as PaliGemma's does. Let it append them to the
-        # prompt, which then ends where the template starts a response.
-        prompt_ids = tokenize_chat(processor, messages, add_generation_prompt=True)
-        num_shared = len(prompt_ids)
-        if any(chat_ids[:num_shared] != prompt_ids for chat_ids in ids):
-            raise ValueError("its chat template starts responses differently from generation prompts")
-        inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
-        length = inputs["input_ids"].shape[1]
+    if input_ids[-len(tail) :] != tail:
+        # PaliGemma's processor appends tokens to any text, so it must tokenize all chats.
+        ids = [packing.encode_chat(processor, chat)["input_ids"][0].tolist() for chat in chats]
+        num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])
+    length = len(input_ids) - len(ids[0]) + num_shared
     prompt = packing.make_prompt(model, truncate_inputs(inputs, length), index=index, messages=messages)
     return prompt, [torch.tensor(chat_ids[num_shared:]) for chat_ids in ids]
 
@@ -1168,10 +1163,8 @@ def save_checkpoint(args: Args, run: Run) -> Path:
     dist.barrier()
     engine_dir = str(temporary / "state" / "reward")
     run.reward_model.save_checkpoint(engine_dir, tag="engine", client_state={"run_state": run.state})
-    weights = {}
-    for name, weight in iter_full_weights(module.model):  # all ranks gather, but only rank 0 keeps them
-        if RANK == 0:
-            weights[name] = weight.cpu()
+    # All ranks gather the weights, but only rank 0 keeps them.
+    weights = {name: weight.cpu() for name, weight in iter_full_weights(module.model) if RANK == 0}
     head = {f"score.{name}": weight.cpu() for name, weight in iter_full_weights(module.score)}
     if RANK == 0:
         config = module.model.config
