@@ -1231,7 +1231,10 @@ def log_to_tensorboard(run: Run, metrics: dict[str, float], table: list[dict], s
         run.writer = SummaryWriter(str(run.run_dir), purge_step=step)
     for name, value in metrics.items():
         run.writer.add_scalar(name, value, step)
-    texts = ["\n".join(f"{name}: {value}" for name, value in record.items()) for record in table]
+    texts = []
+    for record in table:  # without images, which add_text can't show
+        lines = [f"{name}: {x}" for name, x in record.items() if not isinstance(x, Image.Image)]
+        texts.append("\n".join(lines))
     if texts:  # indented, so that Markdown shows it verbatim
         run.writer.add_text("samples", re.sub("(?m)^", "    ", "\n\n".join(texts)), step)
     run.writer.flush()

@@ -80,7 +80,8 @@ def packing_error(
     by_index = dict(enumerate(prompts))
     groups = [(i, [2 * i, 2 * i + 1]) for i in by_index]
     responses = [_probe_response(model, prompt, R) for prompt in prompts for R in PROBE_LENGTHS]
-    long_length = min(max_length, max_tokens, MAX_PROBE_LENGTH) - prompts[0].length
+    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    long_length = min(max_length, max_tokens, max_positions, MAX_PROBE_LENGTH) - prompts[0].length
     responses.append(_probe_response(model, prompts[0], max(1, long_length)))
     long_group = (0, [len(responses) - 1])
     expected = []  # log-probs or score of each response, by the unmodified model

@@ -393,7 +393,7 @@ BF16 += [{"zero_stage": 3, "offload_optimizer": True, "lora_rank": 4}]
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", BF16)
 def test_bf16(run, any_reward, monkeypatch, flags):
-    """Ratios are exactly 1 while the learning rate is 0. A rate of 1e-6 is below the resolution of most bf16
+    """Ratios are 1 up to rounding while the learning rate is 0. A rate of 1e-6 is below the resolution of most bf16
     weights, so it moves the fp32 master weights. Resume is bit-exact."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -411,7 +411,9 @@ def test_bf16(run, any_reward, monkeypatch, flags):
     flags = {"dtype": "bfloat16", "eval_dataset": None, "warmup_steps": 0, **any_reward, **flags}
     still = run("rloo", learning_rate=0.0, run_name="still", **flags)
     for step in metrics_of(still):
-        assert step["policy/ratio"] == 1 and step["policy/approx_kl"] == 0 < step["train/grad_norm"]
+        # Packs of other sizes round differently, and how differently depends on the CPU.
+        assert step["policy/ratio"] == pytest.approx(1, abs=2e-3) and step["train/grad_norm"] > 0
+        assert abs(step["policy/approx_kl"]) < 1e-4
     flags |= {"learning_rate": 1e-6, "save_steps": 1, "num_epochs": 1, "train_batch_size": 16}
     flags["min_lr_ratio"] = 1.0
     moved = run("rloo", **flags)
@@ -435,7 +437,8 @@ def test_bf16_on_two_ranks(run, start, tmp_path, any_reward, flags):
     one = metrics_of(run("rloo", run_name="one", **flags))
     assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
     for two_ranks, one_rank in zip(metrics_of(tmp_path / "runs" / "two"), one, strict=True):
-        assert two_ranks["policy/ratio"] == one_rank["policy/ratio"] == 1
+        for ratio in (two_ranks["policy/ratio"], one_rank["policy/ratio"]):
+            assert ratio == pytest.approx(1, abs=2e-3)
         for name in ("train/grad_norm", "objective/scores"):  # rounding may change a sampled token
             assert two_ranks[name] == pytest.approx(one_rank[name], rel=0.3)
 

@@ -81,21 +81,27 @@ def inline(script: Path, metadata: bool = False) -> str:
     whole = [alias.name for node in of_common(imports) if node.module == "common" for alias in node.names]
     nodes = imports
     parts = []
-    for name in ["__init__", *modules_of(imports)]:  # importing any module of a package runs __init__ first
+    for name in ["__init__", *modules_of(imports)]:
         module_doc, module_imports, code = split(ROOT / "common" / f"{name}.py")
         nodes = nodes + module_imports
         comment = "\n".join(f"# {line}".rstrip() for line in module_doc.strip().splitlines())
         parts.append(f"# ---- common/{name}.py, inlined ----\n\n{comment}\n\n\n{code}")
     external = [node for node in nodes if node not in of_common(nodes)]
+    # common/__init__.py runs before the other imports, because it makes torchvision importable.
+    _, first_imports, _ = split(ROOT / "common" / "__init__.py")
+    names = {ast.unparse(node) for node in first_imports}
+    first = f"{merge_imports(first_imports)}\n\n\n{parts.pop(0)}"
+    external = [node for node in external if ast.unparse(node) not in names]
     here = "".join(f"{name} = sys.modules[__name__]  # the module is part of this file\n" for name in whole)
     code = "\n\n\n".join([*parts, here + f"\n\n# ---- {script.name} ----\n\n\n{body}\n"])
-    duplicates = [name for name, count in Counter(defined(code)).items() if count > 1]
+    duplicates = [name for name, count in Counter(defined(first + code)).items() if count > 1]
     if duplicates:
         fail(f"{script} and common/ both define {', '.join(duplicates)}: rename one of them")
     lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
     dependencies = "".join(f'#     "{line}",\n' for line in lines if line)
     block = f'# /// script\n# requires-python = ">=3.11"\n# dependencies = [\n{dependencies}# ]\n# ///\n'
-    return f'{block if metadata else ""}"""{doc}"""\n\n{merge_imports(external)}\n\n\n{code}'
+    start = f'{block if metadata else ""}"""{doc}"""\n\n{first}'
+    return f"{start}\n\n\n{merge_imports(external)}\n\n\n{code}"
 
 
 def main(args: Args) -> None:
