@@ -846,10 +846,10 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
         responses=[example.response_ids for example in examples], max_tokens=args.micro_batch_tokens,
         rank=RANK, world_size=WORLD_SIZE, media_everywhere=args.zero_stage > 0,
     )  # fmt: skip
-    loss_masks = [example.loss_mask for example in examples]
-    loss_mask = nn.utils.rnn.pad_sequence(loss_masks, batch_first=True)  # (B, R)
+    loss_masks = [example.loss_mask for example in examples]  # (R,) each
+    table = nn.utils.rnn.pad_sequence(loss_masks, batch_first=True)  # (B, R)
     for pack in packs:
-        trained = pack.gather_tokens(loss_mask)  # (M,) bool
+        trained = pack.gather_tokens(table)  # (M,) bool
         logit_indices = pack.logit_indices[trained]
         yield pack._replace(logit_indices=logit_indices, target_ids=pack.target_ids[trained])
 
@@ -902,7 +902,7 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
         max_tokens=args.micro_batch_tokens,
     )
     texts = tokenizer.batch_decode([x.token_ids for x in generated], skip_special_tokens=True)
-    responses = []  # per example its own response, then a response with each verdict
+    responses = []  # per example its own response, then one with each verdict; chats ignore these
     for example, text in zip(examples, texts):
         reasoning = text.partition("<answer>")[0]
         verdicts = [reasoning + format_verdict(verdict, example.noun) for verdict in VERDICTS]

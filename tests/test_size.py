@@ -12,7 +12,7 @@ UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
     "rloo.py": (1450, 400, 190, 57, 10),
     "ppo_vl.py": (1895, 600, 265, 58, 11),
-    "reward_bt.py": (1250, 330, 150, 57, 10),
+    "reward_bt.py": (1255, 330, 150, 57, 10),
     "grm_sft.py": (1335, 330, 150, 57, 10),
     "common/*.py": (1640, 0, 0, 59, 14),
 }
