@@ -62,19 +62,19 @@ class Args:
     # --- experiment ---
     seed: int = 1  # Random seed of the head, LoRA, data order and easy-VQA's rejected answers.
     output_dir: str = "runs"  # Directory that contains one directory per run.
-    run_name: str | None = None  # Directory of this run. Default: script, model, seed and time.
+    run_name: str | None = None  # Subdirectory of --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
     resume: str | None = None  # Checkpoint to resume from, or "auto" for the latest of --run-name.
     # --- model and data ---
-    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # Path or hub id; a checkpoint keeps its head.
-    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved dataset or a hub id.
-    dataset_split: str = "train"  # Split of --dataset, unless it is a file.
-    columns: tuple[str, ...] = ()  # Columns to rename: prompt=problem answer=solution.
+    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # Path or Hub id; a checkpoint keeps its head.
+    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved dataset or a Hub id.
+    dataset_split: str = "train"  # Split of --dataset; ignored for files.
+    columns: tuple[str, ...] = ()  # Columns to rename, NEW=OLD: prompt=problem answer=label.
     eval_datasets: tuple[str, ...] = ()  # Evaluation sets, as name=source. Default: easy-VQA's.
-    eval_dataset_split: str = "test"  # Split of each of --eval-datasets, unless it is a file.
+    eval_dataset_split: str = "test"  # Split of each of --eval-datasets; ignored for files.
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     video_fps: float = 2.0  # Frames per second to sample from videos.
     max_length: int = 1024  # Maximum tokens of a prompt and one response; rows with longer ones are skipped.
-    lora_rank: int = 0  # Rank of LoRA adapters on the language model; 0 trains all weights.
+    lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
     lora_alpha: float = 32.0  # LoRA scaling: the adapters' output is multiplied by alpha / rank.
     # --- algorithm ---
     center_coef: float = 0.0  # Weight of (chosen + rejected)^2 in the loss (TRL: center_rewards_coefficient).
@@ -85,9 +85,9 @@ class Args:
     learning_rate: float = 3e-4  # Peak learning rate; about 5e-6 for pretrained models, 1e-4 with LoRA.
     min_lr_ratio: float = 0.1  # Final learning rate of the cosine schedule, as a fraction of the peak.
     warmup_steps: int = 10  # Optimizer steps of linear warmup.
-    weight_decay: float = 0.0  # AdamW weight decay of matrices; vectors have none.
+    weight_decay: float = 0.0  # AdamW weight decay; not applied to biases and norm weights.
     adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW betas.
-    max_grad_norm: float = 1.0  # Maximum gradient norm.
+    max_grad_norm: float = 1.0  # Maximum gradient norm; larger gradients are scaled down.
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
     zero_stage: Literal[0, 1, 2, 3] = 0  # ZeRO: shard optimizer (1), gradients (2), parameters (3).
@@ -98,7 +98,7 @@ class Args:
     eval_steps: int = 200  # Evaluation interval in steps; 0 evaluates at the start and the end only.
     eval_rows: int = 1000  # Number of rows per evaluation set, a fixed random subset; 0 for all.
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
-    save_total_limit: int = 2  # Number of checkpoints to keep.
+    save_total_limit: int = 2  # Checkpoints to keep, at least 1; the oldest are deleted.
     track: Literal["off", "wandb", "tensorboard"] = "off"  # Experiment tracker to log to.
 
 
@@ -235,7 +235,7 @@ def main(args: Args) -> dict[str, float]:
     for step in bar:
         # --- 2. data: the next rankings, all pairs within them, and packs of their responses ---
         step_start = time.perf_counter()
-        indices = sample_indices(
+        indices = shuffled_indices(
             start=(step - 1) * args.train_batch_size,
             count=args.train_batch_size,
             num_rows=len(run.train_data.rows),
@@ -253,7 +253,7 @@ def main(args: Args) -> dict[str, float]:
             constant_rewards = compute_rewards(args, run, run.train_data, rankings).to(run.device)
 
         # --- 3. update: one optimizer step on all pairs ---
-        set_checkpointing(reward_model.module, True)
+        set_gradient_checkpointing(reward_model.module, True)
         rewards = torch.zeros(num_responses, device=run.device)  # (B,), for the metrics
         for k, pack in enumerate(packs):
             reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
@@ -271,7 +271,7 @@ def main(args: Args) -> dict[str, float]:
             # Undo DeepSpeed's mean over ranks (WORLD_SIZE) and over packs (scale_wrt_gas).
             reward_model.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
         grad_norm = optimizer_step(reward_model)  # None: not finite, the step was skipped
-        set_checkpointing(reward_model.module, False)
+        set_gradient_checkpointing(reward_model.module, False)
         rewards = all_reduce_sum(rewards, run.device)  # (B,)
         seconds = time.perf_counter() - step_start
 
@@ -409,19 +409,20 @@ def print0(message: str) -> None:
 
 
 def catch_signals() -> list[int]:
-    """Collect SIGTERM and SIGINT in the returned list; the second one ends the process at once.
+    """Collect SIGTERM and SIGINT in the returned list; a second signal ends the process.
 
-    Under a launcher it does not: torchrun repeats signals that the terminal or a job scheduler
-    has sent to the ranks already, and the repetition must not interrupt the save."""
+    Under a launcher, signals are only collected: each rank gets one from the terminal or job
+    scheduler and again from torchrun, and the second one must not interrupt the save."""
     received_signals = []
 
     def handler(number, frame):
         received_signals.append(number)
         if "RANK" not in os.environ:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handler)
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
     return received_signals
 
 
@@ -454,10 +455,11 @@ class RankingDataset:
     encode: Callable[[int], Ranking]  # row index -> ranking; raises one of ROW_ERRORS
 
 
-def sample_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
-    """Elements start ... start + count - 1 of an endless stream of shuffled epochs.
+def shuffled_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
+    """The next count indices epoch * num_rows + row, with the rows of each epoch shuffled.
 
-    An index is epoch * num_rows + row, so the same row gets different responses in each epoch.
+    start is the number of indices before them. The epoch is part of an index, so that a row
+    that occurs twice in a step gets two seeds.
     """
     stream = []
     for epoch in range(start // num_rows, (start + count - 1) // num_rows + 1):
@@ -468,7 +470,7 @@ def sample_indices(start: int, count: int, num_rows: int, seed: int) -> list[int
 
 def load_rankings(args: Args, source: str, split: str, seed: int, model, processor) -> RankingDataset:
     """Columns: prompt or messages, a string or a chat; chosen and rejected, or responses (best
-    first), strings or chats, see split_row; optional image(s) and video(s), see add_markers;
+    first), strings or chats, see split_row; optional image(s) and video(s), see read_chat;
     optional margin and weight."""
     rows = rename_columns(args, source, load_rows(source, split))
     if source == "easy-vqa":
@@ -554,7 +556,7 @@ def rename_columns(args: Args, source: str, rows):
             new_names[column] = name
         elif source == args.dataset:
             fail(f"--columns {pair} must be name=column; {source} has {', '.join(columns)}")
-    # A column that has one of the new names already, and does not get another one, is replaced.
+    # A renamed column replaces an existing column of that name.
     replaced = [column for column in columns if column in new_names.values() and column not in new_names]
     return rows.remove_columns(replaced).rename_columns(new_names)
 
@@ -667,16 +669,16 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
     "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
     """
-    roles, texts, media = add_markers(row)
-    unread = {name: iter(sources) for name, sources in media.items()}
+    roles, texts, media = read_chat(row)
+    unused = {name: iter(sources) for name, sources in media.items()}
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     messages = []
     for role, text in zip(roles, texts):
         pieces = [text] if role == "assistant" else re.split("<(image|video)>", text)
         parts = []
-        for k, piece in enumerate(pieces):  # texts alternate with the names of markers
+        for k, piece in enumerate(pieces):  # re.split puts the markers' names at odd positions
             if k % 2 == 1:
-                parts.append(load_media(piece, next(unread[piece]), data_dir, args.video_fps))
+                parts.append(load_media(piece, next(unused[piece]), data_dir, args.video_fps))
             elif piece:
                 parts.append({"type": "text", "text": escape_special_tokens(piece, special_tokens)})
         messages.append({"role": role, "content": parts})
@@ -686,12 +688,12 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     return messages
 
 
-def add_markers(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
-    """Roles and texts of a row's messages, and the sources of its images and videos.
+def read_chat(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
+    """Roles and texts of a row's messages, and the media that replace markers in the texts.
 
-    The markers <image> and <video> in the texts say where media go, in order. Typed parts become
-    markers. Media without a marker go to the front of the first user message. In assistant messages
-    a marker is plain text, because chat templates accept media from users only.
+    The markers are <image> and <video>, in the order of the media. A message part of type image or
+    video becomes a marker. Without markers, media go to the front of the first user message. In
+    assistant messages a marker is text, because chat templates accept media from users only.
     """
     chat = row.get("prompt") or row.get("messages")
     if not chat:
@@ -721,6 +723,8 @@ def add_markers(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
         marker = f"<{name}>"
         count = sum(text.count(marker) for role, text in zip(roles, texts) if role != "assistant")
         if count == 0 and sources:
+            if "user" not in roles:
+                raise ValueError(f"it has {name}s, but no user message")
             first = roles.index("user")
             texts[first] = marker * len(sources) + texts[first]
         elif count != len(sources):
@@ -748,7 +752,7 @@ def load_media(media_type: str, source, data_dir: Path, video_fps: float) -> dic
 
 
 def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
-    """Data must not end a turn or stand for an image: "<|im_end|>" -> "< |im_end|>"."""
+    """Break up special tokens, with which data could end a turn: "<|im_end|>" -> "< |im_end|>"."""
     while present := [token for token in special_tokens if token in text]:
         token = present[0]  # one at a time, because breaking one up may form another
         text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
@@ -945,8 +949,8 @@ def iter_full_weights(model, trainable_only: bool = False) -> Iterator[tuple[str
     """Names and weights of the model, unsharded and with LoRA merged. Call on all ranks.
 
     LoRA is merged into copies, W + alpha / rank * B A: merging in place and undoing it would change
-    bf16 weights by rounding. Tied weights appear under each of their names. trainable_only: only
-    weights that training changes."""
+    bf16 weights by rounding. Tied weights appear under each of their names. trainable_only skips
+    frozen weights, which a moving average of the policy (ppo_vl.py) does not need."""
     import deepspeed
 
     lora_layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
@@ -977,7 +981,7 @@ def iter_full_weights(model, trainable_only: bool = False) -> Iterator[tuple[str
 
 
 def init_distributed() -> torch.device:
-    """Initialize the process group; without a launcher it uses no port, so runs never collide."""
+    """Initialize torch.distributed. Without a launcher it uses no port, so runs can't conflict."""
     on_cuda = torch.cuda.is_available()
     local_rank = os.environ.get("LOCAL_RANK", "0")
     device = torch.device("cuda", int(local_rank)) if on_cuda else torch.device("cpu")
@@ -1002,10 +1006,10 @@ def init_distributed() -> torch.device:
 def init_deepspeed_engine(
     args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0, learning_rate: float = 0.0
 ):
-    """DeepSpeed engine with AdamW and a cosine schedule, or for a frozen module without them.
+    """Wrap a module in a DeepSpeed engine, with AdamW and a cosine schedule unless frozen.
 
-    A pack is a micro-batch and their number varies, so main ends an optimizer step with
-    set_gradient_accumulation_boundary, and the losses are already divided by global counts."""
+    A frozen module has 0 total_updates. The number of packs per optimizer step varies, so main
+    marks the last one with set_gradient_accumulation_boundary."""
     import deepspeed
 
     config = {
@@ -1055,12 +1059,12 @@ def init_deepspeed_engine(
     return engine
 
 
-def set_checkpointing(module: nn.Module, enabled: bool) -> None:
+def set_gradient_checkpointing(module: nn.Module, enabled: bool) -> None:
     """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
 
-    A model in training mode may be another function than the one that sampled (router noise, batch
-    norm), so it stays in eval mode. But transformers checkpoints only layers whose own training flag
-    is True, and such layers ignore the KV cache, which decoding needs."""
+    The model stays in eval mode, because train mode could change its output (router noise, batch
+    norm). But transformers checkpoints only layers in train mode, and those ignore the KV cache.
+    So only these layers are switched, and only while the model is updated."""
     for layer in module.modules():
         is_layer = isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer)
         if is_layer and layer.gradient_checkpointing:
@@ -1087,8 +1091,8 @@ def optimizer_step(engine) -> float | None:
 def zero_gradient_buffers(optimizer) -> None:
     """Zero the buffers in which DeepSpeed 0.19 keeps gradients under ZeRO-3 and CPU offload.
 
-    It would apply them again to parameters that get no new ones, such as those of the vision
-    tower in a batch of texts. DeepSpeed has no public call for this."""
+    Otherwise parameters without a new gradient (the vision tower's, in a batch of texts) would be
+    updated with the previous one. DeepSpeed has no public call for this."""
     buffers = [getattr(optimizer, "grad_partitions_flat_buffer", None)]  # ZeRO-3
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # offload
         buffers += [partition.grad for partition in getattr(optimizer, name, [])]
@@ -1099,7 +1103,7 @@ def zero_gradient_buffers(optimizer) -> None:
 
 def all_reduce_sum(x: Tensor, device: torch.device) -> Tensor:
     """Sum of the tensors of all ranks, on the CPU."""
-    if WORLD_SIZE > 1:  # on one rank gloo would copy in a thread that slows down OpenMP
+    if WORLD_SIZE > 1:  # skipped on one rank: gloo's copy thread slows down OpenMP
         x = x.to(device)
         dist.all_reduce(x)
     return x.cpu()
@@ -1134,7 +1138,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def prepare_run_dir(args: Args, run_dir: Path, last_step: int) -> None:
-    """Create the run directory; drop what was logged after the checkpoint to resume from."""
+    """Create the run directory; remove checkpoints and log lines after last_step."""
     if RANK > 0:
         return
     try:
@@ -1142,6 +1146,10 @@ def prepare_run_dir(args: Args, run_dir: Path, last_step: int) -> None:
     except OSError as error:
         fail(f"can't create {run_dir} in --output-dir: {error}")
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+    for checkpoint in list_checkpoints(run_dir):  # --resume auto would prefer them to new ones
+        if int(checkpoint.name[11:]) > last_step:
+            print0(f"resuming from step {last_step}: {checkpoint} is removed")
+            shutil.rmtree(checkpoint)
     for path in run_dir.glob("*.jsonl"):
         lines = path.read_text().splitlines(keepends=True) if last_step > 0 else []
         lines = [line for line in lines if line.endswith("\n")]  # a kill may truncate the last
@@ -1197,11 +1205,10 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
         file.write(json.dumps(metrics) + "\n")
     with (run.run_dir / "samples.jsonl").open("a") as file:
         for record in sample_records:
-            file.write(json.dumps({"train/step": step, **record}, default=str) + "\n")
-    table = []  # records of an evaluation, at most 64
+            file.write(json.dumps({**record, "train/step": step}, default=str) + "\n")
+    table = []  # only for steps with an evaluation
     if args.track != "off" and any(name.startswith("eval/") for name in metrics):
-        every = len(sample_records) // 64 + 1
-        table = [format_record(run, record) for record in sample_records[::every]]
+        table = [format_record(run, record) for record in sample_records]
     if args.track == "wandb":
         log_to_wandb(args, run, metrics, table, step)
     if args.track == "tensorboard":

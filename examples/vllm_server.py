@@ -63,6 +63,9 @@ class Servers:
                     self.request(url, "POST", f"/reset_{cache}_cache")
         dist.barrier()
 
+    def sleep(self) -> None:
+        """The servers stay awake, because they have their own GPUs."""
+
     def generate(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
         bodies = [self.make_request(prompt, num_samples, temperature) for prompt in prompts]
         with ThreadPoolExecutor(32) as pool:

@@ -52,7 +52,7 @@ sample_mask: kept_responses
 segment_ids: response_of_token
 plug_in: load_callable
 name_of: write it inline
-batch_indices: sample_indices
+batch_indices: shuffled_indices
 sum_over_ranks: all_reduce_sum
 mean_over_ranks: all_reduce_mean
 goes_on: unfinished

@@ -21,7 +21,7 @@ import rloo
 from common import decoding
 from common.decoding import sample_token
 from common.packing import Prompt, Response
-from rloo import accuracy_reward, compute_advantages, compute_rloo_loss, format_reward, sample_indices
+from rloo import accuracy_reward, compute_advantages, compute_rloo_loss, format_reward, shuffled_indices
 
 F = torch.float64
 
@@ -109,11 +109,11 @@ def test_sampled_tokens_follow_the_distribution():
 
 
 def test_indices_are_shuffled_epochs():
-    indices = sample_indices(0, 25, 10, seed=1)
+    indices = shuffled_indices(0, 25, 10, seed=1)
     assert sorted(indices[:20]) == [*range(20)] and max(indices[:10]) == 9  # the second epoch starts at 10
     assert indices[:10] != [index - 10 for index in indices[10:20]]
-    assert sample_indices(7, 9, 10, seed=1) == indices[7:16]
-    assert sample_indices(0, 25, 10, seed=2) != indices
+    assert shuffled_indices(7, 9, 10, seed=1) == indices[7:16]
+    assert shuffled_indices(0, 25, 10, seed=2) != indices
 
 
 # ---- rewards, rollouts, evaluation ----
@@ -143,11 +143,12 @@ def score(functions: dict, prompt="Q", n: int = 2):
 def test_rewards_are_called_as_in_trl():
     seen = {}
 
-    def plain(prompts, completions, completion_ids, trainer_state, log_metric, **columns):
+    def plain(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
         seen.update(columns, completions=completions, prompts=prompts)
         seen.update(ids=completion_ids, state=trainer_state)
         log_metric("mine", 3)
         log_metric("mine", 5)
+        log_extra("note", ["x", "y"])
         return [0.5, None]
 
     async def slow(texts, **columns):
@@ -184,6 +185,7 @@ def fake():
         if row == 4:
             raise TypeError("a bug in code")
         columns = {"prompt": f"Q{row}", "answer": str(10 + row), "rating": [1, None][row % 2]}
+        columns |= {"row": "a column of the dataset", "phase": "another one"}
         return Prompt(row, 2, (), {}, None, None, {}, (), {}, (), row=columns, messages=[])
 
     decode = lambda ids, **options: [" ".join(map(str, x.tolist())) for x in ids]  # noqa: E731
@@ -205,7 +207,8 @@ def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     assert rollout.rewards["own"].tolist() == [[1.0] * 3] * 3
     assert rollout.scores[:, 0].tolist() == pytest.approx([1.0, 0.9, 1.0])  # None does not count as 0
     assert rollout.truncated.tolist() == [[False, True, False]] * 3
-    assert [record["response"] for record in rollout.sample_records] == ["12 20", "11 20", "10 20"]
+    records = [(record["row"], record["response"]) for record in rollout.sample_records]
+    assert records == [(2, "12 20"), (1, "11 20"), (0, "10 20")]  # not the dataset's column named row
     assert rollout.reward_metrics == {"m": 11.0}
     run.reward_functions["own"] = run.reward_functions["rating"]
     scores = rloo.collect_rollout(args, run, data, [1, 2], num_samples=1, temperature=1.0, step=1).scores
@@ -250,6 +253,11 @@ def test_evaluation_metrics_by_hand(fake, monkeypatch):
     ]
 
 
+def test_a_missing_score_does_not_make_scores_differ():
+    scores = torch.tensor([[1.0, 1.0, math.nan], [1.0, 0.9, math.nan], [math.nan] * 3, [0.3] * 3])
+    assert rloo.scores_differ(scores, ~scores.isnan()).tolist() == [False, True, False, False]
+
+
 def test_batches_are_counted_in_responses(monkeypatch):
     calls = []
     monkeypatch.setattr(decoding, "generate", lambda **how: calls.append(how) or how["prompts"])
@@ -292,6 +300,7 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
     for row, reason in (
         ({"prompt": "<image><image>", "image": a}, "2 <image> markers, but 1 images"),
         ({"prompt": None}, "its prompt is empty"),
+        ({"prompt": [{"role": "system", "content": "Q"}], "image": a}, "it has images, but no user message"),
         ({"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}, "type audio"),
     ):
         with pytest.raises(ValueError, match=reason):
@@ -312,17 +321,17 @@ def test_a_prompt_of_exactly_the_maximum_length_is_kept(tiny_text_model, tmp_pat
 # ---- signals, optimizer, weights ----
 
 
-@pytest.mark.parametrize("rank, second", [(None, signal.SIG_DFL), ("0", None)])
-def test_a_second_signal_ends_a_process_without_a_launcher(monkeypatch, rank, second):
+@pytest.mark.parametrize("rank", [None, "0"])
+def test_a_second_signal_ends_a_process_without_a_launcher(monkeypatch, rank):
+    """Whichever of the two it is. torchrun repeats signals that the rank has received already."""
     monkeypatch.delenv("RANK", raising=False)
-    if rank:  # torchrun repeats signals that the rank has received already
+    if rank:
         monkeypatch.setenv("RANK", rank)
     received = rloo.catch_signals()
     os.kill(os.getpid(), signal.SIGINT)
     assert received == [signal.SIGINT]
-    handler = signal.getsignal(signal.SIGINT)
-    assert handler == second if second is not None else callable(handler)
-    assert callable(signal.getsignal(signal.SIGTERM))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        assert (signal.getsignal(number) == signal.SIG_DFL) == (rank is None)
 
 
 class Two(torch.nn.Module):
@@ -409,7 +418,7 @@ def test_frozen_weights_are_not_gathered_for_the_average(lora_model, monkeypatch
 
 
 def test_checkpointed_layers_are_recomputed_in_eval_mode(monkeypatch):
-    """And only between set_checkpointing(True) and set_checkpointing(False)."""
+    """And only between set_gradient_checkpointing(True) and set_gradient_checkpointing(False)."""
     model = rloo.load_model(TINY, torch.float32)
     model.gradient_checkpointing_enable()
     attention = model.model.language_model.layers[0].self_attn
@@ -419,7 +428,7 @@ def test_checkpointed_layers_are_recomputed_in_eval_mode(monkeypatch):
     for enabled in (True, False):
         calls.clear()
         model.zero_grad()
-        rloo.set_checkpointing(model, enabled)
+        rloo.set_gradient_checkpointing(model, enabled)
         assert not model.training and not attention.training
         model(input_ids=torch.arange(20, 50)[None], use_cache=False).logits.square().mean().backward()
         assert len(calls) == 1 + enabled

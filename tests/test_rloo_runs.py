@@ -152,7 +152,7 @@ def test_packs_do_not_change_the_result(run, any_score, monkeypatch):
 
 
 @pytest.mark.parametrize("shift", [0.01, math.nan])
-def test_a_sampler_that_disagrees_stops_the_default_mode(run, monkeypatch, capsys, shift):
+def test_a_sampler_that_disagrees_stops_the_default_mode(run, tmp_path, monkeypatch, capsys, shift):
     """In fp32 the sampler's log-probs are reused, so only the training forward can tell that they are wrong."""
     real = decoding.generate
 
@@ -166,7 +166,8 @@ def test_a_sampler_that_disagrees_stops_the_default_mode(run, monkeypatch, capsy
     with pytest.raises(SystemExit) as stopped:
         run("rloo", eval_dataset=None)
     error = capsys.readouterr().err
-    assert stopped.value.code == 2 and f"step 1: sampling/logprob_diff_mean is {shift}" in error
+    assert stopped.value.code == 2 and f"step 1: sampling/logprob_diff_mean is {shift}, more than" in error
+    assert [step["train/step"] for step in read_jsonl(tmp_path / "runs/run/metrics.jsonl")] == [1]
 
 
 @pytest.fixture(scope="session")
@@ -209,7 +210,7 @@ def test_random_routing_is_trained_exactly_or_stopped(run, noisy_model, tmp_path
         metrics = metrics_of(run("rloo", **flags))[0]
         assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5)
         return
-    monkeypatch.setattr(rloo, "set_checkpointing", lambda module, enabled: module.train(enabled))
+    monkeypatch.setattr(rloo, "set_gradient_checkpointing", lambda module, enabled: module.train(enabled))
     with pytest.raises(SystemExit) as stopped:
         run("rloo", **flags)
     assert stopped.value.code == 2 and "logprob_diff_mean is" in capsys.readouterr().err
@@ -272,6 +273,16 @@ def test_checkpoints_are_ordered_by_step(tmp_path):
     for name in names:
         (tmp_path / name).mkdir()
     assert [path.name for path in rloo.list_checkpoints(tmp_path)] == [names[4], names[3], names[0]]
+
+
+def test_a_resume_removes_later_checkpoints_and_log_lines(tmp_path):
+    """Otherwise --resume auto would prefer the old step 40 to the new step 30, and the limit would delete step 30."""
+    for step in (9, 20, 40):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    write_jsonl(tmp_path / "metrics.jsonl", [{"train/step": step} for step in (20, 21)])
+    rloo.prepare_run_dir(rloo.Args(), tmp_path, last_step=20)
+    assert [path.name for path in rloo.list_checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-20"]
+    assert metrics_of(tmp_path) == [{"train/step": 20}]
 
 
 def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_path, vqa_rows, watch):
@@ -345,7 +356,7 @@ def test_wandb_has_every_step_and_the_samples_of_evaluations(run, vqa_rows, tmp_
     for name, value in {"MODE": "offline", "SILENT": "true", "DATA_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     held_out = write_jsonl(tmp_path / "held_out.jsonl", vqa_rows[::-1])
-    run_dir = run("rloo", eval_dataset=held_out, track="wandb", save_total_limit=-1)
+    run_dir = run("rloo", eval_dataset=held_out, track="wandb", save_total_limit=1)
     wandb.finish()
     tables = [*(run_dir / "wandb").glob("offline-run-*/files/media/table/samples*.json")]
     assert len(tables) == 2, "of steps 0 and 2"
@@ -361,7 +372,7 @@ def test_wandb_has_every_step_and_the_samples_of_evaluations(run, vqa_rows, tmp_
             assert row | record | {"prompt": "<image>\n" + record["prompt"]} == row
             image = Image.open(io.BytesIO(images[row["image_0"]["sha256"]]))
             assert not ImageChops.difference(image, Image.open(record["image"]).convert("RGB")).getbbox()
-    assert (run_dir / "checkpoint-2").is_dir(), "the latest checkpoint stays, whatever the limit"
+    assert (run_dir / "checkpoint-2").is_dir()
     assert [*(run_dir / "wandb").glob("offline-run-*/*.wandb")] and len(metrics_of(run_dir)) == 3
 
 
@@ -476,7 +487,8 @@ BAD = [  # flags, part of the message
     ({"train_batch_size": 6}, "divide --train-batch-size (6)"),
     ({"rollout_batch_size": 20}, "--rollout-batch-size (20) must be a multiple of --train-batch-size (8)"),
     ({"total_steps": 0}, "--total-steps (0) must be at least 1"),
-    ({"micro_batch_tokens": 100}, "--micro-batch-tokens must hold a prompt and a response, 520 tokens"),
+    ({"save_total_limit": 0}, "--save-total-limit (0) must be at least 1"),
+    ({"micro_batch_tokens": 100}, "(100) must be at least --max-prompt-length + --max-response-length (520)"),
     ({"reward_weights": (1,)}, "one weight per reward"),
     ({"rewards": ("format", "a.py:format"), "reward_weights": (1, 1)}, "--rewards must have different names"),
     ({"temperature": 0}, "--temperature (0.0) must be positive"),

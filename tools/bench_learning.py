@@ -242,7 +242,7 @@ def rloo_trainer(trl, script_args, fields: dict):
 
 def reward_trainer(trl, script_args, fields: dict):
     pairs = reward_bt.load_rows(script_args.dataset, "train")
-    order = reward_bt.sample_indices(
+    order = reward_bt.shuffled_indices(
         0, script_args.total_steps * script_args.train_batch_size, len(pairs), script_args.seed
     )
     roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
