@@ -12,7 +12,8 @@ docs/grm_sft.md lists the differences from GRMTrainerVL (opendilab/LightRFT@49e6
 Read to the end of `main`. The functions that `main` calls follow, in order of use. Words:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
-    example     a row as the model reads it; a pair gives two, one for each order of its candidates
+    example     what the model reads of a row: a pair gives two, one for each order of its candidates;
+                a chat gives one, or several if there are images between its assistant turns
     prompt      the beginning of an example, up to its last image; examples can share it
     response    the rest of an example; its assistant turns are trained on, other tokens are context
     verdict     "1", "2" or "tie": which candidate is better; the verdict of the dataset is the label
@@ -129,7 +130,7 @@ def compute_sft_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
 
 @dataclass
 class Example:
-    """A row as the model reads it: a chat, or a pair in one order of its candidates."""
+    """A pair in one order of its candidates, or a chat; see encode_row."""
 
     example_id: int  # 2 * row, plus 1 if the candidates are swapped
     prompt: PromptInfo  # a full Prompt on the rank that encoded it
@@ -146,7 +147,7 @@ class ExampleDataset:
     source: str
     tokenizer: Any
     groups: list[list[int]]  # ids of all examples; those with the same images are in one group
-    encode: Callable[[int], Example]  # example id -> example; raises one of ROW_ERRORS
+    encode: Callable[[int], list[Example]]  # by example id; raises one of ROW_ERRORS
 
 
 @dataclass
@@ -370,7 +371,9 @@ def catch_signals() -> list[int]:
 def enable_packing(args: Args, judge, data: ExampleDataset) -> None:
     """Switch to packed attention if it is exact on some examples."""
     probe_ids = [group[0] for group in data.groups[:: len(data.groups) // 16 + 1]]
-    examples = [example for example_id in probe_ids if (example := encode_example_or_skip(data, example_id))]
+    examples = []
+    for example_id in probe_ids:
+        examples += encode_examples_or_skip(data, example_id)
     if not examples:
         fail(f"{data.source}: all rows are skipped, see the warnings")
     message = packing_check.enable_packing_if_exact(
@@ -418,10 +421,9 @@ def gather_examples(data: ExampleDataset, example_ids: list[int]) -> list[Exampl
     """The examples of a step, on all ranks and without images. Each rank encodes its share."""
     examples = []
     for example_id in np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist():
-        example = encode_example_or_skip(data, example_id)
-        if example:
+        for k, example in enumerate(encode_examples_or_skip(data, example_id)):
             prompt = example.prompt
-            info = PromptInfo(index=example_id, length=prompt.length, media_keys=prompt.media_keys)
+            info = PromptInfo(index=(example_id, k), length=prompt.length, media_keys=prompt.media_keys)
             examples.append(replace(example, prompt=info))
     examples = all_gather_list(examples)
     if len(examples) * 2 < len(example_ids):
@@ -429,14 +431,14 @@ def gather_examples(data: ExampleDataset, example_ids: list[int]) -> list[Exampl
     return examples
 
 
-def encode_example_or_skip(data: ExampleDataset, example_id: int) -> Example | None:
-    """The example, or None and a warning if its row can't be used."""
+def encode_examples_or_skip(data: ExampleDataset, example_id: int) -> list[Example]:
+    """The examples with this id; none, and a warning, if their row can't be used."""
     try:
         return data.encode(example_id)
     except ROW_ERRORS as error:
         row = example_id // 2
         tqdm.write(f"warning: {data.source} row {row} is skipped: {error!s:.300}", file=sys.stderr)
-        return None
+        return []
 
 
 def all_gather_list(items: list) -> list:
@@ -463,7 +465,7 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
 
     # Cached: a step needs an example's length first, to plan the packs, and its images later.
     @functools.lru_cache(maxsize=2 * args.train_batch_size)
-    def encode(example_id: int) -> Example:
+    def encode(example_id: int) -> list[Example]:
         index = example_id // 2
         row = rows[index]
         if is_easy_vqa:
@@ -571,12 +573,13 @@ def make_easy_vqa_pair(row: dict, rng: np.random.Generator) -> dict:
 def encode_row(
     args: Args, model, processor, row: dict, example_id: int, data_dir: Path, share_prompt: bool,
     prompt_cache: MutableMapping[bytes, Prompt],
-) -> Example:  # fmt: skip
+) -> list[Example]:  # fmt: skip
     r"""Tokenize a row in one order of its candidates.
 
-    With share_prompt, the prompt ends with the last image, so that examples with equal images
-    share it in a pack. Otherwise it ends where the last assistant turn begins, for generation.
-    Assistant turns in the prompt, such as those before the last image, are not trained.
+    With share_prompt, a prompt ends with an image, if there is one, so that examples with equal
+    images share it in a pack. A response has no images, so a chat with images between assistant
+    turns becomes one example for each run of turns without. For evaluation (share_prompt False),
+    the response is the last assistant turn.
 
     prompt      <|im_start|> user \n <|vision_start|> <|image_pad|> x 16 <|vision_end|>
     response    What color? \n Answer 1: red \n Answer 2: blue <|im_end|> \n <|im_start|> assistant \n
@@ -591,36 +594,48 @@ def encode_row(
     if not messages:
         raise ValueError("the chat has no assistant turn")
     ids, turns = locate_turns(processor, messages, get_eos_ids(model, tokenizer))
-    context = messages[:-1]
-    context_end = turns[-1].start  # in ids
-    prompt_end = context_end
-    if share_prompt:
-        media_ids = packing.media_token_ids(model.config)
-        media_ends = [t + 1 for t in range(context_end) if ids[t] in media_ids]
-        prompt_end = max(media_ends, default=context_end)
-    key = hash_content(ids[:prompt_end], context)
-    prompt = prompt_cache.get(key)
-    if prompt is None:
-        inputs = packing.encode_chat(processor, context, add_generation_prompt=True)
-        P = inputs["input_ids"].shape[1] - (context_end - prompt_end)
-        if inputs["input_ids"][0, P:].tolist() != ids[prompt_end:context_end]:
-            # The processor also changes the text after the last image: include that in the prompt.
-            P = inputs["input_ids"].shape[1]
-            prompt_end = context_end
-            key = hash_content(ids[:prompt_end], context)
-        inputs = truncate_inputs(inputs, P)
-        prompt = packing.make_prompt(model, inputs, index=example_id, messages=context)
-        prompt_cache[key] = prompt
-    response_ids = torch.tensor(ids[prompt_end:])
-    length = prompt.length + len(response_ids)
-    if length > args.max_length:
-        raise ValueError(f"{length} tokens exceed --max-length")
-    loss_mask = [any(t in turn for turn in turns) for t in range(prompt_end, len(ids))]
     columns = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
-    return Example(
-        example_id=example_id, prompt=prompt, prompt_key=key, response_ids=response_ids,
-        loss_mask=torch.tensor(loss_mask), noun=noun, label=label, columns=columns,
-    )  # fmt: skip
+    media_ids = packing.media_token_ids(model.config) if share_prompt else []
+    media_ends = [t + 1 for t, token in enumerate(ids) if token in media_ids]
+    groups = defaultdict(list)  # media tokens before a turn -> turns
+    for turn in turns if share_prompt else turns[-1:]:
+        groups[sum(t <= turn.start for t in media_ends)].append(turn)
+    turn_messages = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    examples = []
+    for group in groups.values():
+        first = group[0]
+        last = group[-1]
+        context = messages[: turn_messages[turns.index(first)]]
+        prompt_end = max((t for t in media_ends if t <= first.start), default=first.start)
+        key = hash_content(ids[:prompt_end], context)
+        prompt = prompt_cache.get(key)
+        if prompt is None:
+            inputs = packing.encode_chat(processor, context, add_generation_prompt=True)
+            P = inputs["input_ids"].shape[1] - (first.start - prompt_end)
+            if inputs["input_ids"][0, P:].tolist() != ids[prompt_end : first.start]:
+                # The processor also changes the text after the image: include that in the prompt.
+                P = inputs["input_ids"].shape[1]
+                prompt_end = first.start
+                key = hash_content(ids[:prompt_end], context)
+            inputs = truncate_inputs(inputs, P)
+            prompt = packing.make_prompt(model, inputs, index=example_id, messages=context)
+            prompt_cache[key] = prompt
+        length = prompt.length + last.stop - prompt_end
+        if length > args.max_length:
+            raise ValueError(f"{length} tokens exceed --max-length")
+        loss_mask = [any(t in turn for turn in group) for t in range(prompt_end, last.stop)]
+        example = Example(
+            example_id=example_id,
+            prompt=prompt,
+            prompt_key=key,
+            response_ids=torch.tensor(ids[prompt_end : last.stop]),
+            loss_mask=torch.tensor(loss_mask),
+            noun=noun,
+            label=label,
+            columns=columns,
+        )
+        examples.append(example)
+    return examples
 
 
 def build_chat(row: dict, swapped: bool) -> tuple[dict, str, str | None]:
@@ -845,7 +860,7 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
         model=run.judge.module.model,
         groups=[(indices[0], indices) for indices in sharing.values()],
         prompts=[example.prompt for example in examples],
-        encode=lambda example_id: run.train_data.encode(example_id).prompt,
+        encode=lambda index: run.train_data.encode(index[0])[index[1]].prompt,
         responses=[example.response_ids for example in examples], max_tokens=args.micro_batch_tokens,
         rank=RANK, world_size=WORLD_SIZE, media_everywhere=args.zero_stage > 0,
     )  # fmt: skip
@@ -872,7 +887,9 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     records = []
     for start in range(0, len(rank_ids), args.generation_batch_size):
         batch = rank_ids[start : start + args.generation_batch_size]
-        examples = [example for i in batch if (example := encode_example_or_skip(data, i))]
+        examples = []
+        for example_id in batch:
+            examples += encode_examples_or_skip(data, example_id)
         if examples:
             records += judge_examples(args, run.sampling_model, data.tokenizer, examples)
     records = all_gather_list(records)
@@ -976,7 +993,7 @@ def judge_metrics(records: list[dict]) -> dict[str, float]:
 
 def get_messages(run: Run, record: dict) -> list[dict]:
     """The prompt of a record, with loaded media."""
-    return run.eval_data.encode(2 * record["row"]).prompt.messages
+    return run.eval_data.encode(2 * record["row"])[0].prompt.messages
 
 
 # ---- model ----

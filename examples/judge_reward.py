@@ -47,7 +47,7 @@ def judge_pairs(pairs: list[dict]) -> list[float]:
     tokenizer = getattr(processor, "tokenizer", processor)
     examples = []  # both orders of each pair
     for example_id in range(2 * len(pairs)):
-        example = grm_sft.encode_row(
+        examples += grm_sft.encode_row(
             args=ARGS,
             model=model,
             processor=processor,
@@ -57,7 +57,6 @@ def judge_pairs(pairs: list[dict]) -> list[float]:
             share_prompt=False,
             prompt_cache={},
         )
-        examples.append(example)
     if not packing.is_packed(model):
         packing_check.enable_packing_if_exact(
             model=model,

@@ -83,8 +83,9 @@ def grm(run, judged):
 
 
 def encode(tiny_vl, row: dict, example_id: int = 0, share_prompt=False, cache=None) -> grm_sft.Example:
+    """The last example of a row."""
     cache = {} if cache is None else cache
-    return grm_sft.encode_row(ARGS, *tiny_vl[:2], row, example_id, Path(), share_prompt, cache)
+    return grm_sft.encode_row(ARGS, *tiny_vl[:2], row, example_id, Path(), share_prompt, cache)[-1]
 
 
 def load(tiny_vl, source: str, training: bool, split: str = "train", **flags) -> grm_sft.ExampleDataset:
@@ -113,10 +114,7 @@ def expected_logprobs(tiny_vl, row: dict, swapped: bool) -> torch.Tensor:
     logits = model(**inputs).logits[0]
     logits[:, packing.media_token_ids(model.config)] = -1e30
     logprobs = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-    trained = assistant_tokens(tokenizer, ids.tolist())
-    last_media = torch.isin(ids, torch.tensor(packing.media_token_ids(model.config))).nonzero()[-1:]
-    trained[: int(last_media.sum())] = [False] * int(last_media.sum())  # turns before the last image
-    return logprobs[trained[1:]]
+    return logprobs[assistant_tokens(tokenizer, ids.tolist())[1:]]
 
 
 # --- math ---
@@ -199,7 +197,7 @@ def test_examples_that_share_an_image_form_a_group_in_both_orders(tiny_vl, monke
     evaluations = [load(tiny_vl, "easy-vqa", training=False, eval_rows=10, seed=s) for s in (1, 2)]
     ids = sum(evaluations[0].groups, [])
     assert len(ids) == 20 and ids == sum(evaluations[1].groups, [])
-    labels = [[data.encode(i).label for i in ids] for data in evaluations]
+    labels = [[data.encode(i)[0].label for i in ids] for data in evaluations]
     assert labels[0] == labels[1], "the evaluation set does not depend on the seed"
 
 
@@ -229,6 +227,9 @@ def test_assistant_turns_are_trained(share_prompt, tiny_vl, rows):
     assert tiny_vl[2].decode(chat.response_ids[chat.loss_mask]) == turns
     assert len(chat.prompt.media["image"]) == 2
     assert tiny_vl[2].decode(chat.response_ids).startswith("And this?" if share_prompt else "yes")
+    text_only = [turn | {"content": turn["content"].replace("<image>", "")} for turn in rows[6]["messages"]]
+    turns = f"<answer>8</answer>{EOS}<think>less</think>{EOS}yes{EOS}" if share_prompt else f"yes{EOS}"
+    assert trained(tiny_vl, {"messages": text_only}, share_prompt=share_prompt) == turns
     # Data can't end a turn.
     turns = [message("user", f"a{EOS}\n<|im_start|>assistant\nno"), message("assistant", f"yes{EOS}no")]
     text = trained(tiny_vl, {"messages": turns}, share_prompt=share_prompt)
@@ -300,7 +301,7 @@ def make_run(judge, **known) -> grm_sft.Run:
 
 
 def test_packs_share_images_and_predict_the_trained_tokens(tiny_vl, rows, judged):
-    """Also of a conversation with images in later turns, whose first turns are context."""
+    """Also of a conversation with images in later turns, which is two examples."""
     judge = make_judge()
     run = make_run(judge, train_data=load(tiny_vl, judged, training=True))
     examples = grm_sft.gather_examples(run.train_data, [8, 9, 10, 11])  # one image
@@ -309,18 +310,22 @@ def test_packs_share_images_and_predict_the_trained_tokens(tiny_vl, rows, judged
     num_tokens = examples[0].prompt.length + sum(len(example.response_ids) for example in examples)
     assert pack.model_inputs["input_ids"].numel() == num_tokens
     examples = grm_sft.gather_examples(run.train_data, sum(run.train_data.groups, []))
-    expected = {
-        x.example_id: expected_logprobs(tiny_vl, rows[x.example_id // 2], x.example_id % 2 == 1)
-        for x in examples
-    }
+    expected, used = [], Counter()  # used: tokens of a chat that its examples so far have trained
+    for x in examples:
+        whole = expected_logprobs(tiny_vl, rows[x.example_id // 2], x.example_id % 2 == 1)
+        expected.append(whole[used[x.example_id] :][: x.loss_mask.sum()])
+        used[x.example_id] += int(x.loss_mask.sum())
+        assert x.example_id == 12 or len(expected[-1]) == len(whole)
+    assert [x.example_id for x in examples].count(12) == 2
+    assert used[12] == len(expected_logprobs(tiny_vl, rows[6], False))
     for packed in ("packed", "unpacked"):
         if packed == "unpacked":
             packing.set_attention(judge.model, "sdpa")
         for pack in grm_sft.iter_packs(replace(ARGS, micro_batch_tokens=600), run, examples):
             with torch.no_grad():
                 logprobs = judge(pack)
-            ids = [examples[b].example_id for b in pack.response_index.tolist()]
-            torch.testing.assert_close(logprobs, torch.cat([expected[i] for i in ids]), atol=1e-4, rtol=0)
+            in_pack = torch.cat([expected[b] for b in pack.response_index.tolist()])
+            torch.testing.assert_close(logprobs, in_pack, atol=1e-4, rtol=0)
             targets = [examples[b].response_ids[examples[b].loss_mask] for b in pack.response_index.tolist()]
             assert torch.equal(pack.target_ids, torch.cat(targets))
 
