@@ -597,12 +597,9 @@ def encode_row(
     columns = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
     media_ids = packing.media_token_ids(model.config) if share_prompt else []
     media_ends = [t + 1 for t, token in enumerate(ids) if token in media_ids]
-    groups = defaultdict(list)  # media tokens before a turn -> turns
-    for turn in turns if share_prompt else turns[-1:]:
-        groups[sum(t <= turn.start for t in media_ends)].append(turn)
     turn_messages = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     examples = []
-    for group in groups.values():
+    for group in group_turns(turns if share_prompt else turns[-1:], media_ends):
         first = group[0]
         last = group[-1]
         context = messages[: turn_messages[turns.index(first)]]
@@ -624,16 +621,11 @@ def encode_row(
         if length > args.max_length:
             raise ValueError(f"{length} tokens exceed --max-length")
         loss_mask = [any(t in turn for turn in group) for t in range(prompt_end, last.stop)]
+        response_ids = torch.tensor(ids[prompt_end : last.stop])
         example = Example(
-            example_id=example_id,
-            prompt=prompt,
-            prompt_key=key,
-            response_ids=torch.tensor(ids[prompt_end : last.stop]),
-            loss_mask=torch.tensor(loss_mask),
-            noun=noun,
-            label=label,
-            columns=columns,
-        )
+            example_id=example_id, prompt=prompt, prompt_key=key, response_ids=response_ids,
+            loss_mask=torch.tensor(loss_mask), noun=noun, label=label, columns=columns,
+        )  # fmt: skip
         examples.append(example)
     return examples
 
@@ -828,6 +820,14 @@ def locate_turns(processor, messages: list[dict], eos_ids: list[int]) -> tuple[l
         ids.append(getattr(processor, "tokenizer", processor).eos_token_id)
         turns[-1] = range(turns[-1].start, len(ids))
     return ids, turns
+
+
+def group_turns(turns: list[range], media_ends: list[int]) -> list[list[range]]:
+    """Turns that have no image between them are in one group."""
+    groups = defaultdict(list)  # media tokens before a turn -> turns
+    for turn in turns:
+        groups[sum(t <= turn.start for t in media_ends)].append(turn)
+    return list(groups.values())
 
 
 def truncate_inputs(inputs: dict, length: int) -> dict:
