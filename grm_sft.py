@@ -326,7 +326,8 @@ def setup(args: Args) -> Run:
 
 def check_args(args: Args) -> None:
     """Reject flags that contradict each other, before anything is loaded."""
-    for name in "total_steps train_batch_size generation_batch_size max_response_length".split():
+    counts = "total_steps train_batch_size generation_batch_size max_response_length save_total_limit"
+    for name in counts.split():
         if getattr(args, name) < 1:
             fail(f"--{name.replace('_', '-')} ({getattr(args, name)}) must be at least 1")
     if args.micro_batch_tokens < args.max_length:
@@ -1284,9 +1285,8 @@ def save_checkpoint(args: Args, run: Run, is_best: bool) -> Path:
             shutil.copytree(temporary, best_temporary, ignore=ignore, dirs_exist_ok=True)
             shutil.rmtree(best, ignore_errors=True)
             best_temporary.rename(best)
-        shutil.rmtree(checkpoint, ignore_errors=True)  # if resumed from an earlier checkpoint
         temporary.rename(checkpoint)
-        for old in list_checkpoints(run.run_dir)[: -max(1, args.save_total_limit)]:
+        for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
             shutil.rmtree(old)
     dist.barrier()
     return checkpoint

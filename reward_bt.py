@@ -379,7 +379,7 @@ def setup(args: Args) -> Run:
 
 def check_args(args: Args) -> None:
     """Reject flags that contradict each other, before anything is loaded."""
-    for name in ("total_steps", "train_batch_size"):
+    for name in ("total_steps", "train_batch_size", "save_total_limit"):
         if getattr(args, name) < 1:
             fail(f"--{name.replace('_', '-')} ({getattr(args, name)}) must be at least 1")
     if not 0 <= args.label_smoothing < 0.5:
@@ -1188,9 +1188,8 @@ def save_checkpoint(args: Args, run: Run) -> Path:
         export.save_pretrained(temporary, state_dict=weights)
         safetensors.torch.save_file(head, temporary / "score.safetensors")
         run.processor.save_pretrained(temporary)
-        shutil.rmtree(checkpoint, ignore_errors=True)  # if resumed from an earlier checkpoint
         temporary.rename(checkpoint)
-        for old in list_checkpoints(run.run_dir)[: -max(1, args.save_total_limit)]:
+        for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
             shutil.rmtree(old)
     dist.barrier()
     return checkpoint

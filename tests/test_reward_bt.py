@@ -222,6 +222,7 @@ BAD_FLAGS = {
     "--label-smoothing (0.5) must be": {"label_smoothing": 0.5},
     "--micro-batch-tokens must be at least --max-length (1024)": {"micro_batch_tokens": 100},
     "--train-batch-size (0) must be at least 1": {"train_batch_size": 0},
+    "--save-total-limit (0) must be at least 1": {"save_total_limit": 0},
 }
 
 
