@@ -42,7 +42,7 @@ WRONG = {  # function: replacements in its code, each of which makes it wrong
         ("x[mask]", "x.flatten()"),
         (".masked_fill(~mask, 0.0)", ""),
     ],
-    "token_weights": [
+    "compute_loss_weights": [
         ("num_responses * max_response_length", "max_response_length"),
         ("num_tokens.clamp(min=1) * num_responses", "num_tokens.clamp(min=1)"),
         ("num_tokens.sum().clamp(min=1)", "mask.numel()"),

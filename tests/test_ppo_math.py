@@ -57,7 +57,9 @@ def test_worked_examples_of_the_docstrings():
     expected = [[[1 / 3, 1 / 3, 0], [1 / 3, 0, 0]], [[1 / 4, 1 / 4, 0], [1 / 2, 0, 0]]]
     expected += [[[1 / 2, 1 / 2, 0], [1 / 2, 0, 0]], [[1 / 8, 1 / 8, 0], [1 / 8, 0, 0]]]
     for loss_agg, weights in zip(AGGREGATIONS, expected):
-        assert_close(ppo_vl.token_weights(tensor([[1, 1, 0], [1, 0, 0]]), loss_agg, 4), tensor(weights))
+        assert_close(
+            ppo_vl.compute_loss_weights(tensor([[1, 1, 0], [1, 0, 0]]), loss_agg, 4), tensor(weights)
+        )
     scores, whole = tensor([[1.0, 2, 6]]), torch.ones(1, 3, dtype=torch.bool)
     root = math.sqrt(7)  # unbiased variance (4 + 1 + 9) / 2
     expected = {"gae": [1, 2, 6], "reinforce_baseline": [-2, -1, 3], "rloo": [-3, -1.5, 4.5]}
@@ -267,7 +269,9 @@ def test_gspo_with_sequence_means_is_the_formula_of_whole_responses(lengths, see
             total, start = total - min(s * a, min(max(s, 1 - c), 1 + 2 * c) * a), start + n
         return total / len(lengths)
 
-    weights = ppo_vl.token_weights(ragged(lengths), "seq-mean-token-mean", 16).double()[ragged(lengths)]
+    weights = ppo_vl.compute_loss_weights(ragged(lengths), "seq-mean-token-mean", 16).double()[
+        ragged(lengths)
+    ]
     losses, metrics, grad = loss_and_grad(
         "gspo", old + delta, old, A, response_of_token, c, 2 * c, weights=weights
     )
@@ -322,28 +326,29 @@ def aggregate_by_loops(x: list, mask: list, loss_agg: str, limit: int) -> float:
 @pytest.mark.parametrize("loss_agg", AGGREGATIONS)
 @given(mask=masks, seed=seeds, limit=st.integers(5, 9), empty=st.integers(0, 3))
 @quick
-def test_token_weights_are_the_aggregate(loss_agg, mask, seed, limit, empty):
+def test_loss_weights_are_the_aggregate(loss_agg, mask, seed, limit, empty):
     mask = tensor(mask)
     x = noise(*mask.shape, seed=seed).float()
-    weights = ppo_vl.token_weights(mask, loss_agg, limit)
+    weights = ppo_vl.compute_loss_weights(mask, loss_agg, limit)
     total = (weights * x).sum()
     assert total.item() == pytest.approx(
         aggregate_by_loops(x.tolist(), mask.tolist(), loss_agg, limit), abs=1e-5
     )
     assert not weights[~mask].any()
     padded = torch.cat([mask, torch.zeros(empty, mask.shape[1]).bool()])  # empty responses do not count
-    assert torch.equal(ppo_vl.token_weights(padded, loss_agg, limit)[: len(mask)], weights)
+    assert torch.equal(ppo_vl.compute_loss_weights(padded, loss_agg, limit)[: len(mask)], weights)
 
 
 def policy_weight(mask, entropy=None, sampler=None, entropy_token_ratio=1.0, tis_clip=0.0):
     zeros = torch.zeros(mask.shape)
-    return ppo_vl.compute_policy_weight(
-        mask=mask,
+    rollout = SimpleNamespace(
+        loss_mask=mask,
         entropy=zeros if entropy is None else entropy,
-        entropy_token_ratio=entropy_token_ratio,
         old_logprobs=zeros,
         sampler_logprobs=zeros if sampler is None else sampler,
-        tis_clip=tis_clip,
+    )
+    return ppo_vl.compute_policy_weight(
+        SimpleNamespace(entropy_token_ratio=entropy_token_ratio, tis_clip=tis_clip), rollout
     )
 
 

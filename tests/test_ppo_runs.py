@@ -106,7 +106,7 @@ def test_a_run_leaves_metrics_samples_and_a_model(run, vqa, any_score):
 
 def test_the_policy_moves_along_its_advantages(run, monkeypatch):
     """In the second epoch over the same responses. An ascending loss gives -3, a constant ratio 0."""
-    calls, weight_calls = spy(monkeypatch, "compute_policy_loss"), spy(monkeypatch, "token_weights")
+    calls, weight_calls = spy(monkeypatch, "compute_policy_loss"), spy(monkeypatch, "compute_loss_weights")
     rollouts, packs, iter_rank_packs = spy_on_rollouts(monkeypatch), [], packing.iter_rank_packs
 
     def keep_packs(**keywords):
@@ -224,10 +224,11 @@ def test_advantages_are_those_of_the_flags(run, monkeypatch, flags):
     scores = scores.clamp(*args.reward_clip) if args.reward_clip else scores
     kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator) * mask
     assert kl.abs().max() > 1e-3
-    rlhf_rewards = scores - args.kl_coef * kl.sum(1).view(4, 4)
+    reward_kl_coef = 0.0 if args.kl_loss else args.kl_coef
+    rlhf_rewards = scores - reward_kl_coef * kl.sum(1).view(4, 4)
     assert metrics[1]["objective/rlhf_reward"] == pytest.approx(rlhf_rewards[kept].mean().item(), abs=1e-5)
     scores = ppo_vl.subtract_baseline(scores, kept, args.advantage).flatten()
-    rewards = ppo_vl.compute_token_rewards(scores, kl * (0.0 if args.kl_loss else args.kl_coef), mask)
+    rewards = ppo_vl.compute_token_rewards(scores, kl * reward_kl_coef, mask)
     has_critic = args.advantage == "gae"
     assert rollout.values.any() == has_critic
     gae_lambda = args.gae_lambda if has_critic else 1.0
@@ -342,7 +343,7 @@ def test_critic_from_a_reward_model_takes_its_head(run, tmp_path, monkeypatch):
 
 def test_the_value_head_multiplies_in_fp32():  # B20
     model = ppo_vl.load_model(TINY, torch.bfloat16)
-    critic = ppo_vl.Critic(model, Path("no file"))
+    critic = ppo_vl.Critic(model, Path("no directory"))
     critic.value_head.weight.data.normal_()
     processor = transformers.AutoProcessor.from_pretrained(TINY)
     messages = [{"role": "user", "content": [{"type": "text", "text": "what?"}]}]
@@ -439,21 +440,28 @@ REFUSED = {
     ],  # B18
     "--entropy-token-ratio": [{"entropy_token_ratio": 0.0}, {"entropy_token_ratio": 1.5}],  # B19
     "--kl-target": [{"kl_target": 0.0}, {"kl_target": 1.0, "kl_coef": 0.0}],
-    "--dual-clip-coef": [{"dual_clip_coef": 1.0}],
-    "--ema-decay": [{"ema_decay": 1.0}],
+    "--dual-clip-coef (1.0) must be": [{"policy_loss": "dual_clip", "dual_clip_coef": 1.0}],
+    "--dual-clip-coef requires --policy-loss dual_clip": [{"dual_clip_coef": 5.0}],
+    "--value-clip requires --advantage gae": [{"advantage": "rloo", "value_clip": 0.1}],
+    "--gae-lambda requires --advantage gae": [{"advantage": "reinforce", "gae_lambda": 1.0}],
+    "--critic-learning-rate requires": [{"advantage": "group_norm", "critic_learning_rate": 1e-5}],
+    "--dynamic-sampling (-2) must be between 0 and inf": [{"dynamic_sampling": -2}],
+    "--clip-coef (-1.0) must be": [{"clip_coef": -1.0}],
+    "--gamma (2.0) must be between 0 and 1": [{"gamma": 2.0}],
+    "--ema-decay": [{"ema_decay": 1.5}],
     "--temperature": [{"temperature": 0.0}],
-    "--critic-model and --critic-warmup-steps": [
-        {"critic_model": TINY, "advantage": "rloo"},
-        {"critic_warmup_steps": 1, "advantage": "rloo"},
-    ],
+    "--critic-model requires": [{"critic_model": TINY, "advantage": "rloo"}],
+    "--critic-warmup-steps requires": [{"critic_warmup_steps": 1, "advantage": "rloo"}],
     "--critic-warmup-steps must be less": [{"critic_warmup_steps": 50}],
     "--train-batch-size": [{"train_batch_size": 100}, {"train_batch_size": 4}],
     "--rollout-batch-size": [{"rollout_batch_size": 192}],
-    "--num-samples-per-prompt": [
-        {"dynamic_sampling": 1, "num_samples_per_prompt": 1},
-        {"advantage": "rloo", "num_samples_per_prompt": 1},
-        {"num_samples_per_prompt": 0},
+    "--num-samples-per-prompt (1) must be at least 2 for --dynamic-sampling": [
+        {"dynamic_sampling": 1, "num_samples_per_prompt": 1}
     ],
+    "--num-samples-per-prompt (1) must be at least 2 for --advantage rloo": [
+        {"advantage": "rloo", "num_samples_per_prompt": 1}
+    ],
+    "--num-samples-per-prompt (0)": [{"num_samples_per_prompt": 0}],
     "--micro-batch-tokens": [{"micro_batch_tokens": 100}],
     "--rewards must have": [{"reward_weights": (1.0, 2.0, 3.0)}],
     "--offload-optimizer requires": [{"offload_optimizer": True}],

@@ -19,7 +19,7 @@ EXERCISES = {  # function: file
     "compute_token_rewards": "ppo_vl.py",
     "compute_gae": "ppo_vl.py",
     "whiten": "ppo_vl.py",
-    "token_weights": "ppo_vl.py",
+    "compute_loss_weights": "ppo_vl.py",
     "subtract_baseline": "ppo_vl.py",
     "compute_bt_loss": "reward_bt.py",
     "plan_packs": "common/packing.py",
@@ -54,7 +54,7 @@ def make_inputs(function: str, seed: int) -> dict:
         "compute_token_rewards": dict(scores=y[:, 0], kl_penalty=x.abs(), mask=mask),
         "compute_gae": dict(rewards=x, values=y, mask=mask, gamma=0.9, gae_lambda=0.8),
         "whiten": dict(x=x, mask=mask),
-        "token_weights": dict(mask=mask, loss_agg=agg, max_response_length=7),
+        "compute_loss_weights": dict(mask=mask, loss_agg=agg, max_response_length=7),
         "subtract_baseline": dict(scores=x, mask=kept, estimator=estimator),
         "compute_bt_loss": dict(
             chosen_rewards=x[1], rejected_rewards=y[1], margins=y[2].abs(), label_smoothing=0.1, center_coef=0.05,
