@@ -53,6 +53,9 @@ segment_ids: response_of_token
 plug_in: load_callable
 name_of: write it inline
 batch_indices: shuffled_indices
+sample_indices: shuffled_indices
+set_checkpointing: set_gradient_checkpointing
+add_markers: read_chat
 sum_over_ranks: all_reduce_sum
 mean_over_ranks: all_reduce_mean
 goes_on: unfinished
