@@ -366,7 +366,7 @@ def test_forks_can_be_combined(tmp_path, files):
 
 REFUSED = {  # title: flags, message
     ROUTER: ({}, "is not a mixture of experts"),
-    "Value head on the actor's backbone": ({"critic_warmup_steps": 1}, "without a separate critic"),
+    "Value head on the actor's backbone": ({"critic_warmup_steps": 1}, "requires a separate critic"),
     "Buffer limit": ({"buffer_limit": 3}, "--buffer-limit must be at least"),
 }
 
