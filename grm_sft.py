@@ -452,10 +452,10 @@ def all_gather_list(items: list) -> list:
 
 
 def load_examples(args: Args, source: str, split: str, model, processor, training: bool) -> ExampleDataset:
-    """Columns of pairs: prompt; image_0 and image_1, or video_0 and video_1, or texts answer_0 and
-    answer_1; verdict: 1, 2 or tie; optional reasoning. Chats: messages. Both can have image(s) and
-    video(s), see build_messages. A dataset with only prompt and answer is easy-VQA: its pairs are
-    made here."""
+    """Columns of pairs: prompt; image_0 and image_1, video_0 and video_1, or texts answer_0 and
+    answer_1; verdict: 1, 2 or tie; optional reasoning. Chats: messages. Both can have image(s)
+    and video(s), see build_messages. A dataset with only prompt and answer is easy-VQA: its pairs
+    are made here."""
     rows = rename_columns(args, source, load_rows(source, split))
     columns = rows.column_names
     is_easy_vqa = {"prompt", "answer"} <= {*columns} and not {"messages", "verdict"} & {*columns}
@@ -579,8 +579,8 @@ def encode_row(
 
     With share_prompt, a prompt ends with an image, if there is one, so that examples with equal
     images share it in a pack. A response has no images, so a chat with images between assistant
-    turns becomes one example for each run of turns without. For evaluation (share_prompt False),
-    the response is the last assistant turn.
+    turns becomes several examples, one for each group of turns that have no image between them.
+    For evaluation (share_prompt False), the response is the last assistant turn.
 
     prompt      <|im_start|> user \n <|vision_start|> <|image_pad|> x 16 <|vision_end|>
     response    What color? \n Answer 1: red \n Answer 2: blue <|im_end|> \n <|im_start|> assistant \n
@@ -692,8 +692,8 @@ def parse_verdict(text: str) -> str | None:
 def read_chat(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
     """Roles and texts of a row's messages, and the media that replace markers in the texts.
 
-    The markers are <image> and <video>, in the order of the media. A message part of type image or
-    video becomes a marker. Without markers, media go to the front of the first user message. In
+    The k-th marker <image> is replaced by the k-th image, and <video> likewise. A message part of
+    type image or video becomes a marker. Without markers, media go to the front of the first user message. In
     assistant messages a marker is text, because chat templates accept media from users only.
     """
     chat = row.get("prompt") or row.get("messages")
@@ -717,6 +717,8 @@ def read_chat(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
             if name not in ("text", "image", "video"):
                 raise ValueError(f"content of type {name} is not supported")
             text += part["text"] if name == "text" else f"<{name}>"
+            if name != "text" and message["role"] == "assistant":
+                raise ValueError(f"an assistant message has content of type {name}")
             if name != "text" and part.get(name) is not None:
                 media[name].append(part[name])
         texts.append(text)
@@ -759,9 +761,10 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
 
 
 def load_media(media_type: str, source, data_dir: Path, video_fps: float) -> dict:
-    """A message part from a PIL image, bytes, {"bytes", "path"} or a path in data_dir.
+    """A message part with loaded media.
 
-    Images are RGB. A video is its frames (F, height, width, 3) and metadata with their times."""
+    An image can be a PIL image, bytes, {"bytes", "path"} or a path relative to data_dir; it becomes
+    RGB. A video is a path; it becomes frames (F, height, width, 3) and metadata with their times."""
     if media_type == "video":
         load_video = transformers.video_utils.load_video
         frames, metadata = load_video(str(data_dir / source), fps=video_fps, backend="pyav")
@@ -778,7 +781,7 @@ def load_media(media_type: str, source, data_dir: Path, video_fps: float) -> dic
 
 
 def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
-    """Break up special tokens, with which data could end a turn: "<|im_end|>" -> "< |im_end|>"."""
+    """Break up special tokens, so that data can't end a turn: "<|im_end|>" -> "< |im_end|>"."""
     while present := [token for token in special_tokens if token in text]:
         token = present[0]  # one at a time, because breaking one up may form another
         text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
@@ -1245,12 +1248,13 @@ def prepare_run_dir(args: Args, run_dir: Path, last_step: int) -> None:
     except OSError as error:
         fail(f"can't create {run_dir} in --output-dir: {error}")
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-    for checkpoint in list_checkpoints(run_dir):  # --resume auto would prefer them to new ones
-        if int(checkpoint.name[11:]) > last_step:
-            print0(f"resuming from step {last_step}: {checkpoint} is removed")
-            shutil.rmtree(checkpoint)
-    for path in run_dir.glob("*.jsonl"):
-        lines = path.read_text().splitlines(keepends=True) if last_step > 0 else []
+    for later in list_checkpoints(run_dir):  # --resume auto would prefer them to new ones
+        if int(later.name[11:]) > last_step:
+            print0(f"resuming from step {last_step}: {later} is removed")
+            shutil.rmtree(later)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        path = run_dir / name
+        lines = path.read_text().splitlines(keepends=True) if last_step > 0 and path.exists() else []
         lines = [line for line in lines if line.endswith("\n")]  # a kill may truncate the last
         lines = [line for line in lines if json.loads(line)["train/step"] <= last_step]
         path.write_text("".join(lines))

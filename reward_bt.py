@@ -456,10 +456,9 @@ class RankingDataset:
 
 
 def shuffled_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
-    """The next count indices epoch * num_rows + row, with the rows of each epoch shuffled.
+    """Return `count` indices from position `start` of an endless stream of shuffled epochs.
 
-    start is the number of indices before them. The epoch is part of an index, so that a row
-    that occurs twice in a step gets two seeds.
+    An index is epoch * num_rows + row, so a row that occurs twice in a step gets two seeds.
     """
     stream = []
     for epoch in range(start // num_rows, (start + count - 1) // num_rows + 1):
@@ -691,8 +690,8 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
 def read_chat(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
     """Roles and texts of a row's messages, and the media that replace markers in the texts.
 
-    The markers are <image> and <video>, in the order of the media. A message part of type image or
-    video becomes a marker. Without markers, media go to the front of the first user message. In
+    The k-th marker <image> is replaced by the k-th image, and <video> likewise. A message part of
+    type image or video becomes a marker. Without markers, media go to the front of the first user message. In
     assistant messages a marker is text, because chat templates accept media from users only.
     """
     chat = row.get("prompt") or row.get("messages")
@@ -716,6 +715,8 @@ def read_chat(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
             if name not in ("text", "image", "video"):
                 raise ValueError(f"content of type {name} is not supported")
             text += part["text"] if name == "text" else f"<{name}>"
+            if name != "text" and message["role"] == "assistant":
+                raise ValueError(f"an assistant message has content of type {name}")
             if name != "text" and part.get(name) is not None:
                 media[name].append(part[name])
         texts.append(text)
@@ -733,9 +734,10 @@ def read_chat(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
 
 
 def load_media(media_type: str, source, data_dir: Path, video_fps: float) -> dict:
-    """A message part from a PIL image, bytes, {"bytes", "path"} or a path in data_dir.
+    """A message part with loaded media.
 
-    Images are RGB. A video is its frames (F, height, width, 3) and metadata with their times."""
+    An image can be a PIL image, bytes, {"bytes", "path"} or a path relative to data_dir; it becomes
+    RGB. A video is a path; it becomes frames (F, height, width, 3) and metadata with their times."""
     if media_type == "video":
         load_video = transformers.video_utils.load_video
         frames, metadata = load_video(str(data_dir / source), fps=video_fps, backend="pyav")
@@ -752,7 +754,7 @@ def load_media(media_type: str, source, data_dir: Path, video_fps: float) -> dic
 
 
 def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
-    """Break up special tokens, with which data could end a turn: "<|im_end|>" -> "< |im_end|>"."""
+    """Break up special tokens, so that data can't end a turn: "<|im_end|>" -> "< |im_end|>"."""
     while present := [token for token in special_tokens if token in text]:
         token = present[0]  # one at a time, because breaking one up may form another
         text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
@@ -1146,12 +1148,13 @@ def prepare_run_dir(args: Args, run_dir: Path, last_step: int) -> None:
     except OSError as error:
         fail(f"can't create {run_dir} in --output-dir: {error}")
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-    for checkpoint in list_checkpoints(run_dir):  # --resume auto would prefer them to new ones
-        if int(checkpoint.name[11:]) > last_step:
-            print0(f"resuming from step {last_step}: {checkpoint} is removed")
-            shutil.rmtree(checkpoint)
-    for path in run_dir.glob("*.jsonl"):
-        lines = path.read_text().splitlines(keepends=True) if last_step > 0 else []
+    for later in list_checkpoints(run_dir):  # --resume auto would prefer them to new ones
+        if int(later.name[11:]) > last_step:
+            print0(f"resuming from step {last_step}: {later} is removed")
+            shutil.rmtree(later)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        path = run_dir / name
+        lines = path.read_text().splitlines(keepends=True) if last_step > 0 and path.exists() else []
         lines = [line for line in lines if line.endswith("\n")]  # a kill may truncate the last
         lines = [line for line in lines if json.loads(line)["train/step"] <= last_step]
         path.write_text("".join(lines))

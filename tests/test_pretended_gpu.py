@@ -19,8 +19,8 @@ FLAGS = {"rloo": {}, "ppo_vl": {}, "reward_bt": PAIRS, "grm_sft": PAIRS}
 # Functions of this repository in which the CPU waits: at the start and end, once per rollout, evaluation or step.
 WAITS_ONCE = "resolve_run_dir load_policy_and_reference load_models init_deepspeed_engine save_checkpoint"
 WAITS_ONCE += " HFSampler packing_error _decoded_logprobs generate Decoder all_reduce_sum all_reduce_mean optimizer_step make_pairs"
-# select_trained_tokens: for each pack of a step, before the update; main: metrics, after the update.
-WAITS_ONCE += " sum_logprobs select_trained_tokens main"
+# iter_packs: the masks of grm_sft.py, for each pack of a step, before the update; main: metrics, after the update.
+WAITS_ONCE += " sum_logprobs iter_packs main"
 # Other functions, where it waits in every pack: image sizes in transformers, ZeRO-3's comparison of ranks.
 WAITS_IN_PACKS = "modeling_qwen2_5_vl vision_utils generic import_utils engine.DeepSpeedEngine.backward"
 WAITS_IN_PACKS += " utils.get_lst_from_rank0 utils.assert_lst_len_same_as_other_ranks"

@@ -10,10 +10,10 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1500, 400, 190, 57, 10),
-    "ppo_vl.py": (1915, 590, 255, 59, 11),
+    "rloo.py": (1505, 400, 190, 57, 10),
+    "ppo_vl.py": (1920, 592, 257, 59, 11),
     "reward_bt.py": (1265, 330, 150, 57, 10),
-    "grm_sft.py": (1370, 330, 150, 57, 10),
+    "grm_sft.py": (1370, 330, 150, 57, 11),
     "common/*.py": (1640, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together

@@ -118,7 +118,7 @@ def judge_case(script, whole: Parts) -> Case:
     examples = script.gather_examples(data, [0, 1, 2, 4, 6, 8, 9, 10])
     module = script.Judge(whole.model)
     packs = script.iter_packs(args, Parts(train_data=data, judge=Parts(module=module)), examples)
-    prompts = [data.encode(example.prompt.index).prompt for example in examples]
+    prompts = [data.encode(i)[k].prompt for i, k in (example.prompt.index for example in examples)]
     sequences = [(prompt, example.response_ids) for prompt, example in zip(prompts, examples)]
     select = lambda m, b, logp, hidden: logp[examples[b].loss_mask[-len(logp) :]]  # noqa: E731
     return Case(module, packs, sequences, lambda m, pack: m(pack), select)
