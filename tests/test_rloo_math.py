@@ -16,6 +16,7 @@ from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from test_families import write_video
 
 import rloo
 from common import decoding
@@ -302,9 +303,17 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
         ({"prompt": None}, "its prompt is empty"),
         ({"prompt": [{"role": "system", "content": "Q"}], "image": a}, "it has images, but no user message"),
         ({"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}, "type audio"),
+        ({"prompt": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": parts}]}, "type image"),
     ):
         with pytest.raises(ValueError, match=reason):
             messages(row, tokenizer)
+
+
+def test_video_fps_is_the_rate_of_frames(tokenizer, tmp_path):
+    write_video(tmp_path / "clip.mp4")  # 3 seconds
+    for fps in (2.0, 4.0):
+        chat = messages({"prompt": "Q", "video": str(tmp_path / "clip.mp4")}, tokenizer, video_fps=fps)
+        assert len(chat[0]["content"][0]["video"]) == pytest.approx(3 * fps, abs=1)
 
 
 @pytest.mark.parametrize("limit, is_kept", [(0, True), (-1, False)])
