@@ -82,7 +82,7 @@ def test_a_policy(tmp_path):
     assert "greedy · accuracy 1" in section and "answer: blue" in section
     assert "<details><summary>5 flags</summary>" in text[text.index('id="args"') :]
     assert "eval/sampled_score 0.1 → 0.2" in page.text and "12 s" in page.text
-    assert "log-probs of sampler - trainer, nats per token" in text
+    assert "log-prob difference of sampler and trainer, nats per token" in text
 
 
 def test_text_from_the_data_is_never_markup(tmp_path):

@@ -77,28 +77,30 @@ def time_table(output_dir: Path) -> str:
 
 
 def draw(output_dir: Path, runs: dict[str, list[dict]]) -> None:
-    """pipeline.png. Above: true reward and KL of all policies. Below: learned rewards and true rewards."""
+    """pipeline.png: true reward, accuracy and KL of all policies; learned and true rewards of three of them."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(2, 3, figsize=(15, 9), layout="constrained")
+    plt.rcParams["font.size"] = 14  # readable on a phone, where the plot has its width
+    figure, panels = plt.subplots(3, 2, figsize=(11, 15), layout="constrained")
+    panels = panels.flatten()
     colors = dict(zip(POLICIES, ("tab:green", "tab:blue", "tab:purple", "tab:red")))
     for name, lines in runs.items():
         curve = evaluations(lines)
         trained = [line for line in lines if "objective/kl" in line]
         steps = [line["train/step"] for line in curve]
         style = {"color": colors[name], "label": name}
-        panels[0, 0].plot(steps, [true_reward(line, "sampled") for line in curve], marker="o", **style)
+        panels[0].plot(steps, [true_reward(line, "sampled") for line in curve], marker="o", **style)
         accuracy = [line["eval/greedy_reward_accuracy"] for line in curve]
-        panels[0, 1].plot(steps, accuracy, marker="o", **style)
-        panels[0, 2].plot([x["train/step"] for x in trained], [x["objective/kl"] for x in trained], **style)
-    panels[0, 0].set_title("true reward (evaluation, sampled)")
-    panels[0, 1].set_title("accuracy (evaluation, greedy)")
-    panels[0, 2].set_title("KL to the initial model, nats per response (training)")
-    panels[0, 0].legend()
-    for panel, name in zip(panels[1], ("rm", "early_rm", "judge_and_rule")):
+        panels[1].plot(steps, accuracy, marker="o", **style)
+        panels[2].plot([x["train/step"] for x in trained], [x["objective/kl"] for x in trained], **style)
+    panels[0].set_title("true reward (evaluation, sampled)")
+    panels[1].set_title("accuracy (evaluation, greedy)")
+    panels[2].set_title("KL to the initial model, nats (training)")
+    panels[0].legend()
+    for panel, name in zip(panels[3:], ("rm", "early_rm", "judge_and_rule")):
         curve = evaluations(runs[name])
         color = colors[name]
         # A judge compares responses to the same prompt, and there is only one greedy response.
@@ -115,8 +117,8 @@ def draw(output_dir: Path, runs: dict[str, list[dict]]) -> None:
         lines = panel.get_lines() + axes.get_lines()
         labels = [line.get_label() for line in lines]
         panel.legend(lines, labels, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
-        panel.set_title(f"{name}: learned and true rewards (evaluation, {mode})")
-    for panel in panels.flat:
+        panel.set_title(f"{name}: learned and true rewards\n(evaluation, {mode})")
+    for panel in panels:
         panel.set_xlabel("step")
     figure.savefig(output_dir / "pipeline.png", dpi=80)
 

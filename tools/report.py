@@ -31,30 +31,30 @@ COLORS = ("#2878c0", "#d4691c", "#1f9d76", "#b5539a", "#9a7b0a", "#4fa3c7", "#d0
 DASHES = ("", "6 3", "2 3", "9 3 2 3")
 PANELS = [
     ("score", ["objective/scores", "eval/sampled_score", "eval/greedy_score"]),
-    ("held-out accuracy", ["eval/sampled_reward_accuracy", "eval/greedy_reward_accuracy", "eval/pass@*"]),
+    ("evaluation accuracy", ["eval/sampled_reward_accuracy", "eval/greedy_reward_accuracy", "eval/pass@*"]),
     ("KL to the reference, nats per response", ["objective/kl"]),
     ("response length, tokens", ["rollout/response_length_mean"]),
     ("entropy of the policy, nats per token", ["policy/entropy"]),
-    ("KL(old policy, new policy), nats", ["policy/approx_kl"]),
-    ("clipped, fraction", ["policy/clipfrac_low", "policy/clipfrac_high"]),
+    ("approximate KL of the policies before and after an update, nats", ["policy/approx_kl"]),
+    ("fraction clipped", ["policy/clipfrac_low", "policy/clipfrac_high"]),
     (
-        "groups with equal scores; truncated responses, fraction",
+        "fraction of prompts with equal scores; of truncated responses",
         ["rollout/frac_reward_zero_std", "rollout/truncated_frac"],
     ),
     ("value loss", ["loss/value"]),
     ("explained variance", ["val/explained_variance"]),
     ("loss, nats per trained token", ["loss/sft", "eval/loss"]),
-    ("held-out verdict accuracy", ["eval/accuracy", "eval/soft_accuracy"]),
+    ("verdict accuracy", ["eval/accuracy", "eval/soft_accuracy"]),
     (
-        "parsable verdicts; same verdict in both orders, fraction",
+        "fraction of parsable verdicts; of pairs with the same verdict in both orders",
         ["eval/parse_rate", "eval/swap_consistency"],
     ),
     ("Bradley-Terry loss", ["rm/bt_loss", "eval/*bt_loss"]),
     ("pair accuracy", ["rm/accuracy", "eval/*/accuracy"]),
     ("reward of chosen - reward of rejected", ["rm/reward_diff", "eval/*reward_diff"]),
     ("calibration error", ["rm/ece", "eval/*ece"]),
-    ("log-probs of sampler - trainer, nats per token", ["sampling/logprob_diff_*"]),
-    ("losses", ["loss/*"]),
+    ("log-prob difference of sampler and trainer, nats per token", ["sampling/logprob_diff_*"]),
+    ("losses", ["loss/policy", "loss/entropy", "loss/kl"]),
     ("gradient norm", ["train/*grad_norm"]),
     ("seconds per step", ["time/rollout", "time/logprobs", "time/update", "time/sync"]),
 ]
@@ -294,7 +294,8 @@ def curves_section(runs: list[dict]) -> str:
     dot = '<svg width="14" height="14"><circle fill="{}" cx="7" cy="7" r="6"/></svg>'
     names = "".join(f"<span>{dot.format(COLORS[c % 8])}{escape(n)}</span>" for c, (n, _) in enumerate(groups))
     return (
-        '<p class="muted">By step. Seeds are averaged; the band is from minimum to maximum.</p>'
+        '<p class="muted">The horizontal axes are steps. Runs that differ only in the seed are averaged; '
+        "the band is from their minimum to their maximum.</p>"
         f'<div class="legend">{names}</div><div class="panels">{"".join(draw(*x) for x in chosen)}</div>'
         f'<details><summary>{len(rest)} more metrics</summary><div class="panels">'
         f"{''.join(draw(key, [key]) for key in rest)}</div></details>"
@@ -420,7 +421,7 @@ def pairs_section(run: dict) -> str:
             rows.append([*cells, number(record["reward_diff"])])
         parts.append(
             f'<h3>{escape(name)}, step {records[0]["train/step"]}, {len(records)} pairs</h3><div class="panels">'
-            + panel(f"accuracy by confidence sigmoid(|r|); calibration error {error:.3f}", lines, True)
+            + panel(f"accuracy by confidence, sigmoid(|r|); calibration error {error:.3f}", lines, True)
             + panel("number of responses by reward", counts, True)
             + "</div><p>Pairs with the lowest difference r = reward of chosen - reward of rejected:</p>"
             + table(["image", "prompt", "chosen", "rejected", "r"], rows, "samples")
@@ -438,9 +439,9 @@ def summary_section(runs: list[dict]) -> str:
         patterns = [key for _, panel_keys in PANELS for key in panel_keys if key.startswith("eval/")]
         keys = expand(patterns, metrics)[:6]
         ends = [(key, metrics[key][min(metrics[key])], metrics[key][max(metrics[key])]) for key in keys]
-        held_out = [f"{escape(key)} {number(first)} → {number(last)}" for key, first, last in ends]
+        changes = [f"{escape(key)} {number(first)} → {number(last)}" for key, first, last in ends]
         about, seconds = f"{args.get('model')}, {args.get('dataset')}", sum(metrics["time/total"].values())
-        cells = [str(max(metrics["train/step"])), f"{seconds:.0f} s", "<br>".join(held_out) or "–"]
+        cells = [f"{max(metrics['train/step']):.0f}", f"{seconds:.0f} s", "<br>".join(changes) or "–"]
         rows.append([escape(run["name"]), escape(about), *cells])
     head = ["run", "model, dataset", "steps", "training time", "first → last evaluation"]
     return table(head, rows)
@@ -484,7 +485,7 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .7rem; border-bot
 thead th { color: var(--muted); font-size: .87em }
 .args td { overflow-wrap: anywhere; max-width: 26rem }
 .samples { width: 100% }
-.samples td { min-width: 6rem }
+.samples td { min-width: 9rem }
 img { max-width: 100%; height: auto; min-width: 64px; border-radius: 4px; margin: 0 4px 4px 0 }
 .panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)); gap: 1rem }
 figure { margin: .5rem 0 0; padding: .7rem; background: var(--card); border-radius: 8px }
