@@ -263,26 +263,28 @@ def draw(variables: dict, path: Path) -> None:
     """Draw docs/rloo.md's figure: advantages, attention within a group, and probabilities before and after."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4.2), dpi=90, layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
+    figure = Figure(figsize=(12, 7.5), dpi=90, layout="constrained")
+    panels = figure.subplot_mosaic([["advantages", "pack"], ["probabilities", "pack"]])
+    left, right, middle = panels["advantages"], panels["probabilities"], panels["pack"]
     i, G = variables["example"], variables["G"]
     y = np.arange(G)
-    figure.suptitle(variables["prompts"][i].row["prompt"], fontsize=14)
+    figure.suptitle(variables["prompts"][i].row["prompt"], fontsize=18)
     advantages = variables["rollout"].advantages[i].tolist()
     left.barh(y, advantages, color=[COLORS[PROMPT] if a > 0 else COLORS[RESPONSE] for a in advantages])
     left.set_yticks(y, [text[:28] for text in variables["texts"][i * G : (i + 1) * G]], parse_math=False)
-    left.set_title(f"advantage A of {G} responses")
+    left.set_title(f"advantages of {G} responses", fontsize=15)
     middle.imshow(PALETTE[variables["group_pairs"]], interpolation="nearest")
-    middle.set_title("who attends to whom in the pack")
+    middle.set_title("attention in the pack: a token (row)\nattends to the colored columns", fontsize=15)
     middle.set_axis_off()
     likeliest = variables["candidates"][:G]
     for k, name, color in ((2, "before", PADDING), (3, "after", PROMPT)):
         right.barh(y + 0.4 * k - 1, [row[k] for row in likeliest], 0.4, color=COLORS[color], label=name)
     right.set_yticks(y, [row[0][:28] for row in likeliest], parse_math=False)
-    right.set_title("probability of a response")
-    right.legend(frameon=False)
+    right.set_title("probabilities of responses", fontsize=15)
+    right.legend(frameon=False, fontsize=13)
     for axes in (left, right):
         axes.invert_yaxis()
+        axes.tick_params(labelsize=13)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
