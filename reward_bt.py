@@ -947,16 +947,15 @@ def add_lora(args: Args, model) -> None:
 
 
 @torch.no_grad()
-def iter_full_weights(model, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
     """Names and weights of the model, unsharded and with LoRA merged. Call on all ranks.
 
     LoRA is merged into copies, W + alpha / rank * B A: merging in place and undoing it would change
-    bf16 weights by rounding. Tied weights appear under each of their names. trainable_only skips
-    frozen weights, which a moving average of the policy (ppo_vl.py) does not need."""
+    bf16 weights by rounding. Tied weights appear under each of their names."""
     import deepspeed
 
     lora_layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
-    saved_names = set() if trainable_only else set(model.state_dict())
+    saved_names = set(model.state_dict())
     for name, buffer in model.named_buffers():
         if name in saved_names:
             yield name, buffer
@@ -965,8 +964,6 @@ def iter_full_weights(model, trainable_only: bool = False) -> Iterator[tuple[str
             continue
         layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
         factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
-        if trainable_only and not any(x.requires_grad for x in (parameter, *factors)):
-            continue
         is_sharded = hasattr(parameter, "ds_id")  # ZeRO-3
         with deepspeed.zero.GatheredParameters([parameter, *factors], enabled=is_sharded):
             weight = parameter.detach()
