@@ -24,9 +24,7 @@ def run_script(run, any_reward):
     return lambda script, **flags: run(script, **rewards.get(script, pairs), **flags)
 
 
-PPO = {"ema_decay": 0.9, "kl_loss": True, "kl_estimator": "k3", "kl_target": 0.01, "kl_horizon": 100}
-PPO |= {"reward_running_norm": "standardize", "dynamic_sampling": 1, "tis_clip": 2.0}
-PPO |= {"critic_warmup_steps": 1, "entropy_token_ratio": 0.5}
+PPO = {"kl_loss": True, "kl_estimator": "k3", "dynamic_sampling": 1, "tis_clip": 2.0}
 RESUMED = [("rloo", {"normalize_advantages": True, "mask_truncated": True}), ("ppo_vl", PPO)]
 RESUMED += [("reward_bt", {}), ("grm_sft", {})]
 RESUMED += [("grm_sft", {"lora_rank": 4, "gradient_checkpointing": True})]

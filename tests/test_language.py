@@ -199,7 +199,6 @@ PHRASES = {
 # (file, word as printed): why it is right there.
 EXCEPTIONS = {
     ("docs/rloo.md", "num_iterations"): "a field of TRL's RLOOConfig",
-    ("docs/ppo_vl.md", "dual_clip"): "a value of --policy-loss",
     ("docs/ppo_vl.md", "ema_beta"): "a parameter of LightRFT's PPOTrainerVL",
     ("docs/ppo_vl.md", "freezing_actor_steps"): "a parameter of LightRFT's PPOTrainerVL",
     ("tools/bench_trl.py", "num_iterations"): "an argument of TRL's RLOOConfig",

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor
@@ -17,8 +17,8 @@ from torch.testing import assert_close
 
 import ppo_vl
 
-GROUP_METHODS = ("reinforce_baseline", "rloo", "group_norm", "cpgd")
-LOSSES = ("clip", "dual_clip", "cpg", "gspo")
+GROUP_METHODS = ("reinforce_baseline", "rloo", "group_norm")
+LOSSES = ("clip", "gspo")
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -66,8 +66,6 @@ def test_worked_examples_of_the_docstrings():
     for method, values in (expected | {"group_norm": [-2 / root, -1 / root, 3 / root]}).items():
         outcome = ppo_vl.subtract_baseline(scores, whole, method)
         assert_close(outcome, tensor([values]).float(), atol=2e-6, rtol=0)
-    weight = policy_weight(torch.ones(1, 4).bool(), tensor([[1.0, 5, 2, 4]]), entropy_token_ratio=0.5)
-    assert weight.tolist() == [[0, 1, 0, 1]]
 
 
 # --- scores of a group ---
@@ -76,7 +74,6 @@ def test_worked_examples_of_the_docstrings():
 def center_by_loops(scores: torch.Tensor, mask: torch.Tensor, method: str) -> list[list[float]]:
     """Response by response, from the formulas of the papers; 0 outside of the mask."""
     groups = [[s for s, m in zip(*pair) if m] for pair in zip(scores.double().tolist(), mask.tolist())]
-    spread = sum(len(set(group)) > 1 for group in groups)
     out = torch.zeros(scores.shape, dtype=torch.float64)
     for g, i in mask.nonzero().tolist():
         group, score = groups[g], scores[g, i].item()
@@ -85,8 +82,6 @@ def center_by_loops(scores: torch.Tensor, mask: torch.Tensor, method: str) -> li
             centered = 0.0 if alone else score - (math.fsum(group) - score) / (len(group) - 1)
         if method == "group_norm":
             centered = 0.0 if alone else centered / (statistics.stdev(group) + 1e-6)
-        if method == "cpgd":
-            centered *= min(3, sum(map(bool, groups)) / max(1, spread))
         out[g, i] = score if method in ("gae", "reinforce") else centered
     return out
 
@@ -121,15 +116,6 @@ def test_equal_scores_give_exactly_zero(method):
         mask[2, 1:] = False  # alone
         out = ppo_vl.subtract_baseline(scores, mask, method)
         assert not out[[0, 2]].any() and out[1].all()
-
-
-@pytest.mark.parametrize("flat, weight", [(0, 1), (1, 2), (2, 3), (3, 3), (7, 3)])
-def test_cpgd_scales_with_the_fraction_of_useful_groups(flat, weight):
-    """By groups / groups with unequal scores, at most 3; here one such group and `flat` others."""
-    scores = torch.ones(flat + 1, 2)
-    scores[0, 0] = 3.0
-    out = ppo_vl.subtract_baseline(scores, torch.ones(flat + 1, 2, dtype=torch.bool), "cpgd")
-    assert out.flatten().tolist() == [weight, -weight] + [0] * (2 * flat)
 
 
 # --- token rewards, GAE, whitening ---
@@ -194,19 +180,13 @@ def test_equal_advantages_whiten_to_exactly_zero(value):
 # --- policy losses ---
 
 
-def loss_of_one_token(loss_type: str, logratio: float, A: float, c: float, c_high: float, d: float) -> float:
+def loss_of_one_token(logratio: float, A: float, c: float, c_high: float) -> float:
     """One token (gspo: the ratio is the response's), as in the papers."""
     r = math.exp(logratio)
-    clipped = min(max(r, 1 - c), 1 + c_high)
-    if loss_type == "cpg":  # sec. 3: min(log r A, clip(log r) A)
-        return -min(logratio * A, min(max(logratio, math.log(1 - c)), math.log(1 + c_high)) * A)
-    surrogate = min(r * A, clipped * A)
-    return -max(surrogate, d * A) if loss_type == "dual_clip" and A < 0 else -surrogate
+    return -min(r * A, min(max(r, 1 - c), 1 + c_high) * A)
 
 
-def loss_and_grad(
-    loss_type, new, old, advantages, response_of_token=None, c=0.2, c_high=0.28, d=3.0, weights=1.0
-):
+def loss_and_grad(loss_type, new, old, advantages, response_of_token=None, c=0.2, c_high=0.28, weights=1.0):
     """Losses, metrics, and the gradient of the weighted sum of losses with respect to new."""
     new = new.clone().requires_grad_()
     if response_of_token is None:
@@ -219,7 +199,6 @@ def loss_and_grad(
         loss_type=loss_type,
         clip_low=c,
         clip_high=c_high,
-        dual_clip_coef=d,
     )
     (losses * weights).sum().backward()
     assert all(x.shape == new.shape and not x.requires_grad for x in metrics.values())
@@ -232,23 +211,17 @@ def loss_and_grad(
 def test_policy_losses_and_gradients_are_the_formulas(loss_type, c, c_high):
     """One token per response, hence also for gspo. Gradients of the reference are finite differences."""
     new, old, A = noise(300, seed=1, scale=0.8), noise(300, seed=2, scale=0.8), noise(300, seed=3)
-    losses, metrics, grad = loss_and_grad(loss_type, new, old, A, None, c, c_high, 1.7)
-    low = high = dual = 0
+    losses, metrics, grad = loss_and_grad(loss_type, new, old, A, None, c, c_high)
+    low = high = 0
     for x, o, a, loss, g in zip(*(v.tolist() for v in (new, old, A, losses, grad))):
-        expected = loss_of_one_token(loss_type, x - o, a, c, c_high, 1.7)
-        assert loss == pytest.approx(expected, abs=1e-7)
+        assert loss == pytest.approx(loss_of_one_token(x - o, a, c, c_high), abs=1e-7)
         h = 1e-6
-        above, below = (loss_of_one_token(loss_type, x - o + sign * h, a, c, c_high, 1.7) for sign in (1, -1))
+        above, below = (loss_of_one_token(x - o + sign * h, a, c, c_high) for sign in (1, -1))
         assert g == pytest.approx((above - below) / 2 / h, abs=1e-7)
         low += a < 0 and g == 0 and x < o
-        dual += a < 0 and g == 0 and x > o
         high += a > 0 and g == 0
     assert metrics["policy/clipfrac_low"].sum() == low > 10
     assert metrics["policy/clipfrac_high"].sum() == high > 10
-    if loss_type == "dual_clip":  # B14: a separate metric
-        assert metrics["policy/clipfrac_dual"].sum() == dual > 10
-    else:
-        assert dual == 0 and "policy/clipfrac_dual" not in metrics
     assert_close(metrics["policy/ratio"], (new - old).exp())
     assert_close(metrics["policy/approx_kl"], (new - old).exp() - 1 - (new - old))
 
@@ -292,11 +265,10 @@ def test_new_equal_to_old_and_no_tokens(loss_type):
     old, A = noise(50, scale=5).float(), noise(50, seed=1).float()
     losses, metrics, grad = loss_and_grad(loss_type, old, old, A, torch.arange(50) % 7)
     assert metrics.pop("policy/ratio").tolist() == [1.0] * 50
-    num_metrics = 4 if loss_type == "dual_clip" else 3
-    assert len(metrics) == num_metrics and not any(x.any() for x in metrics.values())
-    assert torch.equal(losses, 0 * A if loss_type == "cpg" else -A) and torch.equal(grad, -A)
+    assert len(metrics) == 3 and not any(x.any() for x in metrics.values())
+    assert torch.equal(losses, -A) and torch.equal(grad, -A)
     losses, metrics, grad = loss_and_grad(loss_type, old[:0], old[:0], A[:0])  # a pack without responses
-    assert losses.shape == grad.shape == (0,) and len(metrics) == num_metrics + 1
+    assert losses.shape == grad.shape == (0,) and len(metrics) == 4
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -339,48 +311,6 @@ def test_loss_weights_are_the_aggregate(loss_agg, mask, seed, limit, empty):
     assert torch.equal(ppo_vl.compute_loss_weights(padded, loss_agg, limit)[: len(mask)], weights)
 
 
-def policy_weight(mask, entropy=None, sampler=None, entropy_token_ratio=1.0, tis_clip=0.0):
-    zeros = torch.zeros(mask.shape)
-    rollout = SimpleNamespace(
-        loss_mask=mask,
-        entropy=zeros if entropy is None else entropy,
-        old_logprobs=zeros,
-        sampler_logprobs=zeros if sampler is None else sampler,
-    )
-    return ppo_vl.compute_policy_weight(
-        SimpleNamespace(entropy_token_ratio=entropy_token_ratio, tis_clip=tis_clip), rollout
-    )
-
-
-@given(mask=masks, seed=seeds, ratio=st.floats(0.01, 0.99), ties=st.booleans())
-@quick
-def test_policy_weight_keeps_the_tokens_of_highest_entropy(mask, seed, ratio, ties):
-    mask = tensor(mask)
-    entropy = noise(*mask.shape, seed=seed).abs()
-    entropy = entropy.round() if ties else entropy
-    weight = policy_weight(mask, entropy, entropy_token_ratio=ratio)
-    assert torch.equal(
-        policy_weight(mask, torch.where(mask, entropy, 99.0), entropy_token_ratio=ratio), weight
-    )
-    kept = weight == 1
-    assert torch.equal(weight, kept.float()) and not (kept & ~mask).any()
-    if mask.any():
-        wanted, lowest = max(1, round(ratio * int(mask.sum()))), entropy[kept].min()
-        assert (mask & (entropy > lowest)).sum() < wanted <= kept.sum()
-        assert torch.equal(kept, mask & (entropy >= lowest)) and (ties or kept.sum() == wanted)
-
-
-def test_policy_weight_is_1_times_the_entropy_mask_times_importance_weights():
-    mask = tensor([[1, 1, 1], [1, 1, 0]]).bool()
-    assert torch.equal(policy_weight(mask), mask.float())
-    entropy = tensor([[1.0, 5, 2], [4, 0, 9]])
-    kept = tensor([[0.0, 1, 0], [1, 0, 0]])
-    sampler = tensor([[-0.5, 0.5, -40], [0, 0, 99]])
-    truncated = tensor([[1.5, math.exp(-0.5), 1.5], [1, 1, 0]])
-    assert_close(policy_weight(mask, sampler=sampler, tis_clip=1.5), truncated)
-    assert_close(policy_weight(mask, entropy, sampler, 0.4, 1.5), truncated * kept)
-
-
 # --- value loss, rewards ---
 
 
@@ -414,26 +344,7 @@ def test_overlong_is_dapos_penalty():
     assert overlong(completion_ids=ids, answer=ids) == pytest.approx([0, 0, -0.5, -1])
 
 
-# --- running norm, moving average, selection ---
-
-
-def test_scores_are_normalized_by_all_scores_so_far():
-    def normalize(scores: list, moments: torch.Tensor, mode: str):
-        scores = tensor([scores])
-        return ppo_vl.normalize_scores(scores, ~scores.isnan(), moments, mode)
-
-    zeros = torch.zeros(3).double()
-    for mode, expected in (("scale", [[1, 3]]), ("standardize", [[-1, 1]])):  # the docstring's example
-        scores, moments = normalize([2.0, 6.0], zeros, mode)
-        assert scores.tolist() == expected and moments.tolist() == [2, 8, 40]
-    scores, moments = normalize([5.0], zeros, "scale")
-    assert scores.tolist() == [[5.0]]  # the std of one score is 0
-    scores, moments = normalize([1.0, 3.0, math.nan], moments, "scale")
-    std = math.sqrt(8 / 3)  # of 5, 1, 3
-    assert_close(scores[:, :2], tensor([[1 / std, 3 / std]]))
-    assert moments.tolist() == [3, 9.0, 35.0]
-    scores, _ = normalize([3.0, 3.0], moments, "standardize")  # 5, 1, 3, 3, 3: mean 3
-    assert_close(scores, torch.zeros(1, 2))
+# --- explained variance, selection ---
 
 
 def test_explained_variance():
@@ -442,28 +353,6 @@ def test_explained_variance():
     assert ppo_vl.explained_variance(torch.zeros(3), returns) == 0
     assert_close(ppo_vl.explained_variance(tensor([3.0, 2, 1]), returns), tensor(-3.0))
     assert ppo_vl.explained_variance(returns, torch.ones(3)) == 0  # nothing to explain
-
-
-def test_ema_is_its_closed_form_and_skips_frozen_weights():
-    """decay^k w_0 + (1 - decay) sum_i decay^(k - i) w_i. Frozen weights are not even gathered (B26)."""
-    ema_model, model = (ppo_vl.load_model(TINY, dtype) for dtype in (torch.float32, torch.bfloat16))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("visual" not in name)
-    start = {name: x.clone() for name, x in ema_model.named_parameters()}
-    names = ("lm_head.weight", "model.language_model.norm.weight")
-    expected = {name: ema_model.state_dict()[name].double() * 0.9**6 for name in names}
-    for i in range(1, 7):
-        for parameter in model.parameters():
-            parameter.data.add_(0.1)
-        weights = dict(ppo_vl.iter_full_weights(model))
-        expected = {name: x + 0.1 * 0.9 ** (6 - i) * weights[name].double() for name, x in expected.items()}
-        ppo_vl.update_ema(ema_model, model, 0.9)
-    for name, x in expected.items():
-        assert_close(ema_model.state_dict()[name].double(), x, atol=1e-6, rtol=1e-6)
-    for name, x in ema_model.named_parameters():
-        assert torch.equal(x, start[name]) == ("visual" in name)
-    trained = [name for name, _ in ppo_vl.iter_full_weights(model, trainable_only=True)]
-    assert trained and not any("visual" in name for name in trained)
 
 
 def select(scores, rewards=None, truncated=None, **flags):

@@ -1,8 +1,10 @@
 """Short runs of ppo_vl.py: the wiring of main, its options, the presets of docs/ppo_vl.md, ranks and ZeRO stages."""
 
+import math
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import conftest
@@ -27,7 +29,7 @@ from torch.testing import assert_close
 
 import ppo_vl
 from common import packing
-from common.kl import kl_estimate, next_kl_coef
+from common.kl import kl_estimate
 
 ONE_UPDATE = {"total_steps": 1, "train_batch_size": 16, "num_epochs": 1, "warmup_steps": 0}
 FAST = {"learning_rate": 1e-3, "warmup_steps": 0}  # so that the second update differs from the first
@@ -44,8 +46,8 @@ def metrics_of(run_dir: Path) -> list[dict]:
     return [metrics for metrics in conftest.metrics_of(run_dir) if metrics["train/step"]]
 
 
-def weights_of(run_dir: Path, step: int, part: str = "") -> dict[str, torch.Tensor]:
-    return load_weights(run_dir / f"checkpoint-{step}" / part)
+def weights_of(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_weights(run_dir / f"checkpoint-{step}")
 
 
 def spy(monkeypatch, name: str, module=ppo_vl) -> list[tuple]:
@@ -134,14 +136,26 @@ def test_the_policy_moves_along_its_advantages(run, monkeypatch):
 
 
 def test_each_loss_has_its_own_weights_and_gradient(run, monkeypatch):
-    """All terms at once. Each optimizer step divides by its own tokens; metrics are means over steps."""
+    """All terms at once. Each optimizer step divides by its own tokens; metrics are means over steps.
+
+    Sampler log-probs are 0.5 too high or too low, so importance weights are e^-0.5 or e^0.5, clipped to 1.5."""
+    setup, generate = ppo_vl.setup, ppo_vl.HFSampler.generate
+
+    def generate_inexactly(self, *args, **keywords):
+        responses = generate(self, *args, **keywords)
+        for response in responses:
+            response.logprobs.add_(torch.rand(response.logprobs.shape).round() - 0.5)
+        return responses
+
+    monkeypatch.setattr(ppo_vl.HFSampler, "generate", generate_inexactly)
+    monkeypatch.setattr(ppo_vl, "setup", lambda args: replace(setup(args), reuse_sampler_logprobs=False))
+    monkeypatch.setitem(packing.TOLERANCE, torch.float32, 1.0)
     policy_calls, value_calls = (
         spy(monkeypatch, "compute_policy_loss"),
         spy(monkeypatch, "compute_value_loss"),
     )
     forwards, kl_calls = spy(monkeypatch, "response_logprobs", packing), spy(monkeypatch, "kl_estimate")
-    rollouts, backwards = spy_on_rollouts(monkeypatch), []
-    init_engine = ppo_vl.init_deepspeed_engine
+    init_engine, backwards = ppo_vl.init_deepspeed_engine, []
 
     def init_and_watch(**keywords):
         engine = init_engine(**keywords)
@@ -162,23 +176,21 @@ def test_each_loss_has_its_own_weights_and_gradient(run, monkeypatch):
 
     monkeypatch.setattr(ppo_vl, "init_deepspeed_engine", init_and_watch)
     flags = {"entropy_coef": 0.3, "kl_loss": True, "kl_estimator": "k2", "kl_coef": 0.7}
-    (metrics,) = metrics_of(run(**FAST, **flags, entropy_token_ratio=0.5, total_steps=1, value_clip=0.01))
-    rollout = rollouts[0][1]
+    (metrics,) = metrics_of(run(**FAST, **flags, total_steps=1, value_clip=0.01, tis_clip=1.5))
     means = {"policy": [], "entropy": [], "kl": [], "value": []}
     steps = zip(policy_calls, value_calls, kl_calls[1:], backwards)
     for (_, call, _), (_, _, (value_losses, _)), kl_call, seen in steps:
         new, entropy, loss, of_new, of_entropy = seen
         M = len(new)  # one pack per mini-batch: its tokens are those of the optimizer step
         (_, ref), kl = kl_call[0][:2], kl_call[2]
-        kept = rollout.policy_weight[rollout.loss_mask].sum()
-        assert 0.4 * rollout.loss_mask.sum() < kept < 0.7 * rollout.loss_mask.sum()
         assert_close(of_entropy, torch.full((M,), -0.3 / M))  # a bonus
         ratio = (new - call["old_logprobs"]).exp()
         is_clipped = torch.where(call["advantages"] > 0, ratio > 1.2, ratio < 0.8)
         of_policy = -call["advantages"] * ratio * ~is_clipped
-        rest = of_new * M - 0.7 * (new - ref)  # what is left without the KL: 0, or the policy's gradient
-        is_in_loss = ((rest - of_policy).abs() < 1e-4) | (rest.abs() < 1e-4)
-        assert is_in_loss.all() and 0.2 < ((rest - of_policy).abs() < 1e-4).float().mean() < 0.95
+        of_policy = torch.stack([math.exp(-0.5) * of_policy, 1.5 * of_policy])  # (2, M)
+        of_kl = 0.7 * (new - ref)
+        matches = (of_new * M - of_kl - of_policy).abs() < 1e-4
+        assert matches.any(0).all() and matches.float().mean(1).min() > 0.2
         means["entropy"].append(-entropy.mean())
         means["kl"].append(kl.mean())
         means["value"].append(value_losses.mean())
@@ -205,7 +217,7 @@ def test_each_loss_has_its_own_weights_and_gradient(run, monkeypatch):
             "gamma": 0.9,
             "mask_truncated": True,
         },
-        {"reward_running_norm": "standardize", "whiten_advantages": "off", "kl_estimator": "k3"},
+        {"whiten_advantages": "off", "kl_estimator": "k3"},
     ],
 )
 def test_advantages_are_those_of_the_flags(run, monkeypatch, flags):
@@ -218,9 +230,6 @@ def test_advantages_are_those_of_the_flags(run, monkeypatch, flags):
         assert torch.equal(kept, ~rollout.truncated) and 0 < kept.sum() < 16
     else:
         assert kept.all() and torch.equal(mask, rollout.response_mask)
-    if args.reward_running_norm != "off":
-        both = torch.cat([rollouts[0][1].scores, scores])
-        scores = (scores - both.mean()) / both.std(correction=0)
     scores = scores.clamp(*args.reward_clip) if args.reward_clip else scores
     kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator) * mask
     assert kl.abs().max() > 1e-3
@@ -244,16 +253,8 @@ def test_advantages_are_those_of_the_flags(run, monkeypatch, flags):
 # --- the comparison of log-probs ---
 
 
-@pytest.mark.parametrize(
-    "flags, stops_at",
-    [
-        ({}, 1),
-        ({"critic_warmup_steps": 1}, 2),
-        ({"dynamic_sampling": 1, "tis_clip": 2.0}, 1),
-        ({"entropy_token_ratio": 0.5, "mask_truncated": True}, 1),
-    ],
-)
-def test_a_sampler_that_computes_other_logprobs_stops_the_run(run, monkeypatch, capsys, flags, stops_at):
+@pytest.mark.parametrize("flags", [{}, {"dynamic_sampling": 1, "tis_clip": 2.0, "mask_truncated": True}])
+def test_a_sampler_that_computes_other_logprobs_stops_the_run(run, monkeypatch, capsys, flags):
     generate = ppo_vl.HFSampler.generate
 
     def shifted(self, *args, **kwargs):
@@ -267,7 +268,7 @@ def test_a_sampler_that_computes_other_logprobs_stops_the_run(run, monkeypatch, 
         run(**flags)
     assert stopped.value.code == 2
     error = capsys.readouterr().err
-    assert f"step {stops_at}: sampling/logprob_diff_mean is 0.01" in error
+    assert "step 1: sampling/logprob_diff_mean is 0.01" in error
 
 
 def test_a_forward_that_differs_in_training_stops_the_run(run, monkeypatch, capsys):
@@ -279,37 +280,21 @@ def test_a_forward_that_differs_in_training_stops_the_run(run, monkeypatch, caps
 
     monkeypatch.setattr(ppo_vl.Policy, "forward", noisy)
     with pytest.raises(SystemExit):
-        run(entropy_token_ratio=0.5, sampler="hf")
+        run(sampler="hf")
     assert "logprob_diff_mean is 0.01" in capsys.readouterr().err
 
 
 # --- options ---
 
 
-def test_only_the_critic_trains_in_warmup(run):
-    flags = {"kl_target": 0.001, "kl_horizon": 100, "kl_coef": 0.1, "save_total_limit": 3}
-    run_dir = run(total_steps=3, critic_warmup_steps=1, save_steps=1, **FAST, **flags)
-    first, second, third = metrics_of(run_dir)
-    assert not {"train/grad_norm", "policy/ratio"} & first.keys() and first["train/critic_grad_norm"] > 0
-    assert second["train/grad_norm"] > 0 and largest_difference(weights_of(run_dir, 1), START) == 0
-    assert largest_difference(weights_of(run_dir, 2), START) > 0
-    # B7: the KL coefficient adapts after a step that trained the actor.
-    assert first["train/kl_coef"] == second["train/kl_coef"] == 0.1
-    expected = next_kl_coef(0.1, second["objective/kl"], 0.001, 100, 16)
-    assert third["train/kl_coef"] == pytest.approx(expected) != 0.1
-
-
 @pytest.mark.parametrize("flags, moving", [({"freeze": "visual"}, 0), ({"lora_rank": 2}, 0), ({}, 1)])
 def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
-    run_dir = run(**ONE_UPDATE, **flags, ema_decay=0.5)
+    run_dir = run(**ONE_UPDATE, **flags)
     end = weights_of(run_dir, 1)
     moved = {name for name, x in end.items() if not torch.equal(x, START[name])}
     assert end.keys() == START.keys()  # adapters are merged
     assert any("q_proj" in name for name in moved) and any("visual" in name for name in moved) == moving
     assert ("lora_rank" in flags) == (not any("norm" in name for name in moved))
-    for name, x in weights_of(run_dir, 1, "state/ema").items():  # halfway after one update
-        assert_close(x.float(), (START[name].float() + end[name].float()) / 2)
-    transformers.AutoModelForImageTextToText.from_pretrained(run_dir / "checkpoint-1" / "state" / "ema")
 
 
 @slow
@@ -382,9 +367,9 @@ def test_dynamic_sampling_trains_on_the_first_useful_prompts(run, tmp_path, monk
 
 
 def test_a_step_without_responses_to_train_on_is_logged(run):
-    run_dir = run(mask_truncated=True, max_response_length=1, kl_target=0.1)  # all are truncated
+    run_dir = run(mask_truncated=True, max_response_length=1)  # all are truncated
     for metrics in metrics_of(run_dir):
-        assert metrics["train/kl_coef"] == 0.01 and metrics["rollout/truncated_frac"] == 1
+        assert metrics["rollout/truncated_frac"] == 1
         assert not {"loss/policy", "objective/kl", "objective/rlhf_reward"} & metrics.keys()
     assert largest_difference(weights_of(run_dir, 2), START) == 0
 
@@ -396,63 +381,21 @@ def test_episodes_are_responses_not_skipped_rows(run, vqa_rows, tmp_path):  # B1
     assert skipped > 0 and metrics[-1]["train/episode"] == 4 * (4 * 4 - skipped)
 
 
-def test_metrics_of_the_policy_are_those_of_the_tokens_in_its_loss(run, monkeypatch):  # B1, B15
-    rollouts, loss = spy_on_rollouts(monkeypatch), ppo_vl.compute_policy_loss
-
-    def mark(**keywords):
-        losses, metrics = loss(**keywords)
-        return losses, metrics | {"policy/ratio": keywords["advantages"]}  # differs between tokens
-
-    monkeypatch.setattr(ppo_vl, "compute_policy_loss", mark)
-    (metrics,) = metrics_of(run(**ONE_UPDATE, entropy_token_ratio=0.25))
-    rollout = rollouts[0][1]
-    kept = rollout.policy_weight > 0
-    assert rollout.entropy[kept].min() >= rollout.entropy[rollout.loss_mask & ~kept].max()
-    assert 0.2 < kept.sum() / rollout.loss_mask.sum() < 0.4
-    assert metrics["policy/ratio"] == pytest.approx(rollout.advantages[kept].mean().item(), abs=1e-5)
-    expected = -(rollout.advantages * kept).sum() / rollout.loss_mask.sum()  # the ratio is 1
-    assert metrics["loss/policy"] == pytest.approx(expected.item(), abs=1e-5)
-
-
-def test_running_norm_scales_scores_against_the_kl(run, monkeypatch):  # B18
-    """So it has an effect with group estimators, except group_norm."""
-    rollouts = spy_on_rollouts(monkeypatch)
-    for flags in ({}, {"reward_running_norm": "scale"}):
-        run(**ONE_UPDATE, **flags, advantage="rloo", run_name=str(len(flags)))
-    (_, one), (_, other) = rollouts
-    differs = one.advantages.abs() > 1e-6
-    ratio = other.advantages[differs] / one.advantages[differs]
-    assert_close(ratio, ratio[:1].expand(len(ratio)), atol=1e-4, rtol=1e-4)  # in step 1 the KL is 0
-    assert ratio[0] > 1.5
-
-
 # --- flags ---
 
 REFUSED = {
     "--kl-loss requires": [{"kl_loss": True}, {"kl_loss": True, "kl_estimator": "k3", "kl_coef": 0.0}],  # B8
-    "--policy-loss gspo requires": [  # B9
-        {"policy_loss": "gspo"},
-        {"policy_loss": "gspo", "loss_agg": "seq-mean-token-mean"},
-        {"policy_loss": "gspo", "clip_coef": 3e-4},
-    ],
-    "--reward-running-norm has no effect": [
-        {"reward_running_norm": "scale", "advantage": "group_norm"}
-    ],  # B18
-    "--entropy-token-ratio": [{"entropy_token_ratio": 0.0}, {"entropy_token_ratio": 1.5}],  # B19
-    "--kl-target": [{"kl_target": 0.0}, {"kl_target": 1.0, "kl_coef": 0.0}],
-    "--dual-clip-coef (1.0) must be": [{"policy_loss": "dual_clip", "dual_clip_coef": 1.0}],
-    "--dual-clip-coef requires --policy-loss dual_clip": [{"dual_clip_coef": 5.0}],
+    "--policy-loss gspo requires --loss-agg": [{"policy_loss": "gspo", "clip_coef": 3e-4}],  # B9
+    "--policy-loss gspo requires a small": [{"policy_loss": "gspo", "loss_agg": "seq-mean-token-mean"}],
     "--value-clip requires --advantage gae": [{"advantage": "rloo", "value_clip": 0.1}],
     "--gae-lambda requires --advantage gae": [{"advantage": "reinforce", "gae_lambda": 1.0}],
     "--critic-learning-rate requires": [{"advantage": "group_norm", "critic_learning_rate": 1e-5}],
-    "--dynamic-sampling (-2) must be between 0 and inf": [{"dynamic_sampling": -2}],
+    "--dynamic-sampling (-2) must be at least 0": [{"dynamic_sampling": -2}],
     "--clip-coef (-1.0) must be": [{"clip_coef": -1.0}],
     "--gamma (2.0) must be between 0 and 1": [{"gamma": 2.0}],
-    "--ema-decay": [{"ema_decay": 1.5}],
     "--temperature": [{"temperature": 0.0}],
+    "--eval-steps (-1) must be at least 0": [{"eval_steps": -1}],
     "--critic-model requires": [{"critic_model": TINY, "advantage": "rloo"}],
-    "--critic-warmup-steps requires": [{"critic_warmup_steps": 1, "advantage": "rloo"}],
-    "--critic-warmup-steps must be less": [{"critic_warmup_steps": 50}],
     "--train-batch-size": [{"train_batch_size": 100}, {"train_batch_size": 4}],
     "--rollout-batch-size": [{"rollout_batch_size": 192}],
     "--num-samples-per-prompt (1) must be at least 2 for --dynamic-sampling": [
@@ -487,9 +430,7 @@ def test_freeze_must_match_a_parameter(run, capsys):
 def test_flags_that_go_together_are_accepted():
     for flags in (
         {},
-        {"kl_loss": True, "kl_estimator": "k2", "kl_target": 0.1},
-        {"reward_running_norm": "scale", "advantage": "rloo"},
-        {"reward_running_norm": "scale", "advantage": "group_norm", "reward_clip": (-1, 1)},
+        {"kl_loss": True, "kl_estimator": "k2"},
         {"num_samples_per_prompt": 1},
     ):
         ppo_vl.check_args(ppo_vl.Args(**flags))
@@ -571,7 +512,7 @@ def test_results_do_not_depend_on_gradient_checkpointing(run):
 @pytest.mark.parametrize("lora", [0, 2])
 def test_ranks_and_stages_have_the_same_metrics_and_weights(start, any_score, mixed, tmp_path, lora):
     flags = {"dataset": mixed, "eval_dataset": None, "rollout_batch_size": 20, "train_batch_size": 20}
-    flags |= {"ema_decay": 0.9, "lora_rank": lora, "learning_rate": 1e-5, "critic_learning_rate": 1e-5}
+    flags |= {"lora_rank": lora, "learning_rate": 1e-5, "critic_learning_rate": 1e-5}
     flags |= any_score
     assert start("ppo_vl", **flags).wait() == 0
     offloaded = {"zero_stage": 3, "offload_optimizer": True}

@@ -43,7 +43,7 @@ def make_inputs(function: str, seed: int) -> dict:
     kept = torch.rand(4, 5, generator=generator) < 0.7
     x[0] = 0.3  # a group of equal scores
     agg = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")[seed % 4]
-    estimator = ("gae", "reinforce_baseline", "rloo", "group_norm", "cpgd")[seed % 5]
+    estimator = ("gae", "reinforce_baseline", "rloo", "group_norm")[seed % 4]
     response_of_token = torch.arange(4).repeat_interleave(5)  # (20,)
     return {
         "compute_advantages": dict(
