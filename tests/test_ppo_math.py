@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
@@ -49,8 +49,10 @@ def unzip(groups) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_worked_examples_of_the_docstrings():
     ones = torch.ones(1, 3)
-    advantages, _ = ppo_vl.compute_gae(tensor([[0.0, 0.0, 1.0]]), ones / 2, ones, gamma=1.0, gae_lambda=0.5)
-    assert advantages.tolist() == [[0.125, 0.25, 0.5]]
+    for mask, expected in (([[1, 1, 1]], [[0.125, 0.25, 0.5]]), ([[1, 0, 1]], [[0.25, 0, 0.5]])):
+        rewards = tensor([[0.0, 0.0, 1.0]])
+        advantages, _ = ppo_vl.compute_gae(rewards, ones / 2, tensor(mask).bool(), gamma=1.0, gae_lambda=0.5)
+        assert advantages.tolist() == expected
     mask = tensor([[1, 1, 0], [1, 1, 0]]).bool()
     whitened = ppo_vl.whiten(tensor([[1.0, 2, 99], [3, 6, -99]]), mask)
     assert_close(whitened, tensor([[-2.0, -1, 0], [0, 3, 0]]) / math.sqrt(3.5))
@@ -125,9 +127,9 @@ def test_score_lands_on_the_last_token_of_the_response():
     mask = tensor([[1, 1, 0], [1, 1, 1]]).bool()
     rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask)
     assert_close(rewards, tensor([[-0.1, 0.9, 0.0], [-0.1, -0.1, 1.9]]))
-    mask = tensor([[0, 0, 0], [1, 0, 0]]).bool()  # a response that is not kept has no last token
+    mask = tensor([[0, 0, 0], [1, 0, 1]]).bool()  # a response that is not kept; one with an observation
     rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask)
-    assert_close(rewards, tensor([[0.0, 0, 0], [1.9, 0, 0]]))
+    assert_close(rewards, tensor([[0.0, 0, 0], [-0.1, 0, 1.9]]))
 
 
 def gae_by_loops(rewards, values, gamma: float, gae_lambda: float) -> list[float]:
@@ -149,6 +151,69 @@ def test_gae_is_its_sum_on_every_row(lengths, seed, gamma, gae_lambda):
         assert advantages[b, :n].tolist() == pytest.approx(expected, abs=1e-9)
         assert_close(returns[b, :n], advantages[b, :n] + values[b, :n])
         assert not advantages[b, n:].any() and not returns[b, n:].any()
+
+
+def test_a_trajectory_of_two_turns_by_hand():
+    """Turns of two tokens and one, an observation of two in between. gamma 0.5, lambda 0.5, KL 0.25 per token.
+
+    Rewards -0.25, -0.25, 2 - 0.25; values 1, 2, 4:   delta_5 = 1.75 - 4 = -2.25
+    delta_2 = -0.25 + 0.5 * 4 - 2 = -0.25             delta_1 = -0.25 + 0.5 * 2 - 1 = -0.25
+    A = -2.25, then -0.25 - 2.25 / 4 = -0.8125, then -0.25 - 0.8125 / 4 = -0.453125
+    """
+    mask = tensor([[1, 1, 0, 0, 1, 0]]).bool()
+    rewards = ppo_vl.compute_token_rewards(tensor([2.0]), torch.full((1, 6), 0.25), mask)
+    assert rewards.tolist() == [[-0.25, -0.25, 0, 0, 1.75, 0]]
+    values = tensor([[1.0, 2, 1e6, -1e6, 4, 1e6]])  # those of observations and padding have no effect
+    advantages, returns = ppo_vl.compute_gae(rewards, values, mask, gamma=0.5, gae_lambda=0.5)
+    assert advantages.tolist() == [[-0.453125, -0.8125, 0, 0, -2.25, 0]]
+    assert returns.tolist() == [[0.546875, 1.1875, 0, 0, 1.75, 0]]
+    weights = [ppo_vl.compute_loss_weights(mask, loss_agg, 6)[0].tolist() for loss_agg in AGGREGATIONS]
+    expected = [[x, x, 0, 0, x, 0] for x in (1 / 3, 1 / 3, 1, 1 / 6)]
+    assert weights == [pytest.approx(row) for row in expected]
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+@given(mask=masks, seed=seeds, gamma=st.floats(0, 1), gae_lambda=st.floats(0, 1))
+@quick
+def test_without_their_observations_trajectories_have_the_same_losses(
+    loss_type, mask, seed, gamma, gae_lambda
+):
+    """A mask with holes gives exactly what the tokens in it give as responses without holes."""
+    mask = tensor(mask)
+    assume(mask.any())
+    B, R = mask.shape
+    kl, values, new, old = (noise(B, R, seed=seed + k, scale=0.3) for k in range(4))
+    scores = noise(B, seed=seed + 5)
+
+    def train(mask, kl, values, new, old):
+        rewards = ppo_vl.compute_token_rewards(scores, kl, mask)
+        advantages, returns = ppo_vl.compute_gae(rewards, values, mask, gamma, gae_lambda)
+        advantages = ppo_vl.whiten(advantages, mask)
+        losses, metrics = ppo_vl.compute_policy_loss(
+            new_logprobs=new[mask],
+            old_logprobs=old[mask],
+            advantages=advantages[mask],
+            response_of_token=torch.nonzero(mask)[:, 0].unique(return_inverse=True)[1],
+            loss_type=loss_type,
+            clip_low=0.2,
+            clip_high=0.2,
+        )
+        value_losses, _ = ppo_vl.compute_value_loss(values[mask] + 0.3, values[mask], returns[mask], 0.2)
+        weights = [ppo_vl.compute_loss_weights(mask, loss_agg, 9)[mask] for loss_agg in AGGREGATIONS]
+        return [
+            rewards[mask],
+            advantages[mask],
+            returns[mask],
+            losses,
+            value_losses,
+            *weights,
+            *metrics.values(),
+        ]
+
+    pad = torch.nn.utils.rnn.pad_sequence
+    without = [pad([x[m] for x, m in zip(table, mask)], True) for table in (mask, kl, values, new, old)]
+    for one, other in zip(train(mask, kl, values, new, old), train(*without)):
+        assert torch.equal(one, other)
 
 
 @given(mask=masks, seed=seeds, shift=finite)
