@@ -315,7 +315,7 @@ def critic_warmup(run) -> bool:
     """Step 1 trains only the critic, so the KL of step 2 is still 0."""
     first, second = run.metrics
     only_critic = "train/grad_norm" not in first and first["train/critic_grad_norm"] > 0
-    return only_critic and second["train/grad_norm"] > 0 and second["objective/kl"] == 0
+    return only_critic and second["train/grad_norm"] > 0 and near(second["objective/kl"], 0)
 
 
 def bounded_loss(run) -> bool:
