@@ -9,10 +9,11 @@ Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md lists the differences
 RewardTrainer (huggingface/trl@f2cd577) and EasyDeL's; docs/forking.md has a diff to another loss.
 
 Read to the end of `main`: the flags, the loss, the data of a step and the training loop. The
-functions that `main` calls follow, in order of use.
+functions that `main` calls follow, in order of use. A ranking is a dataset row: a prompt with two
+or more responses, best first.
 
-Shapes: B responses in all rankings of a step, Q pairs of them. A pack (common/packing.py) is one
-forward pass over some prompts and S of their responses.
+Shapes: a step has B responses and Q pairs of them. A pack (common/packing.py) is one forward pass
+over some prompts and S of their responses.
 
     python reward_bt.py           # default: a tiny VLM on easy-VQA, minutes on two CPU cores
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --learning-rate 5e-6
@@ -69,7 +70,7 @@ class Args:
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved dataset or a Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, NEW=OLD: prompt=problem answer=label.
-    eval_datasets: tuple[str, ...] = ()  # Evaluation sets, as name=source. Default: easy-VQA's.
+    eval_datasets: tuple[str, ...] = ()  # Evaluation sets, as name=source. Default: none, or easy-VQA's.
     eval_dataset_split: str = "test"  # Split of each of --eval-datasets; ignored for files.
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     video_fps: float = 2.0  # Frames per second to sample from videos.
@@ -138,22 +139,6 @@ def compute_bt_loss(
     return losses, metrics
 
 
-def calibration_error(reward_diff: Tensor, weights: Tensor) -> Tensor:
-    """Expected calibration error over ten bins of confidence, https://arxiv.org/abs/1706.04599.
-
-    sum over bins of |sum over the bin's pairs of weight * (accuracy - confidence)|, where the
-    confidence is sigmoid(|reward_diff|). reward_diff = chosen - rejected (Q,), weights (Q,).
-
-    reward_diff [2, -2, 0], weights 1/3 -> confidence [.881, .881, .5], accuracy [1, 0, .5],
-    2 / 3 * |.5 - .881| + 1 / 3 * 0 = .2539
-    """
-    confidence = reward_diff.abs().sigmoid()  # at least .5, so the ten bins divide [.5, 1]
-    accuracy = (reward_diff.sign() + 1) / 2
-    bins = (confidence * 20 - 10).long().clamp(0, 9)
-    errors = torch.zeros(10).to(reward_diff).index_add(0, bins, weights * (accuracy - confidence))
-    return errors.abs().sum()
-
-
 # ---- the data of a step ----
 
 
@@ -165,7 +150,6 @@ class Ranking:
     response_ids: list[Tensor]  # per response its token ids (R,)
     texts: list[str]  # per response its text, for samples.jsonl
     margin: float  # subtracted from the reward difference of each pair
-    weight: float  # of the row in the loss and in all means
     columns: dict  # strings and numbers of the dataset row, for samples.jsonl
 
 
@@ -180,21 +164,20 @@ class Pairs:
 
 
 def make_pairs(rankings: list[Ranking], device: torch.device) -> Pairs:
-    """All pairs; those of a ranking share its weight, https://arxiv.org/abs/2203.02155 eq. (1).
+    """All pairs. Each ranking has the same total weight, https://arxiv.org/abs/2203.02155 eq. (1).
 
-    2 and 3 responses, margins 0 and .5, weights 3 and 1
-    -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4], margins [0, .5, .5, .5], weights [3/4, 1/12, 1/12, 1/12]
+    2 and 3 responses, margins 0 and .5
+    -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4], margins [0, .5, .5, .5], weights [1/2, 1/6, 1/6, 1/6]
     """
-    total_weight = sum(ranking.weight for ranking in rankings) or 1.0  # if all are 0, so is the loss
-    rows = []
+    pairs = []
     start = 0  # index of the ranking's first response among all B
     for ranking in rankings:
         K = len(ranking.response_ids)
-        weight = ranking.weight / total_weight * 2 / (K * (K - 1))
+        weight = 1 / len(rankings) / (K * (K - 1) / 2)
         for i, j in combinations(range(start, start + K), 2):
-            rows.append((i, j, ranking.margin, weight))
+            pairs.append((i, j, ranking.margin, weight))
         start += K
-    chosen, rejected, margins, weights = (torch.tensor(x, device=device) for x in zip(*rows))
+    chosen, rejected, margins, weights = (torch.tensor(x, device=device) for x in zip(*pairs))
     return Pairs(chosen=chosen, rejected=rejected, margins=margins, weights=weights)
 
 
@@ -336,8 +319,18 @@ def setup(args: Args) -> Run:
     is_fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
     dtype = torch.float32 if is_fp32 else torch.bfloat16
 
-    reward_model = load_reward_model(args, dtype)
-    model = reward_model.module.model
+    model = load_model(args.model, dtype).base_model
+    torch.manual_seed(args.seed)  # for the initial head and LoRA weights
+    module = RewardModel(model)
+    head_path = Path(args.model) / "score.safetensors"  # if --model is a checkpoint of this script
+    if head_path.is_file():
+        module.score.load_state_dict({"weight": safetensors.torch.load_file(head_path)["score.weight"]})
+    if args.lora_rank > 0:
+        add_lora(args, model)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    reward_model = init_deepspeed_engine(args, module, dtype, args.total_steps, args.learning_rate)
+    reward_model.eval()
     state = {
         "step": 0,
         "initial_eval": {},  # metrics before the first step
@@ -369,8 +362,6 @@ def setup(args: Args) -> Run:
         max_tokens=args.micro_batch_tokens,
     )
     print0(message)
-    if not hasattr(processor, "tokenizer"):
-        choose_pad_token(model, processor, rankings)
     return Run(
         run_dir=run_dir, device=device, processor=processor, reward_model=reward_model,
         train_data=train_data, eval_sets=eval_sets, checkpoint=checkpoint, state=state,
@@ -426,21 +417,6 @@ def catch_signals() -> list[int]:
     return received_signals
 
 
-def choose_pad_token(model, tokenizer, rankings: list[Ranking]) -> None:
-    """Give model and tokenizer a pad token that never ends a chat.
-
-    The classifier that save_checkpoint exports reads its reward at the last token that is not the
-    pad token. With EOS as the pad token, it would miss the EOS that ends a chat.
-    """
-    last_ids = {int(ids[-1]) for ranking in rankings for ids in ranking.response_ids}
-    special_ids = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-    pad_ids = [i for i in special_ids if i not in last_ids]
-    if not pad_ids:
-        fail(f"{tokenizer.name_or_path}: all special tokens end chats; add one that can serve as pad token")
-    model.config.pad_token_id = pad_ids[0]
-    tokenizer.pad_token_id = pad_ids[0]
-
-
 # ---- data ----
 
 # What the code below raises if a dataset row can't be used: missing or broken media, too many tokens,
@@ -469,8 +445,7 @@ def shuffled_indices(start: int, count: int, num_rows: int, seed: int) -> list[i
 
 def load_rankings(args: Args, source: str, split: str, seed: int, model, processor) -> RankingDataset:
     """Columns: prompt or messages, a string or a chat; chosen and rejected, or responses (best
-    first), strings or chats, see split_row; optional image(s) and video(s), see read_chat;
-    optional margin and weight."""
+    first), strings or chats, see split_row; optional image(s), video(s) and margin."""
     rows = rename_columns(args, source, load_rows(source, split))
     if source == "easy-vqa":
         rows = add_pairs(rows, seed)
@@ -482,37 +457,27 @@ def load_rankings(args: Args, source: str, split: str, seed: int, model, process
         names = ", ".join(columns)
         fail(f"{source} has columns {names}: rename yours, --columns prompt=... chosen=... rejected=...")
     tokenizer = getattr(processor, "tokenizer", processor)
-    data_dir = Path(source).parent
 
     # Cached: a step encodes a row once to plan the packs, and again to build them.
     @functools.lru_cache(maxsize=2 * args.train_batch_size)
     def encode(index: int) -> Ranking:
         row = rows[index]
         prompt_chat, response_chats = split_row(row)
-        messages = build_messages(args, {**row, "prompt": prompt_chat}, data_dir, tokenizer)
-        responses = []
-        texts = []
-        for chat in response_chats:
-            response = build_messages(args, {"prompt": chat}, data_dir, tokenizer)
-            response = response[-len(chat) :]  # without a system prompt
-            parts = [part for message in response for part in message["content"]]
-            if any(part["type"] != "text" for part in parts):
-                raise ValueError("images and videos in responses are not supported")
-            responses.append(response)
-            texts.append(" ".join(part["text"] for part in parts))
+        whole = prompt_chat + sum(response_chats, [])
+        whole = build_messages(args, row | {"prompt": whole}, Path(source).parent, tokenizer)
+        messages = whole[: -sum(map(len, response_chats))]
+        remaining = iter(whole[len(messages) :])
+        responses = [[next(remaining) for _ in chat] for chat in response_chats]
+        texts = [" ".join(map(get_text, response)) for response in responses]
         prompt, response_ids = encode_ranking(model, processor, messages, responses, index)
         longest = prompt.length + max(map(len, response_ids))
         if longest > args.max_length:
             raise ValueError(f"{longest} tokens exceed --max-length")
+        margin = float(row.get("margin") or 0.0)
+        if not math.isfinite(margin):
+            raise ValueError(f"its margin is {margin}")
         columns = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
-        margin = float(columns.get("margin", 0.0))
-        weight = float(columns.get("weight", 1.0))
-        if not (math.isfinite(margin) and 0 <= weight < math.inf):
-            raise ValueError(f"margin {margin} or weight {weight} is not finite, or the weight is negative")
-        return Ranking(
-            prompt=prompt, response_ids=response_ids, texts=texts,
-            margin=margin, weight=weight, columns=columns,
-        )  # fmt: skip
+        return Ranking(prompt, response_ids, texts, margin, columns)
 
     return RankingDataset(source=source, rows=rows, encode=encode)
 
@@ -586,28 +551,38 @@ def add_pairs(rows, seed: int):
     return rows
 
 
-def split_row(row: dict) -> tuple[str | list[dict], list[list[dict]]]:
-    """The prompt and the messages of each response, best first.
+def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
+    """The messages of the prompt, and those of each response, best first.
 
     Responses are strings, messages that follow the prompt, or chats that begin with the prompt.
     With q for a user's message, and a and b for an assistant's:
 
-    prompt q, chosen "a", rejected "b"       -> prompt q, responses [[a], [b]]
-    prompt q, chosen [a], rejected [b]       -> prompt q, responses [[a], [b]]
-    chosen [q, a], rejected [q, b]           -> prompt [q], responses [[a], [b]]
+    prompt "q", chosen "a", rejected "b"       -> prompt [q], responses [[a], [b]]
+    prompt [q], chosen [a], rejected [b]       -> prompt [q], responses [[a], [b]]
+    chosen [q, a], rejected [q, b]             -> prompt [q], responses [[a], [b]]
     """
     responses = row.get("responses") or [row.get("chosen"), row.get("rejected")]
     if len(responses) < 2 or None in responses:
         raise ValueError("a ranking needs at least two responses")
     prompt = row.get("prompt") or row.get("messages")
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     chats = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in responses]
     if chats[0] and chats[0][0]["role"] != "assistant":
         num_shared = count_shared(chats)
         prompt = chats[0][:num_shared]
         chats = [chat[num_shared:] for chat in chats]
+    if not prompt:
+        raise ValueError("its prompt is empty")
     if not all(chats):
         raise ValueError("a response is empty, or the beginning of another one")
     return prompt, chats
+
+
+def get_text(message: dict) -> str:
+    """The text of a response's message."""
+    if any(part["type"] != "text" for part in message["content"]):
+        raise ValueError("images and videos in responses are not supported")
+    return " ".join(part["text"] for part in message["content"])
 
 
 def count_shared(sequences: list[list]) -> int:
@@ -828,9 +803,7 @@ def ranking_metrics(args: Args, rankings: list[Ranking], rewards: Tensor) -> dic
         label_smoothing=args.label_smoothing,
         center_coef=args.center_coef,
     )
-    metrics = {name: float((pairs.weights * values).sum()) for name, values in pair_metrics.items()}
-    metrics["rm/ece"] = float(calibration_error(pair_metrics["rm/reward_diff"], pairs.weights))
-    return metrics
+    return {name: float((pairs.weights * values).sum()) for name, values in pair_metrics.items()}
 
 
 def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
@@ -896,23 +869,6 @@ class RewardModel(nn.Module):
     def forward(self, pack: packing.Pack) -> Tensor:
         hidden = packing.forward_hidden(self.model, pack, last=True)  # (S, H)
         return hidden.float() @ self.score.weight[0].float()  # in bf16 many rewards would be equal
-
-
-def load_reward_model(args: Args, dtype: torch.dtype):
-    """DeepSpeed engine around the reward model, in eval mode."""
-    model = load_model(args.model, dtype).base_model
-    torch.manual_seed(args.seed)  # for the initial head and LoRA weights
-    module = RewardModel(model)
-    head_path = Path(args.model) / "score.safetensors"  # if --model is a checkpoint of this script
-    if head_path.is_file():
-        module.load_state_dict(safetensors.torch.load_file(head_path), strict=False)
-    if args.lora_rank > 0:
-        add_lora(args, model)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    reward_model = init_deepspeed_engine(args, module, dtype, args.total_steps, args.learning_rate)
-    reward_model.eval()
-    return reward_model
 
 
 def load_model(source: str, dtype: torch.dtype):
@@ -1158,11 +1114,8 @@ def prepare_run_dir(args: Args, run_dir: Path, last_step: int) -> None:
 
 
 def save_checkpoint(args: Args, run: Run) -> Path:
-    """Save checkpoint-N: a Hugging Face directory, and state/ for --resume. Call on all ranks.
-
-    A text model becomes transformers' classifier with one label. There is no such class for
-    vision-language models, so of these it saves the backbone. Both have the head in score.safetensors.
-    """
+    """Save checkpoint-N: the backbone as a Hugging Face directory, with the head in
+    score.safetensors, and state/ for --resume. Call on all ranks."""
     module = run.reward_model.module
     checkpoint = run.run_dir / f"checkpoint-{run.state['step']}"
     temporary = checkpoint.with_suffix(".tmp")  # renamed once it is complete
@@ -1177,14 +1130,8 @@ def save_checkpoint(args: Args, run: Run) -> Path:
     if RANK == 0:
         config = module.model.config
         config = type(config).from_dict(config.to_dict())  # drops packed attention
-        config.num_labels = 1
-        is_text = not hasattr(config, "vision_config")
-        auto_class = transformers.AutoModelForSequenceClassification if is_text else transformers.AutoModel
         with torch.device("meta"):  # the same architecture, without LoRA
-            export = auto_class.from_config(config)
-        if is_text:
-            prefix = export.base_model_prefix
-            weights = {f"{prefix}.{name}": weight for name, weight in weights.items()} | head
+            export = type(module.model)(config)
         export.save_pretrained(temporary, state_dict=weights)
         safetensors.torch.save_file(head, temporary / "score.safetensors")
         run.processor.save_pretrained(temporary)

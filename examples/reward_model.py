@@ -25,11 +25,11 @@ def load(checkpoint: str):
     """Reward model and processor, or the tokenizer of a text model."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head_file = Path(checkpoint) / "score.safetensors"
-    is_vision = hasattr(transformers.AutoConfig.from_pretrained(checkpoint), "vision_config")
-    auto_class = transformers.AutoModel if is_vision else transformers.AutoModelForSequenceClassification
+    has_head = head_file.is_file()
+    auto_class = transformers.AutoModel if has_head else transformers.AutoModelForSequenceClassification
     model = auto_class.from_pretrained(checkpoint, dtype="auto" if device == "cuda" else torch.float32)
     reward_model = RewardModel(model.base_model)
-    weight = load_file(head_file)["score.weight"] if head_file.is_file() else model.score.weight
+    weight = load_file(head_file)["score.weight"] if has_head else model.score.weight
     reward_model.score.load_state_dict({"weight": weight})
     return reward_model.to(device).eval(), transformers.AutoProcessor.from_pretrained(checkpoint)
 

@@ -4,6 +4,7 @@ on one and two ranks, learning, and what a saved checkpoint gives."""
 import re
 import runpy
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,14 +18,15 @@ from test_families import VISION, folder_of  # noqa: F401
 import reward_bt
 from common import packing
 from common.packing import PromptInfo
-from reward_bt import Args, Ranking, calibration_error, compute_bt_loss, make_pairs, ranking_metrics
+from reward_bt import Args, Ranking, compute_bt_loss, make_pairs, ranking_metrics
 
 CPU = torch.device("cpu")
+EXPORT = runpy.run_path(str(ROOT / "examples/export_classifier.py"))
 
 
-def ranking(K: int, margin: float = 0.0, weight: float = 1.0) -> Ranking:
+def ranking(K: int, margin: float = 0.0) -> Ranking:
     prompt, response_ids = PromptInfo(0, 1, ()), [torch.zeros(1)] * K
-    return Ranking(prompt, response_ids, texts=[], margin=margin, weight=weight, columns={})
+    return Ranking(prompt, response_ids, texts=[], margin=margin, columns={})
 
 
 def mean_loss(
@@ -40,20 +42,19 @@ def mean_loss(
 
 
 def test_worked_examples_of_the_docstrings():
-    pairs = make_pairs([ranking(2, 0, 3), ranking(3, 0.5, 1)], CPU)
+    pairs = make_pairs([ranking(2, 0), ranking(3, 0.5)], CPU)
     assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([0, 2, 2, 3], [1, 3, 4, 4])
     assert pairs.margins.tolist() == [0, 0.5, 0.5, 0.5]
-    assert pairs.weights.tolist() == pytest.approx([3 / 4, *[1 / 12] * 3])
+    assert pairs.weights.tolist() == pytest.approx([1 / 2, *[1 / 6] * 3])
     chosen, rejected, margins = torch.tensor([[1.0, 0], [0, 2], [0, 0.5]])
     losses, _ = compute_bt_loss(chosen, rejected, margins, label_smoothing=0.0, center_coef=0.1)
     assert losses.tolist() == pytest.approx([0.4133, 2.9789], abs=1e-4)
-    assert calibration_error(torch.tensor([2.0, -2, 0]), torch.ones(3) / 3) == pytest.approx(0.2539, abs=1e-4)
 
 
 @pytest.mark.parametrize("smoothing, center", [(0.0, 0.0), (0.0, 0.3), (0.2, 0.0), (0.1, 0.05)])
 def test_loss_and_gradient_equal_the_closed_form(smoothing, center):
-    """Rankings of 2, 4 and 3 responses with margins and weights, pair by pair by hand."""
-    rankings = [ranking(2, 0.5, 1.0), ranking(4, 0.0, 0.5), ranking(3, -0.25, 2.0)]
+    """Rankings of 2, 4 and 3 responses with margins, pair by pair by hand."""
+    rankings = [ranking(2, 0.5), ranking(4), ranking(3, -0.25)]
     rewards = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     loss = mean_loss(rewards, rankings, smoothing, center)
     (gradient,) = torch.autograd.grad(loss, rewards)
@@ -61,7 +62,7 @@ def test_loss_and_gradient_equal_the_closed_form(smoothing, center):
     for x in rankings:
         pairs = list(combinations(range(start, start + len(x.response_ids)), 2))
         for i, j in pairs:
-            w, d, total = x.weight / 3.5 / len(pairs), r[i] - r[j] - x.margin, r[i] + r[j]
+            w, d, total = 1 / 3 / len(pairs), r[i] - r[j] - x.margin, r[i] + r[j]
             p = 1 / (1 + np.exp(-d))
             expected += w * (-(1 - smoothing) * np.log(p) - smoothing * np.log(1 - p) + center * total**2)
             slope = -(1 - smoothing) * (1 - p) + smoothing * p  # of the loss in d
@@ -72,15 +73,6 @@ def test_loss_and_gradient_equal_the_closed_form(smoothing, center):
     assert gradient.numpy() == pytest.approx(by_hand, rel=1e-5, abs=1e-8)
     shifted = mean_loss(rewards + 7.5, rankings, smoothing, center)
     assert (abs(float(shifted.detach()) - expected) < 1e-6) == (center == 0), "only centering sees a shift"
-
-
-def test_a_weight_of_0_counts_nothing_even_if_all_weights_are_0():
-    rewards = torch.tensor([1.0, 0.0, 5.0, 2.0], requires_grad=True)
-    one, both = mean_loss(rewards[:2], [ranking(2)], 0.0, 0.0), [ranking(2), ranking(2, weight=0.0)]
-    assert mean_loss(rewards, both, 0.0, 0.0).item() == one.item()
-    loss = mean_loss(rewards, [ranking(2, weight=0.0), ranking(2, weight=0.0)], 0.0, 0.1)
-    loss.backward()
-    assert loss.item() == 0.0 and rewards.grad.tolist() == [0.0] * 4
 
 
 def metrics_by_hand(rewards: list[float], sizes: list[int]) -> dict[str, float]:
@@ -98,21 +90,7 @@ def test_metrics_count_each_prompt_once_and_ties_as_one_half():
     assert m["rm/loss"] == pytest.approx(m["rm/bt_loss"] + 0.5 * m["rm/center_loss"])
     flat = metrics_by_hand([0.0] * 8, [2] * 4)
     assert flat["rm/bt_loss"] == pytest.approx(0.6931, abs=1e-4)
-    assert (flat["rm/accuracy"], flat["rm/ece"]) == (0.5, 0.0)
-    assert metrics_by_hand([9.0, -9.0, -9.0, 9.0], [2, 2])["rm/ece"] == pytest.approx(0.5, abs=1e-3)
-
-
-def test_calibration_error_against_a_loop_over_bins():
-    rng = np.random.default_rng(0)
-    reward_diff, weights = rng.normal(size=500), rng.dirichlet(np.ones(500))
-    confidence, expected = 1 / (1 + np.exp(-abs(reward_diff))), 0.0
-    for low in np.arange(0.5, 1, 0.05):
-        inside = (confidence >= low) & (confidence < low + 0.05)
-        if w := weights[inside].sum():
-            accuracy = (weights * (reward_diff > 0))[inside].sum() / w
-            expected += w * abs(accuracy - (weights * confidence)[inside].sum() / w)
-    error = calibration_error(torch.tensor(reward_diff), torch.tensor(weights))
-    assert float(error) == pytest.approx(expected, abs=1e-6)
+    assert flat["rm/accuracy"] == 0.5
 
 
 # --- data ---
@@ -169,12 +147,12 @@ def test_turns_after_the_first_difference_are_part_of_the_responses(encode):
     assert [len(x) for x in texts] == [32, 33, 34]
 
 
-def test_system_prompt_margin_weight_and_special_tokens(encode):
+def test_system_prompt_margin_and_special_tokens(encode):
     row = {"prompt": "q<|end|>", "chosen": "good<|end|>", "rejected": "bad"}
-    others = {**row, "margin": 0.5, "weight": 2}, {**row, "margin": None, "weight": 0}
+    others = {**row, "margin": 0.5}, {**row, "margin": None}
     rankings, texts = encode(row, *others, system_prompt="be brief")
     assert texts[0][0] == "system: be brief\nuser: q< |end|>\nassistant: good< |end|>\nassistant: "
-    assert [(x.margin, x.weight) for x in rankings] == [(0.0, 1.0), (0.5, 2), (0.0, 0)]
+    assert [x.margin for x in rankings] == [0.0, 0.5, 0.0]
 
 
 UNUSABLE = {
@@ -183,7 +161,7 @@ UNUSABLE = {
     "needs at least two": {"chosen": None},
     "gone.png": {"image": "gone.png"},
     "prompt is empty": {"prompt": None},
-    "weight is negative": {"weight": -1.0},
+    "margin is inf": {"margin": 1e999},
 }
 
 
@@ -194,7 +172,7 @@ def test_unusable_rows_are_skipped_with_a_reason(encode, text, tmp_path, capsys)
         "rejected": "bad",
         "responses": None,
         "image": None,
-        "weight": None,
+        "margin": None,
     }
     rankings, _ = encode(good, *({**good, **change} for change in UNUSABLE.values()), max_length=50)
     lines = capsys.readouterr().err.splitlines()
@@ -276,8 +254,8 @@ def with_media(family: str, folder) -> list[dict]:
     if family == "qwen2_5_vl":
         rows += [("What moves?", [], ["clip.mp4"], ["the square", "nothing"])]
     rows = [dict(zip(("prompt", "images", "videos", "responses"), row)) for row in rows]
-    rows = [{"weight": None, "margin": None} | row for row in rows]
-    rows[1] |= {"weight": 2.0, "margin": 0.3}
+    rows = [{"margin": None} | row for row in rows]
+    rows[1] |= {"margin": 0.3}
     return rows
 
 
@@ -451,8 +429,7 @@ def test_rewards_in_bf16_are_all_different(tmp_path):
 
 
 @pytest.mark.parametrize("template", ["", "<|end|>"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_saved_classifier_gives_the_same_rewards_with_any_padding(side, template, tiny_text_model, tmp_path):
+def test_exported_classifier_gives_the_same_rewards_with_any_padding(template, tiny_text_model, tmp_path):
     """A tokenizer whose pad token is EOS, chats that end in EOS or not; batches of unequal lengths."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_text_model)
     tokenizer.add_special_tokens({"unk_token": "<|unk|>"})
@@ -466,27 +443,28 @@ def test_saved_classifier_gives_the_same_rewards_with_any_padding(side, template
     source = write_jsonl(tmp_path / "d.jsonl", rows)
     flags = {"model": str(tmp_path / "start"), "dataset": source, "eval_datasets": (f"x={source}",)}
     run(tmp_path, **flags, total_steps=1)
-    folder = tmp_path / "run" / "checkpoint-1"
     records = [x for x in read_jsonl(tmp_path / "run" / "samples.jsonl") if x["train/step"] == 1]
-    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side=side)
-    chats = [chat(x["prompt"], x[name]) for x in records for name in ("chosen", "rejected")]
-    texts = [tokenizer.apply_chat_template(x, tokenize=False) for x in chats]
-    batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
-    assert (batch["attention_mask"] == 0).any()
-    with torch.no_grad():
-        logits = loaded(**batch).logits
     expected = [x[name] for x in records for name in ("chosen_reward", "rejected_reward")]
-    assert logits.shape == (8, 1) and logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+    folder = tmp_path / "classifier"
+    EXPORT["export"](str(tmp_path / "run" / "checkpoint-1"), str(folder))
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    for side in ("left", "right"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side=side)
+        chats = [chat(x["prompt"], x[name]) for x in records for name in ("chosen", "rejected")]
+        texts = [tokenizer.apply_chat_template(x, tokenize=False) for x in chats]
+        batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+        assert (batch["attention_mask"] == 0).any()
+        with torch.no_grad():
+            logits = loaded(**batch).logits
+        assert logits.shape == (8, 1) and logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_tokenizer_without_a_free_special_token_ends_the_run(text, capsys):
-    _, model, tokenizer = text
-    response_ids = [torch.tensor([i]) for i in tokenizer.added_tokens_decoder]
-    ends_chats = Ranking(PromptInfo(0, 1, ()), response_ids, texts=[], margin=0.0, weight=1.0, columns={})
-    with pytest.raises(SystemExit):
-        reward_bt.choose_pad_token(model, tokenizer, [ends_chats])
-    assert "special tokens end chats" in capsys.readouterr().err
+def test_a_tokenizer_without_a_free_special_token_can_not_be_exported():
+    special = {7: transformers.AddedToken("<|end|>", special=True), 8: transformers.AddedToken("x")}
+    tokenizer = SimpleNamespace(pad_token_id=7, added_tokens_decoder=special)
+    tokenizer.apply_chat_template = lambda chat, return_dict: [1, 2, 7]
+    with pytest.raises(SystemExit, match="all special tokens end chats"):
+        EXPORT["choose_pad_token"](tokenizer)
 
 
 @pytest.mark.slow

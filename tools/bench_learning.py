@@ -35,6 +35,7 @@ import torch
 import transformers
 import tyro
 from bench import chat
+from safetensors.torch import load_file
 
 import grm_sft
 import reward_bt
@@ -300,8 +301,11 @@ def evaluate_all(args: Args, name: str) -> dict[str, list[list[Point]]]:
 
 
 def load_weights(task: Task, run, checkpoint: str) -> None:
-    if task.script is reward_bt:  # both sides save a classifier
+    if task.script is reward_bt:
         saved = transformers.Qwen2ForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32)
+        head = Path(checkpoint) / "score.safetensors"
+        if head.is_file():  # TRL saves a classifier, reward_bt.py a backbone and a head
+            saved.score.load_state_dict({"weight": load_file(head)["score.weight"]})
         run.reward_model.module.model.load_state_dict(saved.model.state_dict())
         run.reward_model.module.score.load_state_dict(saved.score.state_dict())
     else:

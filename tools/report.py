@@ -52,7 +52,6 @@ PANELS = [
     ("Bradley-Terry loss", ["rm/bt_loss", "eval/*bt_loss"]),
     ("pair accuracy", ["rm/accuracy", "eval/*/accuracy"]),
     ("reward of chosen - reward of rejected", ["rm/reward_diff", "eval/*reward_diff"]),
-    ("calibration error", ["rm/ece", "eval/*ece"]),
     ("log-prob difference of sampler and trainer, nats per token", ["sampling/logprob_diff_*"]),
     ("losses", ["loss/policy", "loss/entropy", "loss/kl"]),
     ("gradient norm", ["train/*grad_norm"]),
