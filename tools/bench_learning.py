@@ -302,12 +302,10 @@ def evaluate_all(args: Args, name: str) -> dict[str, list[list[Point]]]:
 
 def load_weights(task: Task, run, checkpoint: str) -> None:
     if task.script is reward_bt:
-        saved = transformers.Qwen2ForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32)
-        head = Path(checkpoint) / "score.safetensors"
-        if head.is_file():  # TRL saves a classifier, reward_bt.py a backbone and a head
-            saved.score.load_state_dict({"weight": load_file(head)["score.weight"]})
-        run.reward_model.module.model.load_state_dict(saved.model.state_dict())
-        run.reward_model.module.score.load_state_dict(saved.score.state_dict())
+        weights = {}
+        for path in Path(checkpoint).glob("*.safetensors"):  # TRL's classifier, or a backbone and its head
+            weights |= {re.sub(r"^(model\.)?(?!score)", "model.", k): x for k, x in load_file(path).items()}
+        run.reward_model.module.load_state_dict(weights)
     else:
         engine = run.actor if task.script is rloo else run.judge
         saved = task.script.load_model(checkpoint, torch.float32)
