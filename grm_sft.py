@@ -376,7 +376,7 @@ def enable_packing(args: Args, judge, data: ExampleDataset) -> None:
     for example_id in probe_ids:
         examples += encode_examples_or_skip(data, example_id)
     if not examples:
-        fail(f"{data.source}: all rows are skipped, see the warnings")
+        data.encode(probe_ids[0])  # raises the error of the first row
     message = packing_check.enable_packing_if_exact(
         model=judge.module.model,
         forward=judge,
@@ -1151,6 +1151,7 @@ def init_deepspeed_engine(
     # DeepSpeed before 0.19.2 rounds buffers to bf16, among them the frequencies of RoPE.
     for name, buffer in module.named_buffers():
         buffer.data = buffers[name].to(buffer.device)
+    assert all(x.dtype == buffers[name].dtype for name, x in engine.module.named_buffers())
     if optimizer is not None:
         # DeepSpeed's bf16 optimizer takes a dummy step at initialization; reset its step counters.
         for state in optimizer.state.values():

@@ -353,7 +353,7 @@ def setup(args: Args) -> Run:
     probe_rows = range(0, len(train_data.rows), len(train_data.rows) // 16 + 1)
     rankings = [ranking for row in probe_rows if (ranking := encode_or_skip(train_data, row))]
     if not rankings:
-        fail(f"{args.dataset}: all rows are skipped, see the warnings")
+        train_data.encode(0)  # raises the error of the first row
     message = packing_check.enable_packing_if_exact(
         model=model,
         forward=reward_model,
@@ -1007,6 +1007,7 @@ def init_deepspeed_engine(
     # DeepSpeed before 0.19.2 rounds buffers to bf16, among them the frequencies of RoPE.
     for name, buffer in module.named_buffers():
         buffer.data = buffers[name].to(buffer.device)
+    assert all(x.dtype == buffers[name].dtype for name, x in engine.module.named_buffers())
     if optimizer is not None:
         # DeepSpeed's bf16 optimizer takes a dummy step at initialization; reset its step counters.
         for state in optimizer.state.values():

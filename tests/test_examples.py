@@ -221,7 +221,7 @@ def test_temporary_errors_of_the_server_are_retried(odd_server, monkeypatch):
     texts = [requests[2][name] for name in ("prompts", "responses", "references")]
     assert texts == [["?", "?"], ["a", "b"], ["x", "y"]]
     [[sent], _] = requests[2]["images"]
-    assert list(Image.open(io.BytesIO(base64.b64decode(sent))).get_flattened_data()) == [(255, 0, 0)] * 35
+    assert Image.open(io.BytesIO(base64.b64decode(sent))).tobytes() == b"\xff\0\0" * 35
     replies += [(400, {"error": "no such thing"})]  # not temporary: requested once
     with pytest.raises(RuntimeError, match="status 400.*no such thing"):
         score(remote, ["a"], answer=["x"])

@@ -166,7 +166,10 @@ def test_a_sampler_that_disagrees_stops_the_default_mode(run, tmp_path, monkeypa
     with pytest.raises(SystemExit) as stopped:
         run("rloo", eval_dataset=None)
     error = capsys.readouterr().err
-    assert stopped.value.code == 2 and f"step 1: sampling/logprob_diff_mean is {shift}, but should be at most" in error
+    assert (
+        stopped.value.code == 2
+        and f"step 1: sampling/logprob_diff_mean is {shift}, but should be at most" in error
+    )
     assert [step["train/step"] for step in read_jsonl(tmp_path / "runs/run/metrics.jsonl")] == [1]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 import tyro
-from conftest import ROOT, SCRIPTS, TINY
+from conftest import ROOT, SCRIPTS, TINY, write_jsonl
 from packaging.version import Version
 from PIL import Image
 
@@ -16,7 +16,7 @@ import common
 import rloo
 from common import attention, packing
 
-OLD = {"Python": "3.10.13", "torch": "2.7.1+cpu", "transformers": "5.5.3", "deepspeed": "0.16.8"}
+OLD = {"Python": "3.10.13", "torch": "2.7.1+cpu", "transformers": "5.10.3", "deepspeed": "0.16.8"}
 
 
 def pretend_installed(versions: dict[str, str], monkeypatch) -> None:
@@ -140,3 +140,12 @@ def test_errors_of_code_are_not_errors_of_data(script, run, monkeypatch, capsys)
     with pytest.raises(KeyError, match="cache_position"):
         run(script, dataset="easy-vqa")
     assert "skipped" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_first_error_is_raised_if_no_row_can_be_used(script, run, tmp_path):
+    row = {"image": "missing.png", "prompt": "Why?", "answer": "a", "chosen": "a", "rejected": "b"}
+    row |= {"answer_0": "a", "answer_1": "b", "verdict": "1"} if script == "grm_sft" else {}
+    dataset = write_jsonl(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(FileNotFoundError, match="missing.png"):
+        run(script, dataset=dataset)
