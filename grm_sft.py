@@ -145,6 +145,7 @@ class Example:
 @dataclass
 class ExampleDataset:
     source: str
+    rows: Any  # datasets.Dataset
     tokenizer: Any
     groups: list[list[int]]  # ids of all examples; those with the same images are in one group
     encode: Callable[[int], list[Example]]  # by example id; raises one of ROW_ERRORS
@@ -371,10 +372,9 @@ def catch_signals() -> list[int]:
 
 def enable_packing(args: Args, judge, data: ExampleDataset) -> None:
     """Switch to packed attention if it is exact on some examples."""
-    probe_ids = [group[0] for group in data.groups[:: len(data.groups) // 16 + 1]]
     examples = []
-    for example_id in probe_ids:
-        examples += encode_examples_or_skip(data, example_id)
+    for row in packing_check.choose_probe_rows(data.rows):
+        examples += encode_examples_or_skip(data, 2 * row)
     if not examples:
         data.encode(probe_ids[0])  # raises the error of the first row
     message = packing_check.enable_packing_if_exact(
@@ -488,7 +488,7 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
     indices = np.random.default_rng(0).permutation(len(rows))[: num_rows or None]
     groups = group_examples(rows, np.sort(indices).tolist(), is_easy_vqa)
     tokenizer = getattr(processor, "tokenizer", processor)
-    return ExampleDataset(source=source, tokenizer=tokenizer, groups=groups, encode=encode)
+    return ExampleDataset(source=source, rows=rows, tokenizer=tokenizer, groups=groups, encode=encode)
 
 
 def group_examples(rows, indices: list[int], is_easy_vqa: bool) -> list[list[int]]:
@@ -1015,17 +1015,35 @@ class Judge(nn.Module):
         return logprobs
 
 
-def load_model(source: str, dtype: torch.dtype):
-    """Load a vision-language or text model, depending on its config, without dropout."""
+def load_model(source: str, dtype: torch.dtype, with_head: bool = True):
+    """Load a vision-language or text model, depending on its config, without dropout.
+
+    with_head=False: the LM head is not used, so a checkpoint of reward_bt.py need not have one."""
     try:
         config = transformers.AutoConfig.from_pretrained(source)
         auto_class = transformers.AutoModelForCausalLM
-        if hasattr(config, "vision_config"):
+        if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             auto_class = transformers.AutoModelForImageTextToText
+        elif type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder:
+            raise ValueError(f"{config.model_type} is not a text or image-text-to-text model of transformers")
+        text_config = config.get_text_config()
+        if config.is_encoder_decoder or text_config.is_encoder_decoder:
+            raise ValueError("encoder-decoder models are not supported")
         # SDPA silently ignores softcapping of attention scores (Gemma 2).
-        softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+        softcap = getattr(text_config, "attn_logit_softcapping", None)
         attention = None if softcap is None else "eager"
-        model = auto_class.from_pretrained(source, dtype=dtype, attn_implementation=attention)
+        model, info = auto_class.from_pretrained(
+            source, dtype=dtype, attn_implementation=attention,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+        missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+        if not with_head:
+            missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
+            if "score.weight" in info["unexpected_keys"] and not Path(source, "score.safetensors").is_file():
+                raise ValueError("it has a score head, which must also be in its file score.safetensors")
+        if missing:  # they would be random
+            names = ", ".join(missing[:3])
+            raise ValueError(f"weights are missing or have other shapes, {len(missing)} in all: {names}")
     except Exception as error:
         fail(f"can't load the model {source}: {error}")
     # Layers that gradient checkpointing puts in training mode must not apply dropout.

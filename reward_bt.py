@@ -319,7 +319,7 @@ def setup(args: Args) -> Run:
     is_fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
     dtype = torch.float32 if is_fp32 else torch.bfloat16
 
-    model = load_model(args.model, dtype).base_model
+    model = load_model(args.model, dtype, with_head=False).base_model
     torch.manual_seed(args.seed)  # for the initial head and LoRA weights
     module = RewardModel(model)
     head_path = Path(args.model) / "score.safetensors"  # if --model is a checkpoint of this script
@@ -350,7 +350,7 @@ def setup(args: Args) -> Run:
     prepare_run_dir(args, run_dir, last_step=state["step"])
     print0(f"{run_dir}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
 
-    probe_rows = range(0, len(train_data.rows), len(train_data.rows) // 16 + 1)
+    probe_rows = packing_check.choose_probe_rows(train_data.rows)
     rankings = [ranking for row in probe_rows if (ranking := encode_or_skip(train_data, row))]
     if not rankings:
         train_data.encode(0)  # raises the error of the first row
@@ -871,17 +871,35 @@ class RewardModel(nn.Module):
         return hidden.float() @ self.score.weight[0].float()  # in bf16 many rewards would be equal
 
 
-def load_model(source: str, dtype: torch.dtype):
-    """Load a vision-language or text model, depending on its config, without dropout."""
+def load_model(source: str, dtype: torch.dtype, with_head: bool = True):
+    """Load a vision-language or text model, depending on its config, without dropout.
+
+    with_head=False: the LM head is not used, so a checkpoint of reward_bt.py need not have one."""
     try:
         config = transformers.AutoConfig.from_pretrained(source)
         auto_class = transformers.AutoModelForCausalLM
-        if hasattr(config, "vision_config"):
+        if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             auto_class = transformers.AutoModelForImageTextToText
+        elif type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder:
+            raise ValueError(f"{config.model_type} is not a text or image-text-to-text model of transformers")
+        text_config = config.get_text_config()
+        if config.is_encoder_decoder or text_config.is_encoder_decoder:
+            raise ValueError("encoder-decoder models are not supported")
         # SDPA silently ignores softcapping of attention scores (Gemma 2).
-        softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+        softcap = getattr(text_config, "attn_logit_softcapping", None)
         attention = None if softcap is None else "eager"
-        model = auto_class.from_pretrained(source, dtype=dtype, attn_implementation=attention)
+        model, info = auto_class.from_pretrained(
+            source, dtype=dtype, attn_implementation=attention,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+        missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+        if not with_head:
+            missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
+            if "score.weight" in info["unexpected_keys"] and not Path(source, "score.safetensors").is_file():
+                raise ValueError("it has a score head, which must also be in its file score.safetensors")
+        if missing:  # they would be random
+            names = ", ".join(missing[:3])
+            raise ValueError(f"weights are missing or have other shapes, {len(missing)} in all: {names}")
     except Exception as error:
         fail(f"can't load the model {source}: {error}")
     # Layers that gradient checkpointing puts in training mode must not apply dropout.

@@ -1,9 +1,13 @@
 """The check at startup: packing is enabled only if it reproduces the unmodified model's log-probs."""
 
 import math
+import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable
+from typing import NoReturn
 
+import numpy as np
 import torch
 import transformers
 from packaging.version import Version
@@ -11,12 +15,39 @@ from torch import Tensor
 
 from common.attention import PackingNotSupported, is_packed, set_attention
 from common.decoding import Decoder, next_logprobs
-from common.packing import TOLERANCE, Prompt, build_pack, build_unpacked, media_token_ids, to_device
+from common.packing import TOLERANCE, Pack, Prompt, build_pack, build_unpacked, media_token_ids, to_device
 
 PROBE_LENGTHS = (12, 7)  # tokens of the two responses to each probed prompt
 # Length limit of the long probe, in tokens: its unpacked forward has logits for each of them, which
 # take 1 GB in fp32 with a vocabulary of 150,000.
 MAX_PROBE_LENGTH = 2048
+# Raised by model code that can't run a prompt or a pack. Others, such as out of memory, end the run.
+MODEL_ERRORS = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
+
+
+def choose_probe_rows(rows, count: int = 16) -> list[int]:
+    """About `count` rows of a `datasets.Dataset`, at least two of each combination of media.
+
+    A pass over the columns finds how many media a row has (none, one or several), without opening one."""
+    import pyarrow.compute
+
+    table = rows.with_format("arrow")[:]
+    counts = [np.zeros(len(rows), dtype=int)]  # per column and type of media
+    for name, column in zip(table.column_names, table.columns):
+        is_list = hasattr(column.type, "value_type")
+        if name.startswith(("image", "video")):
+            present = pyarrow.compute.list_value_length(column).fill_null(0) if is_list else column.is_valid()
+            counts.append(present.to_numpy())
+        elif is_list:  # a chat may have message parts of type image or video
+            parts = [re.findall(r"type\W+(image|video)", str(chat)) for chat in column]
+            counts += [np.array([part.count(name) for part in parts]) for name in ("image", "video")]
+    _, groups = np.unique(np.clip(counts, 0, 2), axis=1, return_inverse=True)
+    per_group = max(2, count // (groups.max() + 1))
+    chosen = []
+    for group in range(groups.max() + 1):
+        same = np.flatnonzero(groups == group)
+        chosen += same[:: len(same) // per_group + 1].tolist()
+    return sorted(chosen)
 
 
 def enable_packing_if_exact(
@@ -31,18 +62,29 @@ def enable_packing_if_exact(
 
     Of each combination of media inputs, the shortest and the longest prompt are probed. forward:
     pack -> log-probs (M,) or scores (S,). max_length: limit of a prompt and a response together;
-    max_tokens: of a pack. Returns a message that names the path in use. Call on all ranks."""
+    max_tokens: of a pack. Returns a message that names the path in use. Exits if the unmodified
+    model can't run a prompt, or is not causal. Call on all ranks."""
     by_media = defaultdict(list)
     for prompt in sorted(prompts, key=lambda prompt: prompt.length):
         by_media[prompt.media_keys].append(prompt)
     probes = [prompt for same in by_media.values() for prompt in (same[0], same[-1])]
+    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    long_length = min(max_length, max_tokens, max_positions, MAX_PROBE_LENGTH) - probes[0].length
+    responses = [_probe_response(model, prompt, R) for prompt in probes for R in PROBE_LENGTHS]
+    responses.append(_probe_response(model, probes[0], max(1, long_length)))
+    _check_causality(model, forward, probes[0], responses[0])
     try:
         limit = _max_static_rope_length(model)
         if max_length > limit:
             raise PackingNotSupported(f"beyond {limit} tokens its RoPE depends on the sequence length")
-        error = packing_error(model, forward, probes, max_length, max_tokens, temperature)
-        if not error < TOLERANCE[model.dtype]:  # also if NaN
-            raise PackingNotSupported(f"its log-probs change by {error:.1e} nats")
+        expected = []  # log-probs or score of each response
+        for b, prompt in enumerate([*(prompt for prompt in probes for _ in PROBE_LENGTHS), probes[0]]):
+            pack = build_unpacked([(0, [b])], {0: prompt}, responses)
+            expected.append(_run_unmodified(model, forward, prompt, pack))
+        errors = packing_errors(model, forward, probes, responses, expected, max_tokens, temperature)
+        for part, error in errors.items():
+            if not error < TOLERANCE[model.dtype]:  # also if NaN
+                raise PackingNotSupported(f"its {part} change by {error:.1e} nats{_special_layers(model)}")
     except PackingNotSupported as reason:
         is_old = Version(transformers.__version__) < Version("5.18") and any(p.media_keys for p in prompts)
         advice = "; transformers 5.18 and newer pack more vision-language models" if is_old else ""
@@ -51,7 +93,51 @@ def enable_packing_if_exact(
             "running one response at a time, which is slower but exact"
         )
     set_attention(model, "packed")
+    error = max(errors.values())
     return f"packing enabled: log-probs match the unmodified model within {error:.0e} nats"
+
+
+def _stop(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _special_layers(model) -> str:
+    """What explains that packing changes log-probs: recurrent state, or layers that choose their keys."""
+    known = {"full_attention", "sliding_attention", "chunked_attention"}
+    special = {*(getattr(model.config.get_text_config(), "layer_types", None) or [])} - known
+    if getattr(model, "_is_stateful", False):
+        special.add("recurrent state")
+    return f"; it has {', '.join(sorted(special))}" if special else ""
+
+
+@torch.no_grad()
+def _run_unmodified(model, forward: Callable, prompt: Prompt, pack: Pack) -> Tensor:
+    """Log-probs (M,) or score (1,) of an unpacked response by the unmodified model."""
+    try:
+        return forward(to_device(pack, model))
+    except MODEL_ERRORS as error:
+        _stop(f"the model can't run row {prompt.index}: {type(error).__name__}: {error}")
+
+
+@torch.no_grad()
+def _check_causality(model, forward: Callable, prompt: Prompt, response: Tensor) -> None:
+    """Exit if the log-probs (or score) of the first half of a response depend on its second half."""
+    half = PROBE_LENGTHS[0] // 2
+    first, second = response.split(half)
+    results = []
+    for later in (second, second.flip(0)):
+        pack = build_unpacked([(0, [0])], {0: prompt}, [torch.cat([first, later])])
+        last = pack.logit_indices[half : half + 1]  # of the first half
+        targets = {
+            "logit_indices": pack.logit_indices[:half],
+            "target_ids": first,
+            "last_token_indices": last,
+        }
+        results.append(_run_unmodified(model, forward, prompt, pack._replace(**targets)))
+    error = (results[0] - results[1]).abs().mean()
+    if error > TOLERANCE[model.dtype]:
+        _stop(f"the model is not causal: tokens change the log-probs of earlier ones by {error:.1e} nats")
 
 
 def _max_static_rope_length(model) -> float:
@@ -69,32 +155,23 @@ def _max_static_rope_length(model) -> float:
 
 
 @torch.no_grad()
-def packing_error(
-    model, forward: Callable, prompts: list[Prompt], max_length: int, max_tokens: int, temperature: float
-) -> float:
-    """Largest error of packed log-probs (or scores) and of decoded ones on some responses, in nats.
+def packing_errors(
+    model, forward: Callable, prompts: list[Prompt], responses: list[Tensor], expected: list[Tensor],
+    max_tokens: int, temperature: float,
+) -> dict[str, float]:  # fmt: skip
+    """Largest errors of packed log-probs (or scores), and of decoded ones, in nats.
 
     The error of a response is the mean over its last tokens, at most 12. The responses are
     two short ones per prompt, at the end of a full pack, where errors that depend on the pack index
     show up, and a long one, for attention that differs from the model's only at a distance."""
     by_index = dict(enumerate(prompts))
     groups = [(i, [2 * i, 2 * i + 1]) for i in by_index]
-    responses = [_probe_response(model, prompt, R) for prompt in prompts for R in PROBE_LENGTHS]
-    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    long_length = min(max_length, max_tokens, max_positions, MAX_PROBE_LENGTH) - prompts[0].length
-    responses.append(_probe_response(model, prompts[0], max(1, long_length)))
-    long_group = (0, [len(responses) - 1])
-    expected = []  # log-probs or score of each response, by the unmodified model
-    for i, response_indices in [*groups, long_group]:
-        for b in response_indices:
-            pack = build_unpacked([(i, [b])], by_index, responses)
-            expected.append(forward(to_device(pack, model)))
 
-    def largest_error(results: Tensor, expected: list[Tensor]) -> Tensor:
+    def largest_error(results: Tensor, expected: list[Tensor]) -> float:
         parts = results.split([len(x) for x in expected])
         last = PROBE_LENGTHS[0]
         errors = [(x - y)[-last:].abs().mean() for x, y in zip(parts, expected)]
-        return torch.stack(errors).max()  # keeps NaN
+        return torch.stack(errors).max().item()  # keeps NaN
 
     previous = set_attention(model, "packed")
     if not is_packed(model):
@@ -103,21 +180,18 @@ def packing_error(
         free = max_tokens - sum(prompt.length + sum(PROBE_LENGTHS) for prompt in prompts)
         filling = [(0, [])] * (free // prompts[0].length)
         pack = to_device(build_pack([*filling, *groups], by_index, responses), model)
-        long_pack = to_device(build_pack([long_group], by_index, responses), model)
-        errors = [
-            largest_error(forward(pack), expected[:-1]),
-            largest_error(forward(long_pack), expected[-1:]),
-        ]
+        long_pack = to_device(build_pack([(0, [len(responses) - 1])], by_index, responses), model)
+        errors = {
+            "packed log-probs": largest_error(forward(pack), expected[:-1]),
+            "log-probs of long responses": largest_error(forward(long_pack), expected[-1:]),
+        }
         is_sharded = hasattr(next(model.parameters()), "ds_id")
         can_decode = model.get_output_embeddings() is not None and not is_sharded
-        if can_decode and max(errors) < TOLERANCE[model.dtype]:  # decoding starts with a pack
+        if can_decode and max(errors.values()) < TOLERANCE[model.dtype]:  # decoding starts with a pack
             table = _decoded_logprobs(model, prompts, responses[:-1], max_tokens, temperature)  # (B, R)
-            errors.append(largest_error(table[pack.token_index], expected[:-1]))
-        return torch.stack(errors).max().item()
-    except (
-        AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError
-    ) as exception:  # fmt: skip
-        # Model code that can't run a pack raises these. Others, such as out of memory, end the run.
+            errors["decoded log-probs"] = largest_error(table[pack.token_index], expected[:-1])
+        return errors
+    except MODEL_ERRORS as exception:
         raise PackingNotSupported(f"{type(exception).__name__}: {exception}") from exception
     finally:
         set_attention(model, previous)
@@ -129,6 +203,9 @@ def _probe_response(model, prompt: Prompt, length: int) -> Tensor:
     In bf16, log-probs of random tokens would be twice as noisy."""
     masked = torch.tensor(media_token_ids(model.config), dtype=torch.long)
     tokens = prompt.input_ids[~torch.isin(prompt.input_ids, masked)]
+    if len(tokens) == 0:  # the prompt is an image
+        tokens = torch.arange(model.config.get_text_config().vocab_size // 2)
+        tokens = tokens[~torch.isin(tokens, masked)]
     return tokens.repeat(length // max(1, len(tokens)) + 1)[-length:]
 
 

@@ -372,7 +372,7 @@ def test_common_names_no_family():
     auto = transformers.models.auto.modeling_auto
     families = {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     names = {re.match("[a-z]+", family.lower())[0] for family in families}  # qwen2_vl, qwen3 -> qwen
-    names -= {"data", "flex", "seed", "step", "t", "video", "vision"}  # also plain words
+    names -= {"data", "flex", "recurrent", "seed", "step", "t", "video", "vision"}  # also plain words
     assert {"qwen", "llama", "gemma", "gpt", "mistral", "internvl"} <= names
     for path in (ROOT / "common").glob("*.py"):
         assert not names & {*re.findall("[a-z]+", path.read_text().lower())}, path
@@ -418,3 +418,94 @@ class Marker:
 
     def __reduce__(self):
         return open, (str(self.path), "w")
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 320,
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["no head", "another shape", "encoder and decoder", "vision tower", "classifier"]
+)
+def test_models_that_would_be_random_or_are_no_decoders_are_refused(case, folder_of, tmp_path, capsys):
+    """A missing head is accepted only by the scripts that have a head of their own."""
+    t, with_head, weights = transformers, True, None
+    model = build("llava")[0]
+    if case == "no head":
+        model, message = (
+            model.base_model,
+            "weights are missing or have other shapes, 1 in all: lm_head.weight",
+        )
+        model.save_pretrained(tmp_path / "head")
+        assert rloo.load_model(str(tmp_path / "head"), torch.float32, with_head=False)
+    elif case == "another shape":
+        weights = {name: x[:4] if "q_proj" in name else x for name, x in model.state_dict().items()}
+        message = "weights are missing or have other shapes, "
+    elif case == "encoder and decoder":
+        model = t.T5ForConditionalGeneration(
+            t.T5Config(d_model=8, d_kv=8, d_ff=8, num_layers=1, vocab_size=320)
+        )
+        message = "encoder-decoder models are not supported"
+    elif case == "vision tower":
+        model = t.CLIPVisionModel(t.CLIPVisionConfig(**SMALL))
+        message = "clip_vision_model is not a text or image-text-to-text model of transformers"
+    elif case == "classifier":
+        model, with_head = t.LlamaForSequenceClassification(t.LlamaConfig(**SMALL, pad_token_id=0)), False
+        message = "it has a score head, which must also be in its file score.safetensors"
+    model.save_pretrained(tmp_path / "model", state_dict=weights)
+    with pytest.raises(SystemExit):
+        rloo.load_model(str(tmp_path / "model"), torch.float32, with_head)
+    assert f"error: can't load the model {tmp_path / 'model'}: {message}" in capsys.readouterr().err
+
+
+def test_the_class_is_that_of_the_mapping(tmp_path):
+    """Emu3's config has no vision_config, and its text class would load random weights."""
+    vq = {"base_channels": 32, "channel_multiplier": (1, 1), "num_res_blocks": 1, "attn_resolutions": ()}
+    vq |= {"hidden_size": 32, "codebook_size": 64}
+    text = SMALL | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.Emu3Config(text_config=text, vq_config=vq, vocabulary_map={"<image>": 5})
+    transformers.Emu3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert type(rloo.load_model(str(tmp_path), torch.float32)) is transformers.Emu3ForConditionalGeneration
+
+
+def test_a_bidirectional_model_is_refused(capsys):
+    """Its log-probs of a token depend on the tokens after it; so do rewards of a response's first half."""
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**SMALL, initializer_range=0.5)).eval()
+    prompt = packing.make_prompt(model, {"input_ids": torch.arange(5, 30)[None]})
+    reward_model = reward_bt.RewardModel(model.base_model)
+    policy = functools.partial(packing.response_logprobs, model)
+    for network, forward in ((model, lambda pack: policy(pack)[0]), (reward_model.model, reward_model)):
+        with pytest.raises(SystemExit):
+            packing_check.enable_packing_if_exact(network, forward, [prompt], max_length=64, max_tokens=128)
+        assert "error: the model is not causal: tokens change" in capsys.readouterr().err
+    broken = [lambda pack: model(pack.model_inputs["pixel_values"])]
+    with pytest.raises(SystemExit):
+        packing_check.enable_packing_if_exact(model, *broken, [prompt], max_length=64, max_tokens=128)
+    assert "error: the model can't run row 0: KeyError: 'pixel_values'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["paths", "lists", "parts"])
+def test_rare_types_of_rows_are_probed(form, tmp_path):
+    """Of 101 rows, only the 60th has an image."""
+    rows = [{"prompt": "a", "image": None}] * 101
+    with_image = {"prompt": "a", "image": "missing.png"}
+    if form == "lists":
+        rows, with_image = (
+            [{"prompt": "a", "images": []}] * 101,
+            {"prompt": "a", "images": ["x.png", "y.png"]},
+        )
+    if form == "parts":
+        rows = [{"messages": [{"role": "user", "content": "a"}]}] * 101
+        parts = [{"type": "text", "text": "a"}, {"type": "image", "image": "x.png"}]
+        with_image = {"messages": [{"role": "user", "content": parts}]}
+    rows = [*rows[:60], with_image, *rows[60:-1]]
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+    chosen = packing_check.choose_probe_rows(rloo.load_rows(source, "train"))
+    assert 60 in chosen and len(chosen) <= 12
+    same = rloo.load_rows(write_jsonl(tmp_path / "same.jsonl", [{"prompt": "a"}] * 101), "train")
+    assert packing_check.choose_probe_rows(same) == [*range(0, 101, 7)]

@@ -210,7 +210,7 @@ def test_the_check_detects_responses_that_see_each_other(family, batch_of, monke
     with monkeypatch.context() as patch:
         let_responses_see_each_other(patch)
         message = check(batch)
-        assert message.startswith(WARNING + "its log-probs change by")
+        assert message.startswith(WARNING + "its packed log-probs change by")
         assert_same(run_packs(batch)[:2], expected)
         packing.set_attention(batch.model, "packed")
         assert largest_difference(run_packs(batch)[0], expected[0]) > 1e-2
