@@ -376,7 +376,7 @@ def enable_packing(args: Args, judge, data: ExampleDataset) -> None:
     for row in packing_check.choose_probe_rows(data.rows):
         examples += encode_examples_or_skip(data, 2 * row)
     if not examples:
-        data.encode(probe_ids[0])  # raises the error of the first row
+        data.encode(2 * row)  # raises the error of the first row
     message = packing_check.enable_packing_if_exact(
         model=judge.module.model,
         forward=judge,
