@@ -12,6 +12,8 @@ from conftest import ROOT
 
 import common
 
+import torchvision  # isort: skip  # noqa: F401  after common, which makes it importable
+
 README = (ROOT / "README.md").read_text()
 
 
@@ -26,7 +28,6 @@ def test_operators_are_defined_for_pypi_torchvision_beside_a_cpu_torch(
     monkeypatch.setattr(common, "version", versions.get)
     monkeypatch.setattr(torch.library, "Library", lambda *args: Mock())
     assert (common._define_torchvision_operators() is not None) == is_defined
-    import torchvision  # noqa: F401  with the versions that are installed
 
 
 def requirement_lines(name: str) -> list[str]:

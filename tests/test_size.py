@@ -12,7 +12,7 @@ UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
     "rloo.py": (1515, 400, 190, 57, 10),
     "ppo_vl.py": (1838, 553, 245, 57, 9),
-    "reward_bt.py": (1225, 330, 150, 57, 10),
+    "reward_bt.py": (1226, 330, 150, 57, 10),
     "grm_sft.py": (1380, 330, 150, 57, 11),
     "common/*.py": (1670, 0, 0, 59, 14),
 }
