@@ -864,7 +864,7 @@ class RewardModel(nn.Module):
         H = model.config.get_text_config().hidden_size
         self.model = model
         self.score = nn.Linear(H, 1, bias=False, dtype=model.dtype)
-        # https://arxiv.org/abs/2009.01325; in fp32, since bf16 random numbers depend on torch's version.
+        # arxiv.org/abs/2009.01325; in fp32, because random bf16 numbers depend on torch's version
         self.score.weight.data.copy_(torch.randn(1, H) * (H + 1) ** -0.5)
 
     def forward(self, pack: packing.Pack) -> Tensor:
