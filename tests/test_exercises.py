@@ -35,7 +35,7 @@ WRONG = {  # function: replacements in its code, each of which makes it wrong
     "compute_gae": [
         ("gamma * gae_lambda * next_advantage", "gae_lambda * next_advantage"),
         ("+ gamma * next_value", "+ next_value"),
-        ("next_value = values[:, t]", "next_value = values[:, 0]"),
+        ("torch.where(mask[:, t], advantage, next_advantage)", "advantage * mask[:, t]"),
     ],
     "whiten": [
         ("correction=0", "correction=1"),
@@ -50,7 +50,7 @@ WRONG = {  # function: replacements in its code, each of which makes it wrong
     "subtract_baseline": [
         ("(count - 1).clamp(min=1)", "count.clamp(min=1)"),
         ("(std + 1e-6)", "(std + 1)"),
-        ("min(3.0,", "max(3.0,"),
+        ("centered * count", "centered * num_others"),
     ],
     "compute_bt_loss": [
         ("- margins", "+ margins"),
@@ -84,7 +84,7 @@ def test_the_original_passes_its_check_and_the_empty_function_does_not(function,
 @pytest.mark.parametrize("k", range(3))
 def test_wrong_solutions_fail(function, k, directory, tmp_path):
     source = (ROOT / EXERCISES[function]).read_text()
-    code = re.search(rf"^def {function}\(.*?(?=^(?:def|class|@|#) )", source, re.M | re.S)[0]
+    code = re.search(rf"^def {function}\(.*?(?=^(?:def|class|@|#) |\Z)", source, re.M | re.S)[0]
     right, wrong = WRONG[function][k]
     assert right in code
     path = tmp_path / EXERCISES[function]
