@@ -26,6 +26,7 @@ from common.packing import (
     run_backbone,
     to_device,
     to_logprobs_,
+    unpacked_inputs,
 )
 
 CACHE_BLOCK = 32  # tokens by which the KV cache of the responses grows
@@ -238,7 +239,7 @@ def generate_unpacked(
     suppressed = media_token_ids(model.config)
     for prompt in prompts:
         # num_return_sequences would repeat each image patch in place, not each list of images.
-        inputs = {name: torch.cat([x] * num_samples) for name, x in prompt.inputs.items()}
+        inputs = {name: torch.cat([x] * num_samples) for name, x in unpacked_inputs(prompt).items()}
         torch.manual_seed(prompt.seed)
         out = model.generate(
             **to_device(inputs, model), max_new_tokens=max_length, eos_token_id=eos_ids,

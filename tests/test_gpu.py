@@ -103,7 +103,9 @@ def test_varlen_attention_equals_sdpa(heads, kv_heads, D, window, row):
         for n in lengths:
             groups[-1].append(torch.arange(n) + end)
             end += n
-    layout = tree_map_only(torch.Tensor, lambda x: x.to(DEVICE), attention.make_layout(groups))
+    layout = tree_map_only(
+        torch.Tensor, lambda x: x.to(DEVICE), attention.make_layout(groups, torch.ones(end, dtype=torch.bool))
+    )
     function = sliding_window_causal_mask_function(window) if window else causal_mask_function
     mask = attention.ModelMask(function, torch.device(DEVICE), local_size=window or None)
     assert mask.window_size() == (window or None)

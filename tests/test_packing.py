@@ -197,8 +197,9 @@ def let_responses_see_each_other(monkeypatch) -> None:
     """Lay out the responses of a group as one, so that later ones attend to earlier ones."""
     make_layout = packing.make_layout
 
-    def merge(groups):
-        return make_layout([[group[0], torch.cat(group[1:])] if group[1:] else group for group in groups])
+    def merge(groups, is_sampled):
+        groups = [[group[0], torch.cat(group[1:])] if group[1:] else group for group in groups]
+        return make_layout(groups, is_sampled)
 
     monkeypatch.setattr(packing, "make_layout", merge)
 
@@ -233,8 +234,8 @@ def test_the_check_detects_errors_far_into_a_pack(batch_of, monkeypatch):
     """Prompts are much shorter, so only a full pack can show them."""
     bucket_mask = attention.ModelMask.bucket_mask
 
-    def blind_beyond_200(self, seq_positions, bucket):
-        attn_mask = bucket_mask(self, seq_positions, bucket)
+    def blind_beyond_200(self, layout, bucket):
+        attn_mask = bucket_mask(self, layout, bucket)
         if not bucket.is_prompts:
             attn_mask[..., :5] &= (bucket.queries < 200)[:, None, :, None]
         return attn_mask
@@ -251,10 +252,11 @@ def test_the_check_detects_attention_that_is_only_wrong_at_a_distance(batch_of, 
     """Block-sparse attention, for example, is dense up to some length: the long probe exceeds it."""
     evaluate = attention.ModelMask.bucket_mask
 
-    def blind_at_a_distance(self, seq_positions, bucket):
-        attn_mask = evaluate(self, seq_positions, bucket)
+    def blind_at_a_distance(self, layout, bucket):
+        attn_mask = evaluate(self, layout, bucket)
         if not bucket.is_prompts:
-            distance = seq_positions[bucket.queries][..., None] - seq_positions[bucket.keys][:, None]
+            q, k = (layout.seq_positions[x] for x in (bucket.queries, bucket.keys))
+            distance = q[..., None] - k[:, None]
             attn_mask = attn_mask & (distance < 128)[:, None]
         return attn_mask
 
@@ -363,7 +365,7 @@ def test_attention_equals_separate_sequences(kv_heads, scaling, form):
     for lengths in ([5, 3, 1, 4], [1, 2], [9], [2, 1, 1, 1, 1], [3, 6, 6], [4, 0, 2]):
         groups.append([offset + sum(lengths[:i]) + torch.arange(n) for i, n in enumerate(lengths)])
         offset += sum(lengths)
-    layout = attention.make_layout(groups)
+    layout = attention.make_layout(groups, torch.ones(offset, dtype=torch.bool))
     assert layout.cu_seqlens_q.dtype == layout.cu_seqlens_k.dtype == torch.int32  # as the kernel requires
     masks = transformers.masking_utils
     size = int(form.partition(" ")[2] or 0)
@@ -393,7 +395,7 @@ def test_attention_equals_separate_sequences(kv_heads, scaling, form):
 def test_logical_index_of_the_docstring():
     """A window of 3 over "abc" with the responses "de" and "fg", and an image block of b and c."""
     groups = [[torch.arange(3), torch.tensor([3, 4]), torch.tensor([5, 6])]]
-    layout = attention.make_layout(groups)
+    layout = attention.make_layout(groups, torch.ones(7, dtype=torch.bool))
     assert layout.seq_positions.tolist() == [0, 1, 2, 3, 4, 3, 4]
     window = transformers.masking_utils.sliding_window_causal_mask_function(3)
     image_block = torch.tensor([-1, 0, 0, -1, -1, -1, -1])
@@ -402,7 +404,7 @@ def test_logical_index_of_the_docstring():
         mask = attention.ModelMask(mask_function=function, device="cpu")
         sees = {}
         for bucket in layout.buckets:
-            attn_mask = mask.bucket_mask(layout.seq_positions, bucket)[:, 0]  # (S, Q, K)
+            attn_mask = mask.bucket_mask(layout, bucket)[:, 0]  # (S, Q, K)
             for s, q in bucket.queries_valid.nonzero().tolist():
                 keys = bucket.keys[s, attn_mask[s, q]]
                 sees["abcdefg"[bucket.queries[s, q]]] = "".join("abcdefg"[k] for k in keys)

@@ -158,7 +158,7 @@ def test_rewards_are_called_as_in_trl():
 
     results, logged_values = score({"plain": plain, "slow": slow})
     assert results["slow"] == [2, 2] and results["plain"][0] == 0.5 and math.isnan(results["plain"][1])
-    assert logged_values == {"mine": [3.0, 5.0]}
+    assert logged_values == {"reward_metrics/mine": [3.0, 5.0]}
     assert seen["answer"] == ["a0", "a1"] and seen["completions"] == ["t0", "t1"]
     assert seen["ids"] == [[0, 7], [1, 7]] and seen["prompts"] == ["Q", "Q"] and seen["state"] == "state"
     chat = [{"role": "user", "content": "Q"}]
@@ -210,7 +210,7 @@ def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     assert rollout.truncated.tolist() == [[False, True, False]] * 3
     records = [(record["row"], record["response"]) for record in rollout.sample_records]
     assert records == [(2, "12 20"), (1, "11 20"), (0, "10 20")]  # not the dataset's column named row
-    assert rollout.reward_metrics == {"m": 11.0}
+    assert rollout.logged_metrics == {"reward_metrics/m": 11.0}
     run.reward_functions["own"] = run.reward_functions["rating"]
     scores = rloo.collect_rollout(args, run, data, [1, 2], num_samples=1, temperature=1.0, step=1).scores
     assert scores.isnan().tolist() == [[True], [False]]  # no reward applies to row 1

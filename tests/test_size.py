@@ -10,15 +10,15 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1515, 400, 190, 57, 10),
-    "ppo_vl.py": (1838, 553, 245, 57, 9),
-    "reward_bt.py": (1226, 330, 150, 57, 10),
-    "grm_sft.py": (1380, 330, 150, 57, 11),
-    "common/*.py": (1670, 0, 0, 59, 14),
+    "rloo.py": (1715, 405, 190, 57, 10),
+    "ppo_vl.py": (2035, 560, 245, 58, 10),
+    "reward_bt.py": (1240, 330, 150, 57, 11),
+    "grm_sft.py": (1395, 330, 150, 57, 11),
+    "common/*.py": (1760, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together
-    "common/packing.py": 685,
-    "common/attention.py": 425,
+    "common/packing.py": 804,
+    "common/attention.py": 430,
     "common/decoding.py": 260,
     "common/kl.py": 60,
     "README.md": 100,
@@ -33,7 +33,7 @@ LINES = {  # of one file, or of all files that match together
     "tools/families.py": 255,
     "tools/full_size.py": 150,
     "tests/test_gpu.py": 300,
-    "tests/*.py": 8400,
+    "tests/*.py": 8600,
 }
 
 
