@@ -1033,9 +1033,12 @@ def load_model(source: str, dtype: torch.dtype, with_head: bool = True):
         softcap = getattr(text_config, "attn_logit_softcapping", None)
         attention = None if softcap is None else "eager"
         model, info = auto_class.from_pretrained(
-            source, dtype=dtype, attn_implementation=attention,
-            output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
+            source,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
         missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
         if not with_head:
             missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import datasets
 import pytest
 import torch
 import transformers
@@ -225,7 +226,8 @@ def test_only_errors_of_a_row_skip_a_row(fake, capsys):
     with pytest.raises(SystemExit):
         rloo.collect_rollout(args, run, data, [3, 9, 1], 1, 1.0, step=1)
     assert "more than half" in capsys.readouterr().err
-    only_broken = replace(data, encode=lambda row: data.encode(3))
+    rows = datasets.Dataset.from_dict({"prompt": ["a"] * 5})
+    only_broken = replace(data, rows=rows, encode=lambda row: data.encode(3))
     with pytest.raises(ValueError, match="row 3 is broken"):  # the error of the first row, with its traceback
         rloo.enable_packing(args, None, None, only_broken)
 

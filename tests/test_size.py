@@ -14,7 +14,7 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
     "ppo_vl.py": (2035, 560, 245, 58, 10),
     "reward_bt.py": (1240, 330, 150, 57, 11),
     "grm_sft.py": (1395, 330, 150, 57, 11),
-    "common/*.py": (1760, 0, 0, 59, 14),
+    "common/*.py": (1800, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "common/packing.py": 804,
