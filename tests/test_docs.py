@@ -36,7 +36,7 @@ SHORT_RUN = {
 }
 # Names of transformers and of other trainers.
 FOREIGN_NAMES = set(
-    "AutoModel AutoProcessor AutoModelForImageTextToText trust_remote_code sync_ref_model DataProto loss_agg_mode compute_loss".split()
+    "AutoModel AutoProcessor AutoModelForImageTextToText trust_remote_code sync_ref_model DataProto loss_agg_mode compute_loss use_cpg_loss high_entropy_token_ratio".split()
 )
 
 each_page = pytest.mark.parametrize("page", [*MARKDOWN, *PYTHON], ids=lambda p: str(p.relative_to(ROOT)))

@@ -8,8 +8,8 @@ import signal
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import datasets
+import numpy as np
 import pytest
 import torch
 import transformers
