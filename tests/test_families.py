@@ -1,7 +1,7 @@
 """Each family takes the path that is exact for it: log-probs, greedy responses, and two steps of rloo.py.
 
 The models are tiny and random, with the tokenizer of assets/tiny_vl. Those in PACKED must be packed, and
-those in UNPACKED must not. tools/families.py does the same for many more families, without processors.
+those in UNPACKED must not. tools/families.py measures many more families.
 """
 
 import functools
@@ -378,18 +378,20 @@ def test_common_names_no_family():
         assert not names & {*re.findall("[a-z]+", path.read_text().lower())}, path
 
 
-@pytest.mark.parametrize(
-    "name", ["PaliGemma", "SmolVLM", "Llama 3.2 Vision", pytest.param("Qwen3.5", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["idefics3", "gptj", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_the_page_on_models_has_what_its_tool_measures(name):
-    page = (ROOT / "docs/models.md").read_text()
-    configs = families.CONFIGS["families"]
-    assert all(f"| {name} |" in page for name in configs)
-    paths = dict(re.findall(r"^- \*\*([a-z ]+): (\d+)", page, re.M))
-    assert page.count("| packed |") - len(families.BF16) >= 42 and int(paths["packed"]) >= 78
-    result = families.measure(name, configs[name])
-    assert f"| {name} | {result.path} |" in page and max(result.training, result.sampling) < 1e-4
-    assert (result.path == "packed") == (result.gradient < 1e-4)
+    page = (ROOT / "docs/models.md").read_text().partition(families.MARK)[2]
+    names = {}  # headline -> families
+    for section in page.split("\n## ")[1:]:
+        headline, _, text = section.partition(": ")
+        names[headline] = ", ".join(re.findall(r"^- .*\): (.*)", text, re.M)).split(", ")
+        assert int(text.split()[0]) == len(names[headline])
+    expected = {*families.IMAGE_TEXT, *families.DECODERS, *families.CONFIGS["families"]}
+    assert sorted(sum(names.values(), [])) == sorted(expected)
+    assert len(names["Packed"]) >= 140 and len(names["Unpacked"]) >= 40
+    result = families.measure(name)
+    assert name in names[families.HEADLINES[result.path]]
+    assert max(result.training, result.sampling, result.gradient) < 1e-4
 
 
 @pytest.mark.parametrize("attack", ["a pickle", "a custom class"])
