@@ -616,7 +616,7 @@ def encode_row(
                 prompt_end = first.start
                 key = hash_content(ids[:prompt_end], context)
             inputs = truncate_inputs(inputs, P)
-            prompt = packing.make_prompt(model, inputs, index=example_id, messages=context)
+            prompt = packing.make_prompt(model, inputs, index=example_id)
             prompt_cache[key] = prompt
         length = prompt.length + last.stop - prompt_end
         if length > args.max_length:
@@ -995,11 +995,6 @@ def judge_metrics(records: list[dict]) -> dict[str, float]:
     return metrics
 
 
-def get_messages(run: Run, record: dict) -> list[dict]:
-    """The prompt of a record, with loaded media."""
-    return run.eval_data.encode(2 * record["row"])[0].prompt.messages
-
-
 # ---- model ----
 
 
@@ -1325,50 +1320,37 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
     with (run.run_dir / "samples.jsonl").open("a") as file:
         for record in sample_records:
             file.write(json.dumps({**record, "train/step": step}, default=str) + "\n")
-    table = []  # only for steps with an evaluation
-    if args.track != "off" and any(name.startswith("eval/") for name in metrics):
-        table = [format_record(run, record) for record in sample_records]
+    if not any(name.startswith("eval/") for name in metrics):
+        sample_records = []  # trackers show the samples of evaluations only
     if args.track == "wandb":
-        log_to_wandb(args, run, metrics, table, step)
+        log_to_wandb(args, run, metrics, sample_records)
     if args.track == "tensorboard":
-        log_to_tensorboard(run, metrics, table, step)
+        log_to_tensorboard(run, metrics, sample_records)
 
 
-def format_record(run: Run, record: dict) -> dict:
-    """A record with its whole prompt as text, and the prompt's images as image_0, image_1, ..."""
-    parts = [part for message in get_messages(run, record) for part in message["content"]]
-    prompt = "\n".join(part.get("text", f"<{part['type']}>") for part in parts)
-    images = [part["image"] for part in parts if part["type"] == "image"]
-    return {**record, "prompt": prompt, **{f"image_{k}": image for k, image in enumerate(images)}}
-
-
-def log_to_wandb(args: Args, run: Run, metrics: dict[str, float], table: list[dict], step: int) -> None:
+def log_to_wandb(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
     import wandb
 
     if wandb.run is None:
         name = run.run_dir.name
         wandb.init(id=name, name=name, config=asdict(args), dir=run.run_dir, resume="allow")
     values = dict(metrics)
-    if table:
-        columns = list(dict.fromkeys(column for record in table for column in record))
-        values["samples"] = wandb.Table(columns=columns)
-        for record in table:
-            cells = [record.get(column) for column in columns]
-            values["samples"].add_data(*[wandb.Image(x) if isinstance(x, Image.Image) else x for x in cells])
-    wandb.run.log(values, step=step)
+    if sample_records:
+        columns = list(dict.fromkeys(name for record in sample_records for name in record))
+        rows = [[str(record.get(column, "")) for column in columns] for record in sample_records]
+        values["samples"] = wandb.Table(columns, rows)
+    wandb.run.log(values, step=int(metrics["train/step"]))
 
 
-def log_to_tensorboard(run: Run, metrics: dict[str, float], table: list[dict], step: int) -> None:
+def log_to_tensorboard(run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
+    step = int(metrics["train/step"])
     if run.writer is None:  # purge_step hides the steps that a resumed run repeats
         run.writer = SummaryWriter(str(run.run_dir), purge_step=step)
     for name, value in metrics.items():
         run.writer.add_scalar(name, value, step)
-    texts = []
-    for record in table:  # without images, which add_text can't show
-        lines = [f"{name}: {x}" for name, x in record.items() if not isinstance(x, Image.Image)]
-        texts.append("\n".join(lines))
+    texts = ["\n".join(f"{name}: {x}" for name, x in record.items()) for record in sample_records]
     if texts:  # indented, so that Markdown shows it verbatim
         run.writer.add_text("samples", re.sub("(?m)^", "    ", "\n\n".join(texts)), step)
     run.writer.flush()

@@ -617,7 +617,7 @@ def encode_ranking(
         ids = [packing.encode_chat(processor, chat)["input_ids"][0].tolist() for chat in chats]
         num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])
     length = len(input_ids) - len(ids[0]) + num_shared
-    prompt = packing.make_prompt(model, truncate_inputs(inputs, length), index=index, messages=messages)
+    prompt = packing.make_prompt(model, truncate_inputs(inputs, length), index=index)
     return prompt, [torch.tensor(chat_ids[num_shared:]) for chat_ids in ids]
 
 
@@ -845,12 +845,6 @@ def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[d
             }
             records.append(record)
     return records
-
-
-def get_messages(run: Run, record: dict) -> list[dict]:
-    """The messages of a record's prompt, with loaded media."""
-    data = run.eval_sets[record["phase"].removeprefix("eval_")]
-    return data.encode(record["row"]).prompt.messages
 
 
 # ---- model ----
@@ -1175,53 +1169,40 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
     with (run.run_dir / "samples.jsonl").open("a") as file:
         for record in sample_records:
             file.write(json.dumps({**record, "train/step": step}, default=str) + "\n")
-    table = []  # only for steps with an evaluation
-    if args.track != "off" and any(name.startswith("eval/") for name in metrics):
-        table = [format_record(run, record) for record in sample_records]
+    if not any(name.startswith("eval/") for name in metrics):
+        sample_records = []  # trackers show the samples of evaluations only
     if args.track == "wandb":
-        log_to_wandb(args, run, metrics, table, step)
+        log_to_wandb(args, run, metrics, sample_records)
     if args.track == "tensorboard":
-        log_to_tensorboard(run, metrics, table, step)
+        log_to_tensorboard(run, metrics, sample_records)
 
 
-def log_to_wandb(args: Args, run: Run, metrics: dict[str, float], table: list[dict], step: int) -> None:
+def log_to_wandb(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
     import wandb
 
     if wandb.run is None:
         name = run.run_dir.name
         wandb.init(id=name, name=name, config=asdict(args), dir=run.run_dir, resume="allow")
     values = dict(metrics)
-    if table:
-        columns = list(dict.fromkeys(column for record in table for column in record))
-        values["samples"] = wandb.Table(columns=columns)
-        for record in table:
-            cells = [record.get(column) for column in columns]
-            values["samples"].add_data(*[wandb.Image(x) if isinstance(x, Image.Image) else x for x in cells])
-    wandb.run.log(values, step=step)
+    if sample_records:
+        columns = list(dict.fromkeys(name for record in sample_records for name in record))
+        rows = [[str(record.get(column, "")) for column in columns] for record in sample_records]
+        values["samples"] = wandb.Table(columns, rows)
+    wandb.run.log(values, step=int(metrics["train/step"]))
 
 
-def log_to_tensorboard(run: Run, metrics: dict[str, float], table: list[dict], step: int) -> None:
+def log_to_tensorboard(run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
+    step = int(metrics["train/step"])
     if run.writer is None:  # purge_step hides the steps that a resumed run repeats
         run.writer = SummaryWriter(str(run.run_dir), purge_step=step)
     for name, value in metrics.items():
         run.writer.add_scalar(name, value, step)
-    texts = []
-    for record in table:  # without images, which add_text can't show
-        lines = [f"{name}: {x}" for name, x in record.items() if not isinstance(x, Image.Image)]
-        texts.append("\n".join(lines))
+    texts = ["\n".join(f"{name}: {x}" for name, x in record.items()) for record in sample_records]
     if texts:  # indented, so that Markdown shows it verbatim
         run.writer.add_text("samples", re.sub("(?m)^", "    ", "\n\n".join(texts)), step)
     run.writer.flush()
-
-
-def format_record(run: Run, record: dict) -> dict:
-    """A record with its whole prompt as text, and the prompt's images as image_0, image_1, ..."""
-    parts = [part for message in get_messages(run, record) for part in message["content"]]
-    prompt = "\n".join(part.get("text", f"<{part['type']}>") for part in parts)
-    images = [part["image"] for part in parts if part["type"] == "image"]
-    return {**record, "prompt": prompt, **{f"image_{k}": image for k, image in enumerate(images)}}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ BANNERS += ["setup", "rollout", "samplers", "rewards", "data", "forward", "other
 BANNERS += ["evaluation", "model", "DeepSpeed", "files"]
 # Functions, classes and flags that differ between scripts although they have the same name.
 OWN = {"Args", "Rollout", "Run", "main", "setup", "check_args", "enable_packing"}
-OWN |= {"iter_packs", "evaluate", "get_messages", "save_checkpoint"}
+OWN |= {"iter_packs", "evaluate", "save_checkpoint"}
 OWN_FLAGS = """
     seed model eval_dataset eval_dataset_split rewards freeze max_length max_response_length generation_batch_size
     total_steps train_batch_size learning_rate clip_coef kl_coef save_steps

@@ -1,7 +1,5 @@
 """rloo.py end to end: what main does, ranks, ZeRO, resume, kills, custom samplers and rewards, invalid rows and flags."""
 
-import hashlib
-import io
 import json
 import math
 import random
@@ -12,7 +10,6 @@ import conftest
 import pytest
 import torch
 from conftest import ROOT, assert_same_run, metrics_differ, metrics_of, read_jsonl, weights_of, write_jsonl
-from PIL import Image, ImageChops
 
 import rloo
 from common import decoding
@@ -242,7 +239,7 @@ def test_text_models_tensorboard_and_a_custom_sampler(run, tiny_text_model, tmp_
     steps, texts = conftest.tensorboard_of(run_dir)
     assert steps == [0, 1, 2] and len([*run_dir.glob("events*")]) == 1
     assert [*texts] == ["samples"] and [*texts["samples"]] == [0, 2]
-    assert "    prompt: Say 7\n" in texts["samples"][2] and "phase: eval_greedy" in texts["samples"][2]
+    assert "phase: eval_greedy" in texts["samples"][2] and "    answer: 7\n" in texts["samples"][2]
 
 
 def test_rows_that_cannot_be_used_are_named_and_counted(run, tmp_path, vqa_rows, capsys):
@@ -364,17 +361,12 @@ def test_wandb_has_every_step_and_the_samples_of_evaluations(run, vqa_rows, tmp_
     tables = [*(run_dir / "wandb").glob("offline-run-*/files/media/table/samples*.json")]
     assert len(tables) == 2, "of steps 0 and 2"
     files = [path.read_bytes() for path in (tmp_path / "artifacts/staging").iterdir()]  # to be uploaded
-    images = {hashlib.sha256(data).hexdigest(): data for data in files}
-    rows_of_tables = {}
+    rows_of_tables = []
     for table in (json.loads(data) for data in files if data.startswith(b'{"_type": "table"')):
-        rows = [dict(zip(table["columns"], row)) for row in table["data"]]
-        rows_of_tables |= {(row["phase"], row["row"], row["response"]): row for row in rows}
+        rows_of_tables += [dict(zip(table["columns"], row)) for row in table["data"]]
     for record in read_jsonl(run_dir / "samples.jsonl"):
-        row = rows_of_tables.get((record["phase"], record["row"], record["response"]))
         if record.pop("train/step") != 1:  # without an evaluation
-            assert row | record | {"prompt": "<image>\n" + record["prompt"]} == row
-            image = Image.open(io.BytesIO(images[row["image_0"]["sha256"]]))
-            assert not ImageChops.difference(image, Image.open(record["image"]).convert("RGB")).getbbox()
+            assert {name: str(value) for name, value in record.items()} in rows_of_tables
     assert (run_dir / "checkpoint-2").is_dir()
     assert [*(run_dir / "wandb").glob("offline-run-*/*.wandb")] and len(metrics_of(run_dir)) == 3
 
