@@ -766,6 +766,8 @@ def load_media(media_type: str, source, data_dir: Path, video_fps: float) -> dic
     An image can be a PIL image, bytes, {"bytes", "path"} or a path relative to data_dir; it becomes
     RGB. A video is a path; it becomes frames (F, height, width, 3) and metadata with their times."""
     if media_type == "video":
+        if not isinstance(source, str):
+            raise ValueError(f"a video must be a path, not {type(source).__name__}")
         load_video = transformers.video_utils.load_video
         frames, metadata = load_video(str(data_dir / source), fps=video_fps, backend="pyav")
         names = ("total_num_frames", "fps", "frames_indices")
@@ -1056,9 +1058,12 @@ def add_lora(args: Args, model) -> None:
     """Add LoRA adapters to the linear layers of the language model."""
     from peft import LoraConfig
 
-    language_model = getattr(model.base_model, "language_model", model.base_model)
-    inside = set(language_model.modules())
+    encoders = {model.get_encoder("image"), model.get_encoder("audio")} - {model, model.base_model}
+    outside = {module for encoder in encoders for module in encoder.modules()}
+    inside = {*model.get_decoder().modules()} - outside - {model.get_output_embeddings()}
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
+    if not linear:
+        fail("--lora-rank needs a language model with layers of type nn.Linear")
     model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=linear))
 
 

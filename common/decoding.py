@@ -21,6 +21,7 @@ from common.packing import (
     Prompt,
     Response,
     build_pack,
+    call_backbone,
     logit_scale_and_softcap,
     media_token_ids,
     run_backbone,
@@ -114,14 +115,15 @@ class Decoder:
     @torch.no_grad()
     def step(self, token: Tensor) -> None:
         """Append one token (B,) to each response. `hidden` then predicts the next one."""
-        out = self.base(
+        hidden = call_backbone(
+            self.base,
             input_ids=token[:, None],
             position_ids=self.next_position,
             past_key_values=self.cache,
             use_cache=True,
             decoder=self,
         )
-        self.hidden = out.last_hidden_state[:, -1]
+        self.hidden = hidden[:, -1]
         self.next_position = self.next_position + 1
 
     def step_mask(self, mask: ModelMask, t: int) -> Tensor:
@@ -230,27 +232,39 @@ def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:
     return tokens.clamp(max=logprobs.shape[-1] - 1)
 
 
-@torch.no_grad()
 def generate_unpacked(
     model, prompts: list[Prompt], num_samples: int, max_length: int, eos_ids: list[int], temperature: float
 ) -> list[Response]:
     """num_samples responses to each prompt by model.generate, seeded with the prompt's seed."""
     responses = []
-    suppressed = media_token_ids(model.config)
     for prompt in prompts:
-        # num_return_sequences would repeat each image patch in place, not each list of images.
-        inputs = {name: torch.cat([x] * num_samples) for name, x in unpacked_inputs(prompt).items()}
         torch.manual_seed(prompt.seed)
-        out = model.generate(
-            **to_device(inputs, model), max_new_tokens=max_length, eos_token_id=eos_ids,
-            pad_token_id=eos_ids[0], do_sample=temperature > 0, temperature=temperature or 1.0,
-            top_p=1.0, top_k=0, repetition_penalty=1.0, suppress_tokens=suppressed or None,
-            output_scores=True, return_dict_in_generate=True,
-        )  # fmt: skip
-        tokens = out.sequences[:, -len(out.scores) :].cpu()  # (G, R)
-        logprobs = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
-        for token_ids, token_logprobs in zip(tokens, logprobs.cpu()):  # (R,), (R,)
-            ends = torch.isin(token_ids, torch.tensor(eos_ids)).nonzero()[:, 0].tolist()
-            length = ends[0] + 1 if ends else len(token_ids)
-            responses.append(Response(token_ids[:length], token_logprobs[:length], truncated=not ends))
+        try:
+            responses += _call_generate(model, prompt, num_samples, max_length, eos_ids, temperature)
+        except RuntimeError:  # some models can't repeat images, because all of them are one entry
+            for _ in range(num_samples):
+                responses += _call_generate(model, prompt, 1, max_length, eos_ids, temperature)
+    return responses
+
+
+@torch.no_grad()
+def _call_generate(
+    model, prompt: Prompt, num_samples: int, max_length: int, eos_ids: list[int], temperature: float
+) -> list[Response]:
+    suppressed = media_token_ids(model.config)
+    # num_return_sequences would repeat each image patch in place, not each list of images.
+    inputs = {name: torch.cat([x] * num_samples) for name, x in unpacked_inputs(prompt).items()}
+    out = model.generate(
+        **to_device(inputs, model), max_new_tokens=max_length, eos_token_id=eos_ids,
+        pad_token_id=eos_ids[0], do_sample=temperature > 0, temperature=temperature or 1.0,
+        top_p=1.0, top_k=0, repetition_penalty=1.0, suppress_tokens=suppressed or None,
+        output_scores=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    tokens = out.sequences[:, -len(out.scores) :].cpu()  # (G, R)
+    logprobs = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+    responses = []
+    for token_ids, token_logprobs in zip(tokens, logprobs.cpu()):  # (R,), (R,)
+        ends = torch.isin(token_ids, torch.tensor(eos_ids)).nonzero()[:, 0].tolist()
+        length = ends[0] + 1 if ends else len(token_ids)
+        responses.append(Response(token_ids[:length], token_logprobs[:length], truncated=not ends))
     return responses

@@ -435,7 +435,7 @@ SMALL = {
     "case", ["no head", "another shape", "encoder and decoder", "vision tower", "classifier"]
 )
 def test_models_that_would_be_random_or_are_no_decoders_are_refused(case, folder_of, tmp_path, capsys):
-    """A missing head is accepted only by the scripts that have a head of their own."""
+    """A missing LM head is accepted only by reward models and critics, which have another head."""
     t, with_head, weights = transformers, True, None
     model = build("llava")[0]
     if case == "no head":
@@ -511,3 +511,42 @@ def test_rare_types_of_rows_are_probed(form, tmp_path):
     assert 60 in chosen and len(chosen) <= 12
     same = rloo.load_rows(write_jsonl(tmp_path / "same.jsonl", [{"prompt": "a"}] * 101), "train")
     assert packing_check.choose_probe_rows(same) == [*range(0, 101, 7)]
+
+
+def test_lora_is_on_the_language_model_only():
+    """Idefics2 and Qwen2.5-Omni name their language models and towers differently."""
+    t = transformers
+    small = SMALL | {"num_key_value_heads": 2, "pad_token_id": 0}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    idefics = t.Idefics2Config(text_config=small, vision_config=vision)
+    omni = t.CONFIG_MAPPING["qwen2_5_omni_thinker"](text_config=small | rope, vision_config={"depth": 1})
+    for config in (idefics, omni):
+        with torch.device("meta"):
+            model = t.AutoModelForImageTextToText.from_config(config)
+            rloo.add_lora(rloo.Args(lora_rank=2), model)
+        names = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+        assert len(names) == 7 and not re.search("vis|audio|connector|perceiver|lm_head", " ".join(names))
+
+
+def test_samples_are_generated_one_by_one_if_images_cannot_be_repeated(folder_of, monkeypatch):
+    model = rloo.load_model(str(folder_of("llama")), torch.float32).eval()
+    prompt = packing.make_prompt(model, {"input_ids": torch.arange(5, 20)[None]})
+    generate = type(model).generate
+    batch_sizes = []
+
+    def one_by_one(self, input_ids, **options):
+        batch_sizes.append(len(input_ids))
+        if len(input_ids) > 1:
+            raise RuntimeError("The size of tensor a (64) must match the size of tensor b (256)")
+        return generate(self, input_ids, **options)
+
+    monkeypatch.setattr(type(model), "generate", one_by_one)
+    responses = decoding.generate_unpacked(model, [prompt], 3, 8, [500], temperature=1.0)
+    assert len(responses) == 3 and batch_sizes == [3, 1, 1, 1]
+    assert len({tuple(response.token_ids.tolist()) for response in responses}) > 1
+
+
+def test_a_video_in_bytes_is_an_error_of_its_row(tmp_path):
+    with pytest.raises(ValueError, match="a video must be a path, not bytes"):
+        rloo.load_media("video", b"mp4", tmp_path, 2.0)
