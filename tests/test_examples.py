@@ -106,6 +106,65 @@ def test_spelling_pairs(tmp_path):
         assert sorted(good) == sorted(bad) and good[0] == bad[0]
 
 
+# ---- environments ----
+
+
+def test_guess_number(tmp_path):
+    make("guess_number.py", tmp_path, "data")
+    game = load("guess_number.py")
+    environment = game["GuessNumber"]()
+    environment.reset(answer="5", chat=[], prompt="?")
+    assert [environment.step(turn) for turn in ("4", "6", "six", "5")] == ["higher", "lower", "no", None]
+    assert score({"right": game["right_guess"]}, ["5", "4", " 5"], answer=["5"] * 3)[0] == {
+        "right": [1, 0, 0]
+    }
+    rows = read_jsonl(tmp_path / "data/game.jsonl")
+    assert [row["answer"] for row in rows] == [str(number) for number in range(1, 8)]
+    for chat in read_jsonl(tmp_path / "data/demonstrations.jsonl"):  # an answer rules out numbers
+        turns = [message["content"] for message in chat["messages"][1:]]
+        for k in range(1, len(turns), 2):
+            later = [int(turn) for turn in turns[k + 1 :: 2]]
+            assert all((guess > int(turns[k - 1])) == (turns[k] == "higher") for guess in later)
+
+
+def test_zoom(tmp_path):
+    make("zoom.py", tmp_path, "data")
+    zoom_data = tmp_path / "data"
+    tool = load("zoom.py")
+    rows = {name: read_jsonl(zoom_data / f"{name}.jsonl") for name in ("train", "test", "demonstrations")}
+    row = next(row for row in rows["test"] if row["topic"] == "shape")
+    assert row["answer"] in ("circle", "rectangle", "triangle")
+    assert Image.open(zoom_data / row["image"]).size == (4, 4)
+    environments = [tool["Zoom"](), tool["Zoom"]()]
+    for environment in environments:
+        environment.reset(chat=[], **row)
+    [part] = environments[0].step("<zoom>")
+    assert part["image"].size == (64, 64)
+    assert environments[0].step("<zoom>") is None and environments[1].step("red") is None
+    metrics = []
+    values = tool["calls"](environments, ["shape", "color"], lambda *pair: metrics.append(pair))
+    assert values == [1, 0] and metrics == [("calls_shape", 1), ("calls_color", 0)]
+    numbers = [len(chat["messages"]) for chat in rows["demonstrations"]]
+    assert set(numbers) == {2, 4} and 0.45 < numbers.count(4) / len(numbers) < 0.55
+    assert all(len(chat["images"]) == len(chat["messages"]) / 2 for chat in rows["demonstrations"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["guess_number.py:GuessNumber right_guess", "zoom.py:Zoom calls"])
+def test_environments_train(example, tmp_path, run):
+    name, reward = example.split()
+    file = name.split(":")[0]
+    make(file, tmp_path, "data")
+    data = tmp_path / "data" / ("game.jsonl" if reward == "right_guess" else "train.jsonl")
+    flags = dict(dataset=str(data), eval_dataset=str(data), environment=str(EXAMPLES / name), total_steps=2)
+    rewards = str(EXAMPLES / file) + ":" + reward
+    folder = run("rloo", **flags, max_response_length=160, rewards=[rewards], reward_weights=[1])
+    steps = [step for step in read_jsonl(folder / "metrics.jsonl") if step["train/step"] > 0]
+    assert len(steps) == 2 and all(step["sampling/logprob_diff_mean"] < 1e-5 for step in steps)
+    # The initial model neither guesses numbers, so that it gets more turns, nor calls the tool.
+    assert all((step["rollout/turns_mean"] > 1) == (reward == "right_guess") for step in steps)
+
+
 # ---- data ----
 
 
