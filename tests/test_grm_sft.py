@@ -544,7 +544,7 @@ def test_the_default_run_learns_to_write_judgments(tmp_path):
 def test_training_does_not_depend_on_ranks_or_zero(grm, start, tmp_path, judged):
     flags = flags_for(judged) | {"train_batch_size": 14}
     one = grm(run_name="one", train_batch_size=14)
-    for zero in (0, 2, 3):
+    for zero in (0, 3):  # tests of rloo.py and ppo_vl.py have the other stages
         name = f"zero{zero}"
         process = start("grm_sft", 2, zero_stage=zero, run_name=name, **flags)
         assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-2000:]

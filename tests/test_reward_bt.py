@@ -383,7 +383,7 @@ def test_lora_trains_with_the_head_and_is_merged(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_and_every_zero_stage_train_alike(start, tmp_path, monkeypatch):
+def test_two_ranks_with_zero_3_train_as_one(start, tmp_path, monkeypatch):
     """Texts and images in one step, so that some packs have no image, and a ranking longer than a pack."""
     rows = [{"prompt": f"what is {i}?", "responses": ["one", "two or three"]} for i in range(8)]
     rows[0]["responses"] = [f"{i} and {'then ' * 40}so on" for i in range(4)]
@@ -407,11 +407,10 @@ def test_two_ranks_and_every_zero_stage_train_alike(start, tmp_path, monkeypatch
     assert len(num_packs) == 2 + 2 * 2, (
         "two evaluations; each step computes all rewards first, as a ranking is split"
     )
-    for stage in (0, 2, 3):
-        changes = {"zero_stage": stage, "run_name": f"zero{stage}", "output_dir": tmp_path}
-        process = start("reward_bt", 2, **FLAGS | flags | changes)
-        assert process.wait(timeout=500) == 0, (tmp_path / "log").read_text()[-3000:]
-        assert_same_run(tmp_path / "one", tmp_path / f"zero{stage}", 1e-4, of_weights=1e-3)
+    changes = {"zero_stage": 3, "run_name": "zero3", "output_dir": tmp_path}  # stage 0: test_grm_sft.py
+    process = start("reward_bt", 2, **FLAGS | flags | changes)
+    assert process.wait(timeout=500) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert_same_run(tmp_path / "one", tmp_path / "zero3", 1e-4, of_weights=1e-3)
 
 
 @pytest.mark.slow
