@@ -1,6 +1,5 @@
 """--environment: trajectories [turn 1][observation 1][turn 2]... against the unmodified model on the whole sequence."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,9 +7,9 @@ import common  # noqa: F401  before transformers # isort: skip
 import pytest
 import torch
 import transformers
-from conftest import TINY, assert_same_run, metrics_of, read_jsonl, to_argv, write_jsonl
+from conftest import TINY, assert_same_run, metrics_of, read_jsonl
 from PIL import Image
-from test_families import build, folder_of  # noqa: F401
+from test_families import folder_of  # noqa: F401
 
 import rloo
 from common import packing
@@ -142,6 +141,148 @@ def test_trajectories_equal_the_unmodified_model_on_the_whole_chat(family, folde
         for attention in ("packed", "sdpa"):
             packing.set_attention(model, attention)
             logprobs = packed_logprobs(model, prompts, responses)
-            torch.testing.assert_close(logprobs, expected, atol=3e-5, rtol=0)
+            torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
             gradient = gradients(model, logprobs)
             assert (gradient - expected_gradient).norm() < 1e-4 * expected_gradient.norm()
+
+
+ENVIRONMENT = """
+class Look:
+    def reset(self, chat, **row):
+        self.images = [part["image"] for message in chat for part in message["content"] if "image" in part]
+        self.turn = 0
+
+    async def step(self, response):
+        self.turn += 1
+        if self.turn == 1:
+            return [{"type": "image", "image": self.images[0].crop((0, 0, 32, 32))}, {"type": "text", "text": "?"}]
+        return "again" if self.turn == 2 else None
+
+def turns(environments, completions, texts, log_metric, **columns):
+    assert all(x[-1]["content"] == text for x, text in zip(completions, texts))
+    for environment in environments:
+        log_metric("turns", environment.turn)
+    return [e.turn + len(text) / 100 for e, text in zip(environments, texts)]
+"""
+
+
+@pytest.fixture
+def environment(tmp_path) -> dict:
+    path = tmp_path / "look.py"
+    path.write_text(ENVIRONMENT)
+    flags = {"environment": f"{path}:Look", "rewards": (f"{path}:turns",), "reward_weights": (1.0,)}
+    return flags | {"max_response_length": 60, "max_turns": 3, "micro_batch_tokens": 700}
+
+
+def test_a_run_with_an_environment(environment, run):
+    """The sampler's log-probs of all turns are the trainer's; records and metrics show the turns."""
+    folder = run("rloo", **environment)
+    for step in metrics_of(folder)[1:]:
+        assert step["sampling/logprob_diff_mean"] < 1e-6
+        assert 1 < step["rollout/turns_mean"] <= 3 and step["reward_metrics/turns"] > 0
+        assert step["rollout/response_length_mean"] < 40  # without observations
+    records = [record for record in read_jsonl(folder / "samples.jsonl") if record["phase"] == "train"]
+    assert any(
+        "[assistant] " in x["turns"] and "\n[user] <image>?\n[assistant] " in x["turns"] for x in records
+    )
+    assert all(x["turns"].endswith(x["response"]) for x in records)
+
+
+@pytest.mark.slow
+def test_ranks_and_resume_do_not_change_a_run_with_an_environment(environment, start, tmp_path, run):
+    """One rank = two ranks with ZeRO-3; a run that resumes equals one that was never interrupted."""
+    flags = environment | {"eval_dataset": None, "eval_num_samples": 1}
+    one = run("rloo", **flags, output_dir=tmp_path / "one", save_steps=1)
+    assert start("rloo", 2, **flags, zero_stage=3, output_dir=tmp_path / "two").wait() == 0
+    assert_same_run(one, tmp_path / "two/run", tolerance=2e-3, of_weights=3e-4)
+    before = [metrics_of(one)[-1], (one / "checkpoint-2/model.safetensors").read_bytes()]
+    run("rloo", **flags, resume=one / "checkpoint-1")
+    after = [metrics_of(one)[-1], (one / "checkpoint-2/model.safetensors").read_bytes()]
+    assert before[1] == after[1]
+    for name in before[0]:
+        assert name.startswith("time/") or before[0][name] == after[0][name], name
+
+
+def tiny():
+    model = rloo.load_model(TINY, torch.float32).eval()
+    processor = transformers.AutoProcessor.from_pretrained(TINY)
+    packing.set_attention(model, "packed")
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Which color?"}]}]
+    inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
+    prompt = packing.make_prompt(model, inputs, index=7, row={"prompt": "Which color?"}, messages=messages)
+    return model, processor, prompt
+
+
+def test_limits_and_seeds():
+    """Turns have their own seeds, responses their own environments; what does not fit ends a trajectory."""
+    model, processor, prompt = tiny()
+    environment = type("Env", (Scripted,), {"observations": ["more"] * 9})
+    sampler = make_sampler(model, processor, environment=environment, max_turns=3)
+    responses = sampler.generate([replace(prompt, seed=5)], 2, 1.0)
+    seeds = [seed for call in sampler.sampler.seeds for seed in call]
+    assert len(set(seeds)) == 5 and len(sampler.sampler.seeds) == 3  # one prompt, then two responses, twice
+    assert responses[0].environment is not responses[1].environment
+    assert [len(x.environment.texts) for x in responses] == [3, 3]  # the last turn's observation is ignored
+    assert sampler.logged_values == {
+        "rollout/turns_mean": [3, 3],
+        "rollout/observation_overflow_frac": [0, 0],
+    }
+    whole = responses[0]
+    first = int((~whole.loss_mask).nonzero()[0])  # tokens of the first turn
+    second = int(whole.loss_mask[first:].nonzero()[0]) + first
+    for limit in range(1, second + 4):
+        sampler = make_sampler(
+            model, processor, environment=environment, max_turns=3, max_response_length=limit
+        )
+        [response] = sampler.generate([prompt], 1, 1.0)
+        R = len(response.token_ids)
+        assert response.truncated and torch.equal(response.token_ids, whole.token_ids[:R])
+        assert response.loss_mask[0] and response.loss_mask[-1] and R <= limit
+        overflow = first <= limit <= second
+        assert sampler.logged_values["rollout/observation_overflow_frac"] == [overflow] or limit > second
+        assert R == (first if overflow else min(limit, second + 1))  # the second turn is one token
+
+
+def test_special_tokens_in_observations_are_text():
+    model, processor, prompt = tiny()
+    environment = type("Env", (Scripted,), {"observations": ["a<|im_end|>\n<|im_start|>assistant <image>"]})
+    [response] = make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
+    assert processor.tokenizer.decode(response.token_ids) == (
+        "Let me see.<|im_end|>\n<|im_start|>user\na< |im_end|>\n< |im_start|>assistant <image><|im_end|>\n"
+        "<|im_start|>assistant\n<|im_end|>"
+    )
+
+
+def test_errors_name_the_environment_the_row_and_the_turn(capsys):
+    model, processor, prompt = tiny()
+
+    class Broken(Scripted):
+        async def step(self, response):
+            raise KeyError("page")
+
+    with pytest.raises(KeyError) as error:
+        make_sampler(model, processor, environment=Broken).generate([prompt], 2, 1.0)
+    assert error.value.__notes__ == ["In turn 1 of environment Broken, dataset row 7."]
+    environment = type("Gym", (Scripted,), {"observations": [("obs", 1.0, True)]})
+    with pytest.raises(SystemExit):
+        make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
+    assert "a list of parts or a message, not tuple" in capsys.readouterr().err
+    processor.chat_template = None
+    with pytest.raises(SystemExit):
+        make_sampler(model, processor)
+    assert "--environment requires a chat template" in capsys.readouterr().err
+
+
+def test_a_template_that_drifts_is_reported(capsys):
+    """A template that removes <think> from earlier turns, or that writes a date, differs from turns appended."""
+    model, processor, prompt = tiny()
+    environment = type("Env", (Scripted,), {"observations": []})
+    make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
+    assert "warning" not in capsys.readouterr().out
+    template = processor.chat_template
+    processor.chat_template = template.replace("assistant\\n'", "assistant\\n<think>'")
+    assert processor.chat_template != template
+    inputs = packing.encode_chat(processor, prompt.messages, add_generation_prompt=True)
+    thinking = packing.make_prompt(model, inputs, row=prompt.row, messages=prompt.messages)
+    make_sampler(model, processor, environment=environment).generate([thinking], 1, 1.0)
+    assert "warning: the chat template renders" in capsys.readouterr().out

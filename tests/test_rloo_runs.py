@@ -93,8 +93,8 @@ def test_the_update_uses_the_rollout_and_the_flags(run, any_score, watch, monkey
         torch.testing.assert_close(rollout.advantages, expected)
         equal = (rollout.scores == rollout.scores[:, :1]).all(1)
         assert metrics["rollout/frac_reward_zero_std"] == pytest.approx(equal.float().mean().item())
-        assert metrics["objective/rlhf_reward"] == pytest.approx(rlhf_rewards.mean().item(), abs=1e-6)
-        assert metrics["objective/kl"] == pytest.approx(kl.mean().item(), abs=1e-6)
+        assert metrics["objective/rlhf_reward"] == pytest.approx(rlhf_rewards[kept].mean().item(), abs=1e-6)
+        assert metrics["objective/kl"] == pytest.approx(kl[kept].mean().item(), abs=1e-6)
         assert metrics["objective/scores"] == pytest.approx(rollout.scores.mean().item(), abs=1e-6)
 
         # One pack is for the reference, the others are two passes of two mini-batches.
