@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from common.attention import ModelMask, is_packed
 from common.packing import (
+    MODEL_ERRORS,
     Prompt,
     Response,
     build_pack,
@@ -25,6 +26,7 @@ from common.packing import (
     logit_scale_and_softcap,
     media_token_ids,
     run_backbone,
+    stop,
     to_device,
     to_logprobs_,
     unpacked_inputs,
@@ -254,12 +256,15 @@ def _call_generate(
     suppressed = media_token_ids(model.config)
     # num_return_sequences would repeat each image patch in place, not each list of images.
     inputs = {name: torch.cat([x] * num_samples) for name, x in unpacked_inputs(prompt).items()}
-    out = model.generate(
-        **to_device(inputs, model), max_new_tokens=max_length, eos_token_id=eos_ids,
-        pad_token_id=eos_ids[0], do_sample=temperature > 0, temperature=temperature or 1.0,
-        top_p=1.0, top_k=0, repetition_penalty=1.0, suppress_tokens=suppressed or None,
-        output_scores=True, return_dict_in_generate=True,
-    )  # fmt: skip
+    try:
+        out = model.generate(
+            **to_device(inputs, model), max_new_tokens=max_length, eos_token_id=eos_ids,
+            pad_token_id=eos_ids[0], do_sample=temperature > 0, temperature=temperature or 1.0,
+            top_p=1.0, top_k=0, repetition_penalty=1.0, suppress_tokens=suppressed or None,
+            output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    except MODEL_ERRORS as error:
+        stop(f"the model's generate fails at row {prompt.index}: {type(error).__name__}: {error}")
     tokens = out.sequences[:, -len(out.scores) :].cpu()  # (G, R)
     logprobs = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
     responses = []

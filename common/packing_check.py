@@ -2,10 +2,8 @@
 
 import math
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -15,14 +13,22 @@ from torch import Tensor
 
 from common.attention import PackingNotSupported, is_packed, set_attention
 from common.decoding import Decoder, next_logprobs
-from common.packing import TOLERANCE, Pack, Prompt, build_pack, build_unpacked, media_token_ids, to_device
+from common.packing import (
+    MODEL_ERRORS,
+    TOLERANCE,
+    Pack,
+    Prompt,
+    build_pack,
+    build_unpacked,
+    media_token_ids,
+    stop,
+    to_device,
+)
 
 PROBE_LENGTHS = (12, 7)  # tokens of the two responses to each probed prompt
 # Length limit of the long probe, in tokens: its unpacked forward has logits for each of them, which
 # take 1 GB in fp32 with a vocabulary of 150,000.
 MAX_PROBE_LENGTH = 2048
-# Raised by model code that can't run a prompt or a pack. Others, such as out of memory, end the run.
-MODEL_ERRORS = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 
 
 def choose_probe_rows(rows, count: int = 16) -> list[int]:
@@ -97,11 +103,6 @@ def enable_packing_if_exact(
     return f"packing enabled: log-probs match the unmodified model within {error:.0e} nats"
 
 
-def _stop(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def _special_layers(model) -> str:
     """What explains that packing changes log-probs: recurrent state, or layers that choose their keys."""
     known = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -117,7 +118,7 @@ def _run_unmodified(model, forward: Callable, prompt: Prompt, pack: Pack) -> Ten
     try:
         return forward(to_device(pack, model))
     except MODEL_ERRORS as error:
-        _stop(f"the model can't run row {prompt.index}: {type(error).__name__}: {error}")
+        stop(f"the model can't run row {prompt.index}: {type(error).__name__}: {error}")
 
 
 @torch.no_grad()
@@ -137,7 +138,7 @@ def _check_causality(model, forward: Callable, prompt: Prompt, response: Tensor)
         results.append(_run_unmodified(model, forward, prompt, pack._replace(**targets)))
     error = (results[0] - results[1]).abs().mean()
     if error > TOLERANCE[model.dtype]:
-        _stop(f"the model is not causal: tokens change the log-probs of earlier ones by {error:.1e} nats")
+        stop(f"the model is not causal: tokens change the log-probs of earlier ones by {error:.1e} nats")
 
 
 def _max_static_rope_length(model) -> float:

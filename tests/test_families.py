@@ -550,3 +550,12 @@ def test_samples_are_generated_one_by_one_if_images_cannot_be_repeated(folder_of
 def test_a_video_in_bytes_is_an_error_of_its_row(tmp_path):
     with pytest.raises(ValueError, match="a video must be a path, not bytes"):
         rloo.load_media("video", b"mp4", tmp_path, 2.0)
+
+
+def test_a_generate_that_fails_ends_the_run_in_one_sentence(folder_of, monkeypatch, capsys):
+    model = rloo.load_model(str(folder_of("llama")), torch.float32).eval()
+    prompt = packing.make_prompt(model, {"input_ids": torch.arange(5, 20)[None]}, index=7)
+    monkeypatch.setattr(type(model), "generate", lambda self, **options: {}["eos_token_id"])
+    with pytest.raises(SystemExit):
+        decoding.generate_unpacked(model, [prompt], 3, 8, [500], temperature=1.0)
+    assert "error: the model's generate fails at row 7: KeyError: 'eos_token_id'" in capsys.readouterr().err
