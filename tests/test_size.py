@@ -14,12 +14,12 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
     "ppo_vl.py": (2043, 561, 245, 58, 10),
     "reward_bt.py": (1215, 330, 150, 57, 11),
     "grm_sft.py": (1370, 330, 150, 57, 11),
-    "common/*.py": (1830, 0, 0, 59, 14),
+    "common/*.py": (1845, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together
-    "common/packing.py": 825,
+    "common/packing.py": 834,
     "common/attention.py": 431,
-    "common/decoding.py": 272,
+    "common/decoding.py": 278,
     "common/kl.py": 60,
     "README.md": 100,
     "docs/rloo.md": 160,
