@@ -62,6 +62,11 @@ WRONG = {  # function: replacements in its code, each of which makes it wrong
         ("", "return [[[group] for group in groups], [[]]]"),
         ("", "return [[[group] for group in groups[rank::world_size]] for rank in range(world_size)]"),
     ],
+    "Trajectory.append": [  # observations are trained; only they are; only the last turn is
+        ("torch.full((R,), logprobs is not None)", "torch.full((R,), True)"),
+        ("torch.full((R,), logprobs is not None)", "torch.full((R,), logprobs is None)"),
+        ("torch.cat([self.loss_mask,", "torch.cat([self.loss_mask & False,"),
+    ],
 }
 
 
@@ -84,7 +89,9 @@ def test_the_original_passes_its_check_and_the_empty_function_does_not(function,
 @pytest.mark.parametrize("k", range(3))
 def test_wrong_solutions_fail(function, k, directory, tmp_path):
     source = (ROOT / EXERCISES[function]).read_text()
-    code = re.search(rf"^def {function}\(.*?(?=^(?:def|class|@|#) |\Z)", source, re.M | re.S)[0]
+    code = re.search(
+        rf"^ *def {function.rpartition('.')[2]}\(.*?(?=^(?:def|class|@|#) |\Z)", source, re.M | re.S
+    )[0]
     right, wrong = WRONG[function][k]
     assert right in code
     path = tmp_path / EXERCISES[function]
@@ -99,6 +106,6 @@ def test_wrong_solutions_fail(function, k, directory, tmp_path):
 
 def test_the_page_has_all_exercises_in_order(directory):
     page = (ROOT / "docs/exercises.md").read_text()
-    rows = re.findall(r"^\| \d+ \| `(\w+)` \| `([\w/.]+)` \|", page, re.M)
+    rows = re.findall(r"^\| \d+ \| `([\w.]+)` \| `([\w/.]+)` \|", page, re.M)
     assert rows == list(EXERCISES.items())
     assert (directory / "test_exercises.py").read_text().count("def test_") == 1

@@ -156,7 +156,7 @@ def attended_pairs(pack: packing.Pack, policy) -> np.ndarray:
     *_, layout, mask = spy.call_args.args
     codes = np.full((len(layout.seq_positions),) * 2, NOTHING)
     for bucket in layout.buckets:
-        attn_mask = mask.bucket_mask(layout.seq_positions, bucket)
+        attn_mask = mask.bucket_mask(layout, bucket)
         if attn_mask is None:  # prompts, causal
             attn_mask = torch.ones(bucket.keys.shape[1], bucket.keys.shape[1], dtype=torch.bool).tril()[
                 None, None

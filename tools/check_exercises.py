@@ -5,8 +5,10 @@ a loss function returns, only those with the original's names are compared; ther
 """
 
 import importlib.util
+import operator
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ EXERCISES = {  # function: file
     "subtract_baseline": "ppo_vl.py",
     "compute_bt_loss": "reward_bt.py",
     "plan_packs": "common/packing.py",
+    "Trajectory.append": "rloo.py",
 }
 
 
@@ -32,7 +35,7 @@ def load(path: Path, function: str):
     spec = importlib.util.spec_from_file_location(f"exercise_{path.stem}_{len(sys.modules)}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses need it there
     spec.loader.exec_module(module)
-    return getattr(module, function)
+    return operator.attrgetter(function)(module)
 
 
 def make_inputs(function: str, seed: int) -> dict:
@@ -85,6 +88,8 @@ def check(directory: Path, function: str) -> None:
     solution = load(directory / EXERCISES[function], function)
     if function == "plan_packs":
         return check_plan(solution)
+    if function == "Trajectory.append":
+        return check_trajectory(solution)
     original = load(ROOT / EXERCISES[function], function)
     for seed in range(20):
         inputs = make_inputs(function, seed)
@@ -117,6 +122,23 @@ def check_plan(plan_packs) -> None:
         sizes = [sum([5, 2, 7, 4][i] + sum(lengths[b] for b in bs) for i, bs in pack) for pack in packs]
         assert max(sizes) <= 16, f"packs have {sizes} tokens, but the limit is 16"
         assert sum(sizes) <= 2 * (18 + sum(lengths)), "prompts must be repeated only if a group is split"
+
+
+def check_trajectory(append) -> None:
+    """After a turn, an observation and a turn, the loss mask and log-probs have an entry for each token."""
+    for seed in range(20):
+        R = torch.randint(1, 6, (3,), generator=torch.Generator().manual_seed(seed)).tolist()
+        prompt = SimpleNamespace(length=4)
+        start = {"messages": [], "logprobs": torch.zeros(0), "loss_mask": torch.zeros(0, dtype=torch.bool)}
+        trajectory = SimpleNamespace(prompt=prompt, sequence=prompt, **start)
+        for k, role in enumerate(("assistant", "user", "assistant")):
+            sequence = SimpleNamespace(length=4 + sum(R[: k + 1]))
+            append(trajectory, sequence, {"role": role}, None if role == "user" else -torch.ones(R[k]))
+        mask = torch.tensor([True, False, True]).repeat_interleave(torch.tensor(R))
+        loss_mask = trajectory.loss_mask
+        assert loss_mask.dtype == torch.bool and torch.equal(loss_mask, mask), f"{loss_mask}, not {mask}"
+        assert torch.equal(trajectory.logprobs, -mask.float()), f"logprobs are {trajectory.logprobs}"
+        assert trajectory.sequence is sequence and len(trajectory.messages) == 3, "append the message, too"
 
 
 @pytest.mark.parametrize("function", EXERCISES)

@@ -27,10 +27,13 @@ def write_exercises(directory: Path) -> None:
 
 
 def without_body(source: str, function: str) -> str:
-    """The source with `raise NotImplementedError` after the docstring of a function."""
-    node = next(n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == function)
+    """The source with `raise NotImplementedError` after the docstring of a function or Class.method."""
+    node = ast.parse(source)
+    for name in function.split("."):
+        node = next(n for n in node.body if getattr(n, "name", None) == name)
     lines = source.splitlines(keepends=True)
-    lines[node.body[0].end_lineno : node.end_lineno] = ["    raise NotImplementedError\n"]
+    indent = " " * node.body[0].col_offset
+    lines[node.body[0].end_lineno : node.end_lineno] = [f"{indent}raise NotImplementedError\n"]
     return "".join(lines)
 
 
