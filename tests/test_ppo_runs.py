@@ -326,6 +326,56 @@ def test_critic_from_a_reward_model_takes_its_head(run, tmp_path, monkeypatch):
         assert_close(rollout.values[b, : len(values)], values, atol=1e-4, rtol=1e-4)
 
 
+ECHO = """
+class Echo:
+    def reset(self, **row):
+        self.turns = 0
+    def step(self, response):
+        self.turns += 1
+        return f"turn {self.turns}: {response}" if self.turns < 3 else None
+"""
+
+
+def test_observations_are_neither_valued_nor_trained(run, tmp_path, monkeypatch):
+    """Values are those of the unmodified model on the whole trajectory; returns skip observations."""
+    (tmp_path / "echo.py").write_text(ECHO)
+    dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"what is {i}?"} for i in range(8)])
+    critic_model = tmp_path / "critic"
+    shutil.copytree(TINY, critic_model)
+    head = torch.randn(1, transformers.AutoConfig.from_pretrained(TINY).get_text_config().hidden_size)
+    save_file({"score.weight": head}, critic_model / "score.safetensors")
+    rollouts, policy_calls = spy_on_rollouts(monkeypatch), spy(monkeypatch, "compute_policy_loss")
+    value_calls = spy(monkeypatch, "compute_value_loss")
+    flags = {"environment": f"{tmp_path}/echo.py:Echo", "max_turns": 3, "max_response_length": 96}
+    flags |= {"kl_coef": 0.1, "gae_lambda": 0.5, "whiten_advantages": "off", "critic_learning_rate": 0.0}
+    (metrics,) = metrics_of(run(**ONE_UPDATE | flags, dataset=dataset, critic_model=str(critic_model)))
+    run_state, rollout = rollouts[0]
+    mask, lengths = rollout.response_mask, torch.tensor([len(ids) for ids in rollout.response_ids])
+    is_observation = ~mask & (torch.arange(mask.shape[1]) < lengths[:, None])
+    assert is_observation.any(1).sum() > 8
+    assert mask[torch.arange(16), lengths - 1].all()  # a trajectory ends with a token of the model
+    for table in (rollout.values, rollout.advantages, rollout.returns):
+        assert not table[~mask].any() and table[mask].any()
+    for calls, name in ((policy_calls, "new_logprobs"), (value_calls, "new_values")):
+        assert sum(len(call[name]) for _, call, _ in calls) == mask.sum()
+    assert metrics["sampling/logprob_diff_mean"] < 1e-5
+    assert metrics["rollout/response_length_mean"] == pytest.approx(mask.sum(1).float().mean().item())
+    backbone = ppo_vl.load_model(TINY, torch.float32).base_model.eval()
+    for b in range(0, 16, 5):
+        own = mask[b].nonzero()[:, 0]
+        prompt = run_state.train_data.encode(rollout.prompts[b // 4].index)
+        input_ids = torch.cat([prompt.input_ids, rollout.response_ids[b]])[None]
+        with torch.no_grad():
+            hidden = backbone(input_ids=input_ids).last_hidden_state[0]
+        values = hidden[prompt.length - 1 + own] @ head[0]
+        assert_close(rollout.values[b, own], values, atol=1e-4, rtol=1e-4)
+        rewards = torch.zeros(1, len(own))  # the KL is 0 in step 1
+        rewards[0, -1] = rollout.scores.flatten()[b]
+        everything = torch.ones(1, len(own), dtype=torch.bool)
+        advantages, _ = ppo_vl.compute_gae(rewards, values[None], everything, gamma=1.0, gae_lambda=0.5)
+        assert_close(rollout.advantages[b, own], advantages[0], atol=1e-3, rtol=1e-3)
+
+
 def test_the_value_head_multiplies_in_fp32():  # B20
     model = ppo_vl.load_model(TINY, torch.bfloat16)
     critic = ppo_vl.Critic(model, Path("no directory"))
