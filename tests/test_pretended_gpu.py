@@ -18,7 +18,8 @@ PAIRS = {"dataset": "easy-vqa", "eval_dataset": None}
 FLAGS = {"rloo": {}, "ppo_vl": {}, "reward_bt": PAIRS, "grm_sft": PAIRS}
 # Functions of this repository in which the CPU waits: at the start and end, once per rollout, evaluation or step.
 WAITS_ONCE = "resolve_run_dir load_policy_and_reference load_models init_deepspeed_engine save_checkpoint"
-WAITS_ONCE += " HFSampler packing_error _decoded_logprobs generate Decoder all_reduce_sum all_reduce_mean optimizer_step make_pairs"
+WAITS_ONCE += " HFSampler packing_errors _check_causality _decoded_logprobs generate Decoder all_reduce_sum"
+WAITS_ONCE += " all_reduce_mean optimizer_step make_pairs"
 # iter_packs: the masks of grm_sft.py, for each pack of a step, before the update; main: metrics, after the update.
 WAITS_ONCE += " sum_logprobs iter_packs main"
 # Other functions, where it waits in every pack: image sizes in transformers, ZeRO-3's comparison of ranks.
