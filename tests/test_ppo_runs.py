@@ -362,18 +362,18 @@ def test_observations_are_neither_valued_nor_trained(run, tmp_path, monkeypatch)
     assert metrics["rollout/response_length_mean"] == pytest.approx(mask.sum(1).float().mean().item())
     backbone = ppo_vl.load_model(TINY, torch.float32).base_model.eval()
     for b in range(0, 16, 5):
-        own = mask[b].nonzero()[:, 0]
+        sampled = mask[b].nonzero()[:, 0]
         prompt = run_state.train_data.encode(rollout.prompts[b // 4].index)
         input_ids = torch.cat([prompt.input_ids, rollout.response_ids[b]])[None]
         with torch.no_grad():
             hidden = backbone(input_ids=input_ids).last_hidden_state[0]
-        values = hidden[prompt.length - 1 + own] @ head[0]
-        assert_close(rollout.values[b, own], values, atol=1e-4, rtol=1e-4)
-        rewards = torch.zeros(1, len(own))  # the KL is 0 in step 1
+        values = hidden[prompt.length - 1 + sampled] @ head[0]
+        assert_close(rollout.values[b, sampled], values, atol=1e-4, rtol=1e-4)
+        rewards = torch.zeros(1, len(sampled))  # the KL is 0 in step 1
         rewards[0, -1] = rollout.scores.flatten()[b]
-        everything = torch.ones(1, len(own), dtype=torch.bool)
+        everything = torch.ones(1, len(sampled), dtype=torch.bool)
         advantages, _ = ppo_vl.compute_gae(rewards, values[None], everything, gamma=1.0, gae_lambda=0.5)
-        assert_close(rollout.advantages[b, own], advantages[0], atol=1e-3, rtol=1e-3)
+        assert_close(rollout.advantages[b, sampled], advantages[0], atol=1e-3, rtol=1e-3)
 
 
 def test_the_value_head_multiplies_in_fp32():  # B20
