@@ -239,6 +239,7 @@ def test_seeds_eos_and_media_tokens(setup):
         assert not {*ids[:-1]} & {*EOS_IDS} and not {*ids} & media_ids
 
 
+@pytest.mark.parametrize("setup", ["vlm", "served"], indirect=True)  # text is sent as token ids
 def test_other_prompt_tokens_are_refused(setup, capsys):
     prompt = setup.prompts[3]
     changed = replace(prompt, input_ids=torch.cat([prompt.input_ids, prompt.input_ids[-1:]]))
