@@ -62,7 +62,9 @@ def test_custom_reward():
     ids = [torch.arange(n) for n in (3, 5)]
     function = load("custom_reward.py")["short_and_right"]
     results, metrics = score({"mine": function}, ["It is RED.", "blue"], ids, answer=["red", "red"])
-    assert results["mine"] == pytest.approx([0.97, -0.05]) and metrics == {"mentions_answer": [0.5]}
+    assert results["mine"] == pytest.approx([0.97, -0.05]) and metrics == {
+        "reward_metrics/mentions_answer": [0.5]
+    }
 
 
 def test_overlong():
@@ -81,7 +83,10 @@ def test_recipe():
     function = load("recipe.py")["by_label"]
     results, metrics = score({"r": function}, texts, answer=["1204", "b", "B", "?"], label=labels)
     assert results["r"][:3] == pytest.approx([1 - 0.0015, 0, 1]) and results["r"][3] != results["r"][3]
-    assert {name: len(values) for name, values in metrics.items()} == {"math": 1, "choice": 2}
+    assert {name: len(values) for name, values in metrics.items()} == {
+        "reward_metrics/math": 1,
+        "reward_metrics/choice": 2,
+    }
 
 
 def test_addition(tmp_path):
@@ -239,7 +244,7 @@ def test_remote_reward(reward_server, monkeypatch):
     results, metrics = score({"remote": load("remote_reward.py")["remote"]}, texts, answer=answers)
     expected = [1.0 if b % 2 else (None if b % 4 else 0.0) for b in range(150)]
     assert [x if x == x else None for x in results["remote"]] == expected  # in order, of three requests
-    assert metrics == {"remote_requests": [3]}
+    assert metrics == {"reward_metrics/remote_requests": [3]}
 
 
 @pytest.fixture

@@ -23,7 +23,10 @@ WAITS_ONCE += " all_reduce_mean optimizer_step make_pairs"
 # iter_packs: the masks of grm_sft.py, for each pack of a step, before the update; main: metrics, after the update.
 WAITS_ONCE += " sum_logprobs iter_packs main"
 # Other functions, where it waits in every pack: image sizes in transformers, ZeRO-3's comparison of ranks.
-WAITS_IN_PACKS = "modeling_qwen2_5_vl vision_utils generic import_utils engine.DeepSpeedEngine.backward"
+# vision_attention: before transformers 5.18, the largest image is a tensor.
+WAITS_IN_PACKS = (
+    "vision_attention modeling_qwen2_5_vl vision_utils generic import_utils engine.DeepSpeedEngine.backward"
+)
 WAITS_IN_PACKS += " utils.get_lst_from_rank0 utils.assert_lst_len_same_as_other_ranks"
 
 
