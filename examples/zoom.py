@@ -4,11 +4,12 @@
     python grm_sft.py --dataset zoom/demonstrations.jsonl --total-steps 300 --eval-steps 0 --run-name zoom_sft
     python rloo.py --model runs/zoom_sft/checkpoint-300 --dataset zoom/train.jsonl \\
         --eval-dataset zoom/test.jsonl --environment examples/zoom.py:Zoom --max-turns 2 \\
-        --max-response-length 64 --rewards accuracy examples/zoom.py:calls --reward-weights 1 -0.1 \\
+        --max-response-length 64 --rewards accuracy examples/zoom.py:calls --reward-weights 1 -0.2 \\
         --eval-prompts 100 --eval-num-samples 4 --total-steps 40
 
-The questions are those of easy-VQA about colors and shapes. A thumbnail of 4 x 4 pixels shows most
-colors, and few shapes. The demonstrations call the tool for half of the questions, chosen at random.
+The questions are those of easy-VQA about colors and shapes. A thumbnail of 4 x 4 pixels, each the darkest
+of 16 x 16, shows the color, but rarely the shape. The demonstrations call the tool for half of the
+questions, chosen at random.
 """
 
 import json
@@ -17,9 +18,8 @@ import sys
 from pathlib import Path
 
 import easy_vqa
+import numpy as np
 from PIL import Image
-
-THUMBNAIL = (4, 4)  # pixels
 
 
 class Zoom:
@@ -57,7 +57,8 @@ def main(output_dir: Path) -> None:
         files[split] = []
         paths = getattr(easy_vqa, f"get_{split}_image_paths")()
         for i, path in paths.items():
-            Image.open(path).convert("RGB").resize(THUMBNAIL, Image.BOX).save(output_dir / split / f"{i}.png")
+            blocks = np.asarray(Image.open(path).convert("RGB")).reshape(4, 16, 4, 16, 3)
+            Image.fromarray(blocks.min(axis=(1, 3))).save(output_dir / split / f"{i}.png")
         for prompt, answer, i in zip(*getattr(easy_vqa, f"get_{split}_questions")()):
             if prompt.startswith("what"):
                 row = {"prompt": prompt, "image": f"{split}/{i}.png", "answer": answer}
