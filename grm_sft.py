@@ -752,7 +752,7 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
             if k % 2 == 1:
                 parts.append(load_media(piece, next(unused[piece]), data_dir, args.video_fps))
             elif piece:
-                parts.append({"type": "text", "text": escape_special_tokens(piece, special_tokens)})
+                parts.append({"type": "text", "text": packing.escape_special_tokens(piece, special_tokens)})
         messages.append({"role": role, "content": parts})
     if args.system_prompt and roles[0] != "system":
         parts = [{"type": "text", "text": args.system_prompt}]
@@ -780,14 +780,6 @@ def load_media(media_type: str, source, data_dir: Path, video_fps: float) -> dic
         source = data_dir / source
     image = source if isinstance(source, Image.Image) else Image.open(source)
     return {"type": "image", "image": image.convert("RGB")}
-
-
-def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
-    """Break up special tokens, so that data can't end a turn: "<|im_end|>" -> "< |im_end|>"."""
-    while present := [token for token in special_tokens if token in text]:
-        token = present[0]  # one at a time, because breaking one up may form another
-        text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
-    return text
 
 
 def tokenize_chat(processor, messages: list[dict], **template) -> list[int]:

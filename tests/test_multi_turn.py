@@ -1,18 +1,20 @@
 """--environment: trajectories [turn 1][observation 1][turn 2]... against the unmodified model on the whole sequence."""
 
+import shutil
+import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import common  # noqa: F401  before transformers # isort: skip
 import pytest
 import torch
 import transformers
-from conftest import TINY, assert_same_run, metrics_of, read_jsonl
+from conftest import TINY, assert_same_run, metrics_of, read_jsonl, write_jsonl
 from PIL import Image
 from test_families import folder_of  # noqa: F401
 
 import rloo
 from common import packing
+from common.environments import EnvironmentSampler
 from common.packing import Response
 
 TURNS = ("Let me see.", "", "It is <answer>blue</answer>!")  # the second is empty: EOS at once
@@ -62,12 +64,10 @@ class ScriptedSampler:
 
 
 def make_sampler(model, processor, sampler=None, environment=Scripted, **flags):
-    args = SimpleNamespace(
-        **{"max_response_length": 2000, "max_turns": 4, "sampler": "hf", "model": "m"} | flags
-    )
     tokenizer = getattr(processor, "tokenizer", processor)
+    flags = {"max_length": 2000, "max_turns": 4, "eos_ids": rloo.get_eos_ids(model, tokenizer)} | flags
     sampler = sampler or ScriptedSampler(tokenizer, 500)
-    return rloo.EnvironmentSampler(args, sampler, environment, model, processor)
+    return EnvironmentSampler(sampler, environment, model, processor, **flags)
 
 
 def make_trajectories(prompts, model, processor, **flags) -> list[Response]:
@@ -134,7 +134,7 @@ def test_trajectories_equal_the_unmodified_model_on_the_whole_chat(family, folde
     assert max(int((~x.loss_mask).sum()) for x in whole) > 200
     starts = [int((~whole[0].loss_mask).nonzero()[0]), int((~whole[0].loss_mask).nonzero()[-1]) + 1]
     for limit in (2000, starts[0] - 1, starts[1] + 2):
-        responses = make_trajectories(prompts, model, processor, max_response_length=limit)
+        responses = make_trajectories(prompts, model, processor, max_length=limit)
         expected = [whole_logprobs(unmodified, processor, *pair) for pair in zip(prompts, responses)]
         expected = torch.cat(expected)
         expected_gradient = gradients(unmodified, expected)
@@ -231,9 +231,7 @@ def test_limits_and_seeds():
     first = int((~whole.loss_mask).nonzero()[0])  # tokens of the first turn
     second = int(whole.loss_mask[first:].nonzero()[0]) + first
     for limit in range(1, second + 4):
-        sampler = make_sampler(
-            model, processor, environment=environment, max_turns=3, max_response_length=limit
-        )
+        sampler = make_sampler(model, processor, environment=environment, max_turns=3, max_length=limit)
         [response] = sampler.generate([prompt], 1, 1.0)
         R = len(response.token_ids)
         assert response.truncated and torch.equal(response.token_ids, whole.token_ids[:R])
@@ -253,7 +251,7 @@ def test_special_tokens_in_observations_are_text():
     )
 
 
-def test_errors_name_the_environment_the_row_and_the_turn(capsys):
+def test_errors_name_the_environment_the_row_and_the_turn():
     model, processor, prompt = tiny()
 
     class Broken(Scripted):
@@ -264,25 +262,29 @@ def test_errors_name_the_environment_the_row_and_the_turn(capsys):
         make_sampler(model, processor, environment=Broken).generate([prompt], 2, 1.0)
     assert error.value.__notes__ == ["In turn 1 of environment Broken, dataset row 7."]
     environment = type("Gym", (Scripted,), {"observations": [("obs", 1.0, True)]})
-    with pytest.raises(SystemExit):
+    with pytest.raises(TypeError, match="a list of parts or a message, not tuple"):
         make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
-    assert "a list of parts or a message, not tuple" in capsys.readouterr().err
-    processor.chat_template = None
-    with pytest.raises(SystemExit):
-        make_sampler(model, processor)
-    assert "--environment requires a chat template" in capsys.readouterr().err
 
 
-def test_a_template_that_drifts_is_reported(capsys):
+def test_a_template_that_drifts_is_reported():
     """A template that removes <think> from earlier turns, or that writes a date, differs from turns appended."""
     model, processor, prompt = tiny()
     environment = type("Env", (Scripted,), {"observations": []})
-    make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
-    assert "warning" not in capsys.readouterr().out
+    with warnings.catch_warnings(action="error"):
+        make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
     template = processor.chat_template
     processor.chat_template = template.replace("assistant\\n'", "assistant\\n<think>'")
     assert processor.chat_template != template
     inputs = packing.encode_chat(processor, prompt.messages, add_generation_prompt=True)
     thinking = packing.make_prompt(model, inputs, row=prompt.row, messages=prompt.messages)
-    make_sampler(model, processor, environment=environment).generate([thinking], 1, 1.0)
-    assert "warning: the chat template renders" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="the chat template renders"):
+        make_sampler(model, processor, environment=environment).generate([thinking], 1, 1.0)
+
+
+def test_a_chat_template_is_required(environment, tiny_text_model, tmp_path, run, capsys):
+    model = shutil.copytree(tiny_text_model, tmp_path / "model")
+    (model / "chat_template.jinja").unlink()
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a"}] * 8)
+    with pytest.raises(SystemExit):
+        run("rloo", **environment, model=model, dataset=rows, eval_dataset=None)
+    assert "--environment requires a chat template" in capsys.readouterr().err

@@ -10,16 +10,17 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1727, 406, 190, 57, 11),
-    "ppo_vl.py": (2044, 561, 245, 58, 10),
-    "reward_bt.py": (1215, 330, 150, 57, 11),
-    "grm_sft.py": (1370, 330, 150, 57, 11),
-    "common/*.py": (1845, 0, 0, 59, 14),
+    "rloo.py": (1549, 407, 190, 57, 11),
+    "ppo_vl.py": (1866, 562, 245, 58, 10),
+    "reward_bt.py": (1207, 330, 150, 57, 11),
+    "grm_sft.py": (1358, 330, 150, 57, 11),
+    "common/*.py": (2076, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together
-    "common/packing.py": 834,
+    "common/packing.py": 840,
     "common/attention.py": 431,
     "common/decoding.py": 278,
+    "common/environments.py": 230,
     "common/kl.py": 60,
     "README.md": 100,
     "docs/rloo.md": 164,
@@ -89,6 +90,14 @@ def test_code_is_formatted():
 
 
 def test_scripts_share_nothing_else():
-    shared = {"__init__.py", "packing.py", "packing_check.py", "decoding.py", "attention.py", "kl.py"}
+    shared = {
+        "__init__.py",
+        "packing.py",
+        "packing_check.py",
+        "decoding.py",
+        "attention.py",
+        "kl.py",
+        "environments.py",
+    }
     assert {path.name for path in (ROOT / "common").glob("*.py")} == shared
     assert {path.name for path in ROOT.glob("*.py")} == {name for name in CODE if "/" not in name}

@@ -26,7 +26,7 @@ EXERCISES = {  # function: file
     "subtract_baseline": "ppo_vl.py",
     "compute_bt_loss": "reward_bt.py",
     "plan_packs": "common/packing.py",
-    "Trajectory.append": "rloo.py",
+    "Trajectory.append": "common/environments.py",
 }
 
 

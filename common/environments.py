@@ -1,0 +1,227 @@
+"""Responses of several turns: a sampler generates turns, and environments answer with observations.
+
+    [prompt][turn 1][observation 1][turn 2]...      one response, a *trajectory*
+
+Turns stay token ids and are never tokenized again. An observation consists of the tokens that the
+chat template writes after an assistant message: its end, the observation, and the generation prompt.
+"""
+
+import asyncio
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.packing import (
+    Prompt,
+    Response,
+    append_observation,
+    continue_prompt,
+    encode_chat,
+    escape_special_tokens,
+    extend_prompt,
+    make_prompt,
+    slice_continuation,
+)
+
+TEXT = [{"type": "text", "text": "."}]
+SHORT_CHAT = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}]
+
+
+@dataclass
+class Trajectory:
+    """A response [turn 1][observation 1][turn 2]... while it is sampled."""
+
+    prompt: Prompt
+    environment: Any
+    rng: np.random.Generator  # for the seeds of its turns
+    sequence: Prompt  # the prompt and the response so far
+    messages: list[dict] = field(default_factory=list)  # turns and observations
+    logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))  # (R,): 0 for observations
+    loss_mask: Tensor = field(default_factory=lambda: torch.zeros(0).bool())  # (R,): False for observations
+    truncated: bool = False
+    observation_overflow: bool = False  # it ended because an observation did not fit
+
+    def append(self, sequence: Prompt, message: dict, logprobs: Tensor | None) -> None:
+        """Append a turn with its log-probs, or an observation with None."""
+        R = sequence.length - self.sequence.length
+        self.sequence = sequence
+        self.messages.append(message)
+        self.logprobs = torch.cat([self.logprobs, torch.zeros(R) if logprobs is None else logprobs])
+        self.loss_mask = torch.cat([self.loss_mask, torch.full((R,), logprobs is not None)])
+
+
+class EnvironmentSampler:
+    """--environment: a sampler whose responses have up to max_turns turns and max_length tokens.
+
+    environment_class: see docs/recipes.md#tools-and-environments. Each response has its own
+    instance. The other methods are those of the sampler that generates the turns."""
+
+    def __init__(
+        self, sampler, environment_class: type, model, processor,
+        eos_ids: list[int], max_turns: int, max_length: int,
+    ):  # fmt: skip
+        self.sampler = sampler
+        self.environment_class = environment_class
+        self.model = model
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.eos_ids = torch.tensor(eos_ids)
+        self.max_turns = max_turns
+        self.max_length = max_length
+        self.runner = asyncio.Runner()  # one event loop, so environments can keep connections
+        self.logged_values = {}  # metric name -> one value per response of the last call of generate
+        self.short_ids = encode_chat(processor, SHORT_CHAT)["input_ids"][0]
+        self.checked_template = False
+        self.update_weights = sampler.update_weights
+        self.sleep = sampler.sleep
+
+    def generate(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
+        """num_samples trajectories per prompt, in order of prompts; greedy if temperature is 0."""
+        if prompts and not self.checked_template:
+            self.check_template(prompts[0])
+        trajectories = []
+        for prompt in prompts:
+            for j in range(num_samples):
+                rng = np.random.default_rng([prompt.seed, j])
+                trajectories.append(Trajectory(prompt, self.environment_class(), rng, sequence=prompt))
+        self.run_all(self.reset, trajectories)
+        active = trajectories
+        turns = self.sampler.generate(prompts, num_samples, temperature)
+        while active:
+            for trajectory, turn in zip(active, turns):
+                self.append_turn(trajectory, turn)
+            active = [trajectory for trajectory in active if not trajectory.truncated]
+            active = [trajectory for trajectory in self.run_all(self.step, active) if trajectory]
+            if active:
+                next_prompts = [replace(x.sequence, seed=int(x.rng.integers(2**31))) for x in active]
+                turns = self.sampler.generate(next_prompts, 1, temperature)
+        self.logged_values = {
+            "rollout/turns_mean": [(len(x.messages) + 1) // 2 for x in trajectories],
+            "rollout/observation_overflow_frac": [x.observation_overflow for x in trajectories],
+        }
+        responses = []
+        for x in trajectories:
+            continuation = slice_continuation(x.sequence, x.prompt, x.loss_mask)
+            response = Response(
+                token_ids=continuation.inputs["input_ids"][0],
+                logprobs=x.logprobs,
+                truncated=x.truncated,
+                continuation=continuation,
+                messages=x.messages,
+                environment=x.environment,
+            )
+            responses.append(response)
+        return responses
+
+    def append_turn(self, trajectory: Trajectory, turn: Response) -> None:
+        """Append a turn, truncated to max_length tokens of the whole response."""
+        room = self.max_length - len(trajectory.loss_mask)
+        token_ids = turn.token_ids[:room]
+        sequence = extend_prompt(trajectory.sequence, continue_prompt(trajectory.sequence, token_ids))
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        trajectory.append(sequence, {"role": "assistant", "content": text}, turn.logprobs[:room])
+        trajectory.truncated = turn.truncated or len(turn.token_ids) > room
+
+    def run_all(self, function: Callable, trajectories: list[Trajectory]) -> list:
+        """Results of an async function, which runs concurrently for all trajectories."""
+
+        async def call(trajectory: Trajectory):
+            try:
+                return await function(trajectory)
+            except Exception as error:
+                turn = (len(trajectory.messages) + 1) // 2
+                name = self.environment_class.__name__
+                row = trajectory.prompt.index
+                error.add_note(f"In turn {turn} of environment {name}, dataset row {row}.")
+                raise
+
+        async def call_all() -> list:
+            return await asyncio.gather(*map(call, trajectories))
+
+        return self.runner.run(call_all())
+
+    async def reset(self, trajectory: Trajectory) -> None:
+        prompt = trajectory.prompt
+        result = trajectory.environment.reset(**{**prompt.row, "chat": prompt.messages})
+        if hasattr(result, "__await__"):
+            await result
+
+    async def step(self, trajectory: Trajectory) -> Trajectory | None:
+        """Pass the last turn to the environment and append its observation; None at the end."""
+        observation = trajectory.environment.step(trajectory.messages[-1]["content"])
+        if hasattr(observation, "__await__"):
+            observation = await observation
+        if observation is None or len(trajectory.messages) + 1 == 2 * self.max_turns:
+            return None
+        message = build_observation(observation, self.tokenizer)
+        sequence = self.append_observation(trajectory.sequence, message)
+        if sequence.length - trajectory.prompt.length >= self.max_length:  # no room for another turn
+            trajectory.truncated = trajectory.observation_overflow = True
+            return None
+        trajectory.append(sequence, message, logprobs=None)
+        return trajectory
+
+    def append_observation(self, sequence: Prompt, message: dict) -> Prompt:
+        """Append the tokens that follow the assistant's EOS in a short chat with this observation."""
+        inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
+        chat = make_prompt(self.model, inputs)
+        num_eos = int(torch.isin(self.short_ids, self.eos_ids).sum())
+        start = len(self.short_ids)
+        if num_eos > 0:
+            start = int(torch.isin(chat.input_ids, self.eos_ids).nonzero()[num_eos - 1]) + 1
+        return append_observation(self.model, sequence, chat, start)
+
+    def check_template(self, prompt: Prompt) -> None:
+        """Warn if the template renders a whole chat differently from what is appended turn by turn."""
+        self.checked_template = True
+        is_eos = torch.isin(self.short_ids, self.eos_ids)
+        text_ids = self.tokenizer(".", add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+        turn = continue_prompt(prompt, torch.cat([text_ids, self.short_ids[is_eos][-1:]]))
+        user, assistant = SHORT_CHAT
+        sequence = self.append_observation(extend_prompt(prompt, turn), user)
+        appended = torch.cat([sequence.input_ids, turn.inputs["input_ids"][0]])
+        chat = [*prompt.messages, assistant, user, assistant]
+        rendered = encode_chat(self.processor, chat)["input_ids"][0, : len(appended)]
+        if not torch.equal(appended, rendered):
+            texts = [self.tokenizer.decode(ids[prompt.length :]) for ids in (rendered, appended)]
+            warnings.warn(
+                f"the chat template renders two turns and an observation as {texts[0]!r}, "
+                f"but the model is trained on {texts[1]!r}",
+                stacklevel=2,
+            )
+
+
+def build_observation(observation, tokenizer) -> dict:
+    """The message of an observation: a string, a list of parts with PIL images, or a whole message."""
+    if not isinstance(observation, str | list | dict):
+        types = "None, a string, a list of parts or a message"
+        raise TypeError(f"step must return {types}, not {type(observation).__name__}")
+    message = observation if isinstance(observation, dict) else {"role": "user", "content": observation}
+    content = message["content"]
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    parts = []
+    for part in content:
+        if part["type"] == "text":
+            part = {"type": "text", "text": escape_special_tokens(part["text"], special_tokens)}
+        else:
+            part = {"type": "image", "image": part["image"].convert("RGB")}
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def render_turns(messages: list[dict]) -> str:
+    """The turns and observations of a trajectory as one text, for logs."""
+    turns = []
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = "".join(part.get("text", "<image>") for part in content)
+        turns.append(f"[{message['role']}] {content}")
+    return "\n".join(turns)
