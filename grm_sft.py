@@ -865,9 +865,9 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
     loss_masks = [example.loss_mask for example in examples]  # (R,) each
     table = nn.utils.rnn.pad_sequence(loss_masks, batch_first=True)  # (B, R)
     for pack in packs:
-        trained = pack.gather_tokens(table)  # (M,) bool
-        logit_indices = pack.logit_indices[trained]
-        yield pack._replace(logit_indices=logit_indices, target_ids=pack.target_ids[trained])
+        is_trained = pack.gather_tokens(table)  # (M,) bool
+        logit_indices = pack.logit_indices[is_trained]
+        yield pack._replace(logit_indices=logit_indices, target_ids=pack.target_ids[is_trained])
 
 
 # ---- evaluation ----

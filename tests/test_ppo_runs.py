@@ -179,8 +179,8 @@ def test_each_loss_has_its_own_weights_and_gradient(run, monkeypatch):
     (metrics,) = metrics_of(run(**FAST, **flags, total_steps=1, value_clip=0.01, tis_clip=1.5))
     means = {"policy": [], "entropy": [], "kl": [], "value": []}
     steps = zip(policy_calls, value_calls, kl_calls[1:], backwards)
-    for (_, call, _), (_, _, (value_losses, _)), kl_call, seen in steps:
-        new, entropy, loss, of_new, of_entropy = seen
+    for (_, call, _), (_, _, (value_losses, _)), kl_call, backward_call in steps:
+        new, entropy, loss, of_new, of_entropy = backward_call
         M = len(new)  # one pack per mini-batch: its tokens are those of the optimizer step
         (_, ref), kl = kl_call[0][:2], kl_call[2]
         assert_close(of_entropy, torch.full((M,), -0.3 / M))  # a bonus
@@ -398,7 +398,7 @@ def test_dynamic_sampling_trains_on_the_first_useful_prompts(run, tmp_path, monk
     (tmp_path / "some.py").write_text(code)
     rollouts, forwards = spy_on_rollouts(monkeypatch), spy(monkeypatch, "iter_packs")
     run_dir = run(rewards=(f"{tmp_path}/some.py:score",), dynamic_sampling=3, kl_coef=0.1)
-    seen = set()
+    previous_rows = set()
     for (_, rollout), metrics in zip(rollouts, metrics_of(run_dir)):
         differs = rollout.scores.amax(1) > rollout.scores.amin(1)  # (12,)
         first = differs & (differs.cumsum(0) <= 4)
@@ -408,8 +408,8 @@ def test_dynamic_sampling_trains_on_the_first_useful_prompts(run, tmp_path, monk
         assert metrics["rollout/frac_reward_zero_std"] == pytest.approx((~differs).float().mean().item())
         assert not rollout.values[~rollout.loss_mask].any()
         rows = {prompt.index for prompt in rollout.prompts}
-        assert not rows & seen
-        seen |= rows
+        assert not rows & previous_rows
+        previous_rows |= rows
     assert metrics["train/episode"] == 96
     for (_, _, rollout, groups), _, _ in forwards:
         kept = {*rollout.kept_responses.flatten().nonzero()[:, 0].tolist()}

@@ -143,11 +143,11 @@ def score(functions: dict, prompt="Q", n: int = 2):
 
 
 def test_rewards_are_called_as_in_trl():
-    seen = {}
+    received = {}
 
     def plain(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
-        seen.update(columns, completions=completions, prompts=prompts)
-        seen.update(ids=completion_ids, state=trainer_state)
+        received.update(columns, completions=completions, prompts=prompts)
+        received.update(ids=completion_ids, state=trainer_state)
         log_metric("mine", 3)
         log_metric("mine", 5)
         log_extra("note", ["x", "y"])
@@ -160,11 +160,11 @@ def test_rewards_are_called_as_in_trl():
     results, logged_values = score({"plain": plain, "slow": slow})
     assert results["slow"] == [2, 2] and results["plain"][0] == 0.5 and math.isnan(results["plain"][1])
     assert logged_values == {"reward_metrics/mine": [3.0, 5.0]}
-    assert seen["answer"] == ["a0", "a1"] and seen["completions"] == ["t0", "t1"]
-    assert seen["ids"] == [[0, 7], [1, 7]] and seen["prompts"] == ["Q", "Q"] and seen["state"] == "state"
+    assert received["answer"] == ["a0", "a1"] and received["completions"] == ["t0", "t1"]
+    assert received["ids"] == [[0, 7], [1, 7]] and received["prompts"] == ["Q", "Q"] and received["state"] == "state"
     chat = [{"role": "user", "content": "Q"}]
     score({"plain": plain}, prompt=chat)
-    assert seen["completions"][0] == [{"role": "assistant", "content": "t0"}] and seen["prompts"][0] == chat
+    assert received["completions"][0] == [{"role": "assistant", "content": "t0"}] and received["prompts"][0] == chat
     with pytest.raises(TypeError) as error:  # a note names the type of completions
         score({"trl": lambda completions, **columns: [float(c[0]["content"] == "x") for c in completions]})
     assert "strings" in error.value.__notes__[0]
