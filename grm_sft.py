@@ -179,7 +179,7 @@ def main(args: Args) -> dict[str, float]:
     received_signals = catch_signals()  # after a signal, the run saves and exits once the step ends
     stopped = False
     metrics = {}
-    if run.eval_data and not state["initial_eval"]:  # a resumed run has loaded it
+    if run.eval_data and not state["initial_eval"]:  # a resumed run has restored it
         state["initial_eval"], eval_records = evaluate(args, run)
         log(args, run, {"train/step": 0, **state["initial_eval"]}, eval_records)
 
@@ -234,10 +234,11 @@ def main(args: Args) -> dict[str, float]:
         if run.eval_data and (is_last_step or (args.eval_steps and step % args.eval_steps == 0)):
             eval_metrics, eval_records = evaluate(args, run)
             metrics |= eval_metrics
-            # Chats have a loss only.
+            # Without pairs there is no accuracy, so the score is minus the loss.
             score = metrics.get("eval/accuracy", -metrics["eval/loss"])
             is_best = score > state["best_score"]
-            state["best_score"] = max(score, state["best_score"])
+            if is_best:
+                state["best_score"] = score
         log(args, run, metrics, eval_records)
         keys = ("loss/sft", "eval/loss", "eval/accuracy")
         postfix = {key: f"{metrics[key]:.3g}" for key in keys if key in metrics}

@@ -6,7 +6,7 @@ reward of the better of two responses over that of the other:
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
 Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md lists the differences from TRL's
-RewardTrainer (huggingface/trl@f2cd577) and EasyDeL's; docs/forking.md has a diff to another loss.
+RewardTrainer (huggingface/trl@f2cd577) and EasyDeL's; docs/forking.md has a diff for another loss.
 
 Read to the end of `main`: the flags, the loss, the data of a step and the training loop. The
 functions that `main` calls follow, in order of use. A ranking is a dataset row: a prompt with two
@@ -208,7 +208,7 @@ def main(args: Args) -> dict[str, float]:
     received_signals = catch_signals()  # after a signal, the run saves and exits once the step ends
     stopped = False
     metrics = {}
-    if run.eval_sets and not state["initial_eval"]:  # a resumed run has loaded it
+    if run.eval_sets and not state["initial_eval"]:  # a resumed run has restored it
         state["initial_eval"], eval_records = evaluate(args, run)
         log(args, run, {"train/step": 0, **state["initial_eval"]}, eval_records)
 
@@ -434,7 +434,7 @@ class RankingDataset:
 def shuffled_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
     """Return `count` indices from position `start` of an endless stream of shuffled epochs.
 
-    An index is epoch * num_rows + row, so a row that occurs twice in a step gets two seeds.
+    An index is epoch * num_rows + row, so a row that occurs twice in a step has two indices.
     """
     stream = []
     for epoch in range(start // num_rows, (start + count - 1) // num_rows + 1):

@@ -2,11 +2,13 @@
 
     [prompt][turn 1][observation 1][turn 2]...      one response, a *trajectory*
 
-Turns stay token ids and are never tokenized again. An observation consists of the tokens that the
-chat template writes after an assistant message: its end, the observation, and the generation prompt.
+Turns are kept as token ids and are never tokenized again. An observation consists of the tokens
+that the chat template writes after an assistant's EOS: the rest of that message (often a newline),
+the observation's message, and the generation prompt.
 """
 
 import asyncio
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,7 +21,7 @@ from torch import Tensor
 from common.packing import (
     Prompt,
     Response,
-    append_observation,
+    append_chat_tokens,
     continue_prompt,
     encode_chat,
     escape_special_tokens,
@@ -38,13 +40,17 @@ class Trajectory:
 
     prompt: Prompt
     environment: Any
-    rng: np.random.Generator  # for the seeds of its turns
+    rng: np.random.Generator  # generates the seeds of turns 2, 3, ...
     sequence: Prompt  # the prompt and the response so far
     messages: list[dict] = field(default_factory=list)  # turns and observations
     logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))  # (R,): 0 for observations
     loss_mask: Tensor = field(default_factory=lambda: torch.zeros(0).bool())  # (R,): False for observations
     truncated: bool = False
     observation_overflow: bool = False  # it ended because an observation did not fit
+
+    @property
+    def num_turns(self) -> int:
+        return (len(self.messages) + 1) // 2
 
     def append(self, sequence: Prompt, message: dict, logprobs: Tensor | None) -> None:
         """Append a turn with its log-probs, or an observation with None."""
@@ -59,7 +65,7 @@ class EnvironmentSampler:
     """--environment: a sampler whose responses have up to max_turns turns and max_length tokens.
 
     environment_class: see docs/recipes.md#tools-and-environments. Each response has its own
-    instance. The other methods are those of the sampler that generates the turns."""
+    instance. update_weights and sleep are those of `sampler`, which generates the turns."""
 
     def __init__(
         self, sampler, environment_class: type, model, processor,
@@ -73,7 +79,7 @@ class EnvironmentSampler:
         self.eos_ids = torch.tensor(eos_ids)
         self.max_turns = max_turns
         self.max_length = max_length
-        self.runner = asyncio.Runner()  # one event loop, so environments can keep connections
+        self.runner = asyncio.Runner()  # one event loop for all turns; rewards run in another
         self.logged_values = {}  # metric name -> one value per response of the last call of generate
         self.short_ids = encode_chat(processor, SHORT_CHAT)["input_ids"][0]
         self.checked_template = False
@@ -96,12 +102,15 @@ class EnvironmentSampler:
             for trajectory, turn in zip(active, turns):
                 self.append_turn(trajectory, turn)
             active = [trajectory for trajectory in active if not trajectory.truncated]
-            active = [trajectory for trajectory in self.run_all(self.step, active) if trajectory]
+            have_next_turn = self.run_all(self.step, active)
+            active = [
+                trajectory for trajectory, has_next_turn in zip(active, have_next_turn) if has_next_turn
+            ]
             if active:
                 next_prompts = [replace(x.sequence, seed=int(x.rng.integers(2**31))) for x in active]
                 turns = self.sampler.generate(next_prompts, 1, temperature)
         self.logged_values = {
-            "rollout/turns_mean": [(len(x.messages) + 1) // 2 for x in trajectories],
+            "rollout/turns_mean": [x.num_turns for x in trajectories],
             "rollout/observation_overflow_frac": [x.observation_overflow for x in trajectories],
         }
         responses = []
@@ -119,7 +128,7 @@ class EnvironmentSampler:
         return responses
 
     def append_turn(self, trajectory: Trajectory, turn: Response) -> None:
-        """Append a turn, truncated to max_length tokens of the whole response."""
+        """Append a turn, truncated so that the whole response has at most max_length tokens."""
         room = self.max_length - len(trajectory.loss_mask)
         token_ids = turn.token_ids[:room]
         sequence = extend_prompt(trajectory.sequence, continue_prompt(trajectory.sequence, token_ids))
@@ -134,10 +143,9 @@ class EnvironmentSampler:
             try:
                 return await function(trajectory)
             except Exception as error:
-                turn = (len(trajectory.messages) + 1) // 2
                 name = self.environment_class.__name__
                 row = trajectory.prompt.index
-                error.add_note(f"In turn {turn} of environment {name}, dataset row {row}.")
+                error.add_note(f"In turn {trajectory.num_turns} of environment {name}, dataset row {row}.")
                 raise
 
         async def call_all() -> list:
@@ -146,35 +154,39 @@ class EnvironmentSampler:
         return self.runner.run(call_all())
 
     async def reset(self, trajectory: Trajectory) -> None:
+        """Start an episode with the prompt and the columns of its dataset row."""
         prompt = trajectory.prompt
         result = trajectory.environment.reset(**{**prompt.row, "chat": prompt.messages})
-        if hasattr(result, "__await__"):
+        if inspect.isawaitable(result):
             await result
 
-    async def step(self, trajectory: Trajectory) -> Trajectory | None:
-        """Pass the last turn to the environment and append its observation; None at the end."""
+    async def step(self, trajectory: Trajectory) -> bool:
+        """Pass the last turn to the environment and append its observation. False at the end."""
         observation = trajectory.environment.step(trajectory.messages[-1]["content"])
-        if hasattr(observation, "__await__"):
+        if inspect.isawaitable(observation):
             observation = await observation
-        if observation is None or len(trajectory.messages) + 1 == 2 * self.max_turns:
-            return None
-        message = build_observation(observation, self.tokenizer)
+        if observation is None or trajectory.num_turns == self.max_turns:
+            return False
+        is_message = isinstance(observation, dict)
+        message = observation if is_message else {"role": "user", "content": observation}
         sequence = self.append_observation(trajectory.sequence, message)
         if sequence.length - trajectory.prompt.length >= self.max_length:  # no room for another turn
             trajectory.truncated = trajectory.observation_overflow = True
-            return None
+            return False
         trajectory.append(sequence, message, logprobs=None)
-        return trajectory
+        return True
 
     def append_observation(self, sequence: Prompt, message: dict) -> Prompt:
         """Append the tokens that follow the assistant's EOS in a short chat with this observation."""
+        message = {**message, "content": build_parts(message["content"], self.tokenizer)}
         inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
         chat = make_prompt(self.model, inputs)
+        # What follows EOS, such as a newline, is appended, too. Templates need not write EOS.
         num_eos = int(torch.isin(self.short_ids, self.eos_ids).sum())
         start = len(self.short_ids)
         if num_eos > 0:
             start = int(torch.isin(chat.input_ids, self.eos_ids).nonzero()[num_eos - 1]) + 1
-        return append_observation(self.model, sequence, chat, start)
+        return append_chat_tokens(self.model, sequence, chat, start)
 
     def check_template(self, prompt: Prompt) -> None:
         """Warn if the template renders a whole chat differently from what is appended turn by turn."""
@@ -196,13 +208,11 @@ class EnvironmentSampler:
             )
 
 
-def build_observation(observation, tokenizer) -> dict:
-    """The message of an observation: a string, a list of parts with PIL images, or a whole message."""
-    if not isinstance(observation, str | list | dict):
+def build_parts(content, tokenizer) -> list[dict]:
+    """The content of an observation, a string or a list of parts with PIL images, as a list of parts."""
+    if not isinstance(content, str | list):
         types = "None, a string, a list of parts or a message"
-        raise TypeError(f"step must return {types}, not {type(observation).__name__}")
-    message = observation if isinstance(observation, dict) else {"role": "user", "content": observation}
-    content = message["content"]
+        raise TypeError(f"step must return {types}, not {type(content).__name__}")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -213,7 +223,7 @@ def build_observation(observation, tokenizer) -> dict:
         else:
             part = {"type": "image", "image": part["image"].convert("RGB")}
         parts.append(part)
-    return {**message, "content": parts}
+    return parts
 
 
 def render_turns(messages: list[dict]) -> str:

@@ -86,8 +86,10 @@ def whole_logprobs(model, processor, prompt, response) -> torch.Tensor:
     full = []
     for k, message in enumerate(response.messages):
         content = message["content"]
-        if isinstance(content, str):  # a truncated turn is a prefix of the scripted one
-            content = [{"type": "text", "text": TURNS[k // 2]}]
+        if message["role"] == "assistant":  # a truncated turn is a prefix of the scripted one
+            content = TURNS[k // 2]
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
         full.append({**message, "content": content})
     inputs = dict(packing.encode_chat(processor, [*prompt.messages, *full]))
     R = len(response.token_ids)

@@ -161,10 +161,17 @@ def test_rewards_are_called_as_in_trl():
     assert results["slow"] == [2, 2] and results["plain"][0] == 0.5 and math.isnan(results["plain"][1])
     assert logged_values == {"reward_metrics/mine": [3.0, 5.0]}
     assert received["answer"] == ["a0", "a1"] and received["completions"] == ["t0", "t1"]
-    assert received["ids"] == [[0, 7], [1, 7]] and received["prompts"] == ["Q", "Q"] and received["state"] == "state"
+    assert (
+        received["ids"] == [[0, 7], [1, 7]]
+        and received["prompts"] == ["Q", "Q"]
+        and received["state"] == "state"
+    )
     chat = [{"role": "user", "content": "Q"}]
     score({"plain": plain}, prompt=chat)
-    assert received["completions"][0] == [{"role": "assistant", "content": "t0"}] and received["prompts"][0] == chat
+    assert (
+        received["completions"][0] == [{"role": "assistant", "content": "t0"}]
+        and received["prompts"][0] == chat
+    )
     with pytest.raises(TypeError) as error:  # a note names the type of completions
         score({"trl": lambda completions, **columns: [float(c[0]["content"] == "x") for c in completions]})
     assert "strings" in error.value.__notes__[0]

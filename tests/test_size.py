@@ -10,17 +10,17 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1548, 407, 190, 57, 11),
-    "ppo_vl.py": (1865, 562, 245, 58, 10),
+    "rloo.py": (1554, 407, 190, 57, 11),
+    "ppo_vl.py": (1871, 562, 245, 58, 10),
     "reward_bt.py": (1207, 330, 150, 57, 11),
-    "grm_sft.py": (1358, 330, 150, 57, 11),
-    "common/*.py": (2076, 0, 0, 59, 14),
+    "grm_sft.py": (1359, 330, 150, 57, 11),
+    "common/*.py": (2095, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together
-    "common/packing.py": 840,
+    "common/packing.py": 850,
     "common/attention.py": 431,
     "common/decoding.py": 278,
-    "common/environments.py": 230,
+    "common/environments.py": 240,
     "common/kl.py": 60,
     "README.md": 100,
     "docs/rloo.md": 164,
@@ -34,7 +34,7 @@ LINES = {  # of one file, or of all files that match together
     "tools/families.py": 415,
     "tools/full_size.py": 150,
     "tests/test_gpu.py": 300,
-    "tests/*.py": 8800,
+    "tests/*.py": 8830,
 }
 
 

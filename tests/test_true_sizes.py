@@ -83,7 +83,7 @@ def policy_case(script, whole: Parts) -> Case:
     args, data = load_rows(script, whole, load, questions, rewards=(), reward_weights=(), temperature=0.7)
     lengths = [300, 257, 299, 40, 256, 1, 120, 300]
     responses = [torch.randint(600, V, (R,), generator=torch.Generator().manual_seed(R)) for R in lengths]
-    rollout = Parts(prompts=[data.encode(i) for i in range(4)], response_ids=responses)
+    rollout = Parts(prompts=[data.encode(i) for i in range(4)], response_ids=responses, continuations={})
     module = script.Policy(whole.model, 0.7)
     run = Parts(train_data=data, actor=Parts(module=module))
     packs = script.iter_packs(args, run, rollout, [(i, [2 * i, 2 * i + 1]) for i in range(4)])
