@@ -176,11 +176,12 @@ def environment(tmp_path) -> dict:
     return flags | {"max_response_length": 60, "max_turns": 3, "micro_batch_tokens": 700}
 
 
-def test_a_run_with_an_environment(environment, run):
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 0.05)])
+def test_a_run_with_an_environment(dtype, tolerance, environment, run):
     """The sampler's log-probs of all turns are the trainer's; records and metrics show the turns."""
-    folder = run("rloo", **environment)
+    folder = run("rloo", **environment, dtype=dtype)
     for step in metrics_of(folder)[1:]:
-        assert step["sampling/logprob_diff_mean"] < 1e-6
+        assert step["sampling/logprob_diff_mean"] < tolerance
         assert 1 < step["rollout/turns_mean"] <= 3 and step["reward_metrics/turns"] > 0
         assert step["rollout/response_length_mean"] < 40  # without observations
     records = [record for record in read_jsonl(folder / "samples.jsonl") if record["phase"] == "train"]

@@ -14,6 +14,7 @@ import transformers
 from conftest import TINY, chat, write_jsonl
 from PIL import Image
 from test_families import build_qwen_vl, text_config
+from test_multi_turn import Scripted, ScriptedSampler, make_sampler
 
 import grm_sft
 import ppo_vl
@@ -54,11 +55,15 @@ def load_rows(script, whole: Parts, load, questions: list[tuple], **flags) -> tu
     return args, load(args, write_jsonl(whole.folder / "rows.jsonl", rows), "train")
 
 
-def unmodified_forward(model, prompt: packing.Prompt, ids: torch.Tensor, temperature: float = 1.0) -> tuple:
-    """Log-probs (R,), and hidden states (R + 1, H) from the prompt's last token on, by model.forward."""
+def unmodified_forward(model, prompt, ids: torch.Tensor, temperature: float = 1.0, inputs=None) -> tuple:
+    """Log-probs (R,), and hidden states (R + 1, H) from the prompt's last token on, by model.forward.
+
+    inputs: of the whole sequence, if they do not follow from the prompt and the ids."""
     extension = {"input_ids": ids[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
     extension["mm_token_type_ids"] = torch.zeros(1, len(ids), dtype=torch.long)
-    inputs = prompt.inputs | {name: torch.cat([prompt.inputs[name], x], 1) for name, x in extension.items()}
+    if inputs is None:
+        inputs = {name: torch.cat([prompt.inputs[name], x], 1) for name, x in extension.items()}
+        inputs = prompt.inputs | inputs
     out = model(**inputs, logits_to_keep=len(ids) + 1, output_hidden_states=True)
     logits = out.logits[0, :-1] / temperature
     logits[:, packing.media_token_ids(model.config)] = -torch.inf
@@ -75,20 +80,44 @@ class Case:
     select: Callable  # module, sequence index, log-probs, hidden states -> the same for one response
 
 
+def make_trajectory(whole: Parts, prompt: packing.Prompt) -> packing.Response:
+    """Three turns with tokens of the whole vocabulary; the first observation has an image."""
+    image = Image.open(whole.folder / "wide.png")
+    observations = [[{"type": "image", "image": image}, {"type": "text", "text": "closer"}], "no"]
+    sampler = ScriptedSampler(whole.processor.tokenizer, 0)
+    sampler.turns = [
+        torch.randint(600, V, (R,), generator=torch.Generator().manual_seed(R)) for R in (150, 1, 270)
+    ]
+    environment = type("Env", (Scripted,), {"observations": observations})
+    sampler = make_sampler(whole.model, whole.processor, sampler=sampler, environment=environment)
+    return sampler.generate([prompt], 1, 1.0)[0]
+
+
 def policy_case(script, whole: Parts) -> Case:
-    """rloo.py and ppo_vl.py: two responses to each of four prompts, with tokens of the whole vocabulary."""
+    """rloo.py and ppo_vl.py: two responses to each of four prompts, with tokens of the whole vocabulary. The last
+    responses to prompts 0 and 2 are trajectories."""
     questions = [("<image>What is it?", ["square"], {}), ("Is <image> like <image>?", ["wide", "small"], {})]
     questions += [("Hello.", [], {}), ("And <image> again?", ["square"], {})]
     load = lambda *x: script.load_prompts(*x, whole.model, whole.processor)  # noqa: E731
     args, data = load_rows(script, whole, load, questions, rewards=(), reward_weights=(), temperature=0.7)
     lengths = [300, 257, 299, 40, 256, 1, 120, 300]
     responses = [torch.randint(600, V, (R,), generator=torch.Generator().manual_seed(R)) for R in lengths]
-    rollout = Parts(prompts=[data.encode(i) for i in range(4)], response_ids=responses, continuations={})
+    prompts = [data.encode(i) for i in range(4)]
+    masks = [torch.ones(R, dtype=torch.bool) for R in lengths]
+    sequences = [(prompts[b // 2], ids, 0.7) for b, ids in enumerate(responses)]
+    continuations = {}
+    for b in (1, 5):
+        trajectory = make_trajectory(whole, prompts[b // 2])
+        continuations[b] = trajectory.continuation
+        responses[b], masks[b] = trajectory.token_ids, trajectory.loss_mask
+        inputs = packing.unpacked_inputs(packing.extend_prompt(prompts[b // 2], trajectory.continuation))
+        sequences[b] = (prompts[b // 2], responses[b], 0.7, inputs)
+    rollout = Parts(prompts=prompts, response_ids=responses, continuations=continuations)
     module = script.Policy(whole.model, 0.7)
     run = Parts(train_data=data, actor=Parts(module=module))
     packs = script.iter_packs(args, run, rollout, [(i, [2 * i, 2 * i + 1]) for i in range(4)])
-    sequences = [(rollout.prompts[b // 2], ids, 0.7) for b, ids in enumerate(responses)]
-    return Case(module, packs, sequences, lambda m, pack: m(pack)[0], lambda m, b, logp, hidden: logp)
+    select = lambda m, b, logp, hidden: logp[masks[b]]  # noqa: E731
+    return Case(module, packs, sequences, lambda m, pack: m(pack)[0], select)
 
 
 def reward_case(script, whole: Parts) -> Case:
