@@ -74,15 +74,15 @@ class Args:
     resume: str | None = None  # Checkpoint to resume from, or "auto" for the latest of --run-name.
     # --- model and data ---
     model: str = str(Path(__file__).parent / "assets/tiny_vl")  # Path or Hub id of a VLM or text model.
-    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved dataset or a Hub id.
+    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a dataset directory or a Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
-    columns: tuple[str, ...] = ()  # Columns to rename, NEW=OLD: prompt=problem answer=label.
-    eval_dataset: str | None = None  # Evaluation data. Default: easy-vqa's test split, or none.
+    columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
+    eval_dataset: str | None = None  # Evaluation data. Default: for easy-vqa its test split, else none.
     eval_dataset_split: str = "test"  # Split of --eval-dataset; ignored for files.
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     video_fps: float = 2.0  # Frames per second to sample from videos.
     max_length: int = 2048  # Maximum tokens per example, with its images; longer ones are skipped.
-    freeze: str = "visual|vision_tower|projector"  # Regular expression: names of weights to freeze.
+    freeze: str = "visual|vision_tower|projector"  # Freeze parameters whose names match this regex.
     lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
     lora_alpha: float = 32.0  # LoRA scaling: the adapters' output is multiplied by alpha / rank.
     # --- algorithm ---
@@ -99,7 +99,7 @@ class Args:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
     zero_stage: Literal[0, 1, 2, 3] = 0  # ZeRO: shard optimizer (1), gradients (2), parameters (3).
     offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
-    gradient_checkpointing: bool = False  # Recompute activations to save memory; 1/3 slower.
+    gradient_checkpointing: bool = False  # Recompute activations to save memory; about a third slower.
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
     # --- evaluation, logging and checkpoints ---
     eval_steps: int = 100  # Evaluation interval in steps; 0 evaluates at the start and the end only.

@@ -66,11 +66,11 @@ class Args:
     run_name: str | None = None  # Subdirectory of --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
     resume: str | None = None  # Checkpoint to resume from, or "auto" for the latest of --run-name.
     # --- model and data ---
-    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # Path or Hub id; a checkpoint keeps its head.
-    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved dataset or a Hub id.
+    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # Path or Hub id; a saved head is kept.
+    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a dataset directory or a Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
-    columns: tuple[str, ...] = ()  # Columns to rename, NEW=OLD: prompt=problem answer=label.
-    eval_datasets: tuple[str, ...] = ()  # Evaluation sets, as name=source. Default: none, or easy-VQA's.
+    columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
+    eval_datasets: tuple[str, ...] = ()  # Evaluation sets, as NAME=DATASET. Default: easy-vqa's, or none.
     eval_dataset_split: str = "test"  # Split of each of --eval-datasets; ignored for files.
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     video_fps: float = 2.0  # Frames per second to sample from videos.
@@ -93,7 +93,7 @@ class Args:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
     zero_stage: Literal[0, 1, 2, 3] = 0  # ZeRO: shard optimizer (1), gradients (2), parameters (3).
     offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
-    gradient_checkpointing: bool = False  # Recompute activations to save memory; 1/3 slower.
+    gradient_checkpointing: bool = False  # Recompute activations to save memory; about a third slower.
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
     # --- logging and checkpoints ---
     eval_steps: int = 200  # Evaluation interval in steps; 0 evaluates at the start and the end only.

@@ -15,8 +15,8 @@ BANNERS += ["evaluation", "model", "DeepSpeed", "files"]
 OWN = {"Args", "Rollout", "Run", "main", "setup", "check_args", "enable_packing"}
 OWN |= {"iter_packs", "evaluate", "save_checkpoint"}
 OWN_FLAGS = """
-    seed model eval_dataset eval_dataset_split rewards freeze max_length max_response_length generation_batch_size
-    total_steps train_batch_size learning_rate clip_coef kl_coef save_steps
+    seed model eval_dataset_split rewards freeze max_length max_response_length generation_batch_size
+    total_steps train_batch_size learning_rate save_steps
 """.split()
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
