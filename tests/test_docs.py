@@ -34,9 +34,9 @@ SHORT_RUN = {
     "eval_rows": 4,
     "eval_num_samples": 2,
 }
-# Names of transformers and of other trainers.
+# Names of other libraries.
 FOREIGN_NAMES = set(
-    "AutoModel AutoProcessor AutoModelForImageTextToText trust_remote_code sync_ref_model DataProto loss_agg_mode compute_loss use_cpg_loss high_entropy_token_ratio".split()
+    "save_to_disk AutoModel AutoProcessor AutoModelForImageTextToText trust_remote_code sync_ref_model DataProto loss_agg_mode compute_loss use_cpg_loss high_entropy_token_ratio".split()
 )
 
 each_page = pytest.mark.parametrize("page", [*MARKDOWN, *PYTHON], ids=lambda p: str(p.relative_to(ROOT)))
