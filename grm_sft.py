@@ -616,8 +616,7 @@ def encode_row(
                 P = inputs["input_ids"].shape[1]
                 prompt_end = first.start
                 key = hash_content(ids[:prompt_end], context)
-            inputs = truncate_inputs(inputs, P)
-            prompt = packing.make_prompt(model, inputs, index=example_id)
+            prompt = packing.make_prompt(model, inputs, index=example_id, length=P)
             prompt_cache[key] = prompt
         length = prompt.length + last.stop - prompt_end
         if length > args.max_length:
@@ -827,13 +826,6 @@ def group_turns(turns: list[range], media_ends: list[int]) -> list[list[range]]:
     for turn in turns:
         groups[sum(t <= turn.start for t in media_ends)].append(turn)
     return list(groups.values())
-
-
-def truncate_inputs(inputs: dict, length: int) -> dict:
-    """The first `length` tokens of a processor's output for one chat, with all of its media."""
-    inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
-    N = inputs["input_ids"].shape[1]
-    return {name: x[:, :length] if x.shape[:2] == (1, N) else x for name, x in inputs.items()}
 
 
 def hash_content(ids: list[int], messages: list[dict]) -> bytes:

@@ -617,7 +617,7 @@ def encode_ranking(
         ids = [packing.encode_chat(processor, chat)["input_ids"][0].tolist() for chat in chats]
         num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])
     length = len(input_ids) - len(ids[0]) + num_shared
-    prompt = packing.make_prompt(model, truncate_inputs(inputs, length), index=index)
+    prompt = packing.make_prompt(model, inputs, index=index, length=length)
     return prompt, [torch.tensor(chat_ids[num_shared:]) for chat_ids in ids]
 
 
@@ -628,13 +628,6 @@ def tokenize_chat(processor, messages: list[dict], **template) -> list[int]:
         return packing.encode_chat(processor, messages, **template)["input_ids"][0].tolist()
     template |= {"chat_template": processor.chat_template, "return_dict": False}
     return tokenizer.apply_chat_template(messages, **template)
-
-
-def truncate_inputs(inputs: dict, length: int) -> dict:
-    """The first `length` tokens of a processor's output for one chat, with all of its media."""
-    inputs = {name: torch.as_tensor(x) for name, x in inputs.items()}
-    N = inputs["input_ids"].shape[1]
-    return {name: x[:, :length] if x.shape[:2] == (1, N) else x for name, x in inputs.items()}
 
 
 def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dict]:

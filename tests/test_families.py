@@ -548,6 +548,32 @@ def test_samples_are_generated_one_by_one_if_images_cannot_be_repeated(folder_of
     assert len({tuple(response.token_ids.tolist()) for response in responses}) > 1
 
 
+@pytest.mark.parametrize("family", ["mllama", "ernie4_5_vl_moe"])
+def test_responses_of_a_shared_prompt_have_the_inputs_of_the_processor(family, tmp_path):
+    """grm_sft.py's prompt ends in an image, and the text after it attends to that image, or is of type 0."""
+    model_type, fields = families.fields_of(family)
+    processor = families.make_processor(family)
+    model = families.make_models(families.make_config(model_type, fields, processor), torch.float32)[0]
+    for i in range(2):
+        pixels = np.random.default_rng(i).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{i}.png")
+    turns = [("user", "Is <image> like <image> ?"), ("assistant", "no")]
+    chat = [{"role": role, "content": text} for role, text in turns]
+    row = {"messages": chat, "images": ["0.png", "1.png"]}
+    (example,) = grm_sft.encode_row(grm_sft.Args(), model, processor, row, 0, tmp_path, True, {})
+    P, ids = example.prompt.length, example.response_ids
+    messages = grm_sft.build_messages(grm_sft.Args(), row, tmp_path, processor.tokenizer)
+    whole = dict(packing.encode_chat(processor, messages))
+    assert 4 == len(ids) == whole["input_ids"].shape[1] - P + 1  # the template writes no EOS
+    pack = packing.build_unpacked([(0, [0])], {0: example.prompt}, [ids])
+    with torch.no_grad():
+        logprobs = packing.response_logprobs(model, packing.to_device(pack, model))[0]
+        logits = model(**packing.to_device(whole, model)).logits[0, P - 1 : -1]
+    logits[:, packing.media_token_ids(model.config)] = -torch.inf
+    expected = logits.log_softmax(-1).gather(1, ids[:-1, None])[:, 0]
+    torch.testing.assert_close(logprobs[:-1], expected, atol=1e-5, rtol=0)
+
+
 def test_a_video_in_bytes_is_an_error_of_its_row(tmp_path):
     with pytest.raises(ValueError, match="a video must be a path, not bytes"):
         rloo.load_media("video", b"mp4", tmp_path, 2.0)

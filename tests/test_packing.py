@@ -574,15 +574,23 @@ def test_per_token_inputs_of_responses(batch_of):
     """Responses get the value of text, even if the prompt ends in an image; unknown inputs are refused."""
     model = batch_of("qwen2_5_vl").model
     image = model.config.image_token_id
-    input_ids = torch.tensor([[5, 6, image, image]])
+    input_ids = torch.tensor([[5, 6, image, image, 7, 7]])
     types = (input_ids == image).long()
     per_token = {"input_ids": input_ids, "mm_token_type_ids": types, "token_type_ids": types + 3}
-    values = packing._next_token_inputs(model, per_token | {"expert_type_ids": types})
+    values = packing._next_token_inputs(model, per_token | {"expert_type_ids": types}, length=4)
     assert {name: int(x) for name, x in values.items() if name != "input_ids"} == {
         "mm_token_type_ids": 0, "token_type_ids": 3, "expert_type_ids": 0,
     }  # fmt: skip
-    with pytest.raises(ValueError, match="unknown how line_ids continues"):
-        packing._next_token_inputs(model, per_token | {"line_ids": torch.arange(4)[None]})
+    lines = {"line_ids": torch.arange(6)[None]}
+    ends_in_image = {name: x[:, :4] for name, x in per_token.items()}
+    changes_later = per_token | {"token_type_ids": torch.tensor([[0, 0, 1, 1, 2, 0]])}
+    for inputs, name in (
+        (per_token | lines, "line"),
+        (ends_in_image, "token_type"),
+        (changes_later, "token_type"),
+    ):
+        with pytest.raises(ValueError, match=f"unknown how {name}_ids continues"):
+            packing._next_token_inputs(model, inputs, length=4)
 
 
 def test_special_tokens_in_data_are_text():

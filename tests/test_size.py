@@ -12,12 +12,12 @@ UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
     "rloo.py": (1553, 407, 190, 57, 11),
     "ppo_vl.py": (1870, 562, 245, 58, 10),
-    "reward_bt.py": (1207, 330, 150, 57, 11),
-    "grm_sft.py": (1359, 330, 150, 57, 11),
-    "common/*.py": (2095, 0, 0, 59, 14),
+    "reward_bt.py": (1200, 330, 150, 57, 11),
+    "grm_sft.py": (1351, 330, 150, 57, 11),
+    "common/*.py": (2135, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together
-    "common/packing.py": 850,
+    "common/packing.py": 875,
     "common/attention.py": 431,
     "common/decoding.py": 278,
     "common/environments.py": 240,
@@ -31,10 +31,10 @@ LINES = {  # of one file, or of all files that match together
     "docs/recipes.md": 280,
     "tools/report.py": 700,
     "tools/bench*.py": 1312,
-    "tools/families.py": 415,
+    "tools/families.py": 420,
     "tools/full_size.py": 150,
     "tests/test_gpu.py": 300,
-    "tests/*.py": 8890,
+    "tests/*.py": 9000,
 }
 
 

@@ -297,7 +297,12 @@ def encode(processor, model, parts: tuple[str]) -> tuple[dict, dict]:
 
 def compare(result: Result, inputs: list[tuple], model, unmodified, precise) -> None:
     """Fill in the result. inputs: see `encode`. precise: the unmodified model in fp32."""
-    prompts = [replace(packing.make_prompt(model, x, index=i), seed=i) for i, (x, _) in enumerate(inputs)]
+    prompts = []
+    for i, (x, longer) in enumerate(inputs):
+        P = x["input_ids"].shape[1]
+        is_prefix = torch.equal(longer["input_ids"][:, :P], x["input_ids"])
+        prompt = packing.make_prompt(model, longer if is_prefix else x, index=i, length=P)
+        prompts.append(replace(prompt, seed=i))
     forward = lambda pack: packing.response_logprobs(model, pack)[0]  # noqa: E731
     message = packing_check.enable_packing_if_exact(model, forward, prompts, max_length=512, max_tokens=1024)
     sampled_prompts = prompts[:2]
