@@ -10,8 +10,8 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1553, 407, 190, 57, 11),
-    "ppo_vl.py": (1870, 562, 245, 58, 10),
+    "rloo.py": (1549, 408, 191, 57, 11),
+    "ppo_vl.py": (1866, 562, 245, 58, 10),
     "reward_bt.py": (1200, 330, 150, 57, 11),
     "grm_sft.py": (1351, 330, 150, 57, 11),
     "common/*.py": (2135, 0, 0, 59, 14),
