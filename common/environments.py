@@ -53,7 +53,7 @@ class Trajectory:
         return (len(self.messages) + 1) // 2
 
     def append(self, sequence: Prompt, message: dict, logprobs: Tensor | None) -> None:
-        """Append a turn with its log-probs, or an observation with None."""
+        """Append a turn with its log-probs, or an observation with None; its tokens end `sequence`."""
         R = sequence.length - self.sequence.length
         self.sequence = sequence
         self.messages.append(message)

@@ -61,6 +61,7 @@ WRONG = {  # function: replacements in its code, each of which makes it wrong
         ("", "return [[list(groups)]] * world_size"),
         ("", "return [[[group] for group in groups], [[]]]"),
         ("", "return [[[group] for group in groups[rank::world_size]] for rank in range(world_size)]"),
+        ("", "return [[[(i, [b])] for i, bs in groups for b in bs][rank::2] for rank in range(2)]"),
     ],
     "Trajectory.append": [  # observations are trained; only they are; only the last turn is
         ("torch.full((R,), logprobs is not None)", "torch.full((R,), True)"),
@@ -85,8 +86,7 @@ def test_the_original_passes_its_check_and_the_empty_function_does_not(function,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", EXERCISES)
-@pytest.mark.parametrize("k", range(3))
+@pytest.mark.parametrize("function, k", [(name, k) for name in EXERCISES for k in range(len(WRONG[name]))])
 def test_wrong_solutions_fail(function, k, directory, tmp_path):
     source = (ROOT / EXERCISES[function]).read_text()
     code = re.search(

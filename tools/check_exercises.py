@@ -121,7 +121,10 @@ def check_plan(plan_packs) -> None:
         assert sorted(placed) == [(b // 3, b) for b in range(12)], "each response must be in one pack, once"
         sizes = [sum([5, 2, 7, 4][i] + sum(lengths[b] for b in bs) for i, bs in pack) for pack in packs]
         assert max(sizes) <= 16, f"packs have {sizes} tokens, but the limit is 16"
-        assert sum(sizes) <= 2 * (18 + sum(lengths)), "prompts must be repeated only if a group is split"
+        for i, prompt_length in enumerate([5, 2, 7, 4]):
+            is_split = sum(i == other for pack in packs for other, _ in pack) > 1
+            fits = prompt_length + sum(lengths[3 * i : 3 * i + 3]) <= 16
+            assert not (is_split and fits), f"group {i} fits into one pack, but is split: {plan}"
 
 
 def check_trajectory(append) -> None:
