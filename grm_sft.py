@@ -5,11 +5,11 @@ A judge reads a question and two candidates (images, videos or texts) and writes
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
 It learns this by next-token prediction. Each pair of candidates is shown in both orders, so that
-their order gives nothing away. Papers: https://arxiv.org/abs/2408.15240, 2505.03318.
+it can't rely on their order. Papers: https://arxiv.org/abs/2408.15240, 2505.03318.
 examples/judge_reward.py turns the probabilities of a judge's verdicts into a reward.
 docs/grm_sft.md lists the differences from GRMTrainerVL (opendilab/LightRFT@49e62cb).
 
-Read to the end of `main`. The functions that `main` calls follow, in order of use. Words:
+Read to the end of `main`. The functions that `main` calls follow, in order of use. Terms:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
     example     what the model reads of a row: a pair gives two, one for each order of its candidates;
