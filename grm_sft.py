@@ -1157,7 +1157,7 @@ def init_deepspeed_engine(
     # DeepSpeed before 0.19.2 rounds buffers to bf16, among them the frequencies of RoPE.
     for name, buffer in module.named_buffers():
         buffer.data = buffers[name].to(buffer.device)
-        assert buffer.dtype == buffers[name].dtype
+        assert buffer.dtype == buffers[name].dtype, f"DeepSpeed rounded buffer {name} to {buffer.dtype}"
     if optimizer is not None:
         # DeepSpeed's bf16 optimizer takes a dummy step at initialization; reset its step counters.
         for state in optimizer.state.values():
