@@ -1,6 +1,7 @@
 """Libraries that are too old are refused; differences between the others change nothing (docs/recipes.md, "Versions")."""
 
 import importlib
+import json
 import sys
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from PIL import Image
 import common
 import rloo
 from common import attention, packing
+from tools import versions
 
 OLD = {"Python": "3.10.13", "torch": "2.7.1+cpu", "transformers": "5.10.3", "deepspeed": "0.16.8"}
 
@@ -149,3 +151,26 @@ def test_the_first_error_is_raised_if_no_row_can_be_used(script, run, tmp_path):
     dataset = write_jsonl(tmp_path / "rows.jsonl", [row])
     with pytest.raises(FileNotFoundError, match="missing.png"):
         run(script, dataset=dataset)
+
+
+@pytest.mark.parametrize(
+    ("log", "loss", "cell"),
+    [
+        ("; saved ", 4.0, "same"),
+        ("; saved ", 4.002, "equal within 2e-01, first loss within 5e-04"),
+        ("warning: packing is not supported (why); slow\n; saved ", 4.0, "unpacked: why; same"),
+        ("warning: x\nerror: torch 2.7.1 is too old", 4.0, "refused: torch 2.7.1 is too old"),
+        ("Traceback\nKeyError: 'cache_position'", 4.0, "KeyError: 'cache_position'"),
+        ("Killed", 4.0, "failed"),
+    ],
+)
+def test_cells_of_the_table(log, loss, cell, tmp_path):
+    for environment, difference in {"pins": 0.0, "other": loss - 4.0}.items():
+        for script in versions.FLAGS:
+            losses = {1: 4.0 + difference, 2: 4.0 + 400 * difference}
+            steps = [{"train/step": i, "loss/sft": losses[i], "time/total": difference} for i in losses]
+            run_dir = tmp_path / environment / f"{script}-float32"
+            run_dir.mkdir(parents=True)
+            run_dir.with_suffix(".log").write_text(log)
+            (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    assert versions.summarize(tmp_path / "other", tmp_path / "pins", "float32") == cell

