@@ -9,6 +9,7 @@ the observation's message, and the generation prompt.
 
 import asyncio
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -82,6 +83,8 @@ class EnvironmentSampler:
         self.runner = asyncio.Runner()  # one event loop for all turns; rewards run in another
         self.logged_values = {}  # metric name -> one value per response of the last call of generate
         self.short_ids = encode_chat(processor, SHORT_CHAT)["input_ids"][0]
+        before = encode_chat(processor, SHORT_CHAT[:1], add_generation_prompt=True)["input_ids"][0]
+        self.num_eos = int(torch.isin(before, self.eos_ids).sum())  # before the assistant's EOS
         self.checked_template = False
         self.update_weights = sampler.update_weights
         self.sleep = sampler.sleep
@@ -182,21 +185,24 @@ class EnvironmentSampler:
         inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
         chat = make_prompt(self.model, inputs)
         # What follows EOS, such as a newline, is appended, too. Templates need not write EOS.
-        num_eos = int(torch.isin(self.short_ids, self.eos_ids).sum())
-        start = len(self.short_ids)
-        if num_eos > 0:
-            start = int(torch.isin(chat.input_ids, self.eos_ids).nonzero()[num_eos - 1]) + 1
+        ends = torch.isin(chat.input_ids, self.eos_ids).nonzero()[self.num_eos :, 0]
+        if len(ends) > 0:
+            start = int(ends[0]) + 1
+        else:  # what both chats begin with
+            pairs = zip(self.short_ids.tolist(), chat.input_ids.tolist())
+            start = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
         return append_chat_tokens(self.model, sequence, chat, start)
 
     def check_template(self, prompt: Prompt) -> None:
         """Warn if the template renders a whole chat differently from what is appended turn by turn."""
         self.checked_template = True
-        is_eos = torch.isin(self.short_ids, self.eos_ids)
-        text_ids = self.tokenizer(".", add_special_tokens=False, return_tensors="pt")["input_ids"][0]
-        turn = continue_prompt(prompt, torch.cat([text_ids, self.short_ids[is_eos][-1:]]))
         user, assistant = SHORT_CHAT
+        ids = encode_chat(self.processor, [user, assistant, user])["input_ids"][0]
+        eos = ids[torch.isin(ids, self.eos_ids)][self.num_eos :][:1]  # empty if the template writes none
+        text_ids = self.tokenizer(".", add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+        turn = continue_prompt(prompt, torch.cat([text_ids, eos]))
         sequence = self.append_observation(extend_prompt(prompt, turn), user)
-        appended = torch.cat([sequence.input_ids, turn.inputs["input_ids"][0]])
+        appended = torch.cat([sequence.input_ids, text_ids])
         chat = [*prompt.messages, assistant, user, assistant]
         rendered = encode_chat(self.processor, chat)["input_ids"][0, : len(appended)]
         if not torch.equal(appended, rendered):

@@ -206,9 +206,13 @@ def test_ranks_and_resume_do_not_change_a_run_with_an_environment(environment, s
         assert name.startswith("time/") or before[0][name] == after[0][name], name
 
 
-def tiny():
+def tiny(*change: str):
+    """The tiny model, its processor with a change (old, new) of the template, and a prompt."""
     model = rloo.load_model(TINY, torch.float32).eval()
     processor = transformers.AutoProcessor.from_pretrained(TINY)
+    template = processor.chat_template
+    processor.chat_template = template.replace(*change) if change else template
+    assert (processor.chat_template != template) == bool(change)
     packing.set_attention(model, "packed")
     messages = [{"role": "user", "content": [{"type": "text", "text": "Which color?"}]}]
     inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
@@ -275,13 +279,34 @@ def test_a_template_that_drifts_is_reported():
     environment = type("Env", (Scripted,), {"observations": []})
     with warnings.catch_warnings(action="error"):
         make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
-    template = processor.chat_template
-    processor.chat_template = template.replace("assistant\\n'", "assistant\\n<think>'")
-    assert processor.chat_template != template
-    inputs = packing.encode_chat(processor, prompt.messages, add_generation_prompt=True)
-    thinking = packing.make_prompt(model, inputs, row=prompt.row, messages=prompt.messages)
+    model, processor, prompt = tiny("assistant\\n'", "assistant\\n<think>'")
     with pytest.warns(UserWarning, match="the chat template renders"):
-        make_sampler(model, processor, environment=environment).generate([thinking], 1, 1.0)
+        make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
+
+
+END = "{{- '<|im_end|>\\n' -}}"  # in the template, after each message
+USER, NEXT = "<|im_start|>user\nmore", "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "eos_ids", "observation"),
+    [
+        ("{{- '<|im_end|>' + ('' if add_generation_prompt or not loop.last else '<|endoftext|>') -}}", [500, 501], f"{USER}<|im_end|>{NEXT}"),
+        ("", [502], f"user\nmore{NEXT}"),
+        ("{{- '<|endoftext|>' if loop.last and message['role'] == 'assistant' else '<|im_end|>' -}}", [501], f"<|im_end|>{USER}<|im_end|>{NEXT}"),
+        ("", [500], USER + NEXT),
+    ],
+    ids=["after the chat (phi3)", "before the next role (glm4)", "after the last turn only (gpt_oss)", "nowhere (llava)"],
+)  # fmt: skip
+def test_templates_with_eos_in_other_places(end, eos_ids, observation):
+    """The tokens after the assistant's EOS are appended, all of them and no others."""
+    model, processor, prompt = tiny(END, end)
+    environment = type("Env", (Scripted,), {"observations": ["more"]})
+    sampler = ScriptedSampler(processor.tokenizer, eos_ids[0], ("one", "two"))
+    sampler = make_sampler(model, processor, sampler, environment, eos_ids=eos_ids)
+    with warnings.catch_warnings(action="error"):
+        [response] = sampler.generate([prompt], 1, 1.0)
+    assert processor.tokenizer.decode(response.token_ids[~response.loss_mask]) == observation
 
 
 def test_a_chat_template_is_required(environment, tiny_text_model, tmp_path, run, capsys):

@@ -20,7 +20,7 @@ LINES = {  # of one file, or of all files that match together
     "common/packing.py": 875,
     "common/attention.py": 431,
     "common/decoding.py": 278,
-    "common/environments.py": 240,
+    "common/environments.py": 245,
     "common/kl.py": 60,
     "README.md": 100,
     "docs/rloo.md": 164,
