@@ -8,16 +8,18 @@ the observation's message, and the generation prompt.
 """
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from common.packing import (
     Prompt,
@@ -33,6 +35,16 @@ from common.packing import (
 
 TEXT = [{"type": "text", "text": "."}]
 SHORT_CHAT = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}]
+RUNNER = asyncio.Runner()  # one event loop for environments and rewards: async clients belong to a loop
+
+
+def await_all(awaitables: Iterable[Awaitable]) -> list:
+    """Results of awaitables, which run concurrently."""
+
+    async def gather() -> list:
+        return await asyncio.gather(*awaitables)
+
+    return RUNNER.run(gather())
 
 
 @dataclass
@@ -80,7 +92,6 @@ class EnvironmentSampler:
         self.eos_ids = torch.tensor(eos_ids)
         self.max_turns = max_turns
         self.max_length = max_length
-        self.runner = asyncio.Runner()  # one event loop for all turns; rewards run in another
         self.logged_values = {}  # metric name -> one value per response of the last call of generate
         self.short_ids = encode_chat(processor, SHORT_CHAT)["input_ids"][0]
         before = encode_chat(processor, SHORT_CHAT[:1], add_generation_prompt=True)["input_ids"][0]
@@ -98,16 +109,16 @@ class EnvironmentSampler:
             for j in range(num_samples):
                 rng = np.random.default_rng([prompt.seed, j])
                 trajectories.append(Trajectory(prompt, self.environment_class(), rng, sequence=prompt))
-        self.run_all(self.reset, trajectories)
+        self.call_all(self.reset, trajectories)
         active = trajectories
         turns = self.sampler.generate(prompts, num_samples, temperature)
         while active:
             for trajectory, turn in zip(active, turns):
                 self.append_turn(trajectory, turn)
             active = [trajectory for trajectory in active if not trajectory.truncated]
-            have_next_turn = self.run_all(self.step, active)
+            observations = self.call_all(self.step, active)
             active = [
-                trajectory for trajectory, has_next_turn in zip(active, have_next_turn) if has_next_turn
+                x for x, observation in zip(active, observations) if self.append_observation(x, observation)
             ]
             if active:
                 next_prompts = [replace(x.sequence, seed=int(x.rng.integers(2**31))) for x in active]
@@ -139,47 +150,59 @@ class EnvironmentSampler:
         trajectory.append(sequence, {"role": "assistant", "content": text}, turn.logprobs[:room])
         trajectory.truncated = turn.truncated or len(turn.token_ids) > room
 
-    def run_all(self, function: Callable, trajectories: list[Trajectory]) -> list:
-        """Results of an async function, which runs concurrently for all trajectories."""
+    @contextlib.contextmanager
+    def naming(self, trajectory: Trajectory) -> Iterator[None]:
+        """Errors name the environment, the turn and the dataset row."""
+        try:
+            yield
+        except Exception as error:
+            name = self.environment_class.__name__
+            row = trajectory.prompt.index
+            error.add_note(f"In turn {trajectory.num_turns} of environment {name}, dataset row {row}.")
+            raise
 
-        async def call(trajectory: Trajectory):
-            try:
-                return await function(trajectory)
-            except Exception as error:
-                name = self.environment_class.__name__
-                row = trajectory.prompt.index
-                error.add_note(f"In turn {trajectory.num_turns} of environment {name}, dataset row {row}.")
-                raise
+    def call_all(self, function: Callable, trajectories: list[Trajectory]) -> list:
+        """Results of a function of a trajectory. Async ones run concurrently, others before them."""
 
-        async def call_all() -> list:
-            return await asyncio.gather(*map(call, trajectories))
+        async def wait(trajectory: Trajectory, awaitable: Awaitable):
+            with self.naming(trajectory):
+                return await awaitable
 
-        return self.runner.run(call_all())
+        results = {}
+        pending = {}
+        for k, trajectory in enumerate(trajectories):
+            with self.naming(trajectory):
+                results[k] = function(trajectory)
+            if inspect.isawaitable(results[k]):
+                pending[k] = wait(trajectory, results[k])
+        results |= zip(pending, await_all(pending.values()))
+        return list(results.values())
 
-    async def reset(self, trajectory: Trajectory) -> None:
+    def reset(self, trajectory: Trajectory) -> Awaitable | None:
         """Start an episode with the prompt and the columns of its dataset row."""
         prompt = trajectory.prompt
-        result = trajectory.environment.reset(**{**prompt.row, "chat": prompt.messages})
-        if inspect.isawaitable(result):
-            await result
+        keywords = {**prompt.row, "chat": prompt.messages}  # their lists are copied, the media are not
+        return trajectory.environment.reset(**tree_map(lambda x: x, keywords))
 
-    async def step(self, trajectory: Trajectory) -> bool:
-        """Pass the last turn to the environment and append its observation. False at the end."""
-        observation = trajectory.environment.step(trajectory.messages[-1]["content"])
-        if inspect.isawaitable(observation):
-            observation = await observation
+    def step(self, trajectory: Trajectory):
+        """Pass the last turn to the environment."""
+        return trajectory.environment.step(trajectory.messages[-1]["content"])
+
+    def append_observation(self, trajectory: Trajectory, observation) -> bool:
+        """Append the observation. False if it ends the episode or leaves no room for another turn."""
         if observation is None or trajectory.num_turns == self.max_turns:
             return False
         is_message = isinstance(observation, dict)
         message = observation if is_message else {"role": "user", "content": observation}
-        sequence = self.append_observation(trajectory.sequence, message)
+        with self.naming(trajectory):
+            sequence = self.append_message(trajectory.sequence, message)
         if sequence.length - trajectory.prompt.length >= self.max_length:  # no room for another turn
             trajectory.truncated = trajectory.observation_overflow = True
             return False
         trajectory.append(sequence, message, logprobs=None)
         return True
 
-    def append_observation(self, sequence: Prompt, message: dict) -> Prompt:
+    def append_message(self, sequence: Prompt, message: dict) -> Prompt:
         """Append the tokens that follow the assistant's EOS in a short chat with this observation."""
         message = {**message, "content": build_parts(message["content"], self.tokenizer)}
         inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
@@ -201,7 +224,7 @@ class EnvironmentSampler:
         eos = ids[torch.isin(ids, self.eos_ids)][self.num_eos :][:1]  # empty if the template writes none
         text_ids = self.tokenizer(".", add_special_tokens=False, return_tensors="pt")["input_ids"][0]
         turn = continue_prompt(prompt, torch.cat([text_ids, eos]))
-        sequence = self.append_observation(extend_prompt(prompt, turn), user)
+        sequence = self.append_message(extend_prompt(prompt, turn), user)
         appended = torch.cat([sequence.input_ids, text_ids])
         chat = [*prompt.messages, assistant, user, assistant]
         rendered = encode_chat(self.processor, chat)["input_ids"][0, : len(appended)]

@@ -1,5 +1,6 @@
 """--environment: trajectories [turn 1][observation 1][turn 2]... against the unmodified model on the whole sequence."""
 
+import asyncio
 import shutil
 import warnings
 from dataclasses import replace
@@ -271,6 +272,27 @@ def test_errors_name_the_environment_the_row_and_the_turn():
     environment = type("Gym", (Scripted,), {"observations": [("obs", 1.0, True)]})
     with pytest.raises(TypeError, match="a list of parts or a message, not tuple"):
         make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
+
+
+def test_environments_may_run_async_code_and_change_their_row():
+    """A step that is not async can start an event loop; responses to a prompt do not share lists."""
+    model, processor, prompt = tiny()
+
+    class Deck:
+        def reset(self, chat, cards, **row):
+            self.cards = cards
+            chat.append({"role": "assistant", "content": []})
+
+        def step(self, response):
+            return asyncio.run(self.draw())
+
+        async def draw(self):
+            return self.cards.pop() if self.cards else None
+
+    prompt = replace(prompt, row={"prompt": "Which color?", "cards": ["seven", "ace"]})
+    responses = make_sampler(model, processor, environment=Deck).generate([prompt], 2, 1.0)
+    assert [x.messages[1]["content"] for x in responses] == ["ace", "ace"]
+    assert prompt.row["cards"] == ["seven", "ace"] and len(prompt.messages) == 1
 
 
 def test_a_template_that_drifts_is_reported():

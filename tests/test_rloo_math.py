@@ -153,10 +153,17 @@ def test_rewards_are_called_as_in_trl():
         log_extra("note", ["x", "y"])
         return [0.5, None]
 
-    async def slow(texts, **columns):
-        await asyncio.sleep(0.01)
-        return [len(text) for text in texts]
+    lock = asyncio.Lock()  # bound to the event loop of its first call, as HTTP clients are
 
+    async def length(text) -> int:
+        async with lock:
+            await asyncio.sleep(0.01)
+        return len(text)
+
+    async def slow(texts, **columns):
+        return await asyncio.gather(*map(length, texts))
+
+    score({"slow": slow})
     results, logged_values = score({"plain": plain, "slow": slow})
     assert results["slow"] == [2, 2] and results["plain"][0] == 0.5 and math.isnan(results["plain"][1])
     assert logged_values == {"reward_metrics/mine": [3.0, 5.0]}

@@ -14,13 +14,13 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
     "ppo_vl.py": (1866, 562, 245, 58, 10),
     "reward_bt.py": (1200, 330, 150, 57, 11),
     "grm_sft.py": (1351, 330, 150, 57, 11),
-    "common/*.py": (2135, 0, 0, 59, 14),
+    "common/*.py": (2145, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "common/packing.py": 875,
     "common/attention.py": 431,
     "common/decoding.py": 278,
-    "common/environments.py": 245,
+    "common/environments.py": 268,
     "common/kl.py": 60,
     "README.md": 100,
     "docs/rloo.md": 164,
