@@ -701,6 +701,8 @@ def read_chat(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
         raise ValueError("its prompt is empty")
     if isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
+    if not all({"role", "content"} <= message.keys() for message in chat):
+        raise ValueError("a message needs the keys role and content")
     media = {}
     for name in ("image", "video"):
         sources = row.get(name) or row.get(f"{name}s") or []

@@ -567,7 +567,7 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
     prompt = row.get("prompt") or row.get("messages")
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     chats = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in responses]
-    if chats[0] and chats[0][0]["role"] != "assistant":
+    if chats[0] and chats[0][0].get("role") != "assistant":
         num_shared = count_shared(chats)
         prompt = chats[0][:num_shared]
         chats = [chat[num_shared:] for chat in chats]
@@ -667,6 +667,8 @@ def read_chat(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
         raise ValueError("its prompt is empty")
     if isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
+    if not all({"role", "content"} <= message.keys() for message in chat):
+        raise ValueError("a message needs the keys role and content")
     media = {}
     for name in ("image", "video"):
         sources = row.get(name) or row.get(f"{name}s") or []

@@ -20,7 +20,7 @@ from PIL import Image
 from test_families import write_video
 
 import rloo
-from common import decoding
+from common import decoding, packing
 from common.decoding import sample_token
 from common.packing import Prompt, Response
 from rloo import accuracy_reward, compute_advantages, compute_rloo_loss, format_reward, shuffled_indices
@@ -317,6 +317,7 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
     for row, reason in (
         ({"prompt": "<image><image>", "image": a}, "2 <image> markers, but 1 images"),
         ({"prompt": None}, "its prompt is empty"),
+        ({"prompt": [{"from": "human", "value": "Q"}]}, "a message needs the keys role and content"),
         ({"prompt": [{"role": "system", "content": "Q"}], "image": a}, "it has images, but no user message"),
         ({"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}, "type audio"),
         (
@@ -326,6 +327,8 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
     ):
         with pytest.raises(ValueError, match=reason):
             messages(row, tokenizer)
+    with pytest.raises(ValueError, match="a text model can't read images"):
+        packing.encode_chat(tokenizer, chat)
 
 
 def test_video_fps_is_the_rate_of_frames(tokenizer, tmp_path):

@@ -12,8 +12,8 @@ UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
     "rloo.py": (1549, 408, 191, 57, 11),
     "ppo_vl.py": (1866, 562, 245, 58, 10),
-    "reward_bt.py": (1200, 330, 150, 57, 11),
-    "grm_sft.py": (1351, 330, 150, 57, 11),
+    "reward_bt.py": (1202, 330, 150, 57, 11),
+    "grm_sft.py": (1353, 330, 150, 57, 11),
     "common/*.py": (2145, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together
