@@ -1045,9 +1045,17 @@ def add_lora(args: Args, model) -> None:
     """Add LoRA adapters to the linear layers of the language model."""
     from peft import LoraConfig
 
-    encoders = {model.get_encoder("image"), model.get_encoder("audio")} - {model, model.base_model}
-    outside = {module for encoder in encoders for module in encoder.modules()}
-    inside = {*model.get_decoder().modules()} - outside - {model.get_output_embeddings()}
+    # Towers have names that transformers knows, or are models with a config of another type.
+    text_config = model.config.get_text_config()
+    own_configs = (type(model.config), type(text_config))
+    models = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    towers = {m for m in models if type(m.config) not in own_configs}
+    towers |= {model.get_encoder("image"), model.get_encoder("audio")} - {model, model.base_model, None}
+    outside = {m for tower in towers for m in tower.modules()} | {model.get_output_embeddings()}
+    num_layers = getattr(text_config, "num_hidden_layers", None)
+    lists = [m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList)]
+    layers = [m for m in lists if len(m) == num_layers] or [model.get_decoder()]
+    inside = {m for part in layers for m in part.modules()} - outside
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
     if not linear:
         fail("--lora-rank needs a language model with layers of type nn.Linear")

@@ -243,7 +243,10 @@ def generate_unpacked(
         torch.manual_seed(prompt.seed)
         try:
             responses += _call_generate(model, prompt, num_samples, max_length, eos_ids, temperature)
-        except RuntimeError:  # some models can't repeat images, because all of them are one entry
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or not prompt.media_keys:
+                raise
+            # Some models can't repeat images, because all images of a batch are one entry.
             for _ in range(num_samples):
                 responses += _call_generate(model, prompt, 1, max_length, eos_ids, temperature)
     return responses

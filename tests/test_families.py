@@ -515,37 +515,70 @@ def test_rare_types_of_rows_are_probed(form, tmp_path):
 
 
 def test_lora_is_on_the_language_model_only():
-    """Idefics2 and Qwen2.5-Omni name their language models and towers differently."""
+    """The towers are found although all of these models name them and their language models differently."""
     t = transformers
     small = SMALL | {"num_key_value_heads": 2, "pad_token_id": 0}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     idefics = t.Idefics2Config(text_config=small, vision_config=vision)
     omni = t.CONFIG_MAPPING["qwen2_5_omni_thinker"](text_config=small | rope, vision_config={"depth": 1})
-    for config in (idefics, omni):
+    git = t.GitConfig(**SMALL, vision_config=vision)
+    for config, count in ((idefics, 7), (omni, 7), (git, 6)):
         with torch.device("meta"):
             model = t.AutoModelForImageTextToText.from_config(config)
             rloo.add_lora(rloo.Args(lora_rank=2), model)
         names = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
-        assert len(names) == 7 and not re.search("vis|audio|connector|perceiver|lm_head", " ".join(names))
+        words = "vis|image|audio|connector|perceiver|lm_head"
+        assert len(names) == count and not re.search(words, " ".join(names))
+
+
+INDEX = {"index_n_heads": 32, "index_head_dim": 16}
+SPARSE = INDEX | {"head_dim": 8, "num_key_value_heads": 4, "index_topk": 32}
+BLOCKS = INDEX | {"index_n_heads": 2, "index_block_size": 16, "index_topk_blocks": 2}
+BLOCKS |= {"layer_types": ["minimax_m3_sparse"] * 2}
+
+
+@pytest.mark.parametrize(
+    "family, fields, path, reason",
+    [
+        ("hyperclovax", {"logits_scaling": 3.0}, "packed", ""),  # multiplies, where others divide
+        ("muse_glimmer", {}, "packed", ""),  # output_multiplier, and then a softcap
+        ("deepseek_v32", SPARSE, "unpacked", "its layers read the mask themselves, as in sparse attention"),
+        ("minimax_m3_vl_text", BLOCKS, "unpacked", "its attention has the input block_indices"),
+    ],
+)
+def test_scaled_logits_are_packed_and_sparse_attention_is_not(family, fields, path, reason, monkeypatch):
+    fields = families.CONFIGS["families"].get(family, {}) | fields | {"model_type": family}
+    monkeypatch.setitem(families.CONFIGS["families"], "variant", fields)
+    result = families.measure("variant")
+    assert (result.path, result.reason) == (path, reason)
+    assert max(result.training, result.sampling, result.gradient) < 1e-4
 
 
 def test_samples_are_generated_one_by_one_if_images_cannot_be_repeated(folder_of, monkeypatch):
     model = rloo.load_model(str(folder_of("llama")), torch.float32).eval()
-    prompt = packing.make_prompt(model, {"input_ids": torch.arange(5, 20)[None]})
+    text = packing.make_prompt(model, {"input_ids": torch.arange(5, 20)[None]})
+    prompt = replace(text, media_keys=("pixel_values",))
     generate = type(model).generate
     batch_sizes = []
+    error = RuntimeError("The size of tensor a (64) must match the size of tensor b (256)")
 
     def one_by_one(self, input_ids, **options):
         batch_sizes.append(len(input_ids))
         if len(input_ids) > 1:
-            raise RuntimeError("The size of tensor a (64) must match the size of tensor b (256)")
+            raise error
         return generate(self, input_ids, **options)
 
     monkeypatch.setattr(type(model), "generate", one_by_one)
     responses = decoding.generate_unpacked(model, [prompt], 3, 8, [500], temperature=1.0)
     assert len(responses) == 3 and batch_sizes == [3, 1, 1, 1]
     assert len({tuple(response.token_ids.tolist()) for response in responses}) > 1
+    with pytest.raises(RuntimeError):
+        decoding.generate_unpacked(model, [text], 3, 8, [500], temperature=1.0)
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        decoding.generate_unpacked(model, [prompt], 3, 8, [500], temperature=1.0)
+    assert batch_sizes[4:] == [3, 3]
 
 
 @pytest.mark.parametrize("family", ["mllama", "ernie4_5_vl_moe"])

@@ -1,5 +1,6 @@
 """rloo.py end to end: what main does, ranks, ZeRO, resume, kills, custom samplers and rewards, invalid rows and flags."""
 
+import importlib
 import json
 import math
 import random
@@ -214,6 +215,38 @@ def test_random_routing_is_trained_exactly_or_stopped(run, noisy_model, tmp_path
     with pytest.raises(SystemExit) as stopped:
         run("rloo", **flags)
     assert stopped.value.code == 2 and "logprob_diff_mean is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("script, network", [("reward_bt", "RewardModel"), ("grm_sft", "Judge")])
+def test_what_is_trained_without_a_sampler_is_what_was_checked(
+    run, noisy_model, tmp_path, monkeypatch, script, network, checkpointing
+):
+    """These scripts have no policy/ratio: at each training forward, another one in eval mode gives the same."""
+    rows = [{"prompt": f"Say {i}", "chosen": f"{i}", "rejected": "no"} for i in range(4)]
+    if script == "grm_sft":
+        rows = [
+            {"prompt": f"Say {i}", "answer_0": f"{i}", "answer_1": "no", "verdict": "1"} for i in range(4)
+        ]
+    module_class = getattr(importlib.import_module(script), network)
+    forward, errors = module_class.forward, []
+
+    def compare(self, pack):
+        out = forward(self, pack)
+        if torch.is_grad_enabled():
+            modes = {part: part.training for part in self.modules()}
+            with torch.no_grad():
+                checked = forward(self.eval(), pack)
+            for part, training in modes.items():
+                part.training = training
+            errors.append((out.detach() - checked).abs().max())
+        return out
+
+    monkeypatch.setattr(module_class, "forward", compare)
+    flags = {"model": noisy_model, "dataset": write_jsonl(tmp_path / "rows.jsonl", rows), "total_steps": 1}
+    flags |= {"train_batch_size": 4, "dtype": "float32", "gradient_checkpointing": checkpointing}
+    run(script, **flags, eval_dataset=None)
+    assert errors and max(errors) < 1e-5
 
 
 def test_text_models_tensorboard_and_a_custom_sampler(run, tiny_text_model, tmp_path):
