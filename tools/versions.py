@@ -81,7 +81,7 @@ def measure(environment: str, folder: Path) -> None:
 def run_scripts(folder: Path) -> None:
     """Each script and dtype runs in a fork of this process, which imports the libraries once."""
     with contextlib.suppress(Exception, SystemExit):  # the runs print what is wrong
-        import rloo  # noqa: F401
+        import datasets, deepspeed, rloo  # noqa: E401, F401, I001
     for script, flags in FLAGS.items():
         for dtype in DTYPES:
             argv = f"{script}.py {flags} --dtype {dtype} --total-steps 2 --eval-steps 0".split()
