@@ -9,7 +9,7 @@ it can't rely on their order. Papers: https://arxiv.org/abs/2408.15240, 2505.033
 examples/judge_reward.py turns the probabilities of a judge's verdicts into a reward.
 docs/grm_sft.md lists the differences from GRMTrainerVL (opendilab/LightRFT@49e62cb).
 
-Read to the end of `main`. The functions that `main` calls follow, in order of use. Terms:
+Read to the end of `main`; the functions that it calls follow in order of use. Terms:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
     example     what the model reads of a row: a pair gives two, one for each order of its candidates;
@@ -179,7 +179,7 @@ def main(args: Args) -> dict[str, float]:
     received_signals = catch_signals()  # after a signal, the run saves and exits once the step ends
     stopped = False
     metrics = {}
-    if run.eval_data and not state["initial_eval"]:  # a resumed run has restored it
+    if run.eval_data and not state["initial_eval"]:  # a resumed run has it in its state
         state["initial_eval"], eval_records = evaluate(args, run)
         log(args, run, {"train/step": 0, **state["initial_eval"]}, eval_records)
 
@@ -252,7 +252,7 @@ def main(args: Args) -> dict[str, float]:
         num_signals = int(all_reduce_sum(torch.tensor(len(received_signals)), run.device))
         stopped = num_signals > 0 and not is_last_step
         is_due = args.save_steps > 0 and step % args.save_steps == 0
-        if is_last_step or is_best or is_due or stopped or diverged:
+        if is_last_step or is_due or stopped or diverged or is_best:
             run.checkpoint = save_checkpoint(args, run, is_best)
         if diverged:
             fail(f"step {step}: no finite gradients in 5 steps; the last weights are in {run.checkpoint}")
@@ -280,8 +280,8 @@ def setup(args: Args) -> Run:
     check_args(args)
     device = init_distributed()
     run_dir, checkpoint = resolve_run_dir(args)
-    is_fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
-    dtype = torch.float32 if is_fp32 else torch.bfloat16
+    is_bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
 
     torch.manual_seed(args.seed)  # for the initial LoRA weights
     model = load_model(args.model, dtype)
@@ -338,6 +338,8 @@ def check_args(args: Args) -> None:
         fail("--offload-optimizer requires --zero-stage 1, 2 or 3")
     if args.resume == "auto" and args.run_name is None:
         fail("--resume auto requires --run-name")
+    if args.lora_rank == 0 and args.lora_alpha != Args.lora_alpha:
+        fail("--lora-alpha requires --lora-rank")
 
 
 def fail(message: str) -> NoReturn:
@@ -377,7 +379,7 @@ def enable_packing(args: Args, judge, data: ExampleDataset) -> None:
     for row in packing_check.choose_probe_rows(data.rows):
         examples += encode_examples_or_skip(data, 2 * row)
     if not examples:
-        data.encode(2 * row)  # raises the error of the first row
+        data.encode(0)  # raises the error of the first row
     message = packing_check.enable_packing_if_exact(
         model=judge.module.model,
         forward=judge,
@@ -693,8 +695,8 @@ def read_chat(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
     """Roles and texts of a row's messages, and the media that replace markers in the texts.
 
     The k-th marker <image> is replaced by the k-th image, and <video> likewise. A message part of
-    type image or video becomes a marker. Without markers, media go to the front of the first user message. In
-    assistant messages a marker is text, because chat templates accept media from users only.
+    type image or video becomes a marker. Without markers, the media precede the text of the first user
+    message. In assistant messages a marker is text: chat templates accept media from users only.
     """
     chat = row.get("prompt") or row.get("messages")
     if not chat:
@@ -1028,7 +1030,7 @@ def load_model(source: str, dtype: torch.dtype, with_head: bool = True):
             missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
             if "score.weight" in info["unexpected_keys"] and not Path(source, "score.safetensors").is_file():
                 raise ValueError("it has a score head, which must also be in its file score.safetensors")
-        if missing:  # they would be random
+        if missing:  # they would be randomly initialized
             names = ", ".join(missing[:3])
             raise ValueError(f"weights are missing or have other shapes, {len(missing)} in all: {names}")
     except Exception as error:
@@ -1195,7 +1197,7 @@ def optimizer_step(engine) -> float | None:
         engine.step()  # skips non-finite gradients
         zero_gradient_buffers(engine.optimizer)
         return float(engine.get_global_grad_norm()) if engine.was_step_applied() else None
-    # In this mode DeepSpeed does not check whether gradients are finite.
+    # In fp32 without ZeRO, DeepSpeed does not check for non-finite gradients.
     norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
     if not norm.isfinite():
         engine.zero_grad()

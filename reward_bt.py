@@ -8,9 +8,8 @@ reward of the better of two responses over that of the other:
 Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md lists the differences from TRL's
 RewardTrainer (huggingface/trl@f2cd577) and EasyDeL's; docs/forking.md has a diff for another loss.
 
-Read to the end of `main`: the flags, the loss, the data of a step and the training loop. The
-functions that `main` calls follow, in order of use. A ranking is a dataset row: a prompt with two
-or more responses, best first.
+Read to the end of `main`; the functions that it calls follow in order of use. A ranking is a
+dataset row: a prompt with two or more responses, best first.
 
 Shapes: a step has B responses and Q pairs of them. A pack (common/packing.py) is one forward pass
 over some prompts and S of their responses.
@@ -208,7 +207,7 @@ def main(args: Args) -> dict[str, float]:
     received_signals = catch_signals()  # after a signal, the run saves and exits once the step ends
     stopped = False
     metrics = {}
-    if run.eval_sets and not state["initial_eval"]:  # a resumed run has restored it
+    if run.eval_sets and not state["initial_eval"]:  # a resumed run has it in its state
         state["initial_eval"], eval_records = evaluate(args, run)
         log(args, run, {"train/step": 0, **state["initial_eval"]}, eval_records)
 
@@ -287,8 +286,7 @@ def main(args: Args) -> dict[str, float]:
         diverged = state["skipped_in_a_row"] >= 5
         num_signals = int(all_reduce_sum(torch.tensor(len(received_signals)), run.device))
         stopped = num_signals > 0 and not is_last_step
-        is_due = args.save_steps > 0 and step % args.save_steps == 0
-        if is_last_step or is_due or stopped or diverged:
+        if is_last_step or stopped or diverged or (args.save_steps and step % args.save_steps == 0):
             run.checkpoint = save_checkpoint(args, run)
         if diverged:
             fail(f"step {step}: no finite gradients in 5 steps; the last weights are in {run.checkpoint}")
@@ -316,8 +314,8 @@ def setup(args: Args) -> Run:
     check_args(args)
     device = init_distributed()
     run_dir, checkpoint = resolve_run_dir(args)
-    is_fp32 = args.dtype == "float32" or (args.dtype == "auto" and device.type == "cpu")
-    dtype = torch.float32 if is_fp32 else torch.bfloat16
+    is_bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
 
     model = load_model(args.model, dtype, with_head=False).base_model
     torch.manual_seed(args.seed)  # for the initial head and LoRA weights
@@ -384,6 +382,8 @@ def check_args(args: Args) -> None:
         fail("--offload-optimizer requires --zero-stage 1, 2 or 3")
     if args.resume == "auto" and args.run_name is None:
         fail("--resume auto requires --run-name")
+    if args.lora_rank == 0 and args.lora_alpha != Args.lora_alpha:
+        fail("--lora-alpha requires --lora-rank")
 
 
 def fail(message: str) -> NoReturn:
@@ -419,8 +419,8 @@ def catch_signals() -> list[int]:
 
 # ---- data ----
 
-# What the code below raises if a dataset row can't be used: missing or broken media, too many tokens,
-# a chat that the template rejects. Any other exception is an error in code and ends the run.
+# Raised if a dataset row can't be used: missing or broken media, too many tokens, a chat that the
+# template rejects. Any other exception is a bug in code and ends the run.
 ROW_ERRORS = (OSError, ValueError, Image.DecompressionBombError, jinja2.TemplateError)
 
 
@@ -659,8 +659,8 @@ def read_chat(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
     """Roles and texts of a row's messages, and the media that replace markers in the texts.
 
     The k-th marker <image> is replaced by the k-th image, and <video> likewise. A message part of
-    type image or video becomes a marker. Without markers, media go to the front of the first user message. In
-    assistant messages a marker is text, because chat templates accept media from users only.
+    type image or video becomes a marker. Without markers, the media precede the text of the first user
+    message. In assistant messages a marker is text: chat templates accept media from users only.
     """
     chat = row.get("prompt") or row.get("messages")
     if not chat:
@@ -884,7 +884,7 @@ def load_model(source: str, dtype: torch.dtype, with_head: bool = True):
             missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
             if "score.weight" in info["unexpected_keys"] and not Path(source, "score.safetensors").is_file():
                 raise ValueError("it has a score head, which must also be in its file score.safetensors")
-        if missing:  # they would be random
+        if missing:  # they would be randomly initialized
             names = ", ".join(missing[:3])
             raise ValueError(f"weights are missing or have other shapes, {len(missing)} in all: {names}")
     except Exception as error:
@@ -1051,7 +1051,7 @@ def optimizer_step(engine) -> float | None:
         engine.step()  # skips non-finite gradients
         zero_gradient_buffers(engine.optimizer)
         return float(engine.get_global_grad_norm()) if engine.was_step_applied() else None
-    # In this mode DeepSpeed does not check whether gradients are finite.
+    # In fp32 without ZeRO, DeepSpeed does not check for non-finite gradients.
     norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
     if not norm.isfinite():
         engine.zero_grad()

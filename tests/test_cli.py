@@ -47,8 +47,9 @@ def test_invalid_arguments_exit_with_2(script, capsys):
     assert "--no-such-flag" in capsys.readouterr().err
     assert exit_code(script, "--total-steps", "many") == 2
     assert "--total-steps" in capsys.readouterr().err
-    assert exit_code(script, "--offload-optimizer") == 2  # check_args: it requires --zero-stage
-    assert capsys.readouterr().err.startswith("error: ")
+    for words in (["--offload-optimizer"], ["--lora-alpha", "8"]):  # check_args
+        assert exit_code(script, *words) == 2
+        assert capsys.readouterr().err.startswith(f"error: {words[0]} requires --")
 
 
 @each_script

@@ -520,11 +520,14 @@ BAD = [  # flags, part of the message
     ({"reward_weights": (1,)}, "one weight per reward"),
     ({"rewards": ("format", "a.py:format"), "reward_weights": (1, 1)}, "--rewards must have different names"),
     ({"temperature": 0}, "--temperature (0.0) must be positive"),
+    ({"clip_coef": -0.1}, "--clip-coef (-0.1) must be at least 0"),
+    ({"max_turns": 2}, "--max-turns requires --environment"),
     ({"resume": "auto", "run_name": None}, "--resume auto requires --run-name"),
     ({"resume": "nowhere"}, "--resume nowhere is not a checkpoint"),
     ({"model": "nowhere/at-all"}, "can't load the model nowhere/at-all"),
     ({"dataset": "nowhere.jsonl"}, "can't load the dataset nowhere.jsonl"),
     ({"dataset": "{tmp}/broken.jsonl"}, "(split train): JSON parse error"),
+    ({"dataset": "{tmp}/header.csv"}, "header.csv (split train): Instruction"),
     ({"dataset": "{tmp}/no_answer.jsonl"}, "has columns prompt: rename yours"),
     ({"dataset": "{tmp}/listed.jsonl"}, "needs a string or a number as answer, not ['a']"),
     ({"rewards": ("accurate",), "reward_weights": (1,)}, "must be path.py:name or one of accuracy, format"),
@@ -543,6 +546,7 @@ def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, w
     write_jsonl(tmp_path / "no_answer.jsonl", [{"prompt": "Q"}])
     write_jsonl(tmp_path / "listed.jsonl", [{"prompt": "Q", "answer": ["a"]}] * 8)
     (tmp_path / "broken.jsonl").write_text("{not json")
+    (tmp_path / "header.csv").write_text("prompt,answer\n")
     (tmp_path / "reward.py").write_text("def short(**columns):\n    return [1.0]\n")
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     fill = lambda x: x.replace("{tmp}", str(tmp_path)) if isinstance(x, str) else x  # noqa: E731

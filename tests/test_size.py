@@ -10,11 +10,11 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1555, 408, 191, 57, 11),
-    "ppo_vl.py": (1872, 562, 245, 58, 10),
+    "rloo.py": (1557, 408, 191, 57, 11),
+    "ppo_vl.py": (1867, 562, 245, 58, 10),
     "reward_bt.py": (1210, 330, 150, 57, 11),
-    "grm_sft.py": (1361, 330, 150, 57, 11),
-    "common/*.py": (2157, 0, 0, 59, 14),
+    "grm_sft.py": (1363, 330, 150, 57, 11),
+    "common/*.py": (2149, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "common/packing.py": 875,
