@@ -104,6 +104,14 @@ def test_wrong_solutions_fail(function, k, directory, tmp_path):
         check_exercises.check(tmp_path, function)
 
 
+def test_existing_files_are_not_changed(directory, capsys):
+    before = (directory / "rloo.py").read_bytes()
+    with pytest.raises(SystemExit) as stop:
+        exercises.write_exercises(directory)
+    assert stop.value.code == 2 and capsys.readouterr().err.startswith("error: give a directory")
+    assert (directory / "rloo.py").read_bytes() == before
+
+
 def test_the_page_has_all_exercises_in_order(directory):
     page = (ROOT / "docs/exercises.md").read_text()
     rows = re.findall(r"^\| \d+ \| `([\w.]+)` \| `([\w/.]+)` \|", page, re.M)

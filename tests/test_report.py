@@ -94,6 +94,12 @@ def test_text_from_the_data_is_never_markup(tmp_path):
     assert "gone.png: not found" in page.text
 
 
+def test_all_turns_of_a_trajectory_are_shown(tmp_path):
+    turns = "[assistant] first\n[user] no\n[assistant] last"
+    record = {"train/step": 1, "phase": "train", "row": 0, "prompt": "Q", "response": "last", "turns": turns}
+    assert turns in Page(report(make_run(tmp_path / "a", [{"train/step": 1}], [record]))).text
+
+
 def test_a_reward_model(tmp_path):
     """Differences 2, -2, 0: confidences .881, .881, .5; calibration error (2 * |.5 - .881| + 0) / 3 = .254."""
     bins = report_tool.reliability([2.0, -2.0, 0.0])
@@ -158,6 +164,9 @@ def test_error_messages(tmp_path, capsys):
         (lambda run: shutil.rmtree(run), "a: no such directory"),
     ]
     run = policy_run(tmp_path / "a")
+    with pytest.raises(SystemExit):
+        report_tool.main(report_tool.Args([str(run)], output=str(tmp_path)))
+    assert f"--output {tmp_path} is a directory" in capsys.readouterr().err
     for change, message in changes:
         change(run)
         with pytest.raises(SystemExit) as stop:

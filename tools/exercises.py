@@ -14,6 +14,9 @@ from check_exercises import EXERCISES, ROOT
 
 
 def write_exercises(directory: Path) -> None:
+    if directory.exists():
+        print(f"error: give a directory that does not exist, not {directory}", file=sys.stderr)
+        raise SystemExit(2)
     shutil.copytree(ROOT / "common", directory / "common", ignore=shutil.ignore_patterns("__pycache__"))
     (directory / "assets").symlink_to(ROOT / "assets")
     for script in sorted({file for file in EXERCISES.values() if "/" not in file}):
@@ -38,8 +41,6 @@ def without_body(source: str, function: str) -> str:
 
 
 if __name__ == "__main__":
-    directory = Path(sys.argv[1])
-    if directory.exists():
-        raise SystemExit(f"{directory} already exists")
+    directory = Path(*sys.argv[1:2])
     write_exercises(directory)
     print(f"{directory}: {len(EXERCISES)} functions to write; check them with pytest -x {directory}")

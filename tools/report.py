@@ -334,7 +334,8 @@ def responses_section(run: dict) -> str:
         rewards = {key.partition("/")[2]: x for key, x in record.items() if key.startswith("reward/")}
         parts = [record["phase"].removeprefix("eval_")]
         parts += [f"{name} {number(x)}" for name, x in rewards.items()]
-        return paragraph(record["response"]) + paragraph(" · ".join(parts), "muted")
+        text = paragraph(record.get("turns") or record["response"])  # all turns, with --environment
+        return text + paragraph(" · ".join(parts), "muted")
 
     text = before_and_after(run, "responses", cell)
     if text or run["records"]["pairs"] or run["records"]["judgments"]:
@@ -532,6 +533,8 @@ def main(args: Args) -> None:
     output = Path(args.output) if args.output else runs[0]["run_dir"] / "report.html"
     if not output.absolute().parent.is_dir():
         fail(f"--output {output}: no such directory")
+    if output.is_dir():
+        fail(f"--output {output} is a directory")
     output.write_bytes(build(runs).encode("utf-8", "replace"))  # an unpaired surrogate becomes "?"
     print(f"{output}: {len(runs)} run(s), {output.stat().st_size / 1e3:.0f} kB")
 
