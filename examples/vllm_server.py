@@ -28,6 +28,8 @@ class Servers:
     def __init__(self, args, model, eos_ids: list[int], run_dir: Path):
         import httpx
 
+        if getattr(args, "environment", None):  # the chat that is sent to a server has no later turns
+            fail("--environment requires --sampler hf or vllm")
         self.args = args
         self.model = model
         self.eos_ids = eos_ids
