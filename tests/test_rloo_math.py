@@ -182,7 +182,7 @@ def test_rewards_are_called_as_in_trl():
     with pytest.raises(TypeError) as error:  # a note names the type of completions
         score({"trl": lambda completions, **columns: [float(c[0]["content"] == "x") for c in completions]})
     assert "strings" in error.value.__notes__[0]
-    for bad in ([1.0], [1.0, math.inf]):
+    for bad in ([1.0], [1.0, math.inf], None, 1.0, ["good", "bad"]):
         with pytest.raises(SystemExit):
             score({"bad": lambda values=bad, **columns: values})
 

@@ -10,8 +10,8 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1557, 408, 191, 57, 11),
-    "ppo_vl.py": (1867, 562, 245, 58, 10),
+    "rloo.py": (1560, 408, 191, 57, 11),
+    "ppo_vl.py": (1870, 562, 245, 58, 10),
     "reward_bt.py": (1210, 330, 150, 57, 11),
     "grm_sft.py": (1363, 330, 150, 57, 11),
     "common/*.py": (2149, 0, 0, 59, 14),
