@@ -388,6 +388,8 @@ def enable_packing(args: Args, judge, data: ExampleDataset) -> None:
         max_tokens=args.micro_batch_tokens,
     )
     print0(message)
+    if args.zero_stage == 3:  # a check that ends early leaves parameters gathered
+        judge.empty_partition_cache()
 
 
 def get_eos_ids(model, tokenizer) -> list[int]:

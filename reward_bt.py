@@ -360,6 +360,8 @@ def setup(args: Args) -> Run:
         max_tokens=args.micro_batch_tokens,
     )
     print0(message)
+    if args.zero_stage == 3:  # a check that ends early leaves parameters gathered
+        reward_model.empty_partition_cache()
     return Run(
         run_dir=run_dir, device=device, processor=processor, reward_model=reward_model,
         train_data=train_data, eval_sets=eval_sets, checkpoint=checkpoint, state=state,

@@ -360,6 +360,21 @@ def test_two_ranks_with_zero_3_train_as_one(family, on_family, run, start, tmp_p
     assert_same_run(one, one.parent / "two", 1e-4, of_weights=1e-4)
 
 
+@pytest.mark.slow
+def test_a_check_that_ends_early_leaves_no_parameters_gathered(on_family, start, tmp_path):
+    """A layer refuses to be packed in the middle of a forward; then ZeRO-3 must gather all weights for the sampler."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import common.attention as attention\n"
+        "def refuse(*args): raise attention.PackingNotSupported('it refuses')\n"
+        "attention._check_keywords = refuse\n"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    process = start("rloo", env=env, **on_family("llama"), zero_stage=3)
+    code = process.wait(timeout=300)
+    output = (tmp_path / "log").read_text()
+    assert code == 0 and "packing is not supported for this model (it refuses)" in output, output[-3000:]
+
+
 def test_the_run_stops_if_sampling_and_training_disagree(on_family, run, capsys):
     """Beyond its limit, dynamic RoPE caches keys with the angles of shorter sequences, on either path."""
     with pytest.raises(SystemExit):

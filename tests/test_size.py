@@ -10,15 +10,15 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1560, 408, 191, 57, 11),
-    "ppo_vl.py": (1870, 562, 245, 58, 10),
-    "reward_bt.py": (1210, 330, 150, 57, 11),
-    "grm_sft.py": (1363, 330, 150, 57, 11),
-    "common/*.py": (2149, 0, 0, 59, 14),
+    "rloo.py": (1562, 408, 191, 57, 11),
+    "ppo_vl.py": (1872, 562, 245, 58, 10),
+    "reward_bt.py": (1212, 330, 150, 57, 11),
+    "grm_sft.py": (1365, 330, 150, 57, 11),
+    "common/*.py": (2160, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "common/packing.py": 875,
-    "common/attention.py": 434,
+    "common/attention.py": 437,
     "common/decoding.py": 278,
     "common/environments.py": 268,
     "common/kl.py": 60,
@@ -35,7 +35,7 @@ LINES = {  # of one file, or of all files that match together
     "tools/full_size.py": 150,
     "tools/versions.py": 150,
     "tests/test_gpu.py": 300,
-    "tests/*.py": 9080,
+    "tests/*.py": 9097,
 }
 
 
