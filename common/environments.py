@@ -255,12 +255,12 @@ def build_parts(content, tokenizer) -> list[dict]:
     return parts
 
 
-def render_turns(messages: list[dict]) -> str:
-    """The turns and observations of a trajectory as one text, for logs."""
-    turns = []
-    for message in messages:
+def trajectory_columns(messages: list[dict]) -> dict[str, str]:
+    """The texts of a trajectory for logs: {"turn/1": text, "observation/1": text, "turn/2": text}."""
+    columns = {}
+    for k, message in enumerate(messages):
         content = message["content"]
         if not isinstance(content, str):
             content = "".join(part.get("text", "<image>") for part in content)
-        turns.append(f"[{message['role']}] {content}")
-    return "\n".join(turns)
+        columns[f"{('turn', 'observation')[k % 2]}/{k // 2 + 1}"] = content
+    return columns

@@ -85,6 +85,25 @@ def test_a_policy(tmp_path):
     assert "log-prob difference of sampler and trainer, nats per token" in text
 
 
+def test_turns_and_observations_are_separate_blocks(tmp_path):
+    turns = {"turn/1": "=2+2", "observation/1": "4\nturn 2", "turn/2": EVIL}
+    record = {
+        "train/step": 1,
+        "phase": "eval_greedy",
+        "row": 7,
+        "prompt": "2 + 2?",
+        "response": EVIL,
+        **turns,
+    }
+    text = report(make_run(tmp_path / "a", [{"train/step": 1}], [record]))
+    blocks = [
+        attrs["class"] for attrs in Page(text).all("div") if attrs.get("class") in ("turn", "observation")
+    ]
+    assert blocks == ["turn", "observation", "turn"]
+    assert Page(text).text.count(EVIL[:8]) == 1 and not Page(text).all("script")
+    assert '<p class="muted">observation 1</p><p class="text">4\nturn 2</p>' in text
+
+
 def test_text_from_the_data_is_never_markup(tmp_path):
     text = report(policy_run(tmp_path / "<i>a&b", response=EVIL, system_prompt=EVIL))
     page = Page(text)
@@ -92,12 +111,6 @@ def test_text_from_the_data_is_never_markup(tmp_path):
     assert not page.all("script") and "<i>a" not in text and "odd/<b>" not in text and "\x00" not in text
     assert page.text.count("<script>alert('x')</script>") >= 3 and "odd/<b>" in page.text
     assert "gone.png: not found" in page.text
-
-
-def test_all_turns_of_a_trajectory_are_shown(tmp_path):
-    turns = "[assistant] first\n[user] no\n[assistant] last"
-    record = {"train/step": 1, "phase": "train", "row": 0, "prompt": "Q", "response": "last", "turns": turns}
-    assert turns in Page(report(make_run(tmp_path / "a", [{"train/step": 1}], [record]))).text
 
 
 def test_a_reward_model(tmp_path):

@@ -327,6 +327,20 @@ def before_and_after(run: dict, record_type: str, cell, order=lambda record: 0) 
     return table(head, lines, "samples") if lines else ""
 
 
+def response_cell(record: dict) -> str:
+    """The response, or with --environment a block for each of its turns and observations."""
+    names = [name for name in record if name.startswith(("turn/", "observation/"))]
+    if not names:
+        return paragraph(record["response"])
+    blocks = []
+    for name in names:
+        role, _, k = name.partition("/")
+        blocks.append(
+            f'<div class="{role}">{paragraph(f"{role} {k}", "muted")}{paragraph(record[name])}</div>'
+        )
+    return "".join(blocks)
+
+
 def responses_section(run: dict) -> str:
     """rloo.py, ppo_vl.py: responses to evaluation prompts, or without an evaluation set to training prompts."""
 
@@ -334,8 +348,7 @@ def responses_section(run: dict) -> str:
         rewards = {key.partition("/")[2]: x for key, x in record.items() if key.startswith("reward/")}
         parts = [record["phase"].removeprefix("eval_")]
         parts += [f"{name} {number(x)}" for name, x in rewards.items()]
-        text = paragraph(record.get("turns") or record["response"])  # all turns, with --environment
-        return text + paragraph(" · ".join(parts), "muted")
+        return response_cell(record) + paragraph(" · ".join(parts), "muted")
 
     text = before_and_after(run, "responses", cell)
     if text or run["records"]["pairs"] or run["records"]["judgments"]:
@@ -478,6 +491,8 @@ p { margin: .2rem 0 }
 section { margin-top: 2rem; padding-top: 1.2rem; border-top: 1px solid var(--rule) }
 .muted { color: var(--muted); font-size: .87em }
 .text { white-space: pre-wrap; overflow-wrap: anywhere }
+.turn, .observation { margin: .2rem 0; padding-left: .6rem; border-left: 3px solid #2878c0 }
+.observation { margin-left: 1.2rem; border-color: var(--rule) }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; margin: .5rem 0 }
 th, td { text-align: left; vertical-align: top; padding: .3rem .7rem; border-bottom: 1px solid var(--rule);
