@@ -12,6 +12,7 @@ import transformers
 from conftest import TINY, assert_same_run, metrics_of, read_jsonl, write_jsonl
 from PIL import Image
 from test_families import folder_of  # noqa: F401
+from test_properties import FLAG, SEED, cases, check, seeded, st
 
 import rloo
 from common import packing
@@ -247,6 +248,67 @@ def test_limits_and_seeds():
         overflow = first <= limit <= second
         assert sampler.logged_values["rollout/observation_overflow_frac"] == [overflow] or limit > second
         assert R == (first if overflow else min(limit, second + 1))  # the second turn is one token
+
+
+@cases(quick=6, slow=80)
+def test_masks_and_targets_of_random_trajectories(examples, monkeypatch):
+    """The loss mask is True for the sampled tokens and False for observations. Only hidden states that
+    predict a sampled token are targets of a pack; the gradients at all others are exactly 0."""
+    model, processor, prompt = tiny()
+    hidden_states = []
+    run_backbone = packing.run_backbone
+
+    def remember(*args, **options):
+        hidden_states.append(run_backbone(*args, **options))
+        hidden_states[-1].retain_grad()
+        return hidden_states[-1]
+
+    def property_(case: dict) -> None:
+        responses = []
+        for trajectory in case["trajectories"]:  # (tokens of the turn, words of its observation, image) each
+            turns = [
+                torch.randint(0, 490, (n,), generator=seeded(case["seed"] + n)) for n, _, _ in trajectory
+            ]
+            turns = [torch.cat([turn, torch.tensor([500])]) for turn in turns]
+            sampler = ScriptedSampler(processor.tokenizer, 500, turns=())
+            sampler.turns = turns
+            texts = [[{"type": "text", "text": "no " * words}] for _, words, _ in trajectory]
+            image = {"type": "image", "image": crop(0)}
+            texts = [
+                [*parts, image] if has_image else parts for parts, (*_, has_image) in zip(texts, trajectory)
+            ]
+            environment = type("Env", (Scripted,), {"observations": texts[:-1]})
+            flags = {"environment": environment, "max_length": case["max_length"]}
+            [response] = make_sampler(model, processor, sampler, **flags).generate([prompt], 1, 1.0)
+            sampled, mask = torch.cat(turns[: sampler.calls]), response.loss_mask
+            own = response.token_ids[mask]
+            assert torch.equal(own, sampled[: len(own)]) and len(mask) <= case["max_length"]
+            assert response.truncated or len(own) == len(sampled)
+            assert mask[0] and mask[-1] and not response.logprobs[~mask].any()
+            responses.append(response)
+        B = len(responses)
+        [pack] = packing.iter_rank_packs(
+            model, [(0, [*range(B)])], [prompt], lambda i: prompt, [x.token_ids for x in responses], 9999,
+            continuations={b: x.continuation for b, x in enumerate(responses)},
+        )  # fmt: skip
+        expected = []  # pack index of the token before each sampled one
+        start = prompt.length
+        for response in responses:
+            before = torch.arange(start - 1, start + len(response.token_ids) - 1)
+            before[0] = prompt.length - 1
+            expected += before[response.loss_mask].tolist()
+            start += len(response.token_ids)
+        assert pack.logit_indices.tolist() == expected
+        assert torch.equal(pack.target_ids, torch.cat([x.token_ids[x.loss_mask] for x in responses]))
+        logprobs = packing.response_logprobs(model, pack)[0]
+        (logprobs * torch.linspace(1, 2, len(logprobs))).sum().backward()
+        gradient = hidden_states.pop().grad.norm(dim=1)
+        assert gradient.nonzero()[:, 0].tolist() == sorted({*expected})
+
+    monkeypatch.setattr(packing, "run_backbone", remember)
+    turn = st.tuples(st.integers(0, 6), st.integers(0, 20), FLAG)
+    trajectories = st.lists(st.lists(turn, min_size=1, max_size=4), min_size=1, max_size=3)
+    check(examples, property_, trajectories=trajectories, max_length=st.integers(1, 120), seed=SEED)
 
 
 def test_special_tokens_in_observations_are_text():
