@@ -343,6 +343,39 @@ def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_p
             assert (gradient - exact).abs().max() < 1e-4 * max(1, exact.abs().max())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_conversation_with_images_in_later_turns(family, folder_of, tmp_path):  # noqa: F811
+    """The images of two turns; the rewards are those of the unmodified model on the whole conversation."""
+    folder = folder_of(family)
+    row = {"messages": chat("<image>Good?", "No.", "<image>And this?"), "images": ["0.png", "1.png"]}
+    row |= {"responses": ["yes", "not at all"]}
+    args = Args(model=str(folder))
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    module = reward_bt.RewardModel(reward_bt.load_model(args.model, torch.float32).base_model.eval())
+    data = reward_bt.load_rankings(
+        args, write_jsonl(folder / "chat.jsonl", [row]), "train", 0, module.model, processor
+    )
+    ranking = data.encode(0)
+    assert len(ranking.prompt.media["image"]) == 2
+    images = [Image.open(folder / name).convert("RGB") for name in row["images"]]
+    expected = []
+    for response in row["responses"]:
+        messages = []
+        for k, text in enumerate(["Good?", "No.", "And this?", response]):
+            image = [{"type": "image"}] if k in (0, 2) else []
+            parts = [*image, {"type": "text", "text": text}]
+            messages.append({"role": ("user", "assistant")[k % 2], "content": parts})
+        text = processor.apply_chat_template(messages, tokenize=False)
+        inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+        expected.append(module.model(**inputs).last_hidden_state[0, -1] @ module.score.weight[0])
+    packing.set_attention(module.model, "packed")
+    run = SimpleNamespace(reward_model=SimpleNamespace(module=module))
+    [pack] = reward_bt.iter_packs(args, run, data, [ranking])
+    assert module(pack).tolist() == pytest.approx(torch.stack(expected).tolist(), abs=1e-5)
+    assert abs(expected[0] - expected[1]) > 1e-3
+
+
 # --- runs ---
 
 
