@@ -275,33 +275,30 @@ def test_masks_and_targets_of_random_trajectories(examples, monkeypatch):
 
     def property_(case: dict) -> None:
         responses = []
-        for trajectory in case["trajectories"]:  # (tokens of the turn, words of its observation, image) each
-            turns = [
-                torch.randint(0, 490, (n,), generator=seeded(case["seed"] + n)) for n, _, _ in trajectory
-            ]
-            turns = [torch.cat([turn, torch.tensor([500])]) for turn in turns]
+        for trajectory in case["trajectories"]:
             sampler = ScriptedSampler(processor.tokenizer, 500, turns=())
-            sampler.turns = turns
-            texts = [[{"type": "text", "text": "no " * words}] for _, words, _ in trajectory]
-            image = {"type": "image", "image": crop(0)}
-            texts = [
-                [*parts, image] if has_image else parts for parts, (*_, has_image) in zip(texts, trajectory)
-            ]
-            environment = type("Env", (Scripted,), {"observations": texts[:-1]})
+            observations = []
+            for num_tokens, num_words, has_image in trajectory:
+                token_ids = torch.randint(0, 490, (num_tokens,), generator=seeded(case["seed"] + num_tokens))
+                sampler.turns.append(torch.cat([token_ids, torch.tensor([500])]))
+                image = [{"type": "image", "image": crop(0)}] * has_image
+                observations.append([{"type": "text", "text": "no " * num_words}, *image])
+            environment = type("Env", (Scripted,), {"observations": observations[:-1]})
             flags = {"environment": environment, "max_length": case["max_length"]}
             [response] = make_sampler(model, processor, sampler, **flags).generate([prompt], 1, 1.0)
-            sampled, mask = torch.cat(turns[: sampler.calls]), response.loss_mask
-            own = response.token_ids[mask]
-            assert torch.equal(own, sampled[: len(own)]) and len(mask) <= case["max_length"]
-            assert response.truncated or len(own) == len(sampled)
-            assert mask[0] and mask[-1] and not response.logprobs[~mask].any()
+            sampled = torch.cat(sampler.turns[: sampler.calls])
+            targets = response.token_ids[response.loss_mask]
+            assert torch.equal(targets, sampled[: len(targets)])
+            assert len(response.token_ids) <= case["max_length"]
+            assert response.truncated or len(targets) == len(sampled)
+            assert not response.logprobs[~response.loss_mask].any()
             responses.append(response)
-        B = len(responses)
+        group = (0, [*range(len(responses))])
         [pack] = packing.iter_rank_packs(
-            model, [(0, [*range(B)])], [prompt], lambda i: prompt, [x.token_ids for x in responses], 9999,
+            model, [group], [prompt], lambda i: prompt, [x.token_ids for x in responses], 9999,
             continuations={b: x.continuation for b, x in enumerate(responses)},
         )  # fmt: skip
-        expected = []  # pack index of the token before each sampled one
+        expected = []  # for each sampled token the pack index of the token before it
         start = prompt.length
         for response in responses:
             before = torch.arange(start - 1, start + len(response.token_ids) - 1)
