@@ -379,7 +379,7 @@ def enable_packing(args: Args, judge, data: ExampleDataset) -> None:
     for row in packing_check.choose_probe_rows(data.rows):
         examples += encode_examples_or_skip(data, 2 * row)
     if not examples:
-        fail(f"{data.source}: no row can be used; see the warnings")
+        data.encode(0)  # raises the error of the first row
     message = packing_check.enable_packing_if_exact(
         model=judge.module.model,
         forward=judge,

@@ -351,7 +351,7 @@ def setup(args: Args) -> Run:
     probe_rows = packing_check.choose_probe_rows(train_data.rows)
     rankings = [ranking for row in probe_rows if (ranking := encode_or_skip(train_data, row))]
     if not rankings:
-        fail(f"{train_data.source}: no row can be used; see the warnings")
+        train_data.encode(0)  # raises the error of the first row
     message = packing_check.enable_packing_if_exact(
         model=model,
         forward=reward_model,
