@@ -229,7 +229,7 @@ def generate(
 
 def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF sampling (B,): the token whose CDF interval contains `uniform` (B,)."""
-    cdf = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # a NaN stops the run after the update
+    cdf = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # NaN log-probs stop the run after the update
     tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
     return tokens.clamp(max=logprobs.shape[-1] - 1)
 
@@ -247,6 +247,7 @@ def generate_unpacked(
             if isinstance(error, torch.OutOfMemoryError) or not prompt.media_keys:
                 raise
             # Some models can't repeat images, because all images of a batch are one entry.
+            torch.manual_seed(prompt.seed)
             for _ in range(num_samples):
                 responses += _call_generate(model, prompt, 1, max_length, eos_ids, temperature)
     return responses
@@ -274,5 +275,6 @@ def _call_generate(
     for token_ids, token_logprobs in zip(tokens, logprobs.cpu()):  # (R,), (R,)
         ends = torch.isin(token_ids, torch.tensor(eos_ids)).nonzero()[:, 0].tolist()
         length = ends[0] + 1 if ends else len(token_ids)
-        responses.append(Response(token_ids[:length], token_logprobs[:length], truncated=not ends))
+        response = Response(token_ids[:length].clone(), token_logprobs[:length].clone(), not ends)
+        responses.append(response)
     return responses

@@ -151,8 +151,8 @@ class EnvironmentSampler:
         trajectory.truncated = turn.truncated or len(turn.token_ids) > room
 
     @contextlib.contextmanager
-    def naming(self, trajectory: Trajectory) -> Iterator[None]:
-        """Errors name the environment, the turn and the dataset row."""
+    def error_note(self, trajectory: Trajectory) -> Iterator[None]:
+        """Add the environment, the turn and the dataset row to an error."""
         try:
             yield
         except Exception as error:
@@ -162,16 +162,16 @@ class EnvironmentSampler:
             raise
 
     def call_all(self, function: Callable, trajectories: list[Trajectory]) -> list:
-        """Results of a function of a trajectory. Async ones run concurrently, others before them."""
+        """Results of a function for each trajectory; async functions run concurrently."""
 
         async def wait(trajectory: Trajectory, awaitable: Awaitable):
-            with self.naming(trajectory):
+            with self.error_note(trajectory):
                 return await awaitable
 
         results = {}
         pending = {}
         for k, trajectory in enumerate(trajectories):
-            with self.naming(trajectory):
+            with self.error_note(trajectory):
                 results[k] = function(trajectory)
             if inspect.isawaitable(results[k]):
                 pending[k] = wait(trajectory, results[k])
@@ -181,7 +181,7 @@ class EnvironmentSampler:
     def reset(self, trajectory: Trajectory) -> Awaitable | None:
         """Start an episode with the prompt and the columns of its dataset row."""
         prompt = trajectory.prompt
-        keywords = {**prompt.row, "chat": prompt.messages}  # their lists are copied, the media are not
+        keywords = {**prompt.row, "chat": prompt.messages}  # tree_map copies lists and dicts, not media
         return trajectory.environment.reset(**tree_map(lambda x: x, keywords))
 
     def step(self, trajectory: Trajectory):
@@ -194,7 +194,7 @@ class EnvironmentSampler:
             return False
         is_message = isinstance(observation, dict)
         message = observation if is_message else {"role": "user", "content": observation}
-        with self.naming(trajectory):
+        with self.error_note(trajectory):
             sequence = self.append_message(trajectory.sequence, message)
         if sequence.length - trajectory.prompt.length >= self.max_length:  # no room for another turn
             trajectory.truncated = trajectory.observation_overflow = True
@@ -207,11 +207,11 @@ class EnvironmentSampler:
         message = {**message, "content": build_parts(message["content"], self.tokenizer)}
         inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
         chat = make_prompt(self.model, inputs)
-        # What follows EOS, such as a newline, is appended, too. Templates need not write EOS.
+        # The tokens after EOS, such as a newline, belong to the observation. Some templates write no EOS.
         ends = torch.isin(chat.input_ids, self.eos_ids).nonzero()[self.num_eos :, 0]
         if len(ends) > 0:
             start = int(ends[0]) + 1
-        else:  # what both chats begin with
+        else:  # the observation follows the common prefix of both chats
             pairs = zip(self.short_ids.tolist(), chat.input_ids.tolist())
             start = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
         return append_chat_tokens(self.model, sequence, chat, start)

@@ -52,7 +52,7 @@ def choose_probe_rows(rows, count: int = 16) -> list[int]:
     chosen = []
     for group in range(groups.max() + 1):
         same = np.flatnonzero(groups == group)
-        chosen += same[:: len(same) // per_group + 1].tolist()
+        chosen += same[:: math.ceil(len(same) / per_group)].tolist()
     return sorted(chosen)
 
 
@@ -67,9 +67,9 @@ def enable_packing_if_exact(
     """Switch to packed attention if it reproduces the unmodified model's log-probs on `prompts`.
 
     Of each combination of media inputs, the shortest and the longest prompt are probed. forward:
-    pack -> log-probs (M,) or scores (S,). max_length: limit of a prompt and a response together;
-    max_tokens: of a pack. Returns a message that names the path in use. Exits if the unmodified
-    model can't run a prompt, or is not causal. Call on all ranks."""
+    pack -> log-probs (M,) or scores (S,). max_length: maximum tokens of a prompt plus a response;
+    max_tokens: maximum tokens of a pack. Returns a message that says whether packing is enabled.
+    Exits if the unmodified model can't run a prompt, or is not causal. Call on all ranks."""
     by_media = defaultdict(list)
     for prompt in sorted(prompts, key=lambda prompt: prompt.length):
         by_media[prompt.media_keys].append(prompt)
