@@ -68,7 +68,7 @@ def enable_packing_if_exact(
 
     Of each combination of media inputs, the shortest and the longest prompt are probed. forward:
     pack -> log-probs (M,) or scores (S,). max_length: maximum tokens of a prompt plus a response;
-    max_tokens: maximum tokens of a pack. Returns a message that says whether packing is enabled.
+    max_tokens: maximum tokens of a pack. Returns a message on whether packing is enabled.
     Exits if the unmodified model can't run a prompt, or is not causal. Call on all ranks."""
     by_media = defaultdict(list)
     for prompt in sorted(prompts, key=lambda prompt: prompt.length):
