@@ -159,7 +159,7 @@ def test_the_first_error_is_raised_if_no_row_can_be_used(script, run, tmp_path):
         ("; saved ", 4.0, "same"),
         ("; saved ", 4.002, "equal within 0.2, first loss within 0.0005"),
         ("warning: packing is not supported (why); slow\n; saved ", 4.0, "unpacked: why; same"),
-        ("warning: x\nerror: torch 2.7.1 is too old", 4.0, "refused: torch 2.7.1 is too old"),
+        ("error: torch 2.7.1 is too old (docs/recipes.md)\n", 4.0, "refused: torch 2.7.1 is too old"),
         ("Traceback\nKeyError: 'cache_position'", 4.0, "KeyError: 'cache_position'"),
         ("Killed", 4.0, "failed"),
     ],

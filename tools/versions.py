@@ -104,7 +104,7 @@ def compare(folder: Path, pinned: Path, run: str) -> tuple[str, float, float]:
     """What is wrong with a run, and how far its metrics and its first loss are from those of the pinned environment."""
     log = (folder / f"{run}.log").read_text()
     if "; saved " not in log:
-        errors = re.findall(r"^error: .*|^[\w.]*(?:Error|Exception)\b.*", log, flags=re.M)
+        errors = re.findall(r"^error: .*?(?= \(docs|$)|^[\w.]*(?:Error|Exception)\b.*", log, flags=re.M)
         return ["failed", *errors][-1].replace("error:", "refused:"), 0, 0
     reason = re.search(r"warning: packing is not supported .*?\((.*)\);", log)
     files = [(path / run / "metrics.jsonl").read_text().splitlines() for path in (folder, pinned)]
