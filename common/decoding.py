@@ -244,8 +244,10 @@ def generate_unpacked(
         try:
             responses += _call_generate(model, prompt, num_samples, max_length, eos_ids, temperature)
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or not prompt.media_keys:
+            if isinstance(error, torch.OutOfMemoryError):
                 raise
+            if not prompt.media_keys:
+                stop(f"the model's generate fails at row {prompt.index}: {error}")
             # Some models can't repeat images, because all images of a batch are one entry.
             torch.manual_seed(prompt.seed)
             for _ in range(num_samples):

@@ -671,10 +671,19 @@ def test_a_video_in_bytes_is_an_error_of_its_row(tmp_path):
         rloo.load_media("video", b"mp4", tmp_path, 2.0)
 
 
-def test_a_generate_that_fails_ends_the_run_in_one_sentence(folder_of, monkeypatch, capsys):
+@pytest.mark.parametrize("error", [KeyError("eos_token_id"), RuntimeError("sizes differ")])
+def test_a_generate_that_fails_ends_the_run_in_one_sentence(folder_of, monkeypatch, capsys, error):
+    def fail(*arguments, **options):
+        raise error
+
     model = rloo.load_model(str(folder_of("llama")), torch.float32).eval()
     prompt = packing.make_prompt(model, {"input_ids": torch.arange(5, 20)[None]}, index=7)
-    monkeypatch.setattr(type(model), "generate", lambda self, **options: {}["eos_token_id"])
+    monkeypatch.setattr(type(model), "generate", fail)
     with pytest.raises(SystemExit):
         decoding.generate_unpacked(model, [prompt], 3, 8, [500], temperature=1.0)
-    assert "error: the model's generate fails at row 7: KeyError: 'eos_token_id'" in capsys.readouterr().err
+    assert re.search(f"error: the model's generate fails at row 7: .*{error}", capsys.readouterr().err)
+    if isinstance(error, KeyError):
+        monkeypatch.setattr(type(model), "_update_model_kwargs_for_generation", fail)
+        with pytest.raises(SystemExit):
+            packing.make_prompt(model, {"input_ids": torch.arange(5, 20)[None]})
+        assert f"error: a part of the model's generate fails: KeyError: {error}" in capsys.readouterr().err
