@@ -14,7 +14,7 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
     "ppo_vl.py": (1872, 562, 245, 58, 10),
     "reward_bt.py": (1212, 330, 150, 57, 11),
     "grm_sft.py": (1365, 330, 150, 57, 11),
-    "common/*.py": (2154, 0, 0, 59, 14),
+    "common/*.py": (2159, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "common/packing.py": 875,
