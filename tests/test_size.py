@@ -17,7 +17,7 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
     "common/*.py": (2159, 0, 0, 59, 14),
 }
 LINES = {  # of one file, or of all files that match together
-    "common/packing.py": 875,
+    "common/packing.py": 878,
     "common/attention.py": 437,
     "common/decoding.py": 282,
     "common/environments.py": 268,
