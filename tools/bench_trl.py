@@ -2,10 +2,9 @@
 
     python tools/bench_trl.py job.json
 
-It needs a separate environment (trl 1.16.0, transformers 5.19.0, torch 2.13.0, torchvision 0.28.0,
-datasets 5.2.0, accelerate 1.15.0). fp32 on the CPU, bf16 on a GPU, no gradient checkpointing, AdamW, gradients
-clipped at 1.0, constant learning rate, one optimizer step per batch, nothing logged or saved. Everything else
-is TRL's default.
+It needs a separate environment with requirements.txt, trl 1.16.0 and accelerate 1.15.0. fp32 on the CPU, bf16 on
+a GPU, no gradient checkpointing, AdamW, gradients clipped at 1.0, constant learning rate, one optimizer step per
+batch, nothing logged or saved. Everything else is TRL's default.
 
 Fields of a job; all are required unless a default is given:
     script      rloo, reward_bt or grm_sft: the script to compare with
