@@ -393,7 +393,9 @@ def test_common_names_no_family():
         assert not names & {*re.findall("[a-z]+", path.read_text().lower())}, path
 
 
-@pytest.mark.parametrize("name", ["idefics3", "gptj", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gptj", *(pytest.param(x, marks=pytest.mark.slow) for x in ("idefics3", "qwen3_5"))]
+)
 def test_the_page_on_models_has_what_its_tool_measures(name):
     page = (ROOT / "docs/models.md").read_text().partition(families.MARK)[2]
     names = {}  # headline -> families
@@ -595,15 +597,17 @@ INDEX = {"index_n_heads": 32, "index_head_dim": 16}
 SPARSE = INDEX | {"head_dim": 8, "num_key_value_heads": 4, "index_topk": 32}
 BLOCKS = INDEX | {"index_n_heads": 2, "index_block_size": 16, "index_topk_blocks": 2}
 BLOCKS |= {"layer_types": ["minimax_m3_sparse"] * 2}
+BLOCK_REASON = "its attention has the input block_indices"
 
 
 @pytest.mark.parametrize(
     "family, fields, path, reason",
     [
         ("hyperclovax", {"logits_scaling": 3.0}, "packed", ""),  # multiplies, where others divide
-        ("muse_glimmer", {}, "packed", ""),  # output_multiplier, and then a softcap
         ("deepseek_v32", SPARSE, "unpacked", "its layers read the mask themselves, as in sparse attention"),
-        ("minimax_m3_vl_text", BLOCKS, "unpacked", "its attention has the input block_indices"),
+        # output_multiplier, and then a softcap:
+        pytest.param("muse_glimmer", {}, "packed", "", marks=pytest.mark.slow),
+        pytest.param("minimax_m3_vl_text", BLOCKS, "unpacked", BLOCK_REASON, marks=pytest.mark.slow),
     ],
 )
 def test_scaled_logits_are_packed_and_sparse_attention_is_not(family, fields, path, reason, monkeypatch):

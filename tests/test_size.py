@@ -35,7 +35,7 @@ LINES = {  # of one file, or of all files that match together
     "tools/full_size.py": 150,
     "tools/versions.py": 150,
     "tests/test_gpu.py": 300,
-    "tests/*.py": 9260,
+    "tests/*.py": 9265,
 }
 
 
