@@ -148,7 +148,7 @@ def test_errors_of_code_are_not_errors_of_data(script, run, monkeypatch, capsys)
 def test_the_first_error_is_raised_if_no_row_can_be_used(script, run, tmp_path):
     row = {"image": "missing.png", "prompt": "Why?", "answer": "a", "chosen": "a", "rejected": "b"}
     row |= {"answer_0": "a", "answer_1": "b", "verdict": "1"} if script == "grm_sft" else {}
-    dataset = write_jsonl(tmp_path / "rows.jsonl", [row])
+    dataset = write_jsonl(tmp_path / "rows.jsonl", [row, row | {"image": "other.png"}])
     with pytest.raises(FileNotFoundError, match="missing.png"):
         run(script, dataset=dataset)
 
