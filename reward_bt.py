@@ -903,7 +903,7 @@ def add_lora(args: Args, model) -> None:
     """Add LoRA adapters to the linear layers of the language model."""
     from peft import LoraConfig
 
-    # Towers have names that transformers knows, or are models with a config of another type.
+    # Vision and audio towers: named by transformers, or models whose config has another type.
     text_config = model.config.get_text_config()
     own_configs = (type(model.config), type(text_config))
     models = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
