@@ -5,31 +5,31 @@ reward of the better of two responses over that of the other:
 
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
-Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md lists the differences from TRL's
-RewardTrainer (huggingface/trl@f2cd577) and EasyDeL's; docs/forking.md has a diff for another loss.
+Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md compares with TRL's and EasyDeL's
+RewardTrainer. Read to the end of `main`; the functions that it calls follow in order of use.
 
-Read to the end of `main`; the functions that it calls follow in order of use. A ranking is a
-dataset row: a prompt with two or more responses, best first.
-
-Shapes: a step has B responses and Q pairs of them. A pack (common/packing.py) is one forward pass
-over some prompts and S of their responses.
+A ranking is a dataset row: a prompt with two or more responses, best first.
+Shapes: a step has B responses and Q pairs of them. A pack (common/packing.py) is the input of one
+forward pass: some prompts and S of their responses.
 
     python reward_bt.py           # default: a tiny VLM on easy-VQA, minutes on two CPU cores
-    python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --learning-rate 5e-6
+    python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl
     torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...    # or: deepspeed ...
 """
 
+import datetime
 import functools
 import io
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -44,14 +44,18 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from common import packing, packing_check
-from common.packing import Prompt, PromptInfo
+from common import chats, packing, packing_check
+from common.packing import Prompt, PromptInfo, stop
 
 RANK = int(os.environ.get("RANK", 0))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
+BUNDLED_MODEL = str(Path(__file__).parent / "assets/tiny_vl")
 
 
 # ---- args ----
@@ -63,34 +67,35 @@ class Args:
     seed: int = 1  # Random seed of the head, LoRA, data order and easy-VQA's rejected answers.
     output_dir: str = "runs"  # Directory that contains one directory per run.
     run_name: str | None = None  # Subdirectory of --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
-    resume: str | None = None  # Checkpoint to resume from, or "auto" for the latest of --run-name.
+    resume: str | None = None  # auto: continue --run-name. A checkpoint: branch off from it in a new run.
     # --- model and data ---
-    model: str = str(Path(__file__).parent / "assets/tiny_vl")  # Path or Hub id; a saved head is kept.
+    model: str = BUNDLED_MODEL  # Path or Hub id; a saved head is kept.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a dataset directory or a Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
     eval_datasets: tuple[str, ...] = ()  # Evaluation sets, as NAME=DATASET. Default: easy-vqa's, or none.
     eval_dataset_split: str = "test"  # Split of each of --eval-datasets; ignored for files.
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
+    max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
     video_fps: float = 2.0  # Frames per second to sample from videos.
     max_length: int = 1024  # Maximum tokens of a prompt and one response; rows with longer ones are skipped.
+    freeze: str | None = None  # Freeze parameters whose names match this regex, such as visual.
     lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
     lora_alpha: float = 32.0  # LoRA scaling: the adapters' output is multiplied by alpha / rank.
     # --- algorithm ---
     center_coef: float = 0.0  # Weight of (chosen + rejected)^2 in the loss (TRL: center_rewards_coefficient).
-    label_smoothing: float = 0.02  # Assumed probability that a pair's order is wrong, below 0.5 (TRL: 0).
-    total_steps: int = 400  # Number of optimizer steps.
+    label_smoothing: float = 0.0  # Assumed probability that a pair's order is wrong (conservative DPO's).
+    total_steps: int = 400  # Number of optimizer steps; 0 only evaluates.
     train_batch_size: int = 32  # Dataset rows per optimizer step, over all ranks.
     # --- optimizer ---
-    learning_rate: float = 3e-4  # Peak learning rate; about 5e-6 for pretrained models, 1e-4 with LoRA.
+    learning_rate: float | None = None  # Peak learning rate. Default: 5e-6, or 1e-4 with LoRA.
     min_lr_ratio: float = 0.1  # Final learning rate of the cosine schedule, as a fraction of the peak.
-    warmup_steps: int = 10  # Optimizer steps of linear warmup.
+    warmup_updates: int = 10  # Optimizer steps of linear warmup.
     weight_decay: float = 0.0  # AdamW weight decay; not applied to biases and norm weights.
-    adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW betas.
     max_grad_norm: float = 1.0  # Maximum gradient norm; larger gradients are scaled down.
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
-    zero_stage: Literal[0, 1, 2, 3] = 0  # ZeRO: shard optimizer (1), gradients (2), parameters (3).
+    zero_stage: Literal[0, 1, 2, 3] | None = None  # ZeRO: shard optimizer (1), gradients (2), parameters (3).
     offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
     gradient_checkpointing: bool = False  # Recompute activations to save memory; about a third slower.
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
@@ -99,7 +104,7 @@ class Args:
     eval_rows: int = 1000  # Number of rows per evaluation set, a fixed random subset; 0 for all.
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
     save_total_limit: int = 2  # Checkpoints to keep, at least 1; the oldest are deleted.
-    track: Literal["off", "wandb", "tensorboard"] = "off"  # Experiment tracker to log to.
+    track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
 
 
 # ---- the algorithm: tensors in, tensors and metrics out ----
@@ -115,17 +120,20 @@ def compute_bt_loss(
     """Loss (Q,) and metrics (Q,), one entry per pair; the caller averages. All inputs are (Q,).
 
     d = chosen - rejected - margin, https://arxiv.org/abs/2307.09288 eq. (2)
-    bt = -(1 - label_smoothing) log sigmoid(d) - label_smoothing log sigmoid(-d)
-    L = bt + center_coef (chosen + rejected)^2, https://arxiv.org/abs/2312.09244
+    bt = -log sigmoid(d)
+    L = (1 - label_smoothing) bt - label_smoothing log sigmoid(-d) + center_coef (chosen + rejected)^2
+
+    Label smoothing is that of conservative DPO, centering that of https://arxiv.org/abs/2312.09244.
 
     chosen [1, 0], rejected [0, 2], margins [0, .5], label_smoothing 0, center_coef .1
     -> d [1, -2.5], bt [.3133, 2.5789], L [.4133, 2.9789]
     """
     reward_diff = chosen_rewards - rejected_rewards
     d = reward_diff - margins
-    bt = -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)
+    bt = -F.logsigmoid(d)
     center = (chosen_rewards + rejected_rewards) ** 2
-    losses = bt + center_coef * center
+    smoothed = (1 - label_smoothing) * bt - label_smoothing * F.logsigmoid(-d)
+    losses = smoothed + center_coef * center
     metrics = {
         "rm/loss": losses,
         "rm/bt_loss": bt,
@@ -145,7 +153,7 @@ def compute_bt_loss(
 class Ranking:
     """A dataset row: a prompt and its responses, best first."""
 
-    prompt: PromptInfo  # a complete Prompt on the rank that encodes the row
+    prompt: PromptInfo  # RankingDataset.encode returns a Prompt; gather_rankings keeps what all ranks need
     response_ids: list[Tensor]  # per response its token ids (R,)
     texts: list[str]  # per response its text, for samples.jsonl
     margin: float  # subtracted from the reward difference of each pair
@@ -158,11 +166,11 @@ class Pairs:
 
     chosen: Tensor  # (Q,): index of the better response among all B
     rejected: Tensor  # (Q,): index of the worse response
-    margins: Tensor  # (Q,)
-    weights: Tensor  # (Q,): they sum to 1
+    margins: Tensor  # (Q,) float64
+    weights: Tensor  # (Q,) float64: they sum to 1
 
 
-def make_pairs(rankings: list[Ranking], device: torch.device) -> Pairs:
+def make_pairs(rankings: list[Ranking]) -> Pairs:
     """All pairs. Each ranking has the same total weight, https://arxiv.org/abs/2203.02155 eq. (1).
 
     2 and 3 responses, margins 0 and .5
@@ -176,23 +184,25 @@ def make_pairs(rankings: list[Ranking], device: torch.device) -> Pairs:
         for i, j in combinations(range(start, start + K), 2):
             pairs.append((i, j, ranking.margin, weight))
         start += K
-    chosen, rejected, margins, weights = (torch.tensor(x, device=device) for x in zip(*pairs))
-    return Pairs(chosen=chosen, rejected=rejected, margins=margins, weights=weights)
+    chosen, rejected, margins, weights = zip(*pairs)
+    return Pairs(
+        chosen=torch.tensor(chosen, device=DEVICE),
+        rejected=torch.tensor(rejected, device=DEVICE),
+        margins=torch.tensor(margins, dtype=torch.float64, device=DEVICE),
+        weights=torch.tensor(weights, dtype=torch.float64, device=DEVICE),
+    )
 
 
 @dataclass
 class Run:
-    """State created by setup and shared by all steps."""
+    """What setup creates and all steps share."""
 
     run_dir: Path
-    device: torch.device
     processor: Any  # transformers processor, or the tokenizer of a text model
     reward_model: Any  # DeepSpeed engine around the trained RewardModel
     train_data: "RankingDataset"
     eval_sets: dict[str, "RankingDataset"]  # by the names in --eval-datasets
-    checkpoint: Path | None  # latest checkpoint
     state: dict  # saved in each checkpoint, see setup; add what must survive a resume
-    writer: Any = None  # TensorBoard's SummaryWriter
 
 
 # ---- main ----
@@ -202,46 +212,39 @@ def main(args: Args) -> dict[str, float]:
     # --- 1. setup ---
     run_start = time.perf_counter()
     run = setup(args)
-    reward_model = run.reward_model
-    state = run.state
+    reward_model, state = run.reward_model, run.state
     received_signals = catch_signals()  # after a signal, the run saves and exits once the step ends
-    stopped = False
     metrics = {}
-    if run.eval_sets and not state["initial_eval"]:  # a resumed run has it in its state
+    if run.eval_sets and (state["step"] == 0 or args.total_steps == 0):  # a resumed run has it in its state
         state["initial_eval"], eval_records = evaluate(args, run)
         log(args, run, {"train/step": 0, **state["initial_eval"]}, eval_records)
 
     steps = range(state["step"] + 1, args.total_steps + 1)
-    show_bar = RANK == 0 and sys.stderr.isatty()  # otherwise each step prints a line
-    bar = tqdm(steps, "reward_bt", total=args.total_steps, initial=state["step"], disable=not show_bar)
+    disable = None if RANK == 0 else True  # None: tqdm hides the bar off a TTY; we print a line per step
+    bar = tqdm(steps, "reward_bt", total=args.total_steps, initial=state["step"], disable=disable)
     for step in bar:
         # --- 2. data: the next rankings, all pairs within them, and packs of their responses ---
         step_start = time.perf_counter()
-        indices = shuffled_indices(
-            start=(step - 1) * args.train_batch_size,
-            count=args.train_batch_size,
-            num_rows=len(run.train_data.rows),
-            seed=args.seed,
-        )
-        rankings = gather_rankings(run.train_data, indices)  # of all ranks
-        pairs = make_pairs(rankings, run.device)
-        packs = list(iter_packs(args, run, run.train_data, rankings))  # this rank's
-        num_responses = sum(len(ranking.response_ids) for ranking in rankings)  # B
-        # If the responses of a ranking are in several packs, each pack treats the rewards of the
-        # other packs as constants. The gradients of all packs still add up to that of the loss.
-        constant_rewards = torch.zeros(num_responses, device=run.device)  # (B,)
-        most_tokens = max(x.prompt.length + sum(map(len, x.response_ids)) for x in rankings)
-        if most_tokens > args.micro_batch_tokens or not packing.is_packed(reward_model.module.model):
-            constant_rewards = compute_rewards(args, run, run.train_data, rankings).to(run.device)
+        skipped_before = run.train_data.rows_skipped
+        rankings = next_rankings(args, run)  # of all ranks
+        pairs = make_pairs(rankings)
+        B = sum(len(ranking.response_ids) for ranking in rankings)
+        packs, is_split = make_packs(args, run, run.train_data, rankings)  # this rank's
+        # GradCache (arXiv:2101.06983): if a ranking is split over packs, first compute all rewards
+        # without gradients. Each pack then takes the rewards of the others as constants, and the
+        # gradients of all packs add up to that of the loss.
+        cached_rewards = torch.zeros(B, device=DEVICE)
+        if is_split:
+            cached_rewards = compute_rewards(run, packs, B)
 
         # --- 3. update: one optimizer step on all pairs ---
         set_gradient_checkpointing(reward_model.module, True)
-        rewards = torch.zeros(num_responses, device=run.device)  # (B,), for the metrics
-        for k, pack in enumerate(packs):
+        rewards = torch.zeros(B, device=DEVICE)  # for the metrics
+        for k, pack in enumerate(packs):  # each rank has the same number of packs
             reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
             pack_rewards = reward_model(pack)  # (S,)
             rewards[pack.response_index] = pack_rewards.detach()
-            all_rewards = constant_rewards.index_put((pack.response_index,), pack_rewards)  # (B,)
+            all_rewards = cached_rewards.index_put((pack.response_index,), pack_rewards)  # (B,)
             losses, _ = compute_bt_loss(
                 chosen_rewards=all_rewards[pairs.chosen],
                 rejected_rewards=all_rewards[pairs.rejected],
@@ -250,20 +253,23 @@ def main(args: Args) -> dict[str, float]:
                 center_coef=args.center_coef,
             )
             loss = (pairs.weights * losses).sum()  # pairs outside of this pack have no gradient
-            # Undo DeepSpeed's mean over ranks (WORLD_SIZE) and over packs (scale_wrt_gas).
-            reward_model.backward(loss * WORLD_SIZE, scale_wrt_gas=False)
-        grad_norm = optimizer_step(reward_model)  # None: not finite, the step was skipped
+            # DeepSpeed averages gradients over ranks; we want a sum.
+            reward_model.backward(loss * WORLD_SIZE)
+        grad_norm = optimizer_step(reward_model)  # NaN: not finite, the step was skipped
         set_gradient_checkpointing(reward_model.module, False)
-        rewards = all_reduce_sum(rewards, run.device)  # (B,)
+        rewards = all_reduce_sum(rewards)  # (B,): each rank has filled in its own
         seconds = time.perf_counter() - step_start
 
         # --- 4. metrics ---
+        state["step"] = step
+        is_skipped = math.isnan(grad_norm)
+        state["skipped_in_a_row"] = state["skipped_in_a_row"] + 1 if is_skipped else 0
         metrics = {
             "train/step": step,
             "train/learning_rate": reward_model.get_lr()[0],
-            "train/grad_norm": 0.0 if grad_norm is None else grad_norm,
-            "train/skipped_updates": int(grad_norm is None),
-            "train/rows_skipped": len(indices) - len(rankings),
+            "train/grad_norm": 0.0 if is_skipped else grad_norm,
+            "train/skipped_updates": int(is_skipped),
+            "train/rows_skipped": run.train_data.rows_skipped - skipped_before,
             "time/total": seconds,
         }
         metrics |= ranking_metrics(args, rankings, rewards)
@@ -275,123 +281,123 @@ def main(args: Args) -> dict[str, float]:
             eval_metrics, eval_records = evaluate(args, run)
             metrics |= eval_metrics
         log(args, run, metrics, eval_records)
-        keys = ["rm/loss", "rm/accuracy", *(f"eval/{name}/accuracy" for name in run.eval_sets)]
-        postfix = {key: f"{metrics[key]:.3f}" for key in keys if key in metrics}
+        names = ["rm/loss", "rm/accuracy", *(f"eval/{name}/accuracy" for name in run.eval_sets)]
+        postfix = {name: f"{metrics[name]:.3f}" for name in names if name in metrics}
         bar.set_postfix(postfix)
-        if not show_bar:
+        if bar.disable:
             print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {postfix}")
-
-        state["step"] = step
-        state["skipped_in_a_row"] = state["skipped_in_a_row"] + 1 if grad_norm is None else 0
-        diverged = state["skipped_in_a_row"] >= 5
-        num_signals = int(all_reduce_sum(torch.tensor(len(received_signals)), run.device))
-        stopped = num_signals > 0 and not is_last_step
-        if is_last_step or stopped or diverged or (args.save_steps and step % args.save_steps == 0):
-            run.checkpoint = save_checkpoint(args, run)
-        if diverged:
-            fail(f"step {step}: no finite gradients in 5 steps; the last weights are in {run.checkpoint}")
-        if stopped:
-            print0(f"stopped by a signal; continue with --resume {run.checkpoint}")
+        if state["skipped_in_a_row"] == 5:
+            save_and_stop(args, run, f"step {step}: no finite gradients in 5 steps")
+        has_signal = len(all_gather_list(received_signals)) > 0  # of any rank
+        if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
+            checkpoint = save_checkpoint(args, run)
+        if has_signal and not is_last_step:
+            command = f"--resume auto --run-name {run.run_dir.name}"
+            print0(f"stopped by a signal and saved {checkpoint}; continue with {command}")
             break
 
     # --- 6. finish ---
-    if not stopped:
-        for name, initial in state["initial_eval"].items():
-            if name.endswith("/accuracy") and name in metrics:
-                print0(f"{name} {initial:.3f} -> {metrics[name]:.3f}")
-        print0(f"{time.perf_counter() - run_start:.0f} s; saved {run.checkpoint}")
-        print0(f"report: python tools/report.py {run.run_dir}")
+    for name, before in state["initial_eval"].items():
+        if name.endswith("/accuracy"):
+            after = f" -> {metrics[name]:.3f}" if name in metrics else ""
+            print0(f"{name} {before:.3f}{after}")
+    print0(f"{time.perf_counter() - run_start:.0f} s; report: python tools/report.py {run.run_dir}")
     dist.destroy_process_group()
-    return metrics
+    return metrics or state["initial_eval"]
 
 
 # ---- setup ----
 
 
 def setup(args: Args) -> Run:
-    """Load everything that the steps use, and check whether packing is exact."""
+    """Load and check everything that the steps use. Only then write to the run directory."""
     transformers.utils.logging.disable_progress_bar()
+    fill_defaults(args)
     check_args(args)
-    device = init_distributed()
+    init_distributed()
     run_dir, checkpoint = resolve_run_dir(args)
-    is_bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
-    dtype = torch.bfloat16 if is_bf16 else torch.float32
-
-    model = load_model(args.model, dtype, with_head=False).base_model
-    torch.manual_seed(args.seed)  # for the initial head and LoRA weights
-    module = RewardModel(model)
-    head_path = Path(args.model) / "score.safetensors"  # if --model is a checkpoint of this script
-    if head_path.is_file():
-        module.score.load_state_dict({"weight": safetensors.torch.load_file(head_path)["score.weight"]})
-    if args.lora_rank > 0:
-        add_lora(args, model)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    reward_model = init_deepspeed_engine(args, module, dtype, args.total_steps, args.learning_rate)
-    reward_model.eval()
+    reward_model = load_reward_model(args)
+    model = reward_model.module.model
     state = {
         "step": 0,
         "initial_eval": {},  # metrics before the first step
-        "skipped_in_a_row": 0,  # updates skipped because their gradients were not finite
+        "rows_read": 0,  # position in the endless stream of shuffled epochs
+        "skipped_in_a_row": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
-        _, client_state = reward_model.load_checkpoint(str(checkpoint / "state" / "reward"), tag="engine")
-        state = client_state["run_state"]
+        state = load_checkpoint(args, checkpoint, {"reward": reward_model})
 
     processor = transformers.AutoProcessor.from_pretrained(args.model)
-    train_data = load_rankings(args, args.dataset, args.dataset_split, args.seed, model, processor)
+    train_data = RankingDataset(args, args.dataset, args.dataset_split, args.seed, model, processor)
     eval_sets = {}
-    default_eval_sets = ["easy-vqa=easy-vqa"] if args.dataset == "easy-vqa" else []
-    for name_and_source in args.eval_datasets or default_eval_sets:
-        name, _, source = name_and_source.partition("=")
-        eval_sets[name] = load_rankings(args, source, args.eval_dataset_split, 0, model, processor)
-    prepare_run_dir(args, run_dir, last_step=state["step"])
-    print0(f"{run_dir}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {device}, {dtype}")
+    for name, _, source in (x.partition("=") for x in args.eval_datasets):
+        eval_sets[name] = RankingDataset(args, source, args.eval_dataset_split, 0, model, processor)
+    require(args.total_steps or eval_sets, "--total-steps 0 only evaluates, which requires --eval-datasets")
+    print0(f"{run_dir}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
 
-    probe_rows = packing_check.choose_probe_rows(train_data.rows)
-    rankings = [ranking for row in probe_rows if (ranking := encode_or_skip(train_data, row))]
-    if not rankings:
-        train_data.encode(0)  # raises the error of the first row
-    message = packing_check.enable_packing_if_exact(
+    rows = packing_check.choose_probe_rows(train_data.rows)
+    prompts = [ranking.prompt for row in rows if (ranking := train_data.encode(row))]
+    require(prompts, f"{args.dataset}: none of {len(rows)} rows can be used; see the warnings")
+    message = packing_check.choose_layout(
         model=model,
-        forward=reward_model,
-        prompts=[ranking.prompt for ranking in rankings],
+        # DeepSpeed's engine refuses autograd.grad, which the check skips under ZeRO-3.
+        forward=reward_model if args.zero_stage == 3 else reward_model.module,
+        prompts=prompts,
         max_length=args.max_length,
         max_tokens=args.micro_batch_tokens,
+        samples=False,
     )
     print0(message)
-    if args.zero_stage == 3:  # a check that ends early leaves parameters gathered
+    if args.zero_stage == 3:  # a failed check can leave parameters gathered
         reward_model.empty_partition_cache()
+    start_logs(args, run_dir, checkpoint, last_step=state["step"])
     return Run(
-        run_dir=run_dir, device=device, processor=processor, reward_model=reward_model,
-        train_data=train_data, eval_sets=eval_sets, checkpoint=checkpoint, state=state,
-    )  # fmt: skip
+        run_dir=run_dir,
+        processor=processor,
+        reward_model=reward_model,
+        train_data=train_data,
+        eval_sets=eval_sets,
+        state=state,
+    )
+
+
+def fill_defaults(args: Args) -> None:
+    """Fill in the flags whose defaults depend on the model, the machine or the dataset, and print them."""
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if DEVICE.type == "cuda" else "float32"
+    if args.learning_rate is None:
+        is_bundled = Path(args.model).resolve() == Path(BUNDLED_MODEL).resolve()  # tiny, so it learns fast
+        args.learning_rate = 3e-4 if is_bundled else 1e-4 if args.lora_rank else 5e-6
+    if args.zero_stage is None:
+        args.zero_stage = 2 if args.dtype == "bfloat16" else 0
+    if args.dataset == "easy-vqa" and not args.eval_datasets:
+        args.eval_datasets = ("easy-vqa=easy-vqa",)
+    print0(f"--learning-rate {args.learning_rate} --zero-stage {args.zero_stage} --dtype {args.dtype}")
 
 
 def check_args(args: Args) -> None:
-    """Reject flags that contradict each other, before anything is loaded."""
-    for name in ("total_steps", "train_batch_size", "save_total_limit"):
-        if getattr(args, name) < 1:
-            fail(f"--{name.replace('_', '-')} ({getattr(args, name)}) must be at least 1")
-    if not 0 <= args.label_smoothing < 0.5:
-        fail(f"--label-smoothing ({args.label_smoothing}) must be at least 0 and below 0.5")
-    if args.micro_batch_tokens < args.max_length:
-        fail(f"--micro-batch-tokens must be at least --max-length ({args.max_length})")
-    names = [name_and_source.partition("=")[0] for name_and_source in args.eval_datasets]
-    if not all("=" in x for x in args.eval_datasets) or len({*names}) < len(names):
-        fail("--eval-datasets must be name=source, with different names")
-    if args.offload_optimizer and args.zero_stage == 0:
-        fail("--offload-optimizer requires --zero-stage 1, 2 or 3")
-    if args.resume == "auto" and args.run_name is None:
-        fail("--resume auto requires --run-name")
-    if args.lora_rank == 0 and args.lora_alpha != Args.lora_alpha:
-        fail("--lora-alpha requires --lora-rank")
+    """Exit if flags contradict each other. tyro has checked types and choices."""
+    for name, value in vars(args).items():
+        minimum = 1 if name in ("train_batch_size", "max_length", "save_total_limit") else 0
+        is_valid = not isinstance(value, int | float) or value >= minimum
+        require(is_valid, f"--{name.replace('_', '-')} ({value}) must be at least {minimum}")
+    require(args.label_smoothing < 0.5, f"--label-smoothing ({args.label_smoothing}) must be below 0.5")
+    fits = args.micro_batch_tokens >= args.max_length
+    require(fits, f"--micro-batch-tokens must be at least --max-length ({args.max_length})")
+    names = {x.partition("=")[0] for x in args.eval_datasets if "=" in x}
+    is_valid = len(names) == len(args.eval_datasets)
+    require(is_valid, "--eval-datasets must be NAME=DATASET, with different names")
+    adds_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2
+    require(adds_in_fp32, "--dtype bfloat16 needs --zero-stage 2 or 3; 0 and 1 add gradients in bfloat16")
+    require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage 1 to 3")
+    require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
+    require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
 
 
-def fail(message: str) -> NoReturn:
-    """Exit with code 2 and a message: what is wrong, where, and what to do."""
-    tqdm.write(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+def require(condition: Any, message: str) -> None:
+    """Exit with code 2 and a message (what is wrong, and what to do) unless the condition holds."""
+    if not condition:
+        stop(message)
 
 
 def print0(message: str) -> None:
@@ -402,17 +408,15 @@ def print0(message: str) -> None:
 
 
 def catch_signals() -> list[int]:
-    """Collect SIGTERM and SIGINT in the returned list; a second signal ends the process.
+    """Collect SIGTERM and SIGINT in the returned list. A second signal ends the process.
 
-    Under a launcher, signals are only collected: each rank gets one from the terminal or job
-    scheduler and again from torchrun, and the second one must not interrupt the save."""
+    torchrun repeats signals, so under a launcher only its own timeout, SIGKILL, ends the process."""
     received_signals = []
 
     def handler(number, frame):
+        if received_signals and "RANK" not in os.environ:
+            raise KeyboardInterrupt
         received_signals.append(number)
-        if "RANK" not in os.environ:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
@@ -421,110 +425,184 @@ def catch_signals() -> list[int]:
 
 # ---- data ----
 
-# Raised if a dataset row can't be used: missing or broken media, too many tokens, a chat that the
-# template rejects. Any other exception is a bug in code and ends the run.
-ROW_ERRORS = (OSError, ValueError, Image.DecompressionBombError, jinja2.TemplateError)
+
+class RowError(Exception):
+    """A dataset row can't be used, and is skipped."""
 
 
-@dataclass
 class RankingDataset:
-    source: str
-    rows: Any  # datasets.Dataset
-    encode: Callable[[int], Ranking]  # row index -> ranking; raises one of ROW_ERRORS
+    """Rows with a prompt, and chosen and rejected, or responses (best first); see split_row.
 
+    Optional columns: image(s), video(s), and margin."""
 
-def shuffled_indices(start: int, count: int, num_rows: int, seed: int) -> list[int]:
-    """Return `count` indices from position `start` of an endless stream of shuffled epochs.
+    def __init__(self, args: Args, source: str, split: str, seed: int, model, processor):
+        self.args = args
+        self.source = source
+        self.data_dir = Path(source) if Path(source).is_dir() else Path(source).parent  # of media
+        self.model = model
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.rows = load_rows(args, source, split)
+        if source == "easy-vqa":
+            self.rows = add_pairs(self.rows, seed)
+        columns = self.rows.column_names
+        is_pair = "chosen" in columns and "rejected" in columns
+        rule = "must have either chosen and rejected or responses; --columns chosen=... renames one"
+        require(is_pair != ("responses" in columns), f"{source} has columns {', '.join(columns)}, but {rule}")
+        self.rows_read = 0  # by next_rankings
+        self.rows_skipped = 0
+        # A step encodes a row once to plan the packs, and again to build them.
+        self.encode = functools.lru_cache(maxsize=2 * args.train_batch_size)(self.encode)
 
-    An index is epoch * num_rows + row, so a row that occurs twice in a step has two indices.
-    """
-    stream = []
-    for epoch in range(start // num_rows, (start + count - 1) // num_rows + 1):
-        rows = np.random.default_rng([seed, epoch]).permutation(num_rows)
-        stream += (rows + epoch * num_rows).tolist()
-    return stream[start % num_rows :][:count]
+    def encode(self, index: int) -> Ranking | None:
+        """The ranking of a row; None, with a warning, if the row can't be used."""
+        try:
+            return self.tokenize(self.rows[index], index)  # `datasets` opens images here
+        except (RowError, OSError, Image.DecompressionBombError) as error:
+            tqdm.write(f"warning: {self.source} row {index} is skipped: {error!s:.300}", file=sys.stderr)
+            return None
 
-
-def load_rankings(args: Args, source: str, split: str, seed: int, model, processor) -> RankingDataset:
-    """Columns: prompt or messages, a string or a chat; chosen and rejected, or responses (best
-    first), strings or chats, see split_row; optional image(s), video(s) and margin."""
-    rows = rename_columns(args, source, load_rows(source, split))
-    if source == "easy-vqa":
-        rows = add_pairs(rows, seed)
-    columns = rows.column_names
-    has_pair = "chosen" in columns and "rejected" in columns
-    is_chat = not str(rows.features.get("chosen")).startswith("Value")
-    has_prompt = "prompt" in columns or "messages" in columns or is_chat  # a chat can contain it
-    if not has_prompt or not (has_pair or "responses" in columns):
-        names = ", ".join(columns)
-        fail(f"{source} has columns {names}: rename yours, --columns prompt=... chosen=... rejected=...")
-    tokenizer = getattr(processor, "tokenizer", processor)
-
-    # Cached: a step encodes a row once to plan the packs, and again to build them.
-    @functools.lru_cache(maxsize=2 * args.train_batch_size)
-    def encode(index: int) -> Ranking:
-        row = rows[index]
+    def tokenize(self, row: dict, index: int) -> Ranking:
         prompt_chat, response_chats = split_row(row)
-        whole = prompt_chat + sum(response_chats, [])
-        whole = build_messages(args, row | {"prompt": whole}, Path(source).parent, tokenizer)
-        messages = whole[: -sum(map(len, response_chats))]
-        remaining = iter(whole[len(messages) :])
-        responses = [[next(remaining) for _ in chat] for chat in response_chats]
-        texts = [" ".join(map(get_text, response)) for response in responses]
-        prompt, response_ids = encode_ranking(model, processor, messages, responses, index)
-        longest = prompt.length + max(map(len, response_ids))
-        if longest > args.max_length:
-            raise ValueError(f"{longest} tokens exceed --max-length")
+        messages = build_messages(self.args, row | {"prompt": prompt_chat}, self.data_dir, self.tokenizer)
+        responses = [build_response(chat, self.tokenizer) for chat in response_chats]
+        try:
+            prompt, response_ids = encode_ranking(self.model, self.processor, messages, responses, index)
+        except (ValueError, jinja2.TemplateError) as error:  # of the image processor or the chat template
+            raise RowError(str(error)) from error
+        length = prompt.length + max(map(len, response_ids))
+        if length > self.args.max_length:
+            raise RowError(f"{length} tokens exceed --max-length")
         margin = float(row.get("margin") or 0.0)
         if not math.isfinite(margin):
-            raise ValueError(f"its margin is {margin}")
-        columns = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
-        return Ranking(prompt, response_ids, texts, margin, columns)
-
-    return RankingDataset(source=source, rows=rows, encode=encode)
-
-
-def encode_or_skip(data, row: int):
-    """Encode a dataset row, or return None with a warning if the row can't be used."""
-    try:
-        return data.encode(row)
-    except ROW_ERRORS as error:
-        tqdm.write(f"warning: {data.source} row {row} is skipped: {error!s:.300}", file=sys.stderr)
-        return None
+            raise RowError(f"its margin is {margin}")
+        return Ranking(
+            prompt=prompt,
+            response_ids=response_ids,
+            texts=[" ".join(x["content"][0]["text"] for x in response) for response in responses],
+            margin=margin,
+            columns={name: x for name, x in row.items() if isinstance(x, str | int | float)},
+        )
 
 
-def load_rows(source: str, split: str):
-    """Load a `datasets.Dataset`: easy-vqa, a local file, a saved directory or a hub id."""
+def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
+    """The messages of the prompt, and those of each response, best first.
+
+    Responses are strings, messages that follow the prompt, or chats that begin with the prompt.
+    With q for a user's message, and a and b for an assistant's:
+
+    prompt "q", chosen "a", rejected "b"       -> prompt [q], responses [[a], [b]]
+    prompt [q], chosen [a], rejected [b]       -> prompt [q], responses [[a], [b]]
+    chosen [q, a], rejected [q, b]             -> prompt [q], responses [[a], [b]]
+    """
+    sources = row["responses"] if "responses" in row else [row["chosen"], row["rejected"]]
+    if not isinstance(sources, list) or len(sources) < 2 or None in sources:
+        raise RowError("a ranking needs a list of at least two responses")
+    prompt = row.get("prompt") or row.get("messages")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    responses = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in sources]
+    if responses[0] and responses[0][0].get("role") != "assistant":
+        num_shared = count_shared(responses)
+        prompt = responses[0][:num_shared]
+        responses = [response[num_shared:] for response in responses]
+    if not prompt:
+        raise RowError("its prompt is empty")
+    if not all(responses):
+        raise RowError("a response is empty, or the beginning of another one")
+    # Without their text, responses that differ in tool calls would be equal.
+    if any(message.get("tool_calls") for chat in (prompt, *responses) for message in chat):
+        raise RowError("messages with tool_calls are not supported")
+    return prompt, responses
+
+
+def count_shared(sequences: list[list]) -> int:
+    """Length of the longest common prefix: [[1, 2, 3], [1, 2, 4]] -> 2."""
+    for i, items in enumerate(zip(*sequences)):
+        if any(item != items[0] for item in items):
+            return i
+    return min(map(len, sequences))
+
+
+def build_response(chat: list[dict], tokenizer) -> list[dict]:
+    """The messages of a response, each with one text part. Markers such as <image> are text here."""
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    messages = []
+    for message in chat:
+        parts = message.get("content")
+        if isinstance(parts, str):
+            parts = [{"type": "text", "text": parts}]
+        if parts is None or any(part["type"] != "text" for part in parts):
+            raise RowError("a response has a message without text, or with images or videos")
+        text = chats.escape_special_tokens("".join(part["text"] for part in parts), special_tokens)
+        messages.append({"role": message["role"], "content": [{"type": "text", "text": text}]})
+    return messages
+
+
+def encode_ranking(
+    model, processor, messages: list[dict], responses: list[list[dict]], index: int
+) -> tuple[Prompt, list[Tensor]]:
+    """Split the rendered chats at their longest common token prefix: it becomes the Prompt, the rest
+    of each chat its response ids (R,). At least one token per response stays outside of the prefix,
+    because the head reads the last one.
+
+        user <image> Color ? assistant red              num_shared = 5
+        user <image> Color ? assistant dark blue        response_ids = [red], [dark blue]
+    """
+    inputs = chats.encode_chat(processor, messages + responses[0])
+    input_ids = inputs["input_ids"][0].tolist()
+    # The tokenizer, for which an image is one token, finds where the chats differ. The processor
+    # expands images, but tokenizes the text after them in the same way.
+    ids = [tokenize_chat(processor, messages + response) for response in responses]
+    num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])
+    suffix = ids[0][num_shared:]
+    if input_ids[-len(suffix) :] != suffix:
+        # PaliGemma's processor appends tokens to any text, so it must tokenize all chats.
+        encoded = [chats.encode_chat(processor, messages + response) for response in responses]
+        ids = [x["input_ids"][0].tolist() for x in encoded]
+        num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])
+    length = len(input_ids) - len(ids[0]) + num_shared
+    prompt = packing.make_prompt(model, inputs, index=index, length=length)
+    # Chat templates end a turn. Without one, the head would read the last word instead of EOS.
+    end = [] if processor.chat_template else [processor.eos_token_id]
+    return prompt, [torch.tensor(chat_ids[num_shared:] + end) for chat_ids in ids]
+
+
+def tokenize_chat(processor, messages: list[dict]) -> list[int]:
+    """Token ids of a chat, with one token per image."""
+    if not hasattr(processor, "tokenizer"):
+        return chats.encode_chat(processor, messages)["input_ids"][0].tolist()
+    options = {"chat_template": processor.chat_template, "return_dict": False}
+    return processor.tokenizer.apply_chat_template(messages, **options)
+
+
+def load_rows(args: Args, source: str, split: str):
+    """Load a `datasets.Dataset` from easy-vqa, a file, a saved directory or the Hub, and apply --columns."""
     import datasets
 
     datasets.disable_progress_bars()
     file_format = Path(source).suffix[1:].replace("jsonl", "json")
     try:
         if source == "easy-vqa":
-            return easy_vqa_rows(split)
-        if file_format in ("json", "csv", "parquet"):
-            return datasets.load_dataset(file_format, data_files=source, split="train")
-        if not Path(source).is_dir():
-            return datasets.load_dataset(source, split=split)
-        rows = datasets.load_from_disk(source)
-        return rows[split] if isinstance(rows, dict) else rows
+            rows = easy_vqa_rows(split)
+        elif file_format in ("json", "csv", "parquet"):
+            rows = datasets.load_dataset(file_format, data_files=source, split="train")
+        elif Path(source).is_dir():
+            rows = datasets.load_from_disk(source)
+            rows = rows[split] if isinstance(rows, dict) else rows
+        else:
+            path, _, config = source.partition(":")  # openai/gsm8k:main
+            rows = datasets.load_dataset(path, config or None, split=split)
     except Exception as error:
-        fail(f"can't load the dataset {source} (split {split}): {error.__cause__ or error}")
-
-
-def rename_columns(args: Args, source: str, rows):
-    """Apply --columns. The evaluation set may already use the script's names."""
-    columns = rows.column_names
-    new_names = {}  # column of the dataset -> name in this script
+        stop(f"can't load the dataset {source} (split {split}): {error.__cause__ or error}")
     for pair in args.columns:
-        name, _, column = pair.partition("=")
-        if name and column in columns:
-            new_names[column] = name
-        elif source == args.dataset:
-            fail(f"--columns {pair} must be name=column; {source} has {', '.join(columns)}")
-    # A renamed column replaces an existing column of that name.
-    replaced = [column for column in columns if column in new_names.values() and column not in new_names]
-    return rows.remove_columns(replaced).rename_columns(new_names)
+        new, _, old = pair.partition("=")
+        if new and old in rows.column_names:
+            replaced = [new] if new in rows.column_names else []
+            rows = rows.remove_columns(replaced).rename_column(old, new)
+        elif source == args.dataset or new not in rows.column_names:  # --eval-dataset may be renamed already
+            stop(f"--columns {pair} must be name=column; {source} has {', '.join(rows.column_names)}")
+    return rows
 
 
 def easy_vqa_rows(split: str):
@@ -553,239 +631,181 @@ def add_pairs(rows, seed: int):
     return rows
 
 
-def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
-    """The messages of the prompt, and those of each response, best first.
-
-    Responses are strings, messages that follow the prompt, or chats that begin with the prompt.
-    With q for a user's message, and a and b for an assistant's:
-
-    prompt "q", chosen "a", rejected "b"       -> prompt [q], responses [[a], [b]]
-    prompt [q], chosen [a], rejected [b]       -> prompt [q], responses [[a], [b]]
-    chosen [q, a], rejected [q, b]             -> prompt [q], responses [[a], [b]]
-    """
-    responses = row.get("responses") or [row.get("chosen"), row.get("rejected")]
-    if len(responses) < 2 or None in responses:
-        raise ValueError("a ranking needs at least two responses")
-    prompt = row.get("prompt") or row.get("messages")
-    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    chats = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in responses]
-    if chats[0] and chats[0][0].get("role") != "assistant":
-        num_shared = count_shared(chats)
-        prompt = chats[0][:num_shared]
-        chats = [chat[num_shared:] for chat in chats]
-    if not prompt:
-        raise ValueError("its prompt is empty")
-    if not all(chats):
-        raise ValueError("a response is empty, or the beginning of another one")
-    return prompt, chats
-
-
-def get_text(message: dict) -> str:
-    """The text of a response's message."""
-    if any(part["type"] != "text" for part in message["content"]):
-        raise ValueError("images and videos in responses are not supported")
-    return " ".join(part["text"] for part in message["content"])
-
-
-def count_shared(sequences: list[list]) -> int:
-    """Length of the longest common prefix: [[1, 2, 3], [1, 2, 4]] -> 2."""
-    for i, items in enumerate(zip(*sequences)):
-        if any(item != items[0] for item in items):
-            return i
-    return min(map(len, sequences))
-
-
-def encode_ranking(
-    model, processor, messages: list[dict], responses: list[list[dict]], index: int
-) -> tuple[Prompt, list[Tensor]]:
-    """The tokens that all chats of a ranking begin with, as a Prompt, and the rest of each chat (R,).
-
-    The tokenizer, for which an image is one token, finds where the chats differ:
-
-        user <image> Color ? assistant red              num_shared = 5
-        user <image> Color ? assistant dark blue        response_ids = [red], [dark blue]
-
-    The processor expands an image to several tokens, but tokenizes the text after it in the same
-    way. So the prompt is the processor's output for the first chat without its last token, red.
-    """
-    chats = [messages + response for response in responses]
-    inputs = packing.encode_chat(processor, chats[0])
-    input_ids = inputs["input_ids"][0].tolist()
-    ids = [tokenize_chat(processor, chat) for chat in chats]
-    num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])  # each response has a token
-    tail = ids[0][num_shared:]
-    if input_ids[-len(tail) :] != tail:
-        # PaliGemma's processor appends tokens to any text, so it must tokenize all chats.
-        ids = [packing.encode_chat(processor, chat)["input_ids"][0].tolist() for chat in chats]
-        num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])
-    length = len(input_ids) - len(ids[0]) + num_shared
-    prompt = packing.make_prompt(model, inputs, index=index, length=length)
-    return prompt, [torch.tensor(chat_ids[num_shared:]) for chat_ids in ids]
-
-
-def tokenize_chat(processor, messages: list[dict], **template) -> list[int]:
-    """Token ids of a chat, with one token per image."""
-    tokenizer = getattr(processor, "tokenizer", processor)
-    if tokenizer is processor:
-        return packing.encode_chat(processor, messages, **template)["input_ids"][0].tolist()
-    template |= {"chat_template": processor.chat_template, "return_dict": False}
-    return tokenizer.apply_chat_template(messages, **template)
-
-
 def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
     """Convert a dataset row to messages whose content is a list of parts, with loaded media.
 
     {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
     "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
-    """
-    roles, texts, media = read_chat(row)
-    unused = {name: iter(sources) for name, sources in media.items()}
-    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    messages = []
-    for role, text in zip(roles, texts):
-        pieces = [text] if role == "assistant" else re.split("<(image|video)>", text)
-        parts = []
-        for k, piece in enumerate(pieces):  # re.split puts the markers' names at odd positions
-            if k % 2 == 1:
-                parts.append(load_media(piece, next(unused[piece]), data_dir, args.video_fps))
-            elif piece:
-                parts.append({"type": "text", "text": packing.escape_special_tokens(piece, special_tokens)})
-        messages.append({"role": role, "content": parts})
-    if args.system_prompt and roles[0] != "system":
-        parts = [{"type": "text", "text": args.system_prompt}]
-        messages.insert(0, {"role": "system", "content": parts})
+
+    The columns image(s) and video(s) fill the markers <image> and <video>, and parts of these types
+    without media, in order. Without either, media precede the text of the first user message."""
+    chat = row["prompt"]
+    if chat and isinstance(chat, str):
+        chat = [{"role": "user", "content": chat}]
+    if not chat or not all({"role", "content"} <= message.keys() for message in chat):
+        raise RowError("its prompt is empty, or has a message without the keys role and content")
+    if args.system_prompt and chat[0]["role"] != "system":
+        chat = [{"role": "system", "content": args.system_prompt}, *chat]
+    messages = [{"role": x["role"], "content": split_markers(x["content"] or [])} for x in chat]
+    users = [message for message in messages if message["role"] == "user"]
+    for kind in ("image", "video"):
+        media = row.get(kind) or row.get(f"{kind}s") or []
+        media = media if isinstance(media, list) else [media]
+        parts = [part for message in messages for part in message["content"]]
+        placeholders = [part for part in parts if part["type"] == kind and kind not in part]
+        if media and not placeholders and users:
+            placeholders = [{"type": kind} for _ in media]
+            users[0]["content"] = placeholders + users[0]["content"]
+        if len(placeholders) != len(media):
+            raise RowError(f"{len(placeholders)} <{kind}> markers, but {len(media)} {kind}s")
+        for part, source in zip(placeholders, media):
+            part[kind] = source
+    for part in [part for message in messages for part in message["content"]]:
+        if part["type"] == "text":
+            special_tokens = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
+            part["text"] = chats.escape_special_tokens(part["text"], special_tokens)
+        elif part["type"] == "image":
+            part["image"] = load_image(part["image"], data_dir, args.max_pixels)
+        elif part["type"] == "video":
+            part["video"], part["metadata"] = load_video(part["video"], data_dir, args.video_fps)
+        else:
+            raise RowError(f"content of type {part['type']} is not supported")
     return messages
 
 
-def read_chat(row: dict) -> tuple[list[str], list[str], dict[str, list]]:
-    """Roles and texts of a row's messages, and the media that replace markers in the texts.
-
-    The k-th marker <image> is replaced by the k-th image, and <video> likewise. A message part of
-    type image or video becomes a marker. Without markers, the media precede the text of the first user
-    message. In assistant messages a marker is text: chat templates accept media from users only.
-    """
-    chat = row.get("prompt") or row.get("messages")
-    if not chat:
-        raise ValueError("its prompt is empty")
-    if isinstance(chat, str):
-        chat = [{"role": "user", "content": chat}]
-    if not all({"role", "content"} <= message.keys() for message in chat):
-        raise ValueError("a message needs the keys role and content")
-    media = {}
-    for name in ("image", "video"):
-        sources = row.get(name) or row.get(f"{name}s") or []
-        media[name] = list(sources) if isinstance(sources, list) else [sources]
-    roles = [message["role"] for message in chat]
-    texts = []
-    for message in chat:
-        parts = message["content"] or ""
-        if isinstance(parts, str):
-            parts = [{"type": "text", "text": parts}]
-        text = ""
-        for part in parts:
-            name = part["type"]
-            if name not in ("text", "image", "video"):
-                raise ValueError(f"content of type {name} is not supported")
-            text += part["text"] if name == "text" else f"<{name}>"
-            if name != "text" and message["role"] == "assistant":
-                raise ValueError(f"an assistant message has content of type {name}")
-            if name != "text" and part.get(name) is not None:
-                media[name].append(part[name])
-        texts.append(text)
-    for name, sources in media.items():
-        marker = f"<{name}>"
-        count = sum(text.count(marker) for role, text in zip(roles, texts) if role != "assistant")
-        if count == 0 and sources:
-            if "user" not in roles:
-                raise ValueError(f"it has {name}s, but no user message")
-            first = roles.index("user")
-            texts[first] = marker * len(sources) + texts[first]
-        elif count != len(sources):
-            raise ValueError(f"{count} {marker} markers, but {len(sources)} {name}s")
-    return roles, texts, media
+def split_markers(content: str | list[dict]) -> list[dict]:
+    """The content of a message as a list of parts: "a <image>" -> [text part "a ", image part]."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    parts = []
+    for part in content:
+        if part["type"] != "text":  # `datasets` fills the keys that a part does not have with None
+            parts.append({name: value for name, value in part.items() if value is not None})
+            continue
+        for piece in filter(None, re.split("(<image>|<video>)", part["text"])):
+            if piece in ("<image>", "<video>"):
+                parts.append({"type": piece[1:-1]})
+            elif parts and parts[-1]["type"] == "text":  # together, parts could be a special token
+                parts[-1]["text"] += piece
+            else:
+                parts.append({"type": "text", "text": piece})
+    return parts
 
 
-def load_media(media_type: str, source, data_dir: Path, video_fps: float) -> dict:
-    """A message part with loaded media.
-
-    An image can be a PIL image, bytes, {"bytes", "path"} or a path relative to data_dir; it becomes
-    RGB. A video is a path; it becomes frames (F, height, width, 3) and metadata with their times."""
-    if media_type == "video":
-        if not isinstance(source, str):
-            raise ValueError(f"a video must be a path, not {type(source).__name__}")
-        load_video = transformers.video_utils.load_video
-        frames, metadata = load_video(str(data_dir / source), fps=video_fps, backend="pyav")
-        names = ("total_num_frames", "fps", "frames_indices")
-        return {"type": "video", "video": frames, "metadata": {name: metadata[name] for name in names}}
-    if isinstance(source, dict):  # an image as `datasets` stores it
+def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
+    """An RGB image from a PIL image, bytes, {"bytes", "path"}, a path relative to data_dir, or a URL."""
+    if isinstance(source, dict):  # as `datasets` stores images
         source = source["bytes"] or source["path"]
     if isinstance(source, bytes):
-        source = io.BytesIO(source)
-    elif isinstance(source, str):
-        source = data_dir / source
-    image = source if isinstance(source, Image.Image) else Image.open(source)
-    return {"type": "image", "image": image.convert("RGB")}
+        source = Image.open(io.BytesIO(source))
+    elif isinstance(source, str) and not source.startswith(("http://", "https://", "data:image/")):
+        source = Image.open(data_dir / source)
+    image = transformers.image_utils.load_image(source)  # RGB, with EXIF orientation applied
+    return chats.scale_image(image, max_pixels)
 
 
-def gather_rankings(data: RankingDataset, indices: list[int]) -> list[Ranking]:
-    """The rankings of all ranks, each of which encodes its share of the indices."""
+def load_video(source: str, data_dir: Path, fps: float) -> tuple[np.ndarray, Any]:
+    """Frames (F, height, width, 3) of a video, sampled at `fps`, and metadata with their times."""
+    try:
+        path = str(data_dir / source)
+        return transformers.video_utils.load_video(path, fps=fps, backend="pyav")
+    except (TypeError, ValueError) as error:  # no such file, or not a video
+        raise RowError(f"can't load the video {source}: {error}") from error
+
+
+def next_rankings(args: Args, run: Run) -> list[Ranking]:
+    """The next --train-batch-size usable rows of an endless stream of shuffled epochs, on all ranks.
+
+    The run saves and stops once more than half of all rows, and of at least 100, were skipped."""
+    data, state = run.train_data, run.state
     rankings = []
-    for index in np.array_split(np.array(indices), WORLD_SIZE)[RANK].tolist():
-        ranking = encode_or_skip(data, index % len(data.rows))
-        if ranking is not None:
-            prompt = ranking.prompt  # its media stay on this rank
+    while (missing := args.train_batch_size - len(rankings)) > 0:
+        positions = range(state["rows_read"], state["rows_read"] + missing)
+        found = gather_rankings(data, choose_rows(positions, len(data.rows), args.seed))
+        rankings += found
+        state["rows_read"] += missing
+        data.rows_read += missing
+        data.rows_skipped += missing - len(found)
+        if data.rows_read >= 100 and data.rows_skipped > data.rows_read / 2:
+            counts = f"{data.rows_skipped} of {data.rows_read} rows were skipped"
+            save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
+    return rankings
+
+
+def choose_rows(positions: range, num_rows: int, seed: int) -> list[int]:
+    """The rows at some positions of an endless stream of shuffled epochs."""
+    epochs = range(positions[0] // num_rows, positions[-1] // num_rows + 1)
+    stream = np.concatenate([np.random.default_rng([seed, epoch]).permutation(num_rows) for epoch in epochs])
+    start = epochs[0] * num_rows  # position of the stream's first row
+    return stream[positions.start - start : positions.stop - start].tolist()
+
+
+def gather_rankings(data: RankingDataset, rows: list[int]) -> list[Ranking]:
+    """The rankings of the usable rows. Each rank encodes its share, and keeps the prompts' inputs."""
+    rankings = []
+    for row in np.array_split(np.array(rows), WORLD_SIZE)[RANK].tolist():
+        if ranking := data.encode(row):
+            prompt = ranking.prompt
             info = PromptInfo(prompt.index, prompt.length, prompt.media_keys)
             rankings.append(replace(ranking, prompt=info))
-    rankings = all_gather_list(rankings)
-    if len(rankings) * 2 < len(indices):
-        fail(f"{data.source}: more than half of a batch's rows are skipped, see the warnings")
-    return rankings
+    return all_gather_list(rankings)
 
 
 def all_gather_list(items: list) -> list:
     """The concatenated lists of all ranks, on every rank."""
-    if WORLD_SIZE == 1:
-        return items
-    lists = [None] * WORLD_SIZE
-    dist.all_gather_object(lists, items)
+    lists = [items] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        dist.all_gather_object(lists, items)
     return [item for part in lists for item in part]
 
 
 # ---- forward ----
 
 
-def iter_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]) -> Iterator[packing.Pack]:
-    """This rank's packs of some rankings."""
-    groups = []  # (prompt index, response indices)
-    response_ids = []  # length B
-    for i, ranking in enumerate(rankings):
-        start = len(response_ids)
-        response_ids += ranking.response_ids
-        groups.append((i, list(range(start, len(response_ids)))))
-    return packing.iter_rank_packs(
-        model=run.reward_model.module.model, groups=groups, responses=response_ids,
+def make_packs(
+    args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]
+) -> tuple[list[packing.Pack], bool]:
+    """This rank's packs of some rankings, and whether a ranking is split over packs (of any rank)."""
+    ranking_of = [i for i, ranking in enumerate(rankings) for _ in ranking.response_ids]  # length B
+    groups = [(i, [b for b, k in enumerate(ranking_of) if k == i]) for i in range(len(rankings))]
+    packs = packing.iter_rank_packs(
+        model=run.reward_model.module.model,
+        groups=groups,
         prompts=[ranking.prompt for ranking in rankings],
-        encode=lambda index: data.encode(index).prompt, max_tokens=args.micro_batch_tokens,
-        rank=RANK, world_size=WORLD_SIZE, media_everywhere=args.zero_stage > 0,
-    )  # fmt: skip
+        encode=lambda row: data.encode(row).prompt,
+        responses=[response for ranking in rankings for response in ranking.response_ids],
+        max_tokens=args.micro_batch_tokens,
+        rank=RANK,
+        world_size=WORLD_SIZE,
+        media_everywhere=args.zero_stage > 0,
+    )
+    packs = list(packs)
+    num_parts = sum(len({ranking_of[b] for b in pack.response_index.tolist()}) for pack in packs)
+    return packs, sum(all_gather_list([num_parts])) > len(rankings)
 
 
 @torch.no_grad()
-def compute_rewards(args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]) -> Tensor:
-    """Rewards (B,) of all responses, on all ranks."""
-    num_responses = sum(len(ranking.response_ids) for ranking in rankings)
-    rewards = torch.zeros(num_responses, device=run.device)
-    for pack in iter_packs(args, run, data, rankings):
+def compute_rewards(run: Run, packs: list[packing.Pack], num_responses: int) -> Tensor:
+    """Rewards (B,) of all responses, from the packs of all ranks."""
+    rewards = torch.zeros(num_responses, device=DEVICE)
+    for pack in packs:
         rewards[pack.response_index] = run.reward_model(pack)
-    return all_reduce_sum(rewards, run.device)
+    return all_reduce_sum(rewards)
+
+
+def all_reduce_sum(x: Tensor) -> Tensor:
+    """Sum of the tensors of all ranks, in place."""
+    if WORLD_SIZE > 1:  # skipped on one rank: gloo's copy thread slows down OpenMP
+        dist.all_reduce(x)
+    return x
 
 
 # ---- evaluation ----
 
 
 def ranking_metrics(args: Args, rankings: list[Ranking], rewards: Tensor) -> dict[str, float]:
-    """Weighted means over the pairs, in float64. rewards (B,), on the CPU."""
-    pairs = make_pairs(rankings, rewards.device)
+    """Means over rankings of the means over their pairs, in float64. rewards (B,)."""
+    pairs = make_pairs(rankings)
     rewards = rewards.double()
     _, pair_metrics = compute_bt_loss(
         chosen_rewards=rewards[pairs.chosen],
@@ -794,7 +814,9 @@ def ranking_metrics(args: Args, rankings: list[Ranking], rewards: Tensor) -> dic
         label_smoothing=args.label_smoothing,
         center_coef=args.center_coef,
     )
-    return {name: float((pairs.weights * values).sum()) for name, values in pair_metrics.items()}
+    # The sum of the weights is 1 up to rounding. Divide by it, so that the mean of ones is exactly 1.
+    total = pairs.weights.sum()
+    return {name: float((pairs.weights * x).sum() / total) for name, x in pair_metrics.items()}
 
 
 def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
@@ -803,29 +825,32 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     eval_records = []
     for name, data in run.eval_sets.items():
         rows = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_rows or None]
-        num_batches = math.ceil(len(rows) / args.train_batch_size)
         rankings = []
         rewards = []
-        for batch in np.array_split(np.sort(rows), num_batches):
-            batch_rankings = gather_rankings(data, batch.tolist())
-            rewards.append(compute_rewards(args, run, data, batch_rankings))
-            rankings += batch_rankings
+        for batch in np.array_split(np.sort(rows), math.ceil(len(rows) / args.train_batch_size)):
+            found = gather_rankings(data, batch.tolist())
+            packs, _ = make_packs(args, run, data, found)
+            num_responses = sum(len(ranking.response_ids) for ranking in found)
+            rewards.append(compute_rewards(run, packs, num_responses))
+            rankings += found
+        is_usable = len(rankings) > len(rows) / 2
+        require(is_usable, f"{data.source}: only {len(rankings)} of {len(rows)} rows can be used")
         rewards = torch.cat(rewards)  # (B,)
         for key, value in ranking_metrics(args, rankings, rewards).items():
             metrics[key.replace("rm/", f"eval/{name}/")] = value
+        metrics[f"eval/{name}/rows_skipped"] = len(rows) - len(rankings)
         eval_records += make_records(f"eval_{name}", rankings, rewards)
     return metrics, eval_records
 
 
 def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[dict]:
-    """A record of each pair for samples.jsonl, with the columns of its dataset row."""
+    """A record of each pair for samples.jsonl. A column of the dataset can't replace an entry of ours."""
     records = []
     rewards_by_ranking = rewards.split([len(ranking.response_ids) for ranking in rankings])
     for ranking, ranking_rewards in zip(rankings, rewards_by_ranking):
         responses = zip(ranking.texts, ranking_rewards.tolist())
         for (chosen, chosen_reward), (rejected, rejected_reward) in combinations(responses, 2):
-            record = {
-                **ranking.columns,
+            record = ranking.columns | {
                 "phase": phase,
                 "row": ranking.prompt.index,
                 "chosen": chosen,
@@ -833,6 +858,7 @@ def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[d
                 "chosen_reward": chosen_reward,
                 "rejected_reward": rejected_reward,
                 "reward_diff": chosen_reward - rejected_reward,
+                "margin": ranking.margin,
             }
             records.append(record)
     return records
@@ -841,57 +867,62 @@ def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[d
 # ---- model ----
 
 
+class RewardHead(nn.Linear):
+    """Hidden states (S, H) -> rewards (S,), in fp32, because in bf16 many rewards would be equal."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden.float(), self.weight.float())[:, 0]
+
+
 class RewardModel(nn.Module):
-    """A backbone with a linear head: pack -> rewards (S,) of its responses, in fp32."""
+    """A backbone with a linear head: pack -> rewards (S,) of its responses."""
 
     def __init__(self, model):
         super().__init__()
         H = model.config.get_text_config().hidden_size
         self.model = model
-        self.score = nn.Linear(H, 1, bias=False, dtype=model.dtype)
+        self.score = RewardHead(H, 1, bias=False, dtype=model.dtype)
         # arxiv.org/abs/2009.01325; in fp32, because random bf16 numbers depend on torch's version
         self.score.weight.data.copy_(torch.randn(1, H) * (H + 1) ** -0.5)
 
     def forward(self, pack: packing.Pack) -> Tensor:
-        hidden = packing.forward_hidden(self.model, pack, last=True)  # (S, H)
-        return hidden.float() @ self.score.weight[0].float()  # in bf16 many rewards would be equal
+        return self.score(packing.forward_hidden(self.model, pack, last=True))
 
 
-def load_model(source: str, dtype: torch.dtype, with_head: bool = True):
-    """Load a vision-language or text model, depending on its config, without dropout.
+def load_reward_model(args: Args):
+    """A DeepSpeed engine around the reward model; its head is that of --model or random."""
+    model = load_backbone(args)
+    torch.manual_seed(args.seed)  # for the initial head and LoRA weights
+    module = RewardModel(model)
+    if (head := load_head(args.model, model.config)) is not None:
+        module.score.load_state_dict({"weight": head})
+    print0(f"reward head: {'random' if head is None else f'loaded from {args.model}'}")
+    prepare_for_training(args, module)
+    engine = init_reward_engine(args, module)
+    engine.eval()
+    return engine
 
-    with_head=False: the LM head is not used, so a checkpoint of reward_bt.py need not have one."""
+
+def load_backbone(args: Args):
+    """Load a vision-language or text model without its LM head, and without dropout."""
     try:
-        config = transformers.AutoConfig.from_pretrained(source)
-        auto_class = transformers.AutoModelForCausalLM
-        if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-            auto_class = transformers.AutoModelForImageTextToText
-        elif type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder:
-            raise ValueError(f"{config.model_type} is not a text or image-text-to-text model of transformers")
+        config = transformers.AutoConfig.from_pretrained(args.model)
         text_config = config.get_text_config()
         if config.is_encoder_decoder or text_config.is_encoder_decoder:
-            raise ValueError("encoder-decoder models are not supported")
+            stop(f"can't load the model {args.model}: encoder-decoder models are not supported")
         # SDPA silently ignores softcapping of attention scores (Gemma 2).
-        softcap = getattr(text_config, "attn_logit_softcapping", None)
-        attention = None if softcap is None else "eager"
-        model, info = auto_class.from_pretrained(
-            source,
-            dtype=dtype,
-            attn_implementation=attention,
+        has_softcap = getattr(text_config, "attn_logit_softcapping", None) is not None
+        model, info = transformers.AutoModel.from_pretrained(
+            args.model,
+            dtype=getattr(torch, args.dtype),
+            attn_implementation="eager" if has_softcap else None,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,
         )
-        missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
-        if not with_head:
-            missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
-            if "score.weight" in info["unexpected_keys"] and not Path(source, "score.safetensors").is_file():
-                raise ValueError("it has a score head, which must also be in its file score.safetensors")
-        if missing:  # they would be randomly initialized
-            names = ", ".join(missing[:3])
-            raise ValueError(f"weights are missing or have other shapes, {len(missing)} in all: {names}")
-    except Exception as error:
-        fail(f"can't load the model {source}: {error}")
-    # Layers that gradient checkpointing puts in training mode must not apply dropout.
+    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
+        stop(f"can't load the model {args.model}: {error}")
+    lost = sorted(info["missing_keys"])  # transformers would train them from random numbers
+    require(not lost, f"{args.model}: {len(lost)} weights are missing: {lost[:3]}")
+    # Gradient checkpointing puts layers in train mode, where they would apply dropout.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -899,96 +930,104 @@ def load_model(source: str, dtype: torch.dtype, with_head: bool = True):
     return model
 
 
+def load_head(source: str, config) -> Tensor | None:
+    """The head (1, H) that save_checkpoint wrote, from a folder or the Hub; None if there is none."""
+    try:
+        path = transformers.utils.cached_file(source, "score.safetensors")
+    except OSError:  # no such file, or it can't be downloaded
+        # A random head must not silently replace a trained one.
+        has_head = hasattr(config, "reward_head") or "Classification" in str(config.architectures)
+        require(not has_head, f"{source} has a trained head, but its file score.safetensors is missing")
+        return None
+    return safetensors.torch.load_file(path)["score.weight"]
+
+
+def prepare_for_training(args: Args, module: nn.Module) -> None:
+    """Apply --lora-rank, --freeze and --gradient-checkpointing to a module around a model."""
+    if args.lora_rank > 0:
+        add_lora(args, module.model)
+    frozen = [name for name, _ in module.named_parameters() if args.freeze and re.search(args.freeze, name)]
+    require(frozen or not args.freeze, f"--freeze {args.freeze} matches no parameter name")
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(False)
+    if frozen:
+        print0(f"--freeze {args.freeze} freezes {len(frozen)} weights: {', '.join(frozen[:3])}, ...")
+    if args.gradient_checkpointing:
+        module.model.gradient_checkpointing_enable()
+
+
 def add_lora(args: Args, model) -> None:
-    """Add LoRA adapters to the linear layers of the language model."""
+    """Add LoRA adapters to the linear layers of the language model, not to its head or a vision tower."""
     from peft import LoraConfig
 
-    # Vision and audio towers: named by transformers, or models whose config has another type.
-    text_config = model.config.get_text_config()
-    own_configs = (type(model.config), type(text_config))
-    models = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
-    towers = {m for m in models if type(m.config) not in own_configs}
-    towers |= {model.get_encoder("image"), model.get_encoder("audio")} - {model, model.base_model, None}
-    outside = {m for tower in towers for m in tower.modules()} | {model.get_output_embeddings()}
-    num_layers = getattr(text_config, "num_hidden_layers", None)
-    lists = [m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList)]
-    layers = [m for m in lists if len(m) == num_layers] or [model.get_decoder()]
-    inside = {m for part in layers for m in part.modules()} - outside
-    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
-    if not linear:
-        fail("--lora-rank needs a language model with layers of type nn.Linear")
-    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=linear))
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)  # "" for a backbone
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        target_modules="all-linear",
+        # All names that don't begin with the prefix, and towers that some decoders contain.
+        exclude_modules=rf"(?!{re.escape(prefix)}).*|.*(vision|visual|image|audio|perceiver).*",
+    )
+    model.add_adapter(config)
 
 
 @torch.no_grad()
 def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
     """Names and weights of the model, unsharded and with LoRA merged. Call on all ranks.
 
-    LoRA is merged into copies, W + alpha / rank * B A: merging in place and undoing it would change
-    bf16 weights by rounding. Tied weights appear under each of their names."""
+    LoRA is merged into copies: merging in place and undoing it would change bf16 weights by rounding.
+    Tied weights appear under each of their names."""
     import deepspeed
 
-    lora_layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
     saved_names = set(model.state_dict())
-    for name, buffer in model.named_buffers():
-        if name in saved_names:
-            yield name, buffer
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved_names)
+    lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if ".lora_" in name:  # merged into its layer's weight
             continue
         layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
-        factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
-        is_sharded = hasattr(parameter, "ds_id")  # ZeRO-3
-        with deepspeed.zero.GatheredParameters([parameter, *factors], enabled=is_sharded):
-            weight = parameter.detach()
-            if layer:
-                lora_a, lora_b = (factor.float() for factor in factors)  # (rank, in), (out, rank)
-                merged = weight.float() + layer.scaling["default"] * (lora_b @ lora_a)
-                weight = merged.to(weight.dtype)
-            elif is_sharded:  # the gathered weight is freed when this block ends
-                weight = weight.clone()
-        yield name.replace(".base_layer.", "."), weight
+        sharded = [parameter, *(layer.parameters() if layer else ())]  # under ZeRO-3
+        with deepspeed.zero.GatheredParameters(sharded, enabled=hasattr(parameter, "ds_id")):
+            weight = parameter + layer.get_delta_weight("default") if layer else parameter.clone()
+        yield name.replace(".base_layer.", "."), weight.detach()
 
 
 # ---- DeepSpeed ----
 
 
-def init_distributed() -> torch.device:
+def init_distributed() -> None:
     """Initialize torch.distributed. Without a launcher it uses no port, so runs can't conflict."""
-    on_cuda = torch.cuda.is_available()
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    device = torch.device("cuda", int(local_rank)) if on_cuda else torch.device("cpu")
-    if on_cuda:
-        torch.cuda.set_device(device)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
         # cuDNN's SDPA gives NaN gradients with masks on sm90 (torch 2.13, trl#7181).
         torch.backends.cuda.enable_cudnn_sdp(False)
-    backend = "nccl" if on_cuda else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    os.environ |= {"LOCAL_RANK": local_rank, "DS_ACCELERATOR": device.type}
+    single_process = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(
+        backend="nccl" if DEVICE.type == "cuda" else "gloo",
+        timeout=datetime.timedelta(hours=2),  # ranks wait for slow rewards, and while rank 0 saves
+        **single_process,
+    )
+    os.environ |= {"LOCAL_RANK": str(LOCAL_RANK), "DS_ACCELERATOR": DEVICE.type}
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes a minute
     deepspeed.init_distributed(auto_mpi_discovery=False)
-    return device
 
 
-def init_deepspeed_engine(
-    args: Args, module: nn.Module, dtype: torch.dtype, total_updates: int = 0, learning_rate: float = 0.0
-):
-    """Wrap a module in a DeepSpeed engine, with AdamW and a cosine schedule unless frozen.
+def init_reward_engine(args: Args, module: nn.Module):
+    """Wrap the reward model in a DeepSpeed engine, with AdamW and a cosine schedule.
 
-    A frozen module has 0 total_updates. The number of packs per optimizer step varies, so main
-    marks the last one with set_gradient_accumulation_boundary."""
+    The number of packs per optimizer step varies, so main marks the last one with
+    set_gradient_accumulation_boundary."""
     import deepspeed
 
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": args.max_grad_norm,
-        "bf16": {"enabled": dtype == torch.bfloat16},
+        "bf16": {"enabled": args.dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},  # adding many packs in bf16 loses small gradients
         "zero_optimization": {
             "stage": args.zero_stage,
             "overlap_comm": False,
@@ -998,75 +1037,57 @@ def init_deepspeed_engine(
         },
         "zero_force_ds_cpu_optimizer": False,  # it needs a compiler; torch's AdamW does not
     }
-    if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
-        # packing.py uses this weight outside of the head's forward, where ZeRO-3 gathers it.
-        deepspeed.zero.register_external_parameter(module, head.weight)
-    optimizer = None
-    schedule = None
-    if total_updates > 0:
-        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        matrices = [parameter for parameter in trainable if parameter.dim() > 1]
-        vectors = [parameter for parameter in trainable if parameter.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": args.weight_decay}]
-        if vectors:  # LoRA adapters have none
-            groups.append({"params": vectors, "weight_decay": 0.0})
-        optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=args.adam_betas, fused=True)
-        schedule = transformers.get_scheduler(
-            name="cosine_warmup_with_min_lr",
-            optimizer=optimizer,
-            num_warmup_steps=args.warmup_steps,
-            num_training_steps=total_updates,
-            scheduler_specific_kwargs={"min_lr_rate": args.min_lr_ratio},
-        )
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    engine, _, _, _ = deepspeed.initialize(
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    matrices = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
+    vectors = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]  # LoRA has no vectors
+    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
+    schedule = transformers.get_scheduler(
+        "cosine_warmup_with_min_lr",
+        optimizer,
+        num_warmup_steps=args.warmup_updates,
+        num_training_steps=args.total_steps,
+        scheduler_specific_kwargs={"min_lr_rate": args.min_lr_ratio},
+    )
+    engine, *_ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, lr_scheduler=schedule, dist_init_required=False
     )
-    # DeepSpeed before 0.19.2 rounds buffers to bf16, among them the frequencies of RoPE.
-    for name, buffer in module.named_buffers():
-        buffer.data = buffers[name].to(buffer.device)
-        assert buffer.dtype == buffers[name].dtype, f"DeepSpeed rounded buffer {name} to {buffer.dtype}"
-    if optimizer is not None:
-        # DeepSpeed's bf16 optimizer takes a dummy step at initialization; reset its step counters.
-        for state in optimizer.state.values():
-            state["step"].zero_()
     return engine
 
 
 def set_gradient_checkpointing(module: nn.Module, enabled: bool) -> None:
     """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
 
-    The model stays in eval mode, because train mode could change its output (router noise, batch
-    norm). But transformers checkpoints only layers in train mode, and those ignore the KV cache.
-    So only these layers are switched, and only while the model is updated."""
+    transformers checkpoints only layers in train mode, and those ignore the KV cache. The rest of the
+    model stays in eval mode, because train mode could change its output (dropout, router noise)."""
     for layer in module.modules():
         is_layer = isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer)
         if is_layer and layer.gradient_checkpointing:
             layer.training = enabled
 
 
-def optimizer_step(engine) -> float | None:
+def optimizer_step(engine) -> float:
     """Clip gradients, step, advance the schedule; returns the gradient norm before clipping.
 
-    If the norm is not finite, all ranks skip the step and return None: they see the same norm."""
-    if engine.zero_optimization() or engine.bfloat16_enabled():
+    If the norm is not finite, all ranks skip the step and return NaN: they see the same norm."""
+    if engine.zero_optimization():
         engine.step()  # skips non-finite gradients
-        zero_gradient_buffers(engine.optimizer)
-        return float(engine.get_global_grad_norm()) if engine.was_step_applied() else None
-    # In fp32 without ZeRO, DeepSpeed does not check for non-finite gradients.
+        zero_stale_gradients(engine.optimizer)
+        return float(engine.get_global_grad_norm()) if engine.was_step_applied() else math.nan
+    # Without ZeRO, DeepSpeed does not check for non-finite gradients.
     norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
-    if not norm.isfinite():
-        engine.zero_grad()
-        return None
-    engine.step()
-    return float(norm)
+    if norm.isfinite():
+        engine.step()
+        return float(norm)
+    engine.zero_grad()
+    return math.nan
 
 
-def zero_gradient_buffers(optimizer) -> None:
+def zero_stale_gradients(optimizer) -> None:
     """Zero the buffers in which DeepSpeed 0.19 keeps gradients under ZeRO-3 and CPU offload.
 
-    Otherwise parameters without a new gradient (the vision tower's, in a batch of texts) would be
-    updated with the previous one. DeepSpeed has no public call for this."""
+    Otherwise parameters without a new gradient (a vision tower's, in a batch of texts) would be updated
+    with the previous one. DeepSpeed has no public call for this."""
     buffers = [getattr(optimizer, "grad_partitions_flat_buffer", None)]  # ZeRO-3
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # offload
         buffers += [partition.grad for partition in getattr(optimizer, name, [])]
@@ -1075,90 +1096,100 @@ def zero_gradient_buffers(optimizer) -> None:
             buffer.zero_()
 
 
-def all_reduce_sum(x: Tensor, device: torch.device) -> Tensor:
-    """Sum of the tensors of all ranks, on the CPU."""
-    if WORLD_SIZE > 1:  # skipped on one rank: gloo's copy thread slows down OpenMP
-        x = x.to(device)
-        dist.all_reduce(x)
-    return x.cpu()
-
-
 # ---- files ----
 
 
 def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
-    """The directory of this run, and the checkpoint to resume from."""
-    if args.resume not in (None, "auto"):
-        checkpoint = Path(args.resume)
-        if not (checkpoint / "state").is_dir():
-            fail(f"--resume {args.resume} is not a checkpoint: it has no folder named state")
-        return checkpoint.resolve().parent, checkpoint
-    script = Path(__file__).stem
-    now = time.strftime("%Y%m%d-%H%M%S")
-    names = [args.run_name or f"{script}-{Path(args.model).name}-seed{args.seed}-{now}"]
-    dist.broadcast_object_list(names)  # clocks of ranks may differ
-    run_dir = Path(args.output_dir) / names[0]
-    if args.resume == "auto":
-        checkpoints = list_checkpoints(run_dir)
-        return run_dir, checkpoints[-1] if checkpoints else None
-    if RANK == 0 and run_dir.exists():
-        fail(f"{run_dir} already exists: use another --run-name, or --resume auto")
-    return run_dir, None
+    """Create the directory of this run; returns it and the checkpoint to resume from.
+
+    --resume auto continues --run-name. --resume CHECKPOINT starts a new run and only reads the old one.
+    Rank 0 decides, since other ranks may see other times and files."""
+    paths = [None, None]
+    if RANK == 0:
+        now = time.strftime("%Y%m%d-%H%M%S")
+        name = args.run_name or f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{now}"
+        run_dir = Path(args.output_dir, name)
+        checkpoint = Path(args.resume).resolve() if args.resume else None
+        if args.resume == "auto":
+            checkpoint = find_last_checkpoint(run_dir)
+        elif checkpoint and not (checkpoint / "state").is_dir():
+            stop(f"--resume {args.resume} is not a checkpoint: it has no folder named state")
+        if args.resume != "auto" and (run_dir / "args.json").exists():
+            stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            stop(f"can't create {run_dir} in --output-dir: {error}")
+        paths = [run_dir, checkpoint]
+    dist.broadcast_object_list(paths)
+    return tuple(paths)
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints, ordered by step."""
+    """Complete checkpoints, ordered by step, without those that were saved after a problem."""
     return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name[11:]))
 
 
-def prepare_run_dir(args: Args, run_dir: Path, last_step: int) -> None:
-    """Create the run directory; remove checkpoints and log lines after last_step."""
+def find_last_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint with which --resume auto continues; None for a new run."""
+    checkpoint = (list_checkpoints(run_dir) or [None])[-1]
+    last_step = int(checkpoint.name[11:]) if checkpoint else 0
+    for problem in run_dir.glob("checkpoint-*-problem"):
+        if int(problem.name.split("-")[1]) > last_step:
+            stop(f"{problem} was saved after a problem: to go on from step {last_step}, rename or delete it")
+    return checkpoint
+
+
+def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> dict:
+    """Load the engines' states; returns run.state. Warns about flags that differ from the saved ones."""
+    for name, engine in engines.items():
+        groups = [{**group} for group in engine.optimizer.param_groups]
+        base_lrs = engine.lr_scheduler.base_lrs
+        folder = str(checkpoint / "state" / name)
+        # Not strict: frozen weights aren't saved, they are those of --model.
+        _, saved = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
+        # DeepSpeed also loads the old flags of optimizer and schedule; a branch may have others.
+        engine.lr_scheduler.base_lrs = base_lrs
+        engine.optimizer.clip_grad = args.max_grad_norm
+        factor = engine.lr_scheduler.lr_lambdas[0](engine.lr_scheduler.last_epoch)
+        for group, new in zip(engine.optimizer.param_groups, groups):
+            group |= {"lr": base_lrs[0] * factor, "weight_decay": new["weight_decay"]}
+    ignored = {"resume", "run_name", "output_dir"}
+    flags = {name: value for name, value in asdict(args).items() if name not in ignored}
+    changed = [name for name, value in flags.items() if saved["args"].get(name) != value]
+    if args.lora_rank or args.freeze:
+        for name in {"model", "critic_model"} & {*changed}:
+            stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {saved['args'].get(name)}")
+    if changed:
+        changes = [f"--{x.replace('_', '-')} {flags[x]} (was {saved['args'].get(x)})" for x in changed]
+        print0(f"warning: flags differ from those of {checkpoint}: {', '.join(changes)}")
+    return saved["run_state"]
+
+
+def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: int) -> None:
+    """Write args.json, and start metrics.jsonl and samples.jsonl with the lines up to the checkpoint.
+
+    If a run is continued, lines of later steps, which it repeats, move to *.repeated.jsonl."""
     if RANK > 0:
         return
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"can't create {run_dir} in --output-dir: {error}")
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-    for later in list_checkpoints(run_dir):  # --resume auto would prefer them to new ones
-        if int(later.name[11:]) > last_step:
-            print0(f"resuming from step {last_step}: {later} is removed")
-            shutil.rmtree(later)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        path = run_dir / name
-        lines = path.read_text().splitlines(keepends=True) if last_step > 0 and path.exists() else []
-        lines = [line for line in lines if line.endswith("\n")]  # a kill may truncate the last
-        lines = [line for line in lines if json.loads(line)["train/step"] <= last_step]
-        path.write_text("".join(lines))
+    is_continued = (run_dir / "args.json").exists()
+    args_name = f"args-from-step-{last_step + 1}.json" if is_continued else "args.json"
+    (run_dir / args_name).write_text(json.dumps(asdict(args), indent=2))
+    for name in ("metrics", "samples"):
+        path = run_dir / f"{name}.jsonl"
+        source = checkpoint.parent / path.name if checkpoint else path
+        lines = source.read_text().splitlines(keepends=True) if source.exists() else []
+        lines = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one short
+        kept = [line for line in lines if checkpoint and json.loads(line)["train/step"] <= last_step]
+        if is_continued:
+            with (run_dir / f"{name}.repeated.jsonl").open("a") as file:
+                file.writelines(lines[len(kept) :])
+        path.write_text("".join(kept))
+    if args.track == "wandb":
+        import wandb
 
-
-def save_checkpoint(args: Args, run: Run) -> Path:
-    """Save checkpoint-N: the backbone as a Hugging Face directory, with the head in
-    score.safetensors, and state/ for --resume. Call on all ranks."""
-    module = run.reward_model.module
-    checkpoint = run.run_dir / f"checkpoint-{run.state['step']}"
-    temporary = checkpoint.with_suffix(".tmp")  # renamed once it is complete
-    if RANK == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-    dist.barrier()
-    engine_dir = str(temporary / "state" / "reward")
-    run.reward_model.save_checkpoint(engine_dir, tag="engine", client_state={"run_state": run.state})
-    # All ranks gather the weights, but only rank 0 keeps them.
-    weights = {name: weight.cpu() for name, weight in iter_full_weights(module.model) if RANK == 0}
-    head = {f"score.{name}": weight.cpu() for name, weight in iter_full_weights(module.score)}
-    if RANK == 0:
-        config = module.model.config
-        config = type(config).from_dict(config.to_dict())  # drops packed attention
-        with torch.device("meta"):  # the same architecture, without LoRA
-            export = type(module.model)(config)
-        export.save_pretrained(temporary, state_dict=weights)
-        safetensors.torch.save_file(head, temporary / "score.safetensors")
-        run.processor.save_pretrained(temporary)
-        temporary.rename(checkpoint)
-        for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return checkpoint
+        wandb.init(id=run_dir.name, name=run_dir.name, config=asdict(args), dir=run_dir, resume="allow")
+        wandb.define_metric("*", step_metric="train/step")  # W&B drops steps that don't increase
 
 
 def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
@@ -1166,45 +1197,81 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    with (run.run_dir / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(metrics) + "\n")
-    with (run.run_dir / "samples.jsonl").open("a") as file:
-        for record in sample_records:
-            file.write(json.dumps({**record, "train/step": step}, default=str) + "\n")
-    if not any(name.startswith("eval/") for name in metrics):
-        sample_records = []  # trackers show the samples of evaluations only
+    lines = [json.dumps({**record, "train/step": step}, default=str) for record in sample_records]
+    for name, new_lines in {"metrics": [json.dumps(metrics)], "samples": lines}.items():
+        with (run.run_dir / f"{name}.jsonl").open("a") as file:
+            file.writelines(f"{line}\n" for line in new_lines)
     if args.track == "wandb":
-        log_to_wandb(args, run, metrics, sample_records)
-    if args.track == "tensorboard":
-        log_to_tensorboard(run, metrics, sample_records)
+        import wandb
 
-
-def log_to_wandb(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
-    import wandb
-
-    if wandb.run is None:
-        name = run.run_dir.name
-        wandb.init(id=name, name=name, config=asdict(args), dir=run.run_dir, resume="allow")
-    values = dict(metrics)
-    if sample_records:
         columns = list(dict.fromkeys(name for record in sample_records for name in record))
         rows = [[str(record.get(column, "")) for column in columns] for record in sample_records]
-        values["samples"] = wandb.Table(columns, rows)
-    wandb.run.log(values, step=int(metrics["train/step"]))
+        wandb.run.log({**metrics, "samples": wandb.Table(columns, rows)})
 
 
-def log_to_tensorboard(run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
-    from torch.utils.tensorboard import SummaryWriter
+def save_and_stop(args: Args, run: Run, problem: str) -> NoReturn:
+    """Save as checkpoint-N-problem, which --resume auto does not pick, then exit. Call on all ranks."""
+    print0(f"saved {save_checkpoint(args, run, '-problem')}")
+    stop(problem)
 
-    step = int(metrics["train/step"])
-    if run.writer is None:  # purge_step hides the steps that a resumed run repeats
-        run.writer = SummaryWriter(str(run.run_dir), purge_step=step)
-    for name, value in metrics.items():
-        run.writer.add_scalar(name, value, step)
-    texts = ["\n".join(f"{name}: {x}" for name, x in record.items()) for record in sample_records]
-    if texts:  # indented, so that Markdown shows it verbatim
-        run.writer.add_text("samples", re.sub("(?m)^", "    ", "\n\n".join(texts)), step)
-    run.writer.flush()
+
+def save_checkpoint(args: Args, run: Run, suffix: str = "") -> Path:
+    """Save checkpoint-N: the backbone as a Hugging Face model (LoRA is merged; adapter/ has the adapter),
+    the head in score.safetensors, and state/ for --resume. Call on all ranks."""
+    module = run.reward_model.module
+    checkpoint = run.run_dir / f"checkpoint-{run.state['step']}{suffix}"
+    if checkpoint.exists():
+        return checkpoint
+    temporary = checkpoint.with_suffix(".tmp")  # renamed once it is complete
+    if RANK == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+    dist.barrier()
+    run.reward_model.save_checkpoint(
+        str(temporary / "state" / "reward"),
+        tag="engine",
+        client_state={"run_state": run.state, "args": asdict(args)},
+        exclude_frozen_parameters=True,
+    )
+    module.model.config.reward_head = "score.safetensors"  # load_head then requires the file
+    export_model(args, module.model, run.processor, temporary)
+    head = {f"score.{name}": weight.cpu() for name, weight in iter_full_weights(module.score)}
+    if RANK == 0:
+        safetensors.torch.save_file(head, temporary / "score.safetensors")
+    finish_checkpoint(args, temporary, checkpoint)
+    return checkpoint
+
+
+def finish_checkpoint(args: Args, temporary: Path, checkpoint: Path) -> None:
+    """Give a complete checkpoint its name, and delete the oldest ones. Call on all ranks."""
+    if RANK == 0:
+        temporary.rename(checkpoint)
+        for old in list_checkpoints(checkpoint.parent)[: -args.save_total_limit]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def export_model(args: Args, model, processor, folder: Path) -> None:
+    """Save a Hugging Face model, with LoRA merged and without packed attention. Call on all ranks."""
+    import deepspeed
+
+    if args.lora_rank > 0:
+        adapter = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
+        with deepspeed.zero.GatheredParameters(adapter, enabled=args.zero_stage == 3):
+            # In a folder of its own: beside merged weights, transformers would apply it a second time.
+            model.save_pretrained(folder / "adapter", is_main_process=RANK == 0)
+    weights = {}
+    for name, weight in iter_full_weights(model):  # on all ranks, but only rank 0 keeps them
+        if RANK == 0 and name not in model.all_tied_weights_keys:
+            weights[name] = weight.cpu()
+    if RANK > 0:
+        return
+    config = type(model.config).from_dict(model.config.to_dict())
+    with torch.device("meta"):  # the same architecture, without LoRA
+        export = type(model)(config)
+    if model.can_generate():  # a backbone can't
+        export.generation_config = model.generation_config
+    export.save_pretrained(folder, state_dict=weights)
+    processor.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from common.chats import build_parts, encode_chat
+from common.decoding import Response
 from common.packing import (
+    Continuation,
     Prompt,
-    Response,
-    append_chat_tokens,
+    compute_position_ids,
     continue_prompt,
-    encode_chat,
-    escape_special_tokens,
     extend_prompt,
+    join_continuations,
     make_prompt,
-    slice_continuation,
 )
 
 TEXT = [{"type": "text", "text": "."}]
@@ -55,9 +55,10 @@ class Trajectory:
     environment: Any
     rng: np.random.Generator  # generates the seeds of turns 2, 3, ...
     sequence: Prompt  # the prompt and the response so far
+    max_length: int  # of the response
     messages: list[dict] = field(default_factory=list)  # turns and observations
-    logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))  # (R,): 0 for observations
-    loss_mask: Tensor = field(default_factory=lambda: torch.zeros(0).bool())  # (R,): False for observations
+    parts: list[Continuation] = field(default_factory=list)  # the tokens of each message
+    logprobs: list[Tensor] = field(default_factory=list)  # of each message, (R,): 0 for observations
     truncated: bool = False
     observation_overflow: bool = False  # it ended because an observation did not fit
 
@@ -65,13 +66,32 @@ class Trajectory:
     def num_turns(self) -> int:
         return (len(self.messages) + 1) // 2
 
-    def append(self, sequence: Prompt, message: dict, logprobs: Tensor | None) -> None:
-        """Append a turn with its log-probs, or an observation with None; its tokens end `sequence`."""
-        R = sequence.length - self.sequence.length
-        self.sequence = sequence
+    @property
+    def room(self) -> int:
+        """Tokens that the response may still have."""
+        return self.max_length - (self.sequence.length - self.prompt.length)
+
+    def append(self, message: dict, part: Continuation, logprobs: Tensor) -> None:
+        """Append a turn or an observation."""
         self.messages.append(message)
-        self.logprobs = torch.cat([self.logprobs, torch.zeros(R) if logprobs is None else logprobs])
-        self.loss_mask = torch.cat([self.loss_mask, torch.full((R,), logprobs is not None)])
+        self.parts.append(part)
+        self.logprobs.append(logprobs)
+        self.sequence = extend_prompt(self.sequence, part)
+
+    def next_prompt(self) -> Prompt:
+        """The trajectory so far, as the prompt of its next turn."""
+        return replace(self.sequence, seed=int(self.rng.integers(2**31)), max_new_tokens=self.room)
+
+    def to_response(self) -> Response:
+        continuation = join_continuations(self.parts)
+        return Response(
+            token_ids=continuation.token_inputs["input_ids"][0],
+            logprobs=torch.cat(self.logprobs),
+            truncated=self.truncated,
+            continuation=continuation,
+            messages=self.messages,
+            environment=self.environment,
+        )
 
 
 class EnvironmentSampler:
@@ -82,7 +102,7 @@ class EnvironmentSampler:
 
     def __init__(
         self, sampler, environment_class: type, model, processor,
-        eos_ids: list[int], max_turns: int, max_length: int,
+        eos_ids: list[int], max_turns: int, max_length: int, max_pixels: int | None = None,
     ):  # fmt: skip
         self.sampler = sampler
         self.environment_class = environment_class
@@ -92,6 +112,7 @@ class EnvironmentSampler:
         self.eos_ids = torch.tensor(eos_ids)
         self.max_turns = max_turns
         self.max_length = max_length
+        self.max_pixels = max_pixels  # of an image in an observation
         self.logged_values = {}  # metric name -> one value per response of the last call of generate
         self.short_ids = encode_chat(processor, SHORT_CHAT)["input_ids"][0]
         before = encode_chat(processor, SHORT_CHAT[:1], add_generation_prompt=True)["input_ids"][0]
@@ -107,8 +128,14 @@ class EnvironmentSampler:
         trajectories = []
         for prompt in prompts:
             for j in range(num_samples):
-                rng = np.random.default_rng([prompt.seed, j])
-                trajectories.append(Trajectory(prompt, self.environment_class(), rng, sequence=prompt))
+                trajectory = Trajectory(
+                    prompt=prompt,
+                    environment=self.environment_class(),
+                    rng=np.random.default_rng([prompt.seed, j]),
+                    sequence=prompt,
+                    max_length=self.max_length,
+                )
+                trajectories.append(trajectory)
         self.call_all(self.reset, trajectories)
         active = trajectories
         turns = self.sampler.generate(prompts, num_samples, temperature)
@@ -117,38 +144,17 @@ class EnvironmentSampler:
                 self.append_turn(trajectory, turn)
             active = [trajectory for trajectory in active if not trajectory.truncated]
             observations = self.call_all(self.step, active)
-            active = [
-                x for x, observation in zip(active, observations) if self.append_observation(x, observation)
-            ]
+            for trajectory, observation in zip(active, observations):
+                with self.error_note(trajectory):
+                    self.append_observation(trajectory, observation)
+            active = [x for x in active if len(x.messages) % 2 == 0]  # those that end in an observation
             if active:
-                next_prompts = [replace(x.sequence, seed=int(x.rng.integers(2**31))) for x in active]
-                turns = self.sampler.generate(next_prompts, 1, temperature)
+                turns = self.sampler.generate([x.next_prompt() for x in active], 1, temperature)
         self.logged_values = {
             "rollout/turns_mean": [x.num_turns for x in trajectories],
             "rollout/observation_overflow_frac": [x.observation_overflow for x in trajectories],
         }
-        responses = []
-        for x in trajectories:
-            continuation = slice_continuation(x.sequence, x.prompt, x.loss_mask)
-            response = Response(
-                token_ids=continuation.inputs["input_ids"][0],
-                logprobs=x.logprobs,
-                truncated=x.truncated,
-                continuation=continuation,
-                messages=x.messages,
-                environment=x.environment,
-            )
-            responses.append(response)
-        return responses
-
-    def append_turn(self, trajectory: Trajectory, turn: Response) -> None:
-        """Append a turn, truncated so that the whole response has at most max_length tokens."""
-        room = self.max_length - len(trajectory.loss_mask)
-        token_ids = turn.token_ids[:room]
-        sequence = extend_prompt(trajectory.sequence, continue_prompt(trajectory.sequence, token_ids))
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        trajectory.append(sequence, {"role": "assistant", "content": text}, turn.logprobs[:room])
-        trajectory.truncated = turn.truncated or len(turn.token_ids) > room
+        return [trajectory.to_response() for trajectory in trajectories]
 
     @contextlib.contextmanager
     def error_note(self, trajectory: Trajectory) -> Iterator[None]:
@@ -162,21 +168,18 @@ class EnvironmentSampler:
             raise
 
     def call_all(self, function: Callable, trajectories: list[Trajectory]) -> list:
-        """Results of a function for each trajectory; async functions run concurrently."""
+        """Results of a function for each trajectory. What is async runs concurrently; what is not runs
+        outside of the event loop, so that it may start a loop of its own."""
 
-        async def wait(trajectory: Trajectory, awaitable: Awaitable):
+        async def wait(trajectory: Trajectory, result):
             with self.error_note(trajectory):
-                return await awaitable
+                return await result if inspect.isawaitable(result) else result
 
-        results = {}
-        pending = {}
-        for k, trajectory in enumerate(trajectories):
+        results = []
+        for trajectory in trajectories:
             with self.error_note(trajectory):
-                results[k] = function(trajectory)
-            if inspect.isawaitable(results[k]):
-                pending[k] = wait(trajectory, results[k])
-        results |= zip(pending, await_all(pending.values()))
-        return list(results.values())
+                results.append(function(trajectory))
+        return await_all([wait(*pair) for pair in zip(trajectories, results)])
 
     def reset(self, trajectory: Trajectory) -> Awaitable | None:
         """Start an episode with the prompt and the columns of its dataset row."""
@@ -188,23 +191,30 @@ class EnvironmentSampler:
         """Pass the last turn to the environment."""
         return trajectory.environment.step(trajectory.messages[-1]["content"])
 
-    def append_observation(self, trajectory: Trajectory, observation) -> bool:
-        """Append the observation. False if it ends the episode or leaves no room for another turn."""
+    def append_turn(self, trajectory: Trajectory, turn: Response) -> None:
+        """Append a turn; a sampler may ignore max_new_tokens."""
+        token_ids = turn.token_ids[: trajectory.room]
+        trajectory.truncated = turn.truncated or len(turn.token_ids) > trajectory.room
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        part = continue_prompt(trajectory.sequence, token_ids)
+        trajectory.append({"role": "assistant", "content": text}, part, turn.logprobs[: len(token_ids)])
+
+    def append_observation(self, trajectory: Trajectory, observation) -> None:
+        """Append the observation unless it ends the episode or leaves no room for another turn."""
         if observation is None or trajectory.num_turns == self.max_turns:
-            return False
+            return
         is_message = isinstance(observation, dict)
         message = observation if is_message else {"role": "user", "content": observation}
-        with self.error_note(trajectory):
-            sequence = self.append_message(trajectory.sequence, message)
-        if sequence.length - trajectory.prompt.length >= self.max_length:  # no room for another turn
+        part = self.encode_message(trajectory.sequence, message)
+        R = len(part.response_mask)
+        if R >= trajectory.room:
             trajectory.truncated = trajectory.observation_overflow = True
-            return False
-        trajectory.append(sequence, message, logprobs=None)
-        return True
+        else:
+            trajectory.append(message, part, logprobs=torch.zeros(R))
 
-    def append_message(self, sequence: Prompt, message: dict) -> Prompt:
-        """Append the tokens that follow the assistant's EOS in a short chat with this observation."""
-        message = {**message, "content": build_parts(message["content"], self.tokenizer)}
+    def encode_message(self, sequence: Prompt, message: dict) -> Continuation:
+        """The tokens that follow the assistant's EOS in a short chat with this observation."""
+        message = {**message, "content": build_parts(message["content"], self.tokenizer, self.max_pixels)}
         inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
         chat = make_prompt(self.model, inputs)
         # The tokens after EOS, such as a newline, belong to the observation. Some templates write no EOS.
@@ -214,7 +224,7 @@ class EnvironmentSampler:
         else:  # the observation follows the common prefix of both chats
             pairs = zip(self.short_ids.tolist(), chat.input_ids.tolist())
             start = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
-        return append_chat_tokens(self.model, sequence, chat, start)
+        return continue_chat(self.model, sequence, chat, start)
 
     def check_template(self, prompt: Prompt) -> None:
         """Warn if the template renders a whole chat differently from what is appended turn by turn."""
@@ -224,7 +234,8 @@ class EnvironmentSampler:
         eos = ids[torch.isin(ids, self.eos_ids)][self.num_eos :][:1]  # empty if the template writes none
         text_ids = self.tokenizer(".", add_special_tokens=False, return_tensors="pt")["input_ids"][0]
         turn = continue_prompt(prompt, torch.cat([text_ids, eos]))
-        sequence = self.append_message(extend_prompt(prompt, turn), user)
+        sequence = extend_prompt(prompt, turn)
+        sequence = extend_prompt(sequence, self.encode_message(sequence, user))
         appended = torch.cat([sequence.input_ids, text_ids])
         chat = [*prompt.messages, assistant, user, assistant]
         rendered = encode_chat(self.processor, chat)["input_ids"][0, : len(appended)]
@@ -237,30 +248,18 @@ class EnvironmentSampler:
             )
 
 
-def build_parts(content, tokenizer) -> list[dict]:
-    """The content of an observation, a string or a list of parts with PIL images, as a list of parts."""
-    if not isinstance(content, str | list):
-        types = "None, a string, a list of parts or a message"
-        raise TypeError(f"step must return {types}, not {type(content).__name__}")
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    parts = []
-    for part in content:
-        if part["type"] == "text":
-            part = {"type": "text", "text": escape_special_tokens(part["text"], special_tokens)}
-        else:
-            part = {"type": "image", "image": part["image"].convert("RGB")}
-        parts.append(part)
-    return parts
+def continue_chat(model, prompt: Prompt, chat: Prompt, start: int) -> Continuation:
+    """The inputs of an observation: the tokens of `chat` from `start` on, and all of its media.
 
-
-def trajectory_columns(messages: list[dict]) -> dict[str, str]:
-    """The texts of a trajectory for logs: {"turn/1": text, "observation/1": text, "turn/2": text}."""
-    columns = {}
-    for k, message in enumerate(messages):
-        content = message["content"]
-        if not isinstance(content, str):
-            content = "".join(part.get("text", "<image>") for part in content)
-        columns[f"{('turn', 'observation')[k % 2]}/{k // 2 + 1}"] = content
-    return columns
+    Their positions are those in the whole sequence, from the model's own get_rope_index."""
+    unknown = chat.token_inputs.keys() - prompt.token_inputs.keys()
+    unknown |= {name for name, x in chat.token_inputs.items() if x.dim() > 2}  # masks over images
+    if unknown:
+        raise ValueError(f"observations with the inputs {', '.join(sorted(unknown))} are not supported")
+    observation = continue_prompt(prompt, chat.input_ids[start:])
+    observation.response_mask[:] = False
+    observation.token_inputs |= {name: x[:, start:] for name, x in chat.token_inputs.items()}
+    observation.media_inputs = chat.media_inputs
+    sequence = extend_prompt(prompt, observation)
+    observation.position_ids = compute_position_ids(model, sequence.inputs)[..., prompt.length :]
+    return observation

@@ -31,7 +31,7 @@ class Args:
 
 
 def convert(row: dict, rng: random.Random) -> dict:
-    """Columns prompt, image_0, image_1, verdict (1, 2 or tie), and reasoning if the dataset has it."""
+    """Columns prompt, image_1, image_2, verdict (1, 2 or tie), and reasoning if the dataset has it."""
     reasoning = {}
     if "path1" in row:
         images = [row["path1"], row["path2"]]
@@ -50,7 +50,7 @@ def convert(row: dict, rng: random.Random) -> dict:
         images = [row["response1_path"], row["response2_path"]]
         prompt = f"{INSTRUCTION.format(prompt=row['prompt'])}\n{row['criteria']}"
         verdict = PREFERENCES[row["criteria_preference"].strip().lower()]
-    return {"prompt": prompt, "image_0": images[0], "image_1": images[1], "verdict": verdict, **reasoning}
+    return {"prompt": prompt, "image_1": images[0], "image_2": images[1], "verdict": verdict, **reasoning}
 
 
 def main(args: Args) -> None:
@@ -64,7 +64,7 @@ def main(args: Args) -> None:
             file_format = source.suffix[1:].replace("jsonl", "json")
             for row in datasets.load_dataset(file_format, data_files=str(source), split="train"):
                 row = convert(row, rng)
-                row |= {name: str(source.resolve().parent / row[name]) for name in ("image_0", "image_1")}
+                row |= {name: str(source.resolve().parent / row[name]) for name in ("image_1", "image_2")}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 count += 1
     print(f"{count} rows in {target}")

@@ -18,17 +18,17 @@ IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 QUESTION = "What does the image show?"
 
 
-def make_rows(path: Path, right: str, wrong: str, right_index: int) -> dict[str, dict]:
-    """The row of one image in each file. right_index (0 or 1): which of the judge's candidates is right."""
+def make_rows(path: Path, right: str, wrong: str, verdict: int) -> dict[str, dict]:
+    """The row of one image in each file. verdict (1 or 2): which of the judge's candidates is right."""
     question = {"prompt": QUESTION, "image": str(path.resolve())}
-    candidates = {f"answer_{right_index}": right, f"answer_{1 - right_index}": wrong}
+    candidates = {f"answer_{verdict}": right, f"answer_{3 - verdict}": wrong}
     return {
         # For rloo.py and ppo_vl.py: the accuracy reward compares responses with `answer`.
         "prompts": question | {"answer": right},
         # For reward_bt.py: two responses to the same prompt; `chosen` is the better one.
         "pairs": question | {"chosen": f"<answer>{right}</answer>", "rejected": f"<answer>{wrong}</answer>"},
         # For grm_sft.py: two candidates, and which of them is better: 1, 2 or tie.
-        "judged": question | candidates | {"verdict": str(1 + right_index)},
+        "judged": question | candidates | {"verdict": str(verdict)},
     }
 
 
@@ -45,7 +45,7 @@ def main(image_dir: Path, output_dir: Path) -> None:
         rows = []
         for path in split:
             wrong = rng.choice([name for name in classes if name != path.parent.name])
-            rows.append(make_rows(path, path.parent.name, wrong, rng.randrange(2)))
+            rows.append(make_rows(path, path.parent.name, wrong, rng.choice((1, 2))))
         for name in rows[0]:
             lines = [json.dumps(row[name], ensure_ascii=False) + "\n" for row in rows]
             (output_dir / f"{name}{suffix}.jsonl").write_text("".join(lines))

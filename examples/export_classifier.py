@@ -18,8 +18,10 @@ def choose_pad_token(tokenizer) -> int:
 
     The classifier reads its reward at the last token that is not the pad token. If chats end with
     EOS and EOS is the pad token, it would miss that EOS."""
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    last_token = tokenizer.apply_chat_template(chat, return_dict=False)[-1]
+    last_token = tokenizer.eos_token_id  # without a chat template, reward_bt.py appends it
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        last_token = tokenizer.apply_chat_template(chat, return_dict=False)[-1]
     special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
     candidates = [i for i in [tokenizer.pad_token_id, *special] if i not in (None, last_token)]
     if not candidates:

@@ -29,49 +29,55 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 import grm_sft
 from common import packing, packing_check
 
-ARGS = grm_sft.Args(max_response_length=int(os.environ.get("JUDGE_TOKENS", 64)), max_length=2**14)
+ARGS = grm_sft.Args(
+    max_response_length=int(os.environ.get("JUDGE_TOKENS", 64)),
+    max_length=2**14,
+    micro_batch_tokens=2**14,
+    dtype="bfloat16" if torch.cuda.is_available() else "float32",
+)
 
 
 @functools.cache
 def load_judge(checkpoint: str):
     """Model and processor, or the tokenizer of a text model."""
-    on_cuda = torch.cuda.is_available()
-    model = grm_sft.load_model(checkpoint, torch.bfloat16 if on_cuda else torch.float32)
-    model = model.to("cuda" if on_cuda else "cpu").eval()
+    model = grm_sft.load_model(ARGS, checkpoint)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     return model, transformers.AutoProcessor.from_pretrained(checkpoint)
 
 
 def judge_pairs(pairs: list[dict]) -> list[float]:
-    """Probability that answer_0 is better, per pair {"prompt", "images", "answer_0", "answer_1"}."""
+    """Probability that answer_1 is better, per pair {"prompt", "images", "answer_1", "answer_2"}.
+
+    An order in which the judge's reasoning is truncated counts as 0.5: raise JUDGE_TOKENS."""
     model, processor = load_judge(os.environ["JUDGE"])
-    tokenizer = getattr(processor, "tokenizer", processor)
-    examples = []  # both orders of each pair
-    for example_id in range(2 * len(pairs)):
-        examples += grm_sft.encode_row(
-            args=ARGS,
-            model=model,
-            processor=processor,
-            row=pairs[example_id // 2] | {"verdict": "1"},  # required, but not used
-            example_id=example_id,
-            data_dir=Path(),
-            share_prompt=False,
-            prompt_cache={},
-        )
-    if not packing.is_packed(model):
-        packing_check.enable_packing_if_exact(
+    data = grm_sft.ExampleDataset(
+        args=ARGS,
+        source="judge_reward.py",
+        rows=[pair | {"verdict": "1"} for pair in pairs],  # a verdict is required, but not used
+        groups=[],
+        data_dir=Path(),
+        model=model,
+        processor=processor,
+        training=False,
+    )
+    examples = data.encode_all(list(range(2 * len(pairs))))  # both orders of each pair
+    if examples and not packing.is_packed(model):
+        packing_check.choose_layout(
             model=model,
             forward=grm_sft.Judge(model),
-            prompts=[examples[0].prompt],
+            prompts=[examples[0].prefix],
             max_length=ARGS.max_length,
             max_tokens=ARGS.micro_batch_tokens,
+            samples=True,
         )
-    first_is_better = []  # in each order, ties excluded
-    for start in range(0, len(examples), ARGS.generation_batch_size):
-        batch = examples[start : start + ARGS.generation_batch_size]
-        for record in grm_sft.judge_examples(ARGS, model, tokenizer, batch):
-            p = record["probabilities"]
-            first_is_better.append(p["1"] / (p["1"] + p["2"]))
-    return [(p + 1 - swapped) / 2 for p, swapped in zip(first_is_better[::2], first_is_better[1::2])]
+    wins = [[0.5, 0.5] for _ in pairs]  # probability that the first candidate is better, in each order
+    for start in range(0, len(examples), ARGS.max_num_seqs):
+        batch = examples[start : start + ARGS.max_num_seqs]
+        for record in grm_sft.judge_examples(ARGS, model, data.tokenizer, batch):
+            if record["soft_correct"] is not None:
+                p = record["probabilities"]
+                wins[record["row"]][record["swapped"]] = p["1"] / (p["1"] + p["2"])  # without ties
+    return [(first + 1 - swapped) / 2 for first, swapped in wins]
 
 
 def judge_pairs_remote(pairs: list[dict]) -> list[float]:
@@ -113,7 +119,7 @@ def score(
             others = [i for i in group[k + 1 :] + group[:k] if answers[i] != answers[b]]
             if others:
                 pair = {"prompt": get_text(prompts[b]), "images": [images[b]] if images[b] else []}
-                pairs.append(pair | {"answer_0": answers[b], "answer_1": answers[others[0]]})
+                pairs.append(pair | {"answer_1": answers[b], "answer_2": answers[others[0]]})
                 judged.append(b)
     scores = [0.5] * len(prompts)
     for b, probability in zip(judged, judge(pairs) if pairs else []):

@@ -2,8 +2,8 @@
 
     JUDGE=runs/NAME/checkpoint-best python examples/judge_server.py 8008
 
-The body of a POST request is a JSON list of {"prompt", "images", "answer_0", "answer_1"}, where images are
-base64-encoded files. The reply is a list with the probability that answer_0 is better, one per pair. If
+The body of a POST request is a JSON list of {"prompt", "images", "answer_1", "answer_2"}, where images are
+base64-encoded files. The reply is a list with the probability that answer_1 is better, one per pair. If
 judging fails, the status is 400 and the reply is {"error": ...}.
 """
 

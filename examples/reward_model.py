@@ -54,7 +54,7 @@ def score(chats: list, texts: list[str], **columns) -> list[float]:
     max_length = max(prompt.length for prompt in prompts) + max(map(len, response_ids))
     max_tokens = max(MAX_TOKENS, max_length)
     if not hasattr(model, "packing_message"):  # check on the first call only
-        model.packing_message = packing_check.enable_packing_if_exact(
+        model.packing_message = packing_check.choose_layout(
             model=model,
             forward=reward_model,
             prompts=prompts[:1],

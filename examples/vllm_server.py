@@ -5,7 +5,7 @@
 
 The servers load new weights from the run's directory, so they need read access to --output-dir. A sampler is
 any class with update_weights(), which sends the model's weights, and generate(), which returns num_samples
-responses per prompt (common/packing.py). The `rloo` imported below is a second copy of the running script;
+responses per prompt (common/decoding.py). The `rloo` imported below is a second copy of the running script;
 only functions without state are used from it.
 """
 
@@ -20,16 +20,19 @@ import torch
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from common.packing import Prompt, Response, media_token_ids
-from rloo import fail, iter_full_weights
+from common.decoding import Response
+from common.packing import Prompt, media_token_ids
+from rloo import iter_full_weights, stop
 
 
 class Servers:
+    unsupported_media = {"video"}  # vLLM would sample other frames
+
     def __init__(self, args, model, eos_ids: list[int], run_dir: Path):
         import httpx
 
         if getattr(args, "environment", None):  # the chat that is sent to a server has no later turns
-            fail("--environment requires --sampler hf or vllm")
+            stop("--environment requires --sampler hf or vllm")
         self.args = args
         self.model = model
         self.eos_ids = eos_ids
@@ -45,7 +48,7 @@ class Servers:
             return reply.json() if path.startswith("/v1") else {}
         except Exception as error:
             details = getattr(getattr(error, "response", None), "text", "")[:300]
-            fail(f"vLLM server {url}{path}: {error} {details}; restart it, then continue with --resume")
+            stop(f"vLLM server {url}{path}: {error} {details}; restart it, then continue with --resume")
 
     def update_weights(self) -> None:
         """Send the policy's weights through a file, and clear all caches of the old ones."""
@@ -77,7 +80,7 @@ class Servers:
         responses = []
         for prompt, reply in zip(prompts, replies):
             if reply["prompt_token_ids"] != prompt.input_ids.tolist():
-                fail(f"row {prompt.index}: vLLM tokenizes it differently; use --sampler hf")
+                stop(f"row {prompt.index}: vLLM tokenizes it differently; use --sampler hf")
             for choice in reply["choices"]:
                 ids = torch.tensor(choice["token_ids"])
                 logprobs = torch.tensor([token["logprob"] for token in choice["logprobs"]["content"]])
@@ -88,8 +91,6 @@ class Servers:
         """An OpenAI chat completion request, with images as data URLs and the prompt's seed."""
 
         def convert_part(part: dict) -> dict:
-            if part["type"] == "video":  # vLLM would sample other frames
-                fail(f"row {prompt.index} has a video, which needs --sampler hf")
             if part["type"] == "text":
                 return part
             buffer = io.BytesIO()

@@ -110,7 +110,8 @@ def any_reward(any_score) -> dict:
     return {"rewards": ("accuracy", "format", *any_score["rewards"]), "reward_weights": (0.9, 0.1, 1)}
 
 
-SHORT = {"total_steps": 2, "rollout_batch_size": 16, "num_samples_per_prompt": 4, "train_batch_size": 8}
+SHORT = {"total_steps": 2, "prompts_per_rollout": 4, "num_samples_per_prompt": 4}
+SHORT |= {"train_batch_size": 8}
 SHORT |= {"max_prompt_length": 512, "max_response_length": 8, "micro_batch_tokens": 2048, "eval_steps": 0}
 SHORT |= {"eval_prompts": 8, "eval_rows": 8, "eval_num_samples": 2, "seed": 3, "run_name": "run"}
 
@@ -127,6 +128,14 @@ def to_argv(flags: dict) -> list[str]:
         elif value is not None:
             argv += [flag, str(value)]
     return argv
+
+
+def filled_args(script: str, **flags):
+    """Args of a script with the defaults that depend on the model."""
+    module = importlib.import_module(script)
+    args = module.Args(**flags)
+    module.fill_defaults(args)
+    return args
 
 
 @pytest.fixture
@@ -149,8 +158,7 @@ def run(argv, tmp_path):
         module = importlib.import_module(script)
         args = tyro.cli(module.Args, args=argv(script, **flags))
         module.main(args)
-        has_name = args.resume in (None, "auto")
-        return Path(args.output_dir) / args.run_name if has_name else Path(args.resume).parent
+        return Path(args.output_dir) / args.run_name
 
     return go
 
@@ -189,17 +197,6 @@ def assert_same_run(one: Path, other: Path, tolerance: float, of_weights: float)
     for name in (last, "checkpoint-best"):
         if (one / name).is_dir():
             assert largest_difference(weights_of(one / name), weights_of(other / name)) <= of_weights
-
-
-def tensorboard_of(folder: Path) -> tuple[list[int], dict[str, dict[int, str]]]:
-    """The steps with metrics, and the texts by tag and step, as TensorBoard shows them."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder)).Reload()
-    text_of = lambda event: event.tensor_proto.string_val[0].decode()  # noqa: E731
-    tags = {tag: {x.step: text_of(x) for x in events.Tensors(tag)} for tag in events.Tags()["tensors"]}
-    texts = {tag.removesuffix("/text_summary"): texts for tag, texts in tags.items()}
-    return [event.step for event in events.Scalars("train/step")], texts
 
 
 def metrics_differ(a: list[dict], b: list[dict]) -> dict[str, float]:

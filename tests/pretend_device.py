@@ -1,9 +1,9 @@
-"""A pretended GPU, for machines without one: it finds mixed devices, and where the CPU waits for the GPU.
+"""A pretended GPU, for machines without one: it finds operations that mix devices.
 
     with pretend(rloo) as gpu:            # tensors stay in CPU memory, but some claim to be on cuda:0:
         x = torch.ones(3).to("cuda:0")    # those that are moved, and everything computed from them
         x + torch.ones(3)                 # AssertionError
-    gpu.waits, gpu.kernels                # {"decoding.generate": 30, ...}; calls of varlen attention
+    gpu.num_varlen_calls                  # calls of varlen attention, whose requirements are asserted
 
 A claim is attached to a storage, so views and autograd keep it. A TorchDispatchMode sees every operator, also in
 backward. It does not notice operators that CUDA lacks, values of indices, streams or memory. For several ranks:
@@ -12,7 +12,6 @@ torchrun ... tests/pretend_device.py rloo --total-steps 1"""
 import contextlib
 import importlib
 import sys
-from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,16 +41,7 @@ def claim(results):
 
 
 class PretendedGpu(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.waits = Counter()  # of the CPU for the GPU, by the innermost function outside of torch
-        self.kernels = Counter()
-
-    def wait(self) -> None:
-        frame = sys._getframe(1)
-        while "/torch/" in (name := frame.f_code.co_filename) or name == __file__:
-            frame = frame.f_back
-        self.waits[f"{Path(name).stem}.{frame.f_code.co_qualname}"] += 1
+    num_varlen_calls = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -59,26 +49,15 @@ class PretendedGpu(TorchDispatchMode):
         tensors = tensors_in((args, kwargs))
         cpu_tensors = [x for x in tensors if not on_gpu(x)]
         if kwargs.get("device") is not None and kwargs["device"].type == "cuda":  # a factory, or a copy
-            if cpu_tensors and not kwargs.get("non_blocking"):
-                self.wait()
             return claim(function(*args, **kwargs | {"device": CPU}))
         is_collective = space == "c10d" and name != "barrier"
         assert not (is_collective and cpu_tensors), f"a CPU tensor in {name}, which NCCL refuses"
-        if len(cpu_tensors) == len(tensors):
+        if len(cpu_tensors) == len(tensors) or name == "copy_":
             return function(*args, **kwargs)
-
-        waits = bool({Tag.data_dependent_output, Tag.dynamic_output_shape} & {*function.tags})
         indexes = "index" in name and isinstance(args[1], list | tuple)  # x[a, b], x[a, b] = y
-        if indexes:  # by a mask, or by a CPU tensor that is copied first
+        if indexes:  # indices may be on the CPU
             indices = [x for x in args[1] if x is not None]
-            waits = any(x.dtype == torch.bool or (x.dim() and not on_gpu(x)) for x in indices)
             cpu_tensors = [x for x in cpu_tensors if not any(x is index for index in indices)]
-        if name == "copy_" and cpu_tensors:
-            waits = not on_gpu(args[0]) or (cpu_tensors[0].dim() and not args[2:])  # args[2]: non_blocking
-        if waits:
-            self.wait()
-        if name == "copy_":
-            return function(*args, **kwargs)
         takes_scalars = Tag.pointwise in function.tags or indexes or "fill" in name  # including CPU scalars
         for x in cpu_tensors:
             is_allowed = x.dim() == 0 and takes_scalars and not (name.endswith("_") and x is args[0])
@@ -86,39 +65,52 @@ class PretendedGpu(TorchDispatchMode):
         return claim(function(*args, **kwargs))
 
     def varlen_attn(
-        self,
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        *,
-        scale,
-        window_size,
-        enable_gqa,
-    ):
+        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa
+    ):  # fmt: skip
         """Run segment by segment, and assert what the kernel requires of its inputs."""
-        for x in (q, k, v):
+        for x in (query, key, value):
             assert on_gpu(x) and x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[-1] % 8 == 0
-        bounds_q, bounds_k = TRUE_TOLIST(cu_seqlens_q), TRUE_TOLIST(cu_seqlens_k)
+        bounds_q, bounds_k = TRUE_TOLIST(cu_seq_q), TRUE_TOLIST(cu_seq_k)
         for cu, bounds, longest, x in (
-            (cu_seqlens_q, bounds_q, max_seqlen_q, q),
-            (cu_seqlens_k, bounds_k, max_seqlen_k, k),
+            (cu_seq_q, bounds_q, max_q, query),
+            (cu_seq_k, bounds_k, max_k, key),
         ):
             assert on_gpu(cu) and cu.dtype == torch.int32 and cu.is_contiguous() and type(longest) is int
             assert longest == max(b - a for a, b in pairwise(bounds)) and bounds[-1] == len(x)
-        self.kernels[{(-1, 0): "text", (-1, -1): "vision"}[window_size]] += 1
+        assert window_size == (-1, 0)  # causal, aligned at the bottom right
+        self.num_varlen_calls += 1
         outputs = []
         for (q0, q1), (k0, k1) in zip(pairwise(bounds_q), pairwise(bounds_k)):
-            mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=GPU)
-            if window_size == (-1, 0):  # causal, aligned at the bottom right
-                mask = mask.tril((k1 - k0) - (q1 - q0))
-            segment = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
+            mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=GPU).tril((k1 - k0) - (q1 - q0))
+            segment = [x.transpose(0, 1)[None] for x in (query[q0:q1], key[k0:k1], value[k0:k1])]
             attend = torch.nn.functional.scaled_dot_product_attention
             outputs.append(attend(*segment, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
         return torch.cat(outputs)
+
+
+def to(x, *args, copy=False, **kwargs):
+    if args and isinstance(args[0], Tensor):
+        args = (args[0].device, args[0].dtype)
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype = device or x.device, dtype or x.dtype
+    if device.type == "cuda" and not on_gpu(x):
+        return TRUE_TO(x, GPU, dtype, non_blocking)
+    x = TRUE_TO(x, None if device.type == "cuda" else device, dtype, copy=copy)
+    return on_cpu(x, Tensor.clone) if device == CPU and on_gpu(x) else x
+
+
+def on_cpu(x, function):
+    with _disable_current_modes():
+        return function(x.detach())
+
+
+def numpy(x, **kwargs):
+    assert not on_gpu(x), "numpy() of cuda:0"
+    return TRUE_NUMPY(x, **kwargs)
+
+
+def tensor(data, device=None, **kwargs):  # created in C++, where no mode sees it
+    return to(TRUE_TENSOR(data, **kwargs), device) if device else TRUE_TENSOR(data, **kwargs)
 
 
 @contextlib.contextmanager
@@ -129,30 +121,6 @@ def pretend(*scripts):
     from torch.nn.attention import varlen
 
     gpu = PretendedGpu()
-
-    def to(x, *args, copy=False, **kwargs):
-        if args and isinstance(args[0], Tensor):
-            args = (args[0].device, args[0].dtype)
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        device, dtype = device or x.device, dtype or x.dtype
-        if device.type == "cuda" and not on_gpu(x):
-            return TRUE_TO(x, GPU, dtype, non_blocking)
-        x = TRUE_TO(x, None if device.type == "cuda" else device, dtype, copy=copy)
-        return on_cpu(x, Tensor.clone) if device == CPU and on_gpu(x) else x
-
-    def on_cpu(x, function):
-        if on_gpu(x):
-            gpu.wait()
-        with _disable_current_modes():
-            return function(x.detach())
-
-    def numpy(x, **kwargs):
-        assert not on_gpu(x), "numpy() of cuda:0"
-        return TRUE_NUMPY(x, **kwargs)
-
-    def tensor(data, device=None, **kwargs):  # created in C++, where no mode sees it
-        return to(TRUE_TENSOR(data, **kwargs), device) if device else TRUE_TENSOR(data, **kwargs)
-
     torch.utils._device._device_constructors()  # cached, so that `with torch.device(...)` uses the true torch.tensor
     patches = [
         (Tensor, "device", property(lambda x: GPU if on_gpu(x) else TRUE_DEVICE(x))),
@@ -171,11 +139,21 @@ def pretend(*scripts):
         (Accelerator, "FloatTensor", property(lambda self: lambda x: tensor(x, GPU, dtype=torch.float32))),
         (Accelerator, "ByteTensor", property(lambda self: lambda x: tensor(x, GPU, dtype=torch.uint8))),
     ]
+
+    def init_distributed(script, init) -> None:
+        script.DEVICE = CPU  # gloo
+        init()
+        script.DEVICE = GPU
+
     with pytest.MonkeyPatch.context() as patch, gpu:
         for target, name, replacement in patches:
             patch.setattr(target, name, replacement)
         for script in scripts:
-            patch.setattr(script, "init_distributed", lambda true=script.init_distributed: (true(), GPU)[1])
+            init = script.init_distributed
+            patch.setattr(script, "DEVICE", GPU)
+            patch.setattr(
+                script, "init_distributed", lambda script=script, init=init: init_distributed(script, init)
+            )
         yield gpu
 
 

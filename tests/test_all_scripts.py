@@ -3,14 +3,13 @@
 import importlib
 import math
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, assert_same_run, largest_difference, metrics_of, tensorboard_of, weights_of
-
-import reward_bt
+from conftest import TINY, assert_same_run, metrics_of, weights_of
 
 SLOW = [pytest.param(script, marks=pytest.mark.slow) for script in ("reward_bt", "grm_sft")]
 each_script = pytest.mark.parametrize("script", ["rloo", "ppo_vl", *SLOW])
@@ -24,25 +23,21 @@ def run_script(run, any_reward):
     return lambda script, **flags: run(script, **rewards.get(script, pairs), **flags)
 
 
-PPO = {"kl_loss": True, "kl_estimator": "k3", "dynamic_sampling": 1, "tis_clip": 2.0}
-RESUMED = [("rloo", {"normalize_advantages": True, "mask_truncated": True}), ("ppo_vl", PPO)]
-RESUMED += [("reward_bt", {}), ("grm_sft", {})]
+RESUMED = [("rloo", {"normalize_advantages": True, "mask_truncated": True})]
+RESUMED += [("ppo_vl", {"reward_clip": (-1.0, 1.0)}), ("reward_bt", {}), ("grm_sft", {})]
 RESUMED += [("grm_sft", {"lora_rank": 4, "gradient_checkpointing": True})]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script, flags", RESUMED)
 def test_resume_is_bit_exact(script, flags, run_script):
-    """After a crash while step 4 was being saved. Logs and TensorBoard have no gaps and no duplicates."""
-    flags |= {"total_steps": 4, "save_steps": 2, "eval_steps": 2, "track": "tensorboard", "warmup_steps": 0}
+    """After a crash while step 4 was being saved. Logs have no gaps and no duplicates."""
+    flags |= {"total_steps": 4, "save_steps": 2, "eval_steps": 2, "warmup_updates": 0}
     whole, part = (run_script(script, run_name=name, **flags) for name in ("whole", "part"))
     (part / "checkpoint-4").rename(part / "checkpoint-4.tmp")
     for _ in range(2):  # the second time nothing is left to do
         assert run_script(script, run_name="part", resume="auto", **flags) == part
         assert_same_run(whole, part, tolerance=0, of_weights=0)
-    steps, texts = tensorboard_of(part)
-    assert (steps, texts) == tensorboard_of(whole) and steps == [0, 1, 2, 3, 4]
-    assert all([*by_step][-1] == 4 for by_step in texts.values()) and texts
 
 
 @each_script
@@ -58,29 +53,32 @@ def test_a_signal_saves_and_ends_the_run(script, run_script, capsys, monkeypatch
     monkeypatch.setattr(module, "optimizer_step", send_signal_once)
     run_dir = run_script(script, total_steps=3)
     assert metrics_of(run_dir)[-1]["train/step"] == 1 and (run_dir / "checkpoint-1/state").is_dir()
-    assert "continue with --resume" in capsys.readouterr().out
+    assert "continue with --resume auto --run-name run" in capsys.readouterr().out
 
 
 @each_script
 def test_a_run_without_finite_gradients_saves_and_stops(script, run_script, tmp_path, capsys, monkeypatch):
-    module = importlib.import_module(script)
-    init_deepspeed_engine = module.init_deepspeed_engine
+    import deepspeed
 
-    def init_broken_engine(*arguments, **keywords):
-        engine = init_deepspeed_engine(*arguments, **keywords)
+    initialize = deepspeed.initialize
+
+    def initialize_broken(*arguments, **keywords):
+        engine, *others = initialize(*arguments, **keywords)
         backward = engine.backward
         engine.backward = lambda loss, **options: backward(loss * math.nan, **options)
-        return engine
+        return engine, *others
 
-    monkeypatch.setattr(module, "init_deepspeed_engine", init_broken_engine)
+    monkeypatch.setattr(deepspeed, "initialize", initialize_broken)
     with pytest.raises(SystemExit) as stopped:
         run_script(script, total_steps=9)
-    assert stopped.value.code == 2 and "finite gradients" in capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert re.search("no finite gradients|gradients were infinite", capsys.readouterr().err)
     steps = [metrics for metrics in metrics_of(tmp_path / "runs/run") if metrics["train/step"]]
     assert len(steps) == (1 if script in ("rloo", "ppo_vl") else 5)
     assert all(metrics["train/skipped_updates"] > 0 for metrics in steps)
+    saved = weights_of(tmp_path / f"runs/run/checkpoint-{len(steps)}-problem")
     start = weights_of(Path(TINY))
-    if script == "reward_bt":
-        start = reward_bt.load_model(TINY, torch.float32).base_model.state_dict()
-    saved = weights_of(tmp_path / f"runs/run/checkpoint-{len(steps)}")
-    assert largest_difference({name: saved[name] for name in start}, start) == 0
+    if script == "reward_bt":  # without the LM head
+        start = {name.removeprefix("model."): x for name, x in start.items()}
+    shared = start.keys() & saved.keys()
+    assert len(shared) > 50 and all(torch.equal(saved[name], start[name].float()) for name in shared)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from conftest import ROOT, read_jsonl
 from PIL import Image
 
 import rloo
-from common.packing import Response
+from common.decoding import Response
 
 EXAMPLES = ROOT / "examples"
 FILES = {"rloo": ("prompts", "eval_dataset"), "ppo_vl": ("prompts", "eval_dataset")}
@@ -46,13 +47,17 @@ def score(functions: dict, texts: list[str], ids=None, images=(), **columns) -> 
     parts = [{"type": "image", "image": image} for image in images]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
     ids = ids or [torch.tensor([1])] * len(texts)
-    return rloo.score_responses(
+    results, _, logged_pairs = rloo.score_responses(
         functions=functions,
         prompts=[SimpleNamespace(row={"prompt": "?"} | row, messages=messages) for row in rows],
         responses=[Response(token_ids, torch.zeros(len(token_ids)), truncated=False) for token_ids in ids],
         texts=texts,
         trainer_state=None,
     )
+    logged_values = defaultdict(list)
+    for name, value in logged_pairs:
+        logged_values[name].append(value)
+    return results, logged_values
 
 
 # ---- functions ----
@@ -193,10 +198,10 @@ def test_custom_data(data, tmp_path):
         assert not {row["image"] for row in train} & {row["image"] for row in test}
         for row in train + test:
             right = row["image"].split("/")[-2]
-            side = int(row.get("verdict", 1)) - 1
+            side = int(row.get("verdict", 1))
             good = row[{"prompts": "answer", "pairs": "chosen", "judged": f"answer_{side}"}[name]]
             assert good in (right, f"<answer>{right}</answer>")
-            assert good not in (row.get("rejected"), row.get(f"answer_{1 - side}"))
+            assert good not in (row.get("rejected"), row.get(f"answer_{3 - side}"))
     (tmp_path / "only").mkdir()
     (tmp_path / "only/a.png").write_bytes(b"")
     assert "at least two subdirectories" in make("custom_data.py", tmp_path, ".", "out", code=1)

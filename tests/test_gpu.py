@@ -11,17 +11,17 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, largest_difference, read_jsonl, to_argv, weights_of
+from conftest import ROOT, SCRIPTS, TINY, largest_difference, read_jsonl, to_argv, weights_of, write_jsonl
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU")]
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
 DEVICE = "cuda"
-SMALL = {"total_steps": 3, "rollout_batch_size": 64, "train_batch_size": 32, "eval_prompts": 16}
-SMALL |= {"eval_steps": 0, "learning_rate": 3e-4, "warmup_steps": 0}
+SMALL = {"total_steps": 3, "prompts_per_rollout": 8, "train_batch_size": 32, "eval_prompts": 16}
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 CHILD = """
 import importlib, os, sys, torch, tyro
@@ -56,10 +56,8 @@ def launch(tmp_path):
 
     def go(script: str, ranks: int = 1, env: dict | None = None, **flags) -> SimpleNamespace:
         flags = {"output_dir": tmp_path, "run_name": "run"} | flags
-        torchrun = (
-            f"-m torch.distributed.run --standalone --no-python --nproc_per_node={ranks} {sys.executable}"
-        )
-        launcher = torchrun.split() if ranks > 1 else []
+        torchrun = f"-m torch.distributed.run --standalone --no-python --nproc_per_node={ranks}"
+        launcher = [*torchrun.split(), sys.executable] if ranks > 1 else []
         command = [sys.executable, *launcher, "-c", CHILD, script, *to_argv(flags)]
         env = os.environ | (env or {})
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550)
@@ -88,47 +86,46 @@ def test_the_machine(row):
     assert torch.cuda.get_device_capability() >= (8, 0), "varlen attention needs Ampere or later"
 
 
-@pytest.mark.parametrize("heads, kv_heads, D, window", [(4, 2, 32, 0), (16, 16, 80, 0), (16, 2, 128, 64)])
-def test_varlen_attention_equals_sdpa(heads, kv_heads, D, window, row):
+@pytest.mark.parametrize("heads, kv_heads, D", [(4, 2, 32), (16, 16, 80), (16, 2, 128)])
+def test_varlen_attention_equals_sdpa(heads, kv_heads, D, row, monkeypatch):
     """Outputs and gradients of a pack are as close to fp32 as those of SDPA in bf16."""
     from torch.utils._pytree import tree_map_only
-    from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+    from transformers.masking_utils import causal_mask_function
 
     from common import attention
 
-    groups = []
-    end = 0
-    for lengths in ([300, 17, 1, 120], [5, 64, 64], [129], [700, 500, 0, 3]):  # a prompt, its responses
-        groups.append([])
-        for n in lengths:
-            groups[-1].append(torch.arange(n) + end)
-            end += n
-    layout = tree_map_only(
-        torch.Tensor, lambda x: x.to(DEVICE), attention.make_layout(groups, torch.ones(end, dtype=torch.bool))
-    )
-    function = sliding_window_causal_mask_function(window) if window else causal_mask_function
-    mask = attention.ModelMask(function, torch.device(DEVICE), local_size=window or None)
-    assert mask.window_size() == (window or None)
+    segments = []  # a token of a response attends to the prompt and to its own past
+    N = 0
+    for P, *lengths in ([300, 17, 1, 120], [5, 64, 64], [129], [700, 500, 3]):
+        prompt = torch.arange(N, N + P)
+        segments.append((prompt, prompt))
+        N += P
+        for R in lengths:
+            response = torch.arange(N, N + R)
+            segments.append((response, torch.cat([prompt, response])))
+            N += R
+    indices = attention.make_packed_indices(segments)
+    indices = tree_map_only(torch.Tensor, lambda x: x.to(DEVICE), indices)
+    mask = attention.ModelMask(causal_mask_function)
+    attend = functools.partial(attention.packed_attention, None, attention_mask=mask, packed_indices=indices)
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, n, end, D, generator=generator) for n in (heads, kv_heads, kv_heads)]
-    out_gradient = torch.randn(1, end, heads, D, generator=generator).to(DEVICE)
+    tensors = [torch.randn(1, n, N, D, generator=generator) for n in (heads, kv_heads, kv_heads)]
+    out_gradient = torch.randn(1, N, heads, D, generator=generator).to(DEVICE)
 
-    def run(dtype: torch.dtype, attend) -> list[torch.Tensor]:
+    def run(dtype: torch.dtype, is_varlen: bool) -> list[torch.Tensor]:
+        monkeypatch.setattr(attention, "can_use_varlen", lambda q, mask: is_varlen)
         inputs = [x.bfloat16().to(DEVICE, dtype).requires_grad_() for x in tensors]
-        out = attend(*inputs)
+        out, _ = attend(*inputs)
         return [out, *torch.autograd.grad(out, inputs, out_gradient.to(dtype))]
 
-    attend = functools.partial(attention._attend_sdpa, None)
-    by_sdpa = functools.partial(attention._grouped_attention, attend, layout=layout, mask=mask)
-    by_varlen = functools.partial(
-        attention._varlen_attention, scaling=None, layout=layout, window=window or -1
-    )
-    exact = run(torch.float32, by_sdpa)
-    sdpa_errors = [error(*pair) for pair in zip(run(torch.bfloat16, by_sdpa), exact)]
-    varlen_errors = [error(*pair) for pair in zip(run(torch.bfloat16, by_varlen), exact)]
+    exact = run(torch.float32, is_varlen=False)
+    sdpa_errors = [error(*pair) for pair in zip(run(torch.bfloat16, is_varlen=False), exact)]
+    varlen_errors = [error(*pair) for pair in zip(run(torch.bfloat16, is_varlen=True), exact)]
     text = " · ".join(f"{a:.1e} ({b:.1e})" for a, b in zip(varlen_errors, sdpa_errors))
-    shape = f"{heads}/{kv_heads} heads of {D}" + f", window {window}" * bool(window)
-    row(f"varlen (SDPA) in bf16 against fp32, {shape}: output, gradients of q, k, v", text)
+    what = (
+        f"varlen (SDPA) in bf16 against fp32, {heads}/{kv_heads} heads of {D}: output, gradients of q, k, v"
+    )
+    row(what, text)
     assert all(a < 2 * b + 1e-3 for a, b in zip(varlen_errors, sdpa_errors))
 
 
@@ -138,14 +135,18 @@ def test_bf16_against_fp32(vqa, row, monkeypatch):
     import rloo
     from common import attention, packing
 
-    args = rloo.Args()
-    processor = transformers.AutoProcessor.from_pretrained(args.model)
+    processor = transformers.AutoProcessor.from_pretrained(TINY)
+    can_use_varlen = attention.can_use_varlen
     results = {}
-    for name, dtype in (("fp32", torch.float32), ("varlen", torch.bfloat16), ("SDPA", torch.bfloat16)):
-        monkeypatch.setattr(attention, "_varlen_supports", lambda query, name=name: name == "varlen")
-        model = rloo.load_model(args.model, dtype).to(DEVICE)
+    for name, dtype in (("fp32", "float32"), ("varlen", "bfloat16"), ("SDPA", "bfloat16")):
+        is_varlen = name == "varlen"
+        monkeypatch.setattr(
+            attention, "can_use_varlen", can_use_varlen if is_varlen else lambda q, mask: False
+        )
+        rloo.fill_defaults(args := rloo.Args(dtype=dtype))
+        model = rloo.load_model(args, TINY).to(DEVICE)
         packing.set_attention(model, "packed")
-        data = rloo.load_prompts(args, vqa, "train", model, processor)
+        data = rloo.PromptDataset(args, vqa, "train", model, processor)
         prompts = [data.encode(i) for i in range(len(data.rows))]
         media_ids = torch.tensor(packing.media_token_ids(model.config))
         tokens = [prompt.input_ids[~torch.isin(prompt.input_ids, media_ids)] for prompt in prompts]
@@ -171,31 +172,20 @@ def test_bf16_against_fp32(vqa, row, monkeypatch):
 def test_default_runs(script, launch, row):
     evaluation = "eval_prompts" if script in ("rloo", "ppo_vl") else "eval_rows"
     run = launch(script, total_steps=5, **{evaluation: 50})
-    match = re.search("match the unmodified model within (.*) nats", run.out)
-    assert match, run.out
+    assert "packing enabled" in run.out
     seconds = sorted(step["time/total"] for step in run.steps)[2]
     last = run.steps[-1]
-    text = f"check {match[1]} nats, {seconds:.2f} s a step, {run.peak:.2f} GB"
+    text = f"{seconds:.2f} s a step, {run.peak:.2f} GB"
     if "time/tokens_per_second" in last:
-        diff = last["sampling/logprob_diff_mean"]
-        text += (
-            f", {last['time/tokens_per_second']:.0f} tokens/s, sampler and trainer differ by {diff:.3f} nats"
-        )
+        text += f", {last['time/tokens_per_second']:.0f} tokens/s, sampler and trainer differ by "
+        text += f"{last['sampling/logprob_diff_mean']:.3f} nats"
+        assert last["policy/clipfrac_first"] == 0
     row(f"`{script}.py`, default run, 5 steps", text)
-
-
-def test_the_ratio_is_1_before_any_update(launch, row):
-    """With learning rate 0, old and new log-probs differ only by the packs in which they were computed."""
-    last = launch("rloo", **SMALL | {"learning_rate": 0.0, "total_steps": 1}).steps[-1]
-    clipped = last["policy/clipfrac_low"] + last["policy/clipfrac_high"]
-    text = f"{last['policy/ratio']:.4f}, {clipped:.1%}"
-    row("`policy/ratio` with learning rate 0, and share of clipped responses", text)
-    assert abs(last["policy/ratio"] - 1) < 0.02 and clipped < 0.02
 
 
 def test_zero(launch, row):
     norms = []
-    for ranks, stage in itertools.product(sorted({1, NUM_GPUS}), range(4)):
+    for ranks, stage in itertools.product(sorted({1, NUM_GPUS}), (2, 3)):
         flags = {**SMALL, "total_steps": 1, "zero_stage": stage, "run_name": f"{ranks}-{stage}"}
         run = launch("ppo_vl", ranks, **flags)
         (step,) = run.steps
@@ -211,12 +201,13 @@ def test_resume(launch, row):
     """With deterministic kernels, a resumed run reproduces the uninterrupted one bit for bit."""
     flags = {**SMALL, "total_steps": 4, "save_steps": 2, "save_total_limit": 9}
     full_run = launch("rloo", env=DETERMINISTIC, **flags)
-    weights = weights_of(full_run.folder / "checkpoint-4")
-    resumed = launch("rloo", env=DETERMINISTIC, resume=full_run.folder / "checkpoint-2", **flags)
-    difference = largest_difference(weights, weights_of(full_run.folder / "checkpoint-4"))
+    checkpoint = full_run.folder / "checkpoint-2"
+    resumed = launch("rloo", env=DETERMINISTIC, **flags | {"resume": checkpoint, "run_name": "resumed"})
+    weights = [weights_of(run.folder / "checkpoint-4") for run in (full_run, resumed)]
+    difference = largest_difference(*weights)
     row("`rloo.py`, resumed: largest difference between weights, deterministic kernels", f"{difference:.1e}")
-    names = [name for name in full_run.steps[2] if not name.startswith("time/")]
-    assert [full_run.steps[2][name] for name in names] == [resumed.steps[2][name] for name in names]
+    for name, value in full_run.steps[2].items():
+        assert name.startswith("time/") or resumed.steps[2][name] == value
     assert difference == 0
 
 
@@ -225,20 +216,17 @@ def test_resume(launch, row):
 
 def expect_to_follow(run, sampler: str, row) -> None:
     """By the last steps the policy is far from where it began, and the sampler still agrees with the trainer."""
-    first, *_, last = run.steps
+    *_, last = run.steps
     diffs = ", ".join(f"{step['sampling/logprob_diff_mean']:.3f}" for step in run.steps)
-    text = (
-        f"{diffs} nats; KL {last['objective/kl']:.2f}; {last['time/sync']:.2f} s per sync; {run.peak:.1f} GB"
-    )
+    text = f"{diffs} nats; KL {last['objective/kl']:.2f}; {last['time/sync']:.2f} s per sync"
     row(f"{sampler}: mean difference of log-probs in each step, with new weights before each", text)
     assert abs(last["objective/kl"]) > 0.01 and last["sampling/logprob_diff_mean"] < 0.1
 
 
 @needs_vllm
 def test_vllm_in_process(launch, row):
-    expect_to_follow(
-        launch("rloo", sampler="vllm", vllm_gpu_memory_utilization=0.3, **SMALL), "vLLM in process", row
-    )
+    run = launch("rloo", sampler="vllm", vllm_gpu_memory_utilization=0.3, **SMALL)
+    expect_to_follow(run, "vLLM in process", row)
 
 
 @needs_vllm
@@ -258,22 +246,59 @@ def test_vllm_server(launch, row, tmp_path):
 # ---- memory and speed ----
 
 
-def test_peak_memory_is_that_of_the_page(launch, row, tmp_path):
-    """A random model of the shapes of a 3B VLM, packs of about 7000 tokens."""
-    from tools import full_size
+def make_large_model(folder) -> None:
+    """Random bf16 weights of the shapes of Qwen2.5-VL-3B, with the tiny model's processor set to real image sizes."""
+    import transformers
 
-    exec(re.search(r"def memory\(.*?\n(?=```)", (ROOT / "docs/recipes.md").read_text(), re.S)[0], page := {})
-    full_size.make_model(tmp_path / "model")
-    full_size.make_data(tmp_path)
-    flags = {"model": tmp_path / "model", "dataset": tmp_path / "data.jsonl", "max_response_length": 64}
-    flags |= {"total_steps": 1, "rollout_batch_size": 96, "train_batch_size": 96, "num_epochs": 1}
+    processor = transformers.AutoProcessor.from_pretrained(TINY)
+    processor.image_processor.patch_size = 14
+    processor.image_processor.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+    text = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "vocab_size": 151_936}
+    text |= {"num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 128_000}
+    text |= {"tie_word_embeddings": True, "bos_token_id": None}
+    text |= {"eos_token_id": processor.tokenizer.eos_token_id}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
+    vision |= {"out_hidden_size": 2048, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+    tiny = transformers.AutoConfig.from_pretrained(TINY)
+    ids = {name: value for name, value in vars(tiny).items() if re.fullmatch(r"\w+_token_id", name)}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=True, **ids
+    )
+    with torch.device("cuda"):
+        model = transformers.Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def make_data(folder) -> str:
+    """Questions about images of real sizes."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    rows = []
+    for i, (width, height) in enumerate([(224, 168), (168, 252), (224, 224), (252, 140)] * 2):
+        pixels = rng.integers(0, 256, (height // 28, width // 28, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((width, height)).save(folder / f"{i}.png")
+        rows.append({"prompt": "what is in the image?", "image": f"{i}.png", "answer": "circle"})
+    return write_jsonl(folder / "data.jsonl", rows)
+
+
+def test_peak_memory_is_that_of_the_page(launch, row, tmp_path):
+    """Packs of about 7000 tokens."""
+    page = (ROOT / "docs/recipes.md").read_text()
+    exec(re.search(r"def memory\(.*?\n(?=```)", page, re.S)[0], names := {})
+    make_large_model(tmp_path / "model")
+    torch.cuda.empty_cache()
+    flags = {"model": tmp_path / "model", "dataset": make_data(tmp_path), "max_response_length": 64}
+    flags |= {"total_steps": 1, "prompts_per_rollout": 12, "train_batch_size": 96, "num_epochs": 1}
     flags |= {"gradient_checkpointing": True}
     cases = {
         "LoRA": ({"lora_rank": 8}, {"trained": 0.015e9}),
-        "all weights, ZeRO 2": ({"zero_stage": 2, "learning_rate": 1e-6}, {"reference": True, "zero": 2}),
+        "all weights, ZeRO 2": ({"zero_stage": 2}, {"reference": True, "zero": 2}),
     }
     for name, (flags_of_case, inputs) in cases.items():
-        expected = page["memory"](N=3.75e9, L=36, H=2048, I=11008, V=151_936, pack=7000, **inputs)["peak"]
+        expected = names["memory"](N=3.75e9, L=36, H=2048, I=11008, V=151_936, pack=7000, **inputs)["peak"]
         if expected * 1.2e9 > torch.cuda.mem_get_info()[0]:
             row(f"`rloo.py`, 3.75e9 parameters, {name}", f"`memory()` {expected:.1f} GB: not run")
             continue
@@ -291,8 +316,8 @@ def test_speed_against_trl(row, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     (result,) = json.loads((tmp_path / "results.json").read_text())["results"]
     for part in ("step", "update"):
-        seconds, trl_seconds, ratio = (result[f"{part}_{name}"] for name in ("ours", "trl", "ratio"))
-        what = (
-            f"`rloo.py` and TRL, 64 images x 8 responses, {part} (the ratio of tokens per second is the same)"
+        seconds, trl_seconds, ratio = (result[f"{part}_{name}"] for name in ("cleanrft", "trl", "ratio"))
+        row(
+            f"`rloo.py` and TRL, 64 images x 8 responses, {part}",
+            f"{seconds:.2f} s, {trl_seconds:.2f} s: {ratio:.1f}",
         )
-        row(what, f"{seconds:.2f} s, {trl_seconds:.2f} s: {ratio:.1f}")

@@ -11,13 +11,12 @@ import torch
 import transformers
 from conftest import TINY, assert_same_run, metrics_of, read_jsonl, write_jsonl
 from PIL import Image
-from test_families import folder_of  # noqa: F401
+from test_families import folder_of, load_data, load_model  # noqa: F401
 from test_properties import FLAG, SEED, cases, check, seeded, st
 
-import rloo
-from common import packing
+from common import chats, packing
+from common.decoding import Response
 from common.environments import EnvironmentSampler
-from common.packing import Response
 
 TURNS = ("Let me see.", "", "It is <answer>blue</answer>!")  # the second is empty: EOS at once
 LONG = "no, look closer " * 40
@@ -55,6 +54,7 @@ class ScriptedSampler:
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [eos] for text in turns]
         self.turns = [torch.tensor(x) for x in ids]
         self.seeds = []
+        self.limits = []
         self.calls = 0
         self.update_weights = self.sleep = lambda: None
 
@@ -62,12 +62,13 @@ class ScriptedSampler:
         turn = self.turns[self.calls % len(self.turns)]
         self.calls += 1
         self.seeds.append([prompt.seed for prompt in prompts])
+        self.limits.append([prompt.max_new_tokens for prompt in prompts])
         return [Response(turn, torch.ones(len(turn)), False) for _ in prompts for _ in range(num_samples)]
 
 
 def make_sampler(model, processor, sampler=None, environment=Scripted, **flags):
     tokenizer = getattr(processor, "tokenizer", processor)
-    flags = {"max_length": 2000, "max_turns": 4, "eos_ids": rloo.get_eos_ids(model, tokenizer)} | flags
+    flags = {"max_length": 2000, "max_turns": 4, "eos_ids": [tokenizer.eos_token_id]} | flags
     sampler = sampler or ScriptedSampler(tokenizer, 500)
     return EnvironmentSampler(sampler, environment, model, processor, **flags)
 
@@ -93,14 +94,14 @@ def whole_logprobs(model, processor, prompt, response) -> torch.Tensor:
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         full.append({**message, "content": content})
-    inputs = dict(packing.encode_chat(processor, [*prompt.messages, *full]))
+    inputs = dict(chats.encode_chat(processor, [*prompt.messages, *full]))
     R = len(response.token_ids)
     P = prompt.length
     assert torch.equal(inputs["input_ids"][0, : P + R], torch.cat([prompt.input_ids, response.token_ids]))
     logits = model(**inputs).logits[0, P - 1 : P + R - 1]
     logits[:, packing.media_token_ids(model.config)] = -torch.inf
     logprobs = logits.log_softmax(-1).gather(1, response.token_ids[:, None])[:, 0]
-    return logprobs[response.loss_mask]
+    return logprobs[response.response_mask]
 
 
 def packed_logprobs(model, prompts, responses, max_tokens=4000) -> torch.Tensor:
@@ -113,7 +114,7 @@ def packed_logprobs(model, prompts, responses, max_tokens=4000) -> torch.Tensor:
     ):
         logprobs = packing.response_logprobs(model, pack)[0]
         parts |= {int(b): logprobs[pack.response_of_token == s] for s, b in enumerate(pack.response_index)}
-        masks = torch.nn.utils.rnn.pad_sequence([x.loss_mask for x in responses], batch_first=True)
+        masks = torch.nn.utils.rnn.pad_sequence([x.response_mask for x in responses], batch_first=True)
         assert pack.gather_tokens(masks).all()  # no observation is a target
     return torch.cat([parts[b] for b in range(len(prompts))])
 
@@ -127,16 +128,16 @@ def gradients(model, logprobs: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trajectories_equal_the_unmodified_model_on_the_whole_chat(family, folder_of):  # noqa: F811
-    """Packed and unpacked log-probs and gradients, for whole trajectories and ones truncated in each turn."""
+    """Packed and padded log-probs and gradients, for whole trajectories and ones truncated in each turn."""
     folder = folder_of(family)
-    model, unmodified = (rloo.load_model(str(folder), torch.float32).eval() for _ in range(2))
+    model, unmodified = (load_model(folder) for _ in range(2))
     processor = transformers.AutoProcessor.from_pretrained(folder)
-    data = rloo.load_prompts(rloo.Args(rewards=()), str(folder / "rows.jsonl"), "train", model, processor)
+    data = load_data(folder, model, processor)
     prompts = [replace(data.encode(i), index=i) for i in range(4)]
     whole = make_trajectories(prompts, model, processor)
     assert [len(x.messages) for x in whole] == [5] * 4 and not any(x.truncated for x in whole)
-    assert max(int((~x.loss_mask).sum()) for x in whole) > 200
-    starts = [int((~whole[0].loss_mask).nonzero()[0]), int((~whole[0].loss_mask).nonzero()[-1]) + 1]
+    assert max(int((~x.response_mask).sum()) for x in whole) > 200
+    starts = [int((~whole[0].response_mask).nonzero()[0]), int((~whole[0].response_mask).nonzero()[-1]) + 1]
     for limit in (2000, starts[0] - 1, starts[1] + 2):
         responses = make_trajectories(prompts, model, processor, max_length=limit)
         expected = [whole_logprobs(unmodified, processor, *pair) for pair in zip(prompts, responses)]
@@ -214,20 +215,20 @@ def test_a_resumed_run_with_an_environment_equals_an_uninterrupted_one(script, e
 
     before = read()
     assert before[1]
-    run(script, **flags, resume=folder / "checkpoint-1")
+    folder = run(script, **flags, resume=folder / "checkpoint-1", run_name="branch")
     assert before == read()
 
 
 def tiny(*change: str):
     """The tiny model, its processor with a change (old, new) of the template, and a prompt."""
-    model = rloo.load_model(TINY, torch.float32).eval()
+    model = load_model(TINY)
     processor = transformers.AutoProcessor.from_pretrained(TINY)
     template = processor.chat_template
     processor.chat_template = template.replace(*change) if change else template
     assert (processor.chat_template != template) == bool(change)
     packing.set_attention(model, "packed")
     messages = [{"role": "user", "content": [{"type": "text", "text": "Which color?"}]}]
-    inputs = packing.encode_chat(processor, messages, add_generation_prompt=True)
+    inputs = chats.encode_chat(processor, messages, add_generation_prompt=True)
     prompt = packing.make_prompt(model, inputs, index=7, row={"prompt": "Which color?"}, messages=messages)
     return model, processor, prompt
 
@@ -247,31 +248,34 @@ def test_limits_and_seeds():
         "rollout/observation_overflow_frac": [0, 0],
     }
     whole = responses[0]
-    first = int((~whole.loss_mask).nonzero()[0])  # tokens of the first turn
-    second = int(whole.loss_mask[first:].nonzero()[0]) + first
+    last_turn = int(whole.response_mask.flip(0).long().argmin())  # tokens
+    room = 2000 - (len(whole.token_ids) - last_turn)
+    assert sampler.sampler.limits[0] == [None] and sampler.sampler.limits[2] == [room, room]
+    first = int((~whole.response_mask).nonzero()[0])  # tokens of the first turn
+    second = int(whole.response_mask[first:].nonzero()[0]) + first
     for limit in range(1, second + 4):
         sampler = make_sampler(model, processor, environment=environment, max_turns=3, max_length=limit)
         [response] = sampler.generate([prompt], 1, 1.0)
         R = len(response.token_ids)
         assert response.truncated and torch.equal(response.token_ids, whole.token_ids[:R])
-        assert response.loss_mask[0] and response.loss_mask[-1] and R <= limit
+        assert response.response_mask[0] and response.response_mask[-1] and R <= limit
         overflow = first <= limit <= second
         assert sampler.logged_values["rollout/observation_overflow_frac"] == [overflow] or limit > second
         assert R == (first if overflow else min(limit, second + 1))  # the second turn is one token
 
 
 @cases(quick=6, slow=80)
-def test_masks_and_targets_of_random_trajectories(examples, monkeypatch):
-    """The loss mask is True for the sampled tokens and False for observations. Only hidden states that
+def test_masks_and_targets_of_random_trajectories(examples):
+    """The response mask is True for the sampled tokens and False for observations. Only hidden states that
     predict a sampled token are targets of a pack; the gradients at all others are exactly 0."""
     model, processor, prompt = tiny()
     hidden_states = []
-    run_backbone = packing.run_backbone
 
-    def remember(*args, **options):
-        hidden_states.append(run_backbone(*args, **options))
+    def remember(module, args, output) -> None:
+        hidden_states.append(output.last_hidden_state)
         hidden_states[-1].retain_grad()
-        return hidden_states[-1]
+
+    model.base_model.register_forward_hook(remember)
 
     def property_(case: dict) -> None:
         responses = []
@@ -287,11 +291,11 @@ def test_masks_and_targets_of_random_trajectories(examples, monkeypatch):
             flags = {"environment": environment, "max_length": case["max_length"]}
             [response] = make_sampler(model, processor, sampler, **flags).generate([prompt], 1, 1.0)
             sampled = torch.cat(sampler.turns[: sampler.calls])
-            targets = response.token_ids[response.loss_mask]
+            targets = response.token_ids[response.response_mask]
             assert torch.equal(targets, sampled[: len(targets)])
             assert len(response.token_ids) <= case["max_length"]
             assert response.truncated or len(targets) == len(sampled)
-            assert not response.logprobs[~response.loss_mask].any()
+            assert not response.logprobs[~response.response_mask].any()
             responses.append(response)
         group = (0, [*range(len(responses))])
         [pack] = packing.iter_rank_packs(
@@ -303,19 +307,30 @@ def test_masks_and_targets_of_random_trajectories(examples, monkeypatch):
         for response in responses:
             before = torch.arange(start - 1, start + len(response.token_ids) - 1)
             before[0] = prompt.length - 1
-            expected += before[response.loss_mask].tolist()
+            expected += before[response.response_mask].tolist()
             start += len(response.token_ids)
         assert pack.logit_indices.tolist() == expected
-        assert torch.equal(pack.target_ids, torch.cat([x.token_ids[x.loss_mask] for x in responses]))
+        assert torch.equal(pack.target_ids, torch.cat([x.token_ids[x.response_mask] for x in responses]))
         logprobs = packing.response_logprobs(model, pack)[0]
         (logprobs * torch.linspace(1, 2, len(logprobs))).sum().backward()
-        gradient = hidden_states.pop().grad.norm(dim=1)
+        gradient = hidden_states.pop().grad[0].norm(dim=1)
         assert gradient.nonzero()[:, 0].tolist() == sorted({*expected})
 
-    monkeypatch.setattr(packing, "run_backbone", remember)
     turn = st.tuples(st.integers(0, 6), st.integers(0, 20), FLAG)
     trajectories = st.lists(st.lists(turn, min_size=1, max_size=4), min_size=1, max_size=3)
     check(examples, property_, trajectories=trajectories, max_length=st.integers(1, 120), seed=SEED)
+
+
+def test_images_in_observations_are_scaled_down():
+    model, processor, prompt = tiny()
+    observation = {"role": "user", "content": [{"type": "image", "image": crop(0, (640, 320))}]}
+    tokens = []
+    for max_pixels in (None, 80 * 40):
+        sampler = make_sampler(model, processor, max_pixels=max_pixels)
+        tokens.append(len(sampler.encode_message(prompt, observation).response_mask))
+    assert tokens[1] < tokens[0] / 3
+    scaled = chats.scale_image(crop(0, (640, 320)), 80 * 40)
+    assert scaled.size == (80, 40) and chats.scale_image(scaled, 80 * 40) is scaled
 
 
 def test_special_tokens_in_observations_are_text():
@@ -397,7 +412,7 @@ def test_templates_with_eos_in_other_places(end, eos_ids, observation):
     sampler = make_sampler(model, processor, sampler, environment, eos_ids=eos_ids)
     with warnings.catch_warnings(action="error"):
         [response] = sampler.generate([prompt], 1, 1.0)
-    assert processor.tokenizer.decode(response.token_ids[~response.loss_mask]) == observation
+    assert processor.tokenizer.decode(response.token_ids[~response.response_mask]) == observation
 
 
 def test_a_chat_template_is_required(environment, tiny_text_model, tmp_path, run, capsys):

@@ -3,10 +3,9 @@ packing that would be wrong is detected at startup. test_families.py covers each
 random lengths, token limits and ranks."""
 
 import copy
+import functools
 import math
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import common  # noqa: F401  before transformers # isort: skip
@@ -17,16 +16,23 @@ import transformers
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packaging.version import Version
-from test_families import QWEN_VL, SEVEN, TEMPERATURE, build, folder_of, unmodified_logprobs  # noqa: F401
+from test_families import (  # noqa: F401
+    QWEN_VL,
+    SEVEN,
+    TEMPERATURE,
+    build,
+    folder_of,
+    load_data,
+    load_model,
+    unmodified_logprobs,
+)
 
 import rloo
-from common import attention, decoding, packing, packing_check
+from common import attention, chats, decoding, environments, packing, packing_check
 from common.packing import iter_rank_packs, plan_packs, response_logprobs
 
 EOS = 500
-# Windows, softcaps, attention sinks, image blocks, tiles, biases and factors of logits.
-OTHERS = "mistral gemma2 gemma3 gpt_oss idefics3 internvl granite cohere gpt2 phi".split()
+OTHERS = "mistral gemma3 idefics3 internvl granite cohere gpt2 phi paligemma".split()
 
 
 @pytest.fixture
@@ -37,8 +43,8 @@ def batch_of(folder_of):  # noqa: F811
 
     def make(family: str) -> SimpleNamespace:
         model, processor = build(family)
-        args = rloo.Args(rewards=())
-        data = rloo.load_prompts(args, str(folder_of(family) / "rows.jsonl"), "train", model, processor)
+        model = copy.deepcopy(model)
+        data = load_data(folder_of(family), model, processor)
         prompts = [data.encode(i) for i in range(len(data.rows))]
         groups = []
         responses = []
@@ -52,7 +58,7 @@ def batch_of(folder_of):  # noqa: F811
                 response[R // 2] = EOS if R > 2 else response[R // 2]
                 response[-1] = EOS if len(responses) % 3 else response[-1]
                 responses.append(response)
-        parts = {"model": copy.deepcopy(model), "processor": processor, "encode": data.encode}
+        parts = {"model": model, "processor": processor, "encode": data.encode}
         return SimpleNamespace(**parts, prompts=prompts, groups=groups, responses=responses)
 
     return make
@@ -72,7 +78,7 @@ def run_unmodified(batch) -> tuple[list, dict]:
     model = copy.deepcopy(batch.model)
     logprobs = []
     for i, response_indices in batch.groups:
-        chat = packing.encode_chat(batch.processor, batch.prompts[i].messages, add_generation_prompt=True)
+        chat = chats.encode_chat(batch.processor, batch.prompts[i].messages, add_generation_prompt=True)
         for b in response_indices:
             logp = unmodified_logprobs(model, dict(chat), batch.responses[b], TEMPERATURE)
             weighted_sum(logp, b).backward()
@@ -112,17 +118,21 @@ def assert_same(result, expected) -> None:
             assert (other - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6 * total, name
 
 
-# ---- packed and unpacked ----
+# ---- packed and padded ----
 
 
 @pytest.mark.parametrize("family", [x for x in (*SEVEN, *OTHERS) if x not in test_properties.FAMILIES])
-def test_packed_equals_unmodified(family, batch_of):
+def test_packed_and_padded_equal_the_unmodified_model(family, batch_of):
     batch = batch_of(family)
     expected = run_unmodified(batch)
-    *unpacked, packs = run_packs(batch)
-    assert len(packs) == len(batch.responses)
-    assert_same(unpacked, expected)
+    *padded, packs = run_packs(batch)
+    assert len(packs) == len(batch.groups)
+    assert_same(padded, expected)
+    *padded, packs = run_packs(batch, max(p.length for p in batch.prompts) + 10)
+    assert len(packs) > len(batch.groups)
+    assert_same(padded, expected)
     packing.set_attention(batch.model, "packed")
+    batch.model.logit_factor = {"granite": 1 / 3, "cohere": 0.3}.get(family, 1.0)
     *whole, packs = run_packs(batch)
     assert len(packs) == 1  # text, images, an image twice, and a video in one sequence
     assert_same(whole, expected)
@@ -147,118 +157,213 @@ def test_gradient_checkpointing(family, batch_of):
     assert len(calls) == 2  # forward, and again in backward
 
 
-@pytest.mark.parametrize("family", [*QWEN_VL, "llava"])
-def test_each_image_is_encoded_once(family, batch_of):
-    batch = batch_of(family)
-    lengths = []
-    tower = getattr(batch.model.base_model, "visual", None) or batch.model.base_model.vision_tower
+def test_padded_rows_need_few_logits(batch_of, monkeypatch):
+    """Models that can return logits of the last tokens only are asked for the responses'."""
+    batch = batch_of("llama")
+    shapes = []
+    hook = batch.model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+    expected, _, packs = run_packs(batch)
+    lengths = [[len(batch.responses[b]) for b in response_indices] for _, response_indices in batch.groups]
+    assert sorted(tuple(shape[:2]) for shape in shapes) == sorted((len(x), max(x) + 1) for x in lengths)
+    hook.remove()
+    whole = copy.deepcopy(batch.model)
+    forward = type(whole).forward
 
-    def hook(module, args, kwargs):
-        lengths.append(len(next(filter(torch.is_tensor, [*args, *kwargs.values()]))))
+    def without_logits_to_keep(self, input_ids, attention_mask, **kwargs):
+        return forward(self, input_ids, attention_mask, use_cache=False)
 
-    tower.register_forward_pre_hook(hook, with_kwargs=True)
-    packing.set_attention(batch.model, "packed")
-    *_, (pack,) = run_packs(batch)
-    videos = [video.inputs["pixel_values_videos"] for video in pack.media["video"]]
-    assert len(videos) == (family in QWEN_VL)
-    images = {item.key: item.inputs["pixel_values"] for item in pack.media["image"]}
-    assert len(images) == 3 < len(pack.media["image"])
-    batches = [sum(map(len, images.values()))]
-    if family == "qwen3_vl" and Version(transformers.__version__) < Version("5.18"):
-        batches += map(len, images.values())  # the batch's deepstack features can't be assigned to images
-    assert lengths == [*batches, *map(len, videos)]
-    lengths.clear()
-    batch.groups = batch.groups[:2]
-    batch.responses = batch.responses[:9]
-    run_packs(batch)
-    assert lengths == []  # without images, the vision tower does not run
+    monkeypatch.setattr(type(whole), "forward", without_logits_to_keep)
+    for pack in packs:
+        logprobs, _ = response_logprobs(whole, pack, TEMPERATURE)
+        for s, b in enumerate(pack.response_index.tolist()):
+            torch.testing.assert_close(logprobs[pack.response_of_token == s], expected[b], atol=1e-5, rtol=0)
 
 
 # ---- the check at startup ----
 
-WARNING = "warning: packing is not supported for this model ("
+WARNING = "warning: batches are padded, because packing is not supported for this model ("
 ENABLED = "packing enabled: log-probs match the unmodified model within"
 
 
-def check(batch, which=slice(None), max_tokens: int = 2048, max_length: int = 200) -> str:
-    message = packing_check.enable_packing_if_exact(
+def check(batch, which=slice(None), max_tokens: int = 2048, max_length: int = 200, **options) -> str:
+    packing.set_attention(batch.model, "sdpa")
+    message = packing_check.choose_layout(
         model=batch.model,
         forward=lambda pack: response_logprobs(batch.model, pack, TEMPERATURE)[0],
         prompts=batch.prompts[which],
         max_length=max_length,
         max_tokens=max_tokens,
-        temperature=TEMPERATURE,
+        **options,
     )
     assert packing.is_packed(batch.model) == message.startswith(ENABLED) != message.startswith(WARNING)
     return message
 
 
-def let_responses_see_each_other(monkeypatch) -> None:
-    """Lay out the responses of a group as one, so that later ones attend to earlier ones."""
-    make_layout = packing.make_layout
-
-    def merge(groups, is_sampled):
-        groups = [[group[0], torch.cat(group[1:])] if group[1:] else group for group in groups]
-        return make_layout(groups, is_sampled)
-
-    monkeypatch.setattr(packing, "make_layout", merge)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
-def test_the_check_detects_responses_that_see_each_other(family, batch_of, monkeypatch):
-    batch = batch_of(family)
-    expected = run_unmodified(batch)
-    with monkeypatch.context() as patch:
-        let_responses_see_each_other(patch)
-        message = check(batch)
-        assert message.startswith(WARNING + "its packed log-probs change by")
-        assert_same(run_packs(batch)[:2], expected)
-        packing.set_attention(batch.model, "packed")
-        assert largest_difference(run_packs(batch)[0], expected[0]) > 1e-2
-        packing.set_attention(batch.model, "sdpa")
-    assert check(batch).startswith(ENABLED)
+def observe(batch):
+    """An encoder of an observation with an image, if the model has images."""
+    processor = batch.processor
+    sampler = SimpleNamespace(update_weights=None, sleep=None)
+    image = [p for m in batch.prompts[-1].messages for p in m["content"] if p["type"] == "image"]
+    encoder = environments.EnvironmentSampler(
+        sampler=sampler,
+        environment_class=None,
+        model=batch.model,
+        processor=processor,
+        eos_ids=[500],
+        max_turns=3,
+        max_length=200,
+    )
+    message = {"role": "user", "content": [*image, {"type": "text", "text": "And now?"}]}
+    return functools.partial(encoder.encode_message, message=message)
 
 
-@pytest.mark.parametrize("family", QWEN_VL)
-def test_the_check_detects_two_dimensional_positions(family, batch_of):
-    """The silent defect of M-RoPE training. Prompts without images can't show it."""
-    batch = batch_of(family)
+def let_responses_see_each_other(monkeypatch, batch) -> None:
+    """A response attends to all responses before it."""
+    make_indices = packing.make_packed_indices
+
+    def merge(segments):
+        merged = []
+        for queries, keys in segments:
+            if len(queries) < len(keys) and len(merged[-1][0]) < len(merged[-1][1]):  # after a response
+                previous = merged.pop()
+                queries, keys = torch.cat([previous[0], queries]), torch.cat([previous[1], queries])
+            merged.append((queries, keys))
+        return make_indices(merged)
+
+    monkeypatch.setattr(packing, "make_packed_indices", merge)
+
+
+def shift_positions_after_images(monkeypatch, batch) -> None:
     for prompt in batch.prompts:
-        prompt.position_ids = torch.arange(prompt.length).expand(3, -1)
-    assert check(batch, slice(2)).startswith(ENABLED)
-    packing.set_attention(batch.model, "sdpa")
-    assert check(batch).startswith(WARNING)
+        after = (
+            torch.arange(prompt.length)
+            > (prompt.input_ids == batch.model.config.image_token_id).nonzero().max()
+        )
+        prompt.position_ids = prompt.position_ids + after
 
 
-def test_the_check_detects_errors_far_into_a_pack(batch_of, monkeypatch):
+def shorten_windows(monkeypatch, batch) -> None:
+    bucket_mask = attention.ModelMask.bucket_mask
+
+    def short(self, indices, i):
+        mask = bucket_mask(self, indices, i)
+        bucket = indices.buckets[i]
+        q, k = indices.seq_positions[bucket.queries], indices.seq_positions[bucket.keys]
+        return mask & (q[:, None, :, None] - k[:, None, None] < 7)  # the window is 8
+
+    monkeypatch.setattr(attention.ModelMask, "bucket_mask", short)
+
+
+def swap_token_types(monkeypatch, batch) -> None:
+    for prompt in batch.prompts:
+        prompt.next_inputs["token_type_ids"] = 1 - prompt.next_inputs["token_type_ids"]
+
+
+def reverse_media(monkeypatch, batch) -> None:
+    """Images of the last prompt first."""
+    cat_padded = packing.cat_padded
+
+    def reverse(xs):
+        return cat_padded(xs[::-1] if xs[0].is_floating_point() and xs[0].dim() > 1 else xs)
+
+    monkeypatch.setattr(packing, "cat_padded", reverse)
+
+
+def shift_positions_after_observations(monkeypatch, batch) -> None:
+    join = packing.join_continuations
+
+    def shifted(parts):
+        last = replace(parts[-1], position_ids=parts[-1].position_ids + 1)
+        return join([*parts[:-1], last])
+
+    monkeypatch.setattr(packing, "join_continuations", shifted)
+
+
+BREAKAGES = [
+    ("responses that see each other", "llama", let_responses_see_each_other),
+    ("responses that see each other", "qwen2_5_vl", let_responses_see_each_other),
+    ("positions after an image", "qwen2_5_vl", shift_positions_after_images),
+    ("positions after an image", "qwen3_vl", shift_positions_after_images),
+    ("a short window", "mistral", shorten_windows),
+    ("token types of responses", "paligemma", swap_token_types),
+    ("images in the wrong order", "llava", reverse_media),
+    ("images in the wrong order", "gemma3", reverse_media),
+    ("positions after an observation", "qwen2_5_vl", shift_positions_after_observations),
+    ("positions after an observation", "llama", shift_positions_after_observations),
+]
+
+
+@pytest.mark.parametrize("name, family, break_it", BREAKAGES, ids=[f"{x[0]}-{x[1]}" for x in BREAKAGES])
+def test_the_check_notices(name, family, break_it, batch_of, monkeypatch, capsys):
+    """What is only wrong in packs is padded; what is wrong in both layouts is refused."""
+    batch = batch_of(family)
+    if "after an image" in name:
+        batch.prompts = [prompt for prompt in batch.prompts if "pixel_values" in prompt.media_keys]
+    options = {"encode_observation": observe(batch)} if "observation" in name else {}
+    assert check(batch, **options).startswith(ENABLED)
+    break_it(monkeypatch, batch)
+    try:
+        assert check(batch, **options).startswith(WARNING)
+    except SystemExit:
+        error = capsys.readouterr().err
+        assert "change by" in error or "differ by" in error, error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, family, break_it", [x for x in BREAKAGES if x[1] == "qwen2_5_vl"])
+def test_the_check_notices_with_the_bundled_model_in_bf16(name, family, break_it, vqa, monkeypatch, capsys):
+    """Rounding passes; what is wrong does not."""
+    model, processor = load_model(TINY, "bfloat16"), transformers.AutoProcessor.from_pretrained(TINY)
+    args = rloo.Args(rewards=(), max_prompt_length=1024)
+    data = rloo.PromptDataset(args, vqa, "train", model, processor)
+    batch = SimpleNamespace(model=model, processor=processor, prompts=[data.encode(i) for i in range(12)])
+    options = {"encode_observation": observe(batch)}
+    assert check(batch, **options).startswith(ENABLED)
+    break_it(monkeypatch, batch)
+    try:
+        assert check(batch, **options).startswith(WARNING)
+    except SystemExit:
+        assert "by" in capsys.readouterr().err
+
+
+def test_the_check_notices_what_only_gradients_show(batch_of, monkeypatch):
+    """The forward is right, but no gradient reaches the shared prompt."""
+    batch = batch_of("llama")
+    attend = attention.attend
+
+    def detached(query, key, value, **kwargs):
+        return attend(query, key.detach(), value.detach(), **kwargs)
+
+    monkeypatch.setattr(attention, "attend", detached)
+    assert check(batch).startswith(WARNING + "its gradients change by")
+
+
+def test_the_check_notices_errors_far_into_a_pack(batch_of, monkeypatch):
     """Prompts are much shorter, so only a full pack can show them."""
     bucket_mask = attention.ModelMask.bucket_mask
 
-    def blind_beyond_200(self, layout, bucket):
-        attn_mask = bucket_mask(self, layout, bucket)
-        if not bucket.is_prompts:
-            attn_mask[..., :5] &= (bucket.queries < 200)[:, None, :, None]
+    def blind_beyond_1000(self, indices, i):
+        queries = indices.buckets[i].queries
+        attn_mask = bucket_mask(self, indices, i).clone()
+        attn_mask[..., :5] &= (queries < 1000)[:, None, :, None]
         return attn_mask
 
     batch = batch_of("llama")
     assert max(prompt.length for prompt in batch.prompts) < 100
-    monkeypatch.setattr(attention.ModelMask, "bucket_mask", blind_beyond_200)
+    monkeypatch.setattr(attention.ModelMask, "bucket_mask", blind_beyond_1000)
     assert check(batch, max_tokens=2048, max_length=100).startswith(WARNING)
-    packing.set_attention(batch.model, "sdpa")
-    assert check(batch, max_tokens=150).startswith(ENABLED)  # no pack is long enough for the error
+    assert check(batch, max_tokens=500, max_length=100).startswith(ENABLED)  # no pack has such an index
 
 
-def test_the_check_detects_attention_that_is_only_wrong_at_a_distance(batch_of, monkeypatch):
-    """Block-sparse attention, for example, is dense up to some length: the long probe exceeds it."""
-    evaluate = attention.ModelMask.bucket_mask
+def test_the_check_notices_attention_that_is_only_wrong_at_a_distance(batch_of, monkeypatch):
+    """Block-sparse attention, for example, is dense up to some length: the long response exceeds it."""
+    bucket_mask = attention.ModelMask.bucket_mask
 
-    def blind_at_a_distance(self, layout, bucket):
-        attn_mask = evaluate(self, layout, bucket)
-        if not bucket.is_prompts:
-            q, k = (layout.seq_positions[x] for x in (bucket.queries, bucket.keys))
-            distance = q[..., None] - k[:, None]
-            attn_mask = attn_mask & (distance < 128)[:, None]
-        return attn_mask
+    def blind_at_a_distance(self, indices, i):
+        bucket = indices.buckets[i]
+        q, k = indices.seq_positions[bucket.queries], indices.seq_positions[bucket.keys]
+        near = q[:, None, :, None] - k[:, None, None] < 128
+        return bucket_mask(self, indices, i) & near
 
     batch = batch_of("llama")
     monkeypatch.setattr(attention.ModelMask, "bucket_mask", blind_at_a_distance)
@@ -266,52 +371,57 @@ def test_the_check_detects_attention_that_is_only_wrong_at_a_distance(batch_of, 
     assert check(batch, max_length=120).startswith(ENABLED)
 
 
-def test_the_check_detects_a_broken_decoder(batch_of, monkeypatch):
-    """Padding of shorter prompts that is not masked, tokens that are ignored, NaN."""
+def test_out_of_memory_ends_the_run(batch_of, monkeypatch):
+    """It is no reason to train slowly."""
+
+    def fails(**arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(attention, "attend", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        check(batch_of("llama"))
+
+
+def test_messages_say_what_is_not_compared(batch_of, monkeypatch):
     batch = batch_of("llama")
-    step = decoding.Decoder.step
-    store_prompt_kv = decoding.Decoder.store_prompt_kv
+    assert "not compared" not in check(batch)
+    assert "not compared: sequences of more than 2048 tokens" in check(batch, max_length=4096)
+    encode = observe(batch)
 
-    def without_padding(self, *arguments):
-        self.prompt_valid[:] = True
-        store_prompt_kv(self, *arguments)
+    def long_observation(sequence):
+        observation = encode(sequence)
+        return packing.join_continuations([observation] * 200)
 
-    broken = [("step", lambda self, x: step(self, x * 0)), ("store_prompt_kv", without_padding)]
-    broken += [("step", lambda self, x: self.hidden.fill_(math.nan))]
-    for name, function in broken:
-        with monkeypatch.context() as patch:
-            patch.setattr(decoding.Decoder, name, function)
-            assert check(batch).startswith(WARNING), name
-    assert check(batch).startswith(ENABLED)
+    message = check(batch, encode_observation=long_observation)
+    assert "not compared: observations, which don't fit into a pack" in message
+    batch.model.lm_head.weight.ds_id = 0
+    next(batch.model.parameters()).ds_id = 0
+    assert "not compared under ZeRO-3: the model's generate, gradients" in check(batch)
 
 
-def test_unexpected_errors_in_the_check_end_the_run(batch_of, monkeypatch):
-    """Out of memory is no reason to train slowly; model code that can't run a pack is."""
+def test_a_generate_that_differs_is_refused_only_where_we_sample(batch_of, monkeypatch, capsys):
     batch = batch_of("llama")
-    for error, ends in ((RuntimeError("out of memory"), True), (TypeError("no such keyword"), False)):
+    generate = type(batch.model).generate
 
-        def fails(*arguments, error=error):
-            raise error
+    def shifted(self, **inputs):
+        position_ids = torch.arange(1, inputs["input_ids"].shape[1] + 1)[None] * 2
+        return generate(self, **inputs, position_ids=position_ids)
 
-        monkeypatch.setattr(decoding.Decoder, "step", fails)
-        with pytest.raises(RuntimeError, match="out of memory") if ends else nullcontext():
-            assert check(batch).startswith(WARNING + "TypeError: no such keyword)")
-        assert not packing.is_packed(batch.model)
-
-
-def test_reasons_for_the_unpacked_path(batch_of, monkeypatch):
-    for family, limit in (("phi3 longrope", 200), ("llama dynamic", 2048)):
-        batch = batch_of(family)
-        reason = f"beyond {limit} tokens its RoPE depends on the sequence length)"
-        assert check(batch, max_length=limit + 1).startswith(WARNING + reason)
-        assert check(batch, max_length=limit).startswith(ENABLED)
-    batch = batch_of("qwen2_5_vl")
-    for prompt in batch.prompts:
-        prompt.unsupported_inputs = ("pixel_masks",)
-    assert check(batch).startswith(WARNING + "packs do not support its inputs pixel_masks")
+    monkeypatch.setattr(type(batch.model), "generate", shifted)
+    message = check(batch, samples=False)
+    assert message.startswith(ENABLED) and "so don't sample from this model" in message
+    with pytest.raises(SystemExit):
+        check(batch)
+    assert "error: row 0: the model's generate and its forward differ by" in capsys.readouterr().err
 
 
-def test_attention_refuses_inputs_that_it_would_ignore(batch_of, monkeypatch):
+def test_all_ranks_use_padded_batches_if_one_does(batch_of, monkeypatch):
+    dist = {"is_initialized": lambda: True, "all_reduce": lambda flag, op: flag.zero_()}
+    monkeypatch.setattr(packing_check, "dist", SimpleNamespace(**dist, ReduceOp=torch.distributed.ReduceOp))
+    assert check(batch_of("llama")).startswith(WARNING + "another rank could not pack it)")
+
+
+def test_attention_refuses_inputs_that_it_would_ignore(batch_of):
     """Sparse attention passes the blocks to attend to; transformers' SDPA path would not get them."""
     batch = batch_of("llama")
     layer = batch.model.model.layers[0].self_attn
@@ -319,21 +429,6 @@ def test_attention_refuses_inputs_that_it_would_ignore(batch_of, monkeypatch):
     blocks = {"block_indices": torch.zeros(1)}
     layer.forward = lambda *args, **kwargs: forward(*args, **kwargs, **blocks)
     assert check(batch).startswith(WARNING + "its attention has the input block_indices)")
-
-
-@pytest.mark.slow
-def test_the_check_in_bf16(vqa, monkeypatch):
-    """Rounding passes; wrong positions and responses that see each other do not."""
-    model = rloo.load_model(TINY, torch.bfloat16).eval()
-    processor = transformers.AutoProcessor.from_pretrained(TINY)
-    data = rloo.load_prompts(rloo.Args(), vqa, "train", model, processor)
-    prompts = [data.encode(i) for i in range(12)]
-    flat = [replace(p, position_ids=torch.arange(p.length).expand(3, -1)) for p in prompts]
-    assert check(SimpleNamespace(model=model, prompts=prompts)).startswith(ENABLED)
-    packing.set_attention(model, "sdpa")
-    assert check(SimpleNamespace(model=model, prompts=flat)).startswith(WARNING)
-    let_responses_see_each_other(monkeypatch)
-    assert check(SimpleNamespace(model=model, prompts=prompts)).startswith(WARNING)
 
 
 # ---- attention ----
@@ -365,46 +460,71 @@ def test_attention_equals_separate_sequences(kv_heads, scaling, form):
     for lengths in ([5, 3, 1, 4], [1, 2], [9], [2, 1, 1, 1, 1], [3, 6, 6], [4, 0, 2]):
         groups.append([offset + sum(lengths[:i]) + torch.arange(n) for i, n in enumerate(lengths)])
         offset += sum(lengths)
-    layout = attention.make_layout(groups, torch.ones(offset, dtype=torch.bool))
-    assert layout.cu_seqlens_q.dtype == layout.cu_seqlens_k.dtype == torch.int32  # as the kernel requires
+    indices = attention.make_packed_indices(to_segments(groups))
+    assert all(x.dtype == torch.int32 for x in indices.cu_seqlens)  # as the kernel requires
     masks = transformers.masking_utils
     size = int(form.partition(" ")[2] or 0)
     functions = {"causal": masks.causal_mask_function}
     functions["window"] = masks.sliding_window_causal_mask_function(size)
     functions["chunks"] = masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
-    function = functions[form.split()[0]]
-    # transformers gives the size of windows and of chunks under the same name.
-    mask = attention.ModelMask(mask_function=function, device="cpu", local_size=size or None)
-    assert mask.window_size() == (size if "window" in form else None)
+    mask = attention.ModelMask(mask_function=functions[form.split()[0]])
     inputs = [torch.randn(1, heads, offset, 16) for heads in (4, kv_heads, kv_heads, 4)]
-    attend = partial(attention._attend_sdpa, scaling)
+    packed = functools.partial(attention.packed_attention, None, attention_mask=mask, packed_indices=indices)
     implementations = [lambda *qkv: separate_attention(*qkv, scaling, groups, mask.function)]
-    implementations += [lambda *qkv: attention._grouped_attention(attend, *qkv, layout, mask)]
-    if "chunks" not in form:
-        window = size or -1
-        implementations += [lambda *qkv: attention._varlen_attention(*qkv, scaling, layout, window)]
+    implementations += [lambda *qkv: packed(*qkv, scaling=scaling)[0]]
     results = []
     for implementation in implementations:
         *qkv, weight = (x.clone().requires_grad_() for x in inputs)
         out = implementation(*qkv)
         results.append((out, *torch.autograd.grad((out * weight.transpose(1, 2)).sum(), qkv)))
-    for other in results[1:]:
-        torch.testing.assert_close(results[0], other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-def test_logical_index_of_the_docstring():
+def to_segments(groups: list) -> list:
+    """[[prompt, response, response]] -> queries and keys of each."""
+    segments = []
+    for prompt, *responses in groups:
+        segments.append((prompt, prompt))
+        segments += [(response, torch.cat([prompt, response])) for response in responses]
+    return segments
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_on_a_gpu_sdpa_never_gets_a_mask_and_grouped_heads(queries, kv_heads, monkeypatch):
+    """It would fall back to the kernel that stores all scores. One query has few scores."""
+    calls = []
+
+    def spy(query, key, value, attn_mask, scale, enable_gqa):
+        assert attn_mask is not None and key.shape[1] == value.shape[1]
+        calls.append((key.shape[1], enable_gqa))
+        return query
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", spy)
+    with torch.device("meta"):  # any device but the CPU
+        q, k, mask = (
+            torch.empty(2, 4, queries, 8),
+            torch.empty(2, kv_heads, 7, 8),
+            torch.empty(2, 1, queries, 7),
+        )
+        attention.attend(q, k, k, mask, None)
+    assert calls == [(kv_heads, kv_heads < 4) if queries == 1 else (4, False)]
+
+
+def test_sequence_positions_of_the_docstring():
     """A window of 3 over "abc" with the responses "de" and "fg", and an image block of b and c."""
-    groups = [[torch.arange(3), torch.tensor([3, 4]), torch.tensor([5, 6])]]
-    layout = attention.make_layout(groups, torch.ones(7, dtype=torch.bool))
-    assert layout.seq_positions.tolist() == [0, 1, 2, 3, 4, 3, 4]
+    indices = attention.make_packed_indices(
+        to_segments([[torch.arange(3), torch.tensor([3, 4]), torch.tensor([5, 6])]])
+    )
+    assert indices.seq_positions.tolist() == [0, 1, 2, 3, 4, 3, 4]
     window = transformers.masking_utils.sliding_window_causal_mask_function(3)
-    image_block = torch.tensor([-1, 0, 0, -1, -1, -1, -1])
+    image_block = torch.tensor([[-1, 0, 0, -1, -1, -1, -1]])
 
     def attended(function) -> dict[str, str]:
-        mask = attention.ModelMask(mask_function=function, device="cpu")
+        mask = attention.ModelMask(mask_function=function)
         sees = {}
-        for bucket in layout.buckets:
-            attn_mask = mask.bucket_mask(layout, bucket)[:, 0]  # (S, Q, K)
+        for i, bucket in enumerate(indices.buckets):
+            attn_mask = mask.bucket_mask(indices, i)[:, 0]  # (S, Q, K)
             for s, q in bucket.queries_valid.nonzero().tolist():
                 keys = bucket.keys[s, attn_mask[s, q]]
                 sees["abcdefg"[bucket.queries[s, q]]] = "".join("abcdefg"[k] for k in keys)
@@ -412,29 +532,9 @@ def test_logical_index_of_the_docstring():
 
     expected = {"a": "a", "b": "ab", "c": "abc", "d": "bcd", "e": "cde", "f": "bcf", "g": "cfg"}
     assert attended(window) == expected
-    is_block = lambda q, k: (image_block[q] == image_block[k]) & (image_block[q] >= 0)  # noqa: E731
-    with_block = attended(lambda batch, head, q, k: window(batch, head, q, k) | is_block(q, k))
+    is_block = lambda b, q, k: (image_block[b, q] == image_block[b, k]) & (image_block[b, q] >= 0)  # noqa: E731
+    with_block = attended(lambda batch, head, q, k: window(batch, head, q, k) | is_block(batch, q, k))
     assert with_block == expected | {"b": "abc"}  # b sees c, which comes later
-
-
-def test_the_vision_tower_attends_once_per_layer_in_bf16(batch_of, monkeypatch):
-    """One call for all windows and images, where transformers would loop over them."""
-    batch = batch_of("qwen2_5_vl")
-    calls = []
-    varlen = attention._varlen
-    monkeypatch.setattr(attention, "_varlen", lambda *x, **y: calls.append(1) or varlen(*x, **y))
-    media = {name: [x for prompt in batch.prompts for x in prompt.media[name]] for name in ("image", "video")}
-    expected = packing.encode_media(batch.model.base_model, media)
-    batch.model.bfloat16()
-    packing.set_attention(batch.model, "packed")
-    features = packing.encode_media(batch.model.base_model, media)
-    assert len(calls) == 2 * 2  # images and videos, two layers
-    for media_type, outputs in expected.items():
-        for x, y in zip(features[media_type].pooler_output, outputs.pooler_output, strict=True):
-            assert (x.float() - y).norm() < 0.03 * y.norm()
-    packing.set_attention(batch.model, "sdpa")
-    packing.encode_media(batch.model.base_model, media)
-    assert len(calls) == 4
 
 
 # ---- planning ----
@@ -456,13 +556,14 @@ def plans(draw):
     longest = max(P + max(lengths, default=0) for P, lengths in shapes)
     max_tokens = longest + draw(st.integers(0, 100))
     world_size = draw(st.integers(1, 4))
-    return groups, prompt_lengths, response_lengths, max_tokens, world_size
+    layout = draw(st.sampled_from([(True, math.inf), (False, math.inf), (False, 1)]))  # packed, max_rows
+    return groups, prompt_lengths, response_lengths, max_tokens, world_size, *layout
 
 
 @given(plans())
 @settings(max_examples=200, deadline=None)
 def test_plan(case):
-    groups, prompt_lengths, response_lengths, max_tokens, world_size = case
+    groups, prompt_lengths, response_lengths, max_tokens, world_size, packed, max_rows = case
     before = copy.deepcopy(case)
     plan = plan_packs(*case)
     assert case == before and plan == plan_packs(*case)  # no side effects, deterministic
@@ -470,33 +571,34 @@ def test_plan(case):
     group_of = {b: i for i, response_indices in groups for b in response_indices}
     num_parts = {}
     planned = []
-    costs = [0.0] * world_size
+    sizes = [0] * world_size
     for rank, pack in ((rank, pack) for rank, packs in enumerate(plan) for pack in packs):
         tokens = 0
+        assert packed or len(pack) <= 1  # a padded pack has one prompt
         for i, response_indices in pack:
-            P = prompt_lengths[i]
             lengths = [response_lengths[b] for b in response_indices]
-            tokens += P + sum(lengths)
-            costs[rank] += P + sum(lengths) + (P * P / 2 + sum(R * (P + R / 2) for R in lengths)) / (6 * 2048)
-            assert all(group_of[b] == i for b in response_indices)
+            tokens += packing.count_tokens(prompt_lengths[i], lengths, packed)
+            assert all(group_of[b] == i for b in response_indices) and len(response_indices) <= max_rows
             planned += response_indices
             num_parts[i] = num_parts.get(i, 0) + 1
         assert tokens <= max_tokens
+        sizes[rank] += tokens
     assert sorted(planned) == [*range(len(response_lengths))]
     for i, response_indices in groups:  # only groups that do not fit are split
-        tokens = prompt_lengths[i] + sum(response_lengths[b] for b in response_indices)
-        assert num_parts[i] == 1 or tokens > max_tokens
-    assert max(costs) - min(costs) <= 1.02 * max_tokens  # at most one pack
+        lengths = [response_lengths[b] for b in response_indices]
+        tokens = packing.count_tokens(prompt_lengths[i], lengths, packed)
+        assert num_parts[i] == 1 or tokens > max_tokens or len(lengths) > max_rows
+    assert max(sizes) - min(sizes) <= max_tokens  # at most one pack
 
 
-def test_plan_weighs_attention():
-    """By tokens, the long group would share its rank with another one; by cost it outweighs all six."""
-    plan = plan_packs([(g, [g]) for g in range(7)], [24576] + [6144] * 6, [10] * 7, 61510, 2)
-    assert sorted(len(packs[0]) for packs in plan) == [1, 6]
+def test_count_tokens():
+    assert packing.count_tokens(5, [2, 3], packed=True) == 10
+    assert packing.count_tokens(5, [2, 3], packed=False) == 16  # two rows of 8
+    assert packing.count_tokens(5, [], packed=False) == packing.count_tokens(5, [], packed=True) == 5
 
 
 def test_plan_refuses_what_cannot_fit():
-    with pytest.raises(AssertionError, match="30 \\+ 11 tokens never fit into a pack"):
+    with pytest.raises(AssertionError, match="response 1 never fits into 40 tokens"):
         plan_packs([(0, [0, 1])], [30], [10, 11], 40)
     plan_packs([(0, [0, 1])], [30], [10, 10], 40)
 
@@ -504,19 +606,7 @@ def test_plan_refuses_what_cannot_fit():
 # ---- prompts ----
 
 
-@pytest.mark.parametrize("shapes", [((32, 64), (64, 32)), ((32, 32), (32, 32))])
-def test_images_are_equal_only_if_their_shapes_are(shapes):
-    """Two images of one color have the same bytes; with patches, only the grid differs."""
-    sizes = [torch.ones(3, *shape) for shape in shapes]
-    tiles = [packing._split_media({"pixel_values": x[None]})[0] for x in sizes]
-    patches = torch.ones(8, 12)  # of each image
-    grids = [torch.tensor([[1, height // 16, width // 16]]) for height, width in shapes]
-    items = [packing._split_media({"image_grid_thw": grid, "pixel_values": patches})[0] for grid in grids]
-    for a, b in (tiles, items):
-        assert (a.key == b.key) == (shapes[0] == shapes[1])
-
-
-def test_positions_after_a_long_video(batch_of, folder_of):  # noqa: F811
+def test_positions_after_a_long_video(batch_of):
     """A video's frames count in time beyond the text after them. The response continues from that text."""
     batch = batch_of("qwen2_5_vl")
     model = batch.model
@@ -525,72 +615,75 @@ def test_positions_after_a_long_video(batch_of, folder_of):  # noqa: F811
     inputs["second_per_grid_ts"] = torch.tensor([30.0])  # a slow video: 60 positions per frame
     long = packing.make_prompt(model, inputs)
     assert long.next_position == int(long.position_ids[0, -1]) + 1 < long.position_ids.max()
-    response = torch.randint(0, 500, (6,), generator=torch.Generator().manual_seed(0))
+    packing.set_attention(model, "packed")
+    [sampled] = decoding.generate(model, [long], 1, 6, [-1], TEMPERATURE, max_tokens=1000)
+    response = packing.continue_prompt(long, sampled.token_ids)
     with torch.no_grad():
-        expected = unmodified_logprobs(model, inputs, response, TEMPERATURE)
-        packing.set_attention(model, "packed")
-        pack = packing.build_pack([(0, [0])], {0: long}, [response])
+        pack = packing.build_packed([(0, [0])], {0: long}, {0: response})
         logprobs = response_logprobs(model, pack, TEMPERATURE)[0]
-        decoder = decoding.Decoder(model, [long], 1, max_tokens=1000)
-        decoded = []
-        for token in response:
-            decoded.append(decoding.next_logprobs(model, decoder.hidden, TEMPERATURE)[0, token])
-            decoder.step(token[None])
+        packing.set_attention(model, "sdpa")
+        expected = unmodified_logprobs(model, inputs, sampled.token_ids, TEMPERATURE)
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(torch.stack(decoded), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(sampled.logprobs, expected, atol=1e-4, rtol=0)
 
 
-def test_long_prefills_are_split(batch_of, monkeypatch):
-    """No pack of a decoder's prompts exceeds max_tokens, and the hidden states stay the same."""
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+def test_a_prompt_may_limit_its_responses(batch_of, is_packed):
+    """As those of later turns do, which have only the room that is left."""
+    batch = batch_of("llama")
+    packing.set_attention(batch.model, "packed" if is_packed else "sdpa")
+    prompts = [replace(p, max_new_tokens=n) for p, n in zip(batch.prompts, (3, None, 20))]
+    responses = decoding.generate(batch.model, prompts, 2, 9, [-1], TEMPERATURE, max_tokens=1000)
+    assert [len(x.token_ids) for x in responses] == [3, 3, 9, 9, 9, 9]
+
+
+def test_long_prefills_are_split(batch_of):
+    """No pack of prompts exceeds max_tokens, and what is sampled stays the same."""
     batch = batch_of("qwen2_5_vl")
     packing.set_attention(batch.model, "packed")
     lengths = []
-    run_backbone = decoding.run_backbone
-
-    def record(model, pack, **options):
-        lengths.append(pack.model_inputs["input_ids"].shape[1])
-        return run_backbone(model, pack, **options)
-
-    monkeypatch.setattr(decoding, "run_backbone", record)
+    embed = batch.model.get_input_embeddings()
+    embed.register_forward_hook(lambda module, args, output: lengths.append(args[0].numel()))
     max_tokens = max(prompt.length for prompt in batch.prompts)
-    split = decoding.Decoder(batch.model, batch.prompts, 2, max_tokens)
+    split = decoding.prefill(batch.model, batch.prompts, 2, max_tokens)
     assert len(lengths) > 1 and max(lengths) <= max_tokens
-    whole = decoding.Decoder(batch.model, batch.prompts, 2, max_tokens=10_000)
+    whole = decoding.prefill(batch.model, batch.prompts, 2, 10_000)
     assert lengths[-1] == sum(lengths[:-1])
-    torch.testing.assert_close(split.hidden, whole.hidden, atol=1e-4, rtol=1e-4)
+    (hidden, cache, mask), (expected_hidden, expected_cache, expected_mask) = split, whole
+    torch.testing.assert_close(hidden, expected_hidden, atol=1e-4, rtol=1e-4)
+    assert torch.equal(mask, expected_mask)
+    keys, expected_keys = (x.layers[1].keys.transpose(1, 2)[mask] for x in (cache, expected_cache))
+    torch.testing.assert_close(keys, expected_keys, atol=1e-4, rtol=1e-4)
 
 
-def test_a_prompt_of_exactly_the_limit_is_used(folder_of):  # noqa: F811
-    model, processor = build("llama")
-    path = str(folder_of("llama") / "rows.jsonl")
-    load = lambda **flags: rloo.load_prompts(rloo.Args(rewards=(), **flags), path, "train", model, processor)  # noqa: E731
-    length = load().encode(0).length
-    assert load(max_prompt_length=length).encode(0).length == length
-    with pytest.raises(ValueError, match=f"{length} tokens exceed --max-prompt-length"):
-        load(max_prompt_length=length - 1).encode(0)
-
-
-def test_per_token_inputs_of_responses(batch_of):
-    """Responses get the value of text, even if the prompt ends in an image; unknown inputs are refused."""
+def test_inputs_of_responses(batch_of):
+    """Responses get the values of text, even if the prompt ends in an image."""
     model = batch_of("qwen2_5_vl").model
     image = model.config.image_token_id
-    input_ids = torch.tensor([[5, 6, image, image, 7, 7]])
+    input_ids = torch.tensor([[5, 6, image, image]])
     types = (input_ids == image).long()
-    per_token = {"input_ids": input_ids, "mm_token_type_ids": types, "token_type_ids": types + 3}
-    values = packing._next_token_inputs(model, per_token | {"expert_type_ids": types}, length=4)
+    seen = torch.tensor([[0, 0, 1, 1]])[..., None]  # (1, P, images): which tokens see an image
+    inputs = {"input_ids": input_ids, "mm_token_type_ids": types, "token_type_ids": types + 3, "seen": seen}
+    values = packing.response_inputs(model, inputs)
     assert {name: int(x) for name, x in values.items() if name != "input_ids"} == {
-        "mm_token_type_ids": 0, "token_type_ids": 3, "expert_type_ids": 0,
+        "mm_token_type_ids": 0, "token_type_ids": 3, "seen": 1,
     }  # fmt: skip
-    lines = {"line_ids": torch.arange(6)[None]}
-    ends_in_image = {name: x[:, :4] for name, x in per_token.items()}
-    changes_later = per_token | {"token_type_ids": torch.tensor([[0, 0, 1, 1, 2, 0]])}
-    for inputs, name in (
-        (per_token | lines, "line"),
-        (ends_in_image, "token_type"),
-        (changes_later, "token_type"),
-    ):
-        with pytest.raises(ValueError, match=f"unknown how {name}_ids continues"):
-            packing._next_token_inputs(model, inputs, length=4)
+
+
+def test_removed_targets_add_no_loss_and_use_all_weights(batch_of):
+    """A rank without groups left runs the same model inputs as another one."""
+    batch = batch_of("llama")
+    for name in ("packed", "sdpa"):
+        packing.set_attention(batch.model, name)
+        arguments = batch.model, batch.groups[:1], batch.prompts, batch.encode, batch.responses, 4096
+        ranks = [list(iter_rank_packs(*arguments, rank, world_size=2)) for rank in range(2)]
+        assert [len(packs) for packs in ranks] == [1, 1] and len(ranks[1][0].target_ids) == 0
+        logprobs, entropy = response_logprobs(batch.model, ranks[1][0], TEMPERATURE, with_entropy=True)
+        assert len(logprobs) == len(entropy) == 0
+        batch.model.zero_grad()
+        logprobs.sum().backward()
+        norms = [p.grad.norm() for p in batch.model.parameters() if p.grad is not None]
+        assert len(norms) > 10 and not any(norms)
 
 
 def test_special_tokens_in_data_are_text():
@@ -602,7 +695,7 @@ def test_special_tokens_in_data_are_text():
     def special_ids(content) -> list[int]:
         row = {"prompt": [{"role": "user", "content": content}]}
         messages = rloo.build_messages(rloo.Args(), row, ".", tokenizer)
-        ids = packing.encode_chat(processor, messages, add_generation_prompt=True)["input_ids"][0].tolist()
+        ids = chats.encode_chat(processor, messages, add_generation_prompt=True)["input_ids"][0].tolist()
         return [i for i in ids if i in special.values()]
 
     usual = special_ids("hello")

@@ -35,7 +35,9 @@ def test_stages_pass_check_args_and_use_checkpoints_of_earlier_stages():
     assert set(stages()) == set(pipeline.STAGES)
     assert {script for script, _ in stages().values()} == {f"{name}.py" for name in SCRIPTS}
     for name, (script, _) in stages().items():
-        importlib.import_module(script.removesuffix(".py")).check_args(parse(name))
+        module, args = importlib.import_module(script.removesuffix(".py")), parse(name)
+        module.fill_defaults(args)
+        module.check_args(args)
     checkpoints = {name: flags[-2:] for name, (_, flags) in stages().items()}
     pairs = parse("reward_model")
     assert checkpoints["judge_and_rule"][0] == f"runs/pipeline/judge/checkpoint-{parse('judge').total_steps}"

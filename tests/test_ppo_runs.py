@@ -1,25 +1,22 @@
-"""Short runs of ppo_vl.py: the wiring of main, its options, the presets of docs/ppo_vl.md, ranks and ZeRO stages."""
+"""Short runs of ppo_vl.py: the wiring of main, its options, the critic, ranks and ZeRO stages."""
 
 import math
-import re
-import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import conftest
+import numpy as np
 import pytest
 import torch
 import transformers
 import tyro
 from conftest import (
-    ROOT,
     SHORT,
     TINY,
     assert_same_run,
     largest_difference,
     read_jsonl,
-    tensorboard_of,
     write_jsonl,
 )
 from conftest import weights_of as load_weights
@@ -28,11 +25,11 @@ from test_families import folder_of, write_video  # noqa: F401
 from torch.testing import assert_close
 
 import ppo_vl
-from common import packing
-from common.kl import kl_estimate
+from common import chats, packing
+from ppo_vl import compute_gae  # not replaced by spy_on_steps
 
-ONE_UPDATE = {"total_steps": 1, "train_batch_size": 16, "num_epochs": 1, "warmup_steps": 0}
-FAST = {"learning_rate": 1e-3, "warmup_steps": 0}  # so that the second update differs from the first
+ONE_UPDATE = {"total_steps": 1, "train_batch_size": 16, "num_epochs": 1, "warmup_updates": 0}
+FAST = {"learning_rate": 1e-3, "warmup_updates": 0}  # so that the second update differs from the first
 slow = pytest.mark.slow
 
 
@@ -63,16 +60,40 @@ def spy(monkeypatch, name: str, module=ppo_vl) -> list[tuple]:
     return calls
 
 
-def spy_on_rollouts(monkeypatch) -> list[tuple]:
-    """(run, rollout) of each step, as they are after the step."""
-    rollouts, original = [], ppo_vl.add_logprobs_and_values
+def spy_on_steps(monkeypatch) -> list[SimpleNamespace]:
+    """What main had in each step, from its calls of three functions."""
+    steps = []
+    compute_tables, compute_gae, whiten = (
+        getattr(ppo_vl, name) for name in ("compute_logprobs_and_values", "compute_gae", "whiten")
+    )
 
-    def call(args, run, rollout, groups):
-        rollouts.append((run, rollout))
-        return original(args, run, rollout, groups)
+    def tables(args, run, rollout, mini_batches, kept_responses):
+        result = compute_tables(args, run, rollout, mini_batches, kept_responses)
+        names = ("old_logprobs", "entropies", "ref_logprobs", "values")
+        steps.append(SimpleNamespace(run=run, rollout=rollout, **dict(zip(names, result))))
+        return result
 
-    monkeypatch.setattr(ppo_vl, "add_logprobs_and_values", call)
-    return rollouts
+    def gae(rewards, values, mask, gamma, gae_lambda):
+        advantages, returns = compute_gae(rewards, values, mask, gamma, gae_lambda)
+        names = {"loss_mask": mask, "token_rewards": rewards}
+        vars(steps[-1]).update(names, advantages=advantages, returns=returns)
+        return advantages, returns
+
+    def whitened(advantages, mask):
+        steps[-1].advantages = whiten(advantages, mask)
+        return steps[-1].advantages
+
+    monkeypatch.setattr(ppo_vl, "compute_logprobs_and_values", tables)
+    monkeypatch.setattr(ppo_vl, "compute_gae", gae)
+    monkeypatch.setattr(ppo_vl, "whiten", whitened)
+    return steps
+
+
+def filled(**flags) -> ppo_vl.Args:
+    """Args as main has them after setup."""
+    args = ppo_vl.Args(**flags)
+    ppo_vl.fill_defaults(args)
+    return args
 
 
 START = load_weights(Path(TINY))
@@ -83,20 +104,18 @@ START = load_weights(Path(TINY))
 
 def test_a_run_leaves_metrics_samples_and_a_model(run, vqa, any_score):
     run_dir = run(
-        eval_dataset=vqa, save_steps=1, save_total_limit=1, track="tensorboard", total_steps=3,
+        eval_dataset=vqa, save_steps=1, save_total_limit=1, total_steps=3,
         rewards=("accuracy", "format", *any_score["rewards"]), reward_weights=(0.1, 0.1, 1.0),
     )  # fmt: skip
     metrics = metrics_of(run_dir)
     assert [(m["train/step"], m["train/episode"]) for m in metrics] == [(1, 16), (2, 32), (3, 48)]
     keys = "objective/scores reward/format reward/score policy/approx_kl loss/policy loss/value time/total"
-    keys += " val/clipfrac val/explained_variance train/grad_norm train/critic_grad_norm"
+    keys += " value/clipfrac value/explained_variance train/grad_norm train/critic_grad_norm"
     assert all({*keys.split()} <= m.keys() for m in metrics)
     assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
     assert "eval/sampled_score" in metrics[-1] and "eval/sampled_score" not in metrics[0]
     phases = {record["phase"] for record in read_jsonl(run_dir / "samples.jsonl")}
     assert phases == {"train", "eval_greedy", "eval_sampled"}
-    steps, texts = tensorboard_of(run_dir)
-    assert steps == [0, 1, 2, 3] and [*texts["samples"]] == [0, 3]
     assert [path.name for path in run_dir.glob("checkpoint*")] == ["checkpoint-3"]
     transformers.AutoModelForImageTextToText.from_pretrained(run_dir / "checkpoint-3")
     assert largest_difference(weights_of(run_dir, 3), START) > 0
@@ -108,167 +127,271 @@ def test_a_run_leaves_metrics_samples_and_a_model(run, vqa, any_score):
 
 def test_the_policy_moves_along_its_advantages(run, monkeypatch):
     """In the second epoch over the same responses. An ascending loss gives -3, a constant ratio 0."""
-    calls, weight_calls = spy(monkeypatch, "compute_policy_loss"), spy(monkeypatch, "compute_loss_weights")
-    rollouts, packs, iter_rank_packs = spy_on_rollouts(monkeypatch), [], packing.iter_rank_packs
+    calls, steps = spy(monkeypatch, "compute_policy_loss"), spy_on_steps(monkeypatch)
+    packs, iter_packs = [], ppo_vl.iter_packs
 
-    def keep_packs(**keywords):
-        for pack in iter_rank_packs(**keywords):
+    def keep_packs(*args):
+        for pack in iter_packs(*args):
             packs.append(pack)
             yield pack
 
-    monkeypatch.setattr(packing, "iter_rank_packs", keep_packs)
-    (metrics,) = metrics_of(run(learning_rate=1e-4, warmup_steps=0, total_steps=1))
-    run_state, rollout = rollouts[0]
-    assert len(calls) == len(packs) - 1 == 4  # the first pack is the forward pass before the update
+    monkeypatch.setattr(ppo_vl, "iter_packs", keep_packs)
+    (metrics,) = metrics_of(run(learning_rate=1e-4, warmup_updates=0, total_steps=1))
+    (step,) = steps
+    before, during = packs[:2], packs[2:]  # the forward passes before the update, and those of the update
+    for pack, other in zip(before, during):  # old log-probs come from the very packs of the first epoch
+        assert torch.equal(pack.response_index, other.response_index)
+    assert len(calls) == len(during) == 4
     gain = 0.0
-    for k, (pack, (_, call, _), ((mask, *_), _, weights)) in enumerate(zip(packs[1:], calls, weight_calls)):
-        assert torch.equal(call["advantages"], rollout.advantages[pack.token_index])
-        assert torch.equal(call["old_logprobs"], rollout.old_logprobs[pack.token_index])
-        assert torch.equal(call["response_of_token"], pack.response_of_token)
+    for k, (pack, (_, call, _)) in enumerate(zip(during, calls)):
+        assert torch.equal(call["advantages"], step.advantages[pack.token_index])
+        assert torch.equal(call["old_logprobs"], step.old_logprobs[pack.token_index])
         assert {*pack.response_index.tolist()} <= {*range(16)} and len(pack.response_index) == 8
-        assert len(mask) == 8 and weights.sum().item() == pytest.approx(1)  # of this mini-batch alone
         if k >= 2:
             gain += ((call["new_logprobs"] - call["old_logprobs"]) * call["advantages"]).sum().item()
     assert gain > 1
-    # The default reuses the sampler's log-probs, which are those of the first training forward.
-    assert run_state.reuse_sampler_logprobs and rollout.old_logprobs is rollout.sampler_logprobs
-    assert metrics["sampling/logprob_diff_mean"] == metrics["policy/logprob_diff_mean"] < 1e-5
+    assert metrics["sampling/logprob_diff_mean"] < 1e-5
+    assert metrics["policy/logprob_diff_mean"] == metrics["policy/clipfrac_first"] == 0
 
 
-def test_each_loss_has_its_own_weights_and_gradient(run, monkeypatch):
-    """All terms at once. Each optimizer step divides by its own tokens; metrics are means over steps.
-
-    Sampler log-probs are 0.5 too high or too low, so importance weights are e^-0.5 or e^0.5, clipped to 1.5."""
-    setup, generate = ppo_vl.setup, ppo_vl.HFSampler.generate
-
-    def generate_inexactly(self, *args, **keywords):
-        responses = generate(self, *args, **keywords)
-        for response in responses:
-            response.logprobs.add_(torch.rand(response.logprobs.shape).round() - 0.5)
-        return responses
-
-    monkeypatch.setattr(ppo_vl.HFSampler, "generate", generate_inexactly)
-    monkeypatch.setattr(ppo_vl, "setup", lambda args: replace(setup(args), reuse_sampler_logprobs=False))
-    monkeypatch.setitem(packing.TOLERANCE, torch.float32, 1.0)
-    policy_calls, value_calls = (
-        spy(monkeypatch, "compute_policy_loss"),
-        spy(monkeypatch, "compute_value_loss"),
-    )
-    forwards, kl_calls = spy(monkeypatch, "response_logprobs", packing), spy(monkeypatch, "kl_estimate")
+def test_each_model_has_its_own_loss_and_gradient(run, monkeypatch):
+    """Each optimizer step divides by its own tokens: means over one pack per mini-batch."""
+    policy_calls, value_calls = (spy(monkeypatch, f"compute_{name}_loss") for name in ("policy", "value"))
     init_engine, backwards = ppo_vl.init_deepspeed_engine, []
 
-    def init_and_watch(**keywords):
-        engine = init_engine(**keywords)
+    def init_and_watch(args, module, *rest):
+        engine = init_engine(args, module, *rest)
         backward = engine.backward
 
         def watched(loss, **options):
-            outputs = forwards[-1][2]  # log-probs (M,), entropies (M,)
-            if isinstance(engine.module, ppo_vl.Policy):
-                for x in outputs:
-                    x.retain_grad()
+            name = type(engine.module).__name__
+            calls = policy_calls if name == "Policy" else value_calls
+            outputs = calls[-1][1]["new_logprobs" if name == "Policy" else "new_values"]  # (M,)
+            outputs.retain_grad()
             backward(loss, **options)
-            if isinstance(engine.module, ppo_vl.Policy):
-                new, entropy = outputs
-                backwards.append((new.detach(), entropy.detach(), loss.detach(), new.grad, entropy.grad))
+            backwards.append((name, loss.item(), outputs.grad))
 
         engine.backward = watched
         return engine
 
     monkeypatch.setattr(ppo_vl, "init_deepspeed_engine", init_and_watch)
-    flags = {"entropy_coef": 0.3, "kl_loss": True, "kl_estimator": "k2", "kl_coef": 0.7}
-    (metrics,) = metrics_of(run(**FAST, **flags, total_steps=1, value_clip=0.01, tis_clip=1.5))
-    means = {"policy": [], "entropy": [], "kl": [], "value": []}
-    steps = zip(policy_calls, value_calls, kl_calls[1:], backwards)
-    for (_, call, _), (_, _, (value_losses, _)), kl_call, backward_call in steps:
-        new, entropy, loss, of_new, of_entropy = backward_call
-        M = len(new)  # one pack per mini-batch: its tokens are those of the optimizer step
-        (_, ref), kl = kl_call[0][:2], kl_call[2]
-        assert_close(of_entropy, torch.full((M,), -0.3 / M))  # a bonus
-        ratio = (new - call["old_logprobs"]).exp()
+    (metrics,) = metrics_of(run(**FAST, total_steps=1, value_clip=0.01))
+    assert [name for name, _, _ in backwards] == ["Policy", "Critic"] * 4
+    for (_, call, (losses, _)), (_, loss, grad) in zip(policy_calls, backwards[::2]):
+        assert loss == pytest.approx(losses.mean().item(), abs=1e-6)
+        ratio = (call["new_logprobs"].detach() - call["old_logprobs"]).exp()
         is_clipped = torch.where(call["advantages"] > 0, ratio > 1.2, ratio < 0.8)
-        of_policy = -call["advantages"] * ratio * ~is_clipped
-        of_policy = torch.stack([math.exp(-0.5) * of_policy, 1.5 * of_policy])  # (2, M)
-        of_kl = 0.7 * (new - ref)
-        matches = (of_new * M - of_kl - of_policy).abs() < 1e-4
-        assert matches.any(0).all() and matches.float().mean(1).min() > 0.2
-        means["entropy"].append(-entropy.mean())
-        means["kl"].append(kl.mean())
-        means["value"].append(value_losses.mean())
-        means["policy"].append(loss - 0.3 * means["entropy"][-1] - 0.7 * kl.mean())
-    for name, values in means.items():
-        assert metrics[f"loss/{name}"] == pytest.approx(sum(x.item() for x in values) / 4, abs=1e-5)
-    assert kl_calls[1:] and len(backwards) == len(value_calls) == 4
+        assert_close(grad, -call["advantages"] * ratio * ~is_clipped / len(losses), atol=1e-6, rtol=1e-4)
+    for (_, call, (losses, _)), (_, loss, grad) in zip(value_calls, backwards[1::2]):
+        assert loss == pytest.approx(losses.mean().item(), abs=1e-6)
+        is_moving = grad != 0
+        error = (call["new_values"].detach() - call["returns"]) / len(losses)
+        assert_close(grad[is_moving], error[is_moving], atol=1e-6, rtol=1e-4)
+    for name, calls in {"policy": policy_calls, "value": value_calls}.items():
+        everything = torch.cat([losses.detach() for _, _, (losses, _) in calls])
+        assert metrics[f"loss/{name}"] == pytest.approx(everything.mean().item(), abs=1e-5)
     old = [call["old_values"] for _, call, _ in value_calls]
-    new = [call["new_values"] for _, call, _ in value_calls]
-    assert not any(x.any() for x in old) and new[-1].abs().mean() > 1e-3  # the critic starts at 0
-    assert metrics["val/clipfrac"] > 0.1
+    assert not any(x.any() for x in old)  # the critic starts at 0
+    assert value_calls[-1][1]["new_values"].abs().mean() > 1e-3 and metrics["value/clipfrac"] > 0.1
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         {"gae_lambda": 0.7},
-        {"advantage": "rloo", "kl_coef": 1.0, "temperature": 1.3},
-        {"advantage": "group_norm", "whiten_advantages": "on", "reward_clip": (0.3, 0.6)},
-        {
-            "advantage": "reinforce",
-            "kl_loss": True,
-            "kl_estimator": "k2",
-            "gamma": 0.9,
-            "mask_truncated": True,
-        },
-        {"whiten_advantages": "off", "kl_estimator": "k3"},
+        {"kl_coef": 1.0, "temperature": 1.3, "whiten_advantages": False, "reward_clip": (0.3, 0.6)},
+        {"gamma": 0.9, "mask_truncated": True, "num_samples_per_prompt": 1, "max_response_length": 7},
     ],
 )
 def test_advantages_are_those_of_the_flags(run, monkeypatch, flags):
-    rollouts, losses = spy_on_rollouts(monkeypatch), spy(monkeypatch, "compute_policy_loss")
-    args = tyro.cli(ppo_vl.Args, args=conftest.to_argv(flags))
-    metrics = metrics_of(run(**FAST, max_response_length=5, clip_coef_high=0.3, **flags))
-    rollout = rollouts[1][1]  # of the second step: its KL is not 0, nor are its values
-    mask, kept, scores = rollout.loss_mask, rollout.kept_responses, rollout.scores
-    if args.mask_truncated:
-        assert torch.equal(kept, ~rollout.truncated) and 0 < kept.sum() < 16
-    else:
-        assert kept.all() and torch.equal(mask, rollout.response_mask)
+    steps, losses = spy_on_steps(monkeypatch), spy(monkeypatch, "compute_policy_loss")
+    args = tyro.cli(ppo_vl.Args, args=conftest.to_argv({"prompts_per_rollout": 16} | flags))
+    prompts = 16 // args.num_samples_per_prompt if "num_samples_per_prompt" in flags else 4
+    short = {"max_response_length": 5, "clip_coef_high": 0.3, "prompts_per_rollout": prompts}
+    metrics = metrics_of(run(**FAST | short | flags))
+    step = steps[1]  # its KL is not 0, nor are its values
+    mask, scores, truncated = step.loss_mask, step.rollout.scores, step.rollout.truncated
+    kept = ~truncated if args.mask_truncated else torch.ones_like(truncated)
+    assert torch.equal(mask, step.rollout.response_mask & kept.view(-1, 1)) and 0 < kept.sum() <= 16
+    assert kept.all() != args.mask_truncated
     scores = scores.clamp(*args.reward_clip) if args.reward_clip else scores
-    kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator) * mask
-    assert kl.abs().max() > 1e-3
-    reward_kl_coef = 0.0 if args.kl_loss else args.kl_coef
-    rlhf_rewards = scores - reward_kl_coef * kl.sum(1).view(4, 4)
-    assert metrics[1]["objective/rlhf_reward"] == pytest.approx(rlhf_rewards[kept].mean().item(), abs=1e-5)
-    scores = ppo_vl.subtract_baseline(scores, kept, args.advantage).flatten()
-    rewards = ppo_vl.compute_token_rewards(scores, kl * reward_kl_coef, mask)
-    has_critic = args.advantage == "gae"
-    assert rollout.values.any() == has_critic
-    gae_lambda = args.gae_lambda if has_critic else 1.0
-    expected, returns = ppo_vl.compute_gae(rewards, rollout.values, mask, args.gamma, gae_lambda)
-    assert_close(rollout.returns, returns, atol=1e-5, rtol=1e-4)
-    by_default = args.advantage in ("gae", "reinforce", "reinforce_baseline")
-    if args.whiten_advantages == "on" or (args.whiten_advantages == "auto" and by_default):
+    kl = (step.old_logprobs - step.ref_logprobs) * mask
+    assert kl.abs().max() > 1e-3 and step.values.any()
+    rewards = scores - args.kl_coef * kl.sum(1).view(scores.shape)
+    assert metrics[1]["objective/rlhf_reward"] == pytest.approx(rewards[kept].mean().item(), abs=1e-5)
+    rewards = ppo_vl.compute_token_rewards(scores.flatten(), kl * args.kl_coef, mask)
+    expected, returns = compute_gae(rewards, step.values, mask, args.gamma, args.gae_lambda)
+    assert_close(step.returns, returns, atol=1e-5, rtol=1e-4)
+    if args.whiten_advantages:
         expected = (expected - expected[mask].mean()) / expected[mask].std(correction=0) * mask
-    assert_close(rollout.advantages, expected, atol=1e-5, rtol=1e-4)
+    assert_close(step.advantages, expected, atol=1e-5, rtol=1e-4)
     assert {(call["clip_low"], call["clip_high"]) for _, call, _ in losses} == {(0.2, 0.3)}
+
+
+def clip_fractions_with_noise(run, monkeypatch, run_name: str, whole_rollout: bool) -> list[float]:
+    """Clip fraction of each epoch if log-probs have noise of 0.02 nats that depends on a pack's shape.
+
+    The policy doesn't change (learning rate 0). whole_rollout: old log-probs come from packs of the
+    whole rollout, instead of those of the first epoch."""
+    logprobs_of, tables_of = packing.response_logprobs, ppo_vl.compute_logprobs_and_values
+
+    def noisy(model, pack, *args, **kwargs):
+        logprobs, entropies = logprobs_of(model, pack, *args, **kwargs)
+        shape = pack.model_inputs["input_ids"].shape[1], len(logprobs)
+        noise = np.random.default_rng(shape).normal(scale=0.02, size=len(logprobs))
+        return logprobs + torch.tensor(noise, dtype=torch.float32), entropies
+
+    def tables(args, run, rollout, mini_batches, kept_responses):
+        if whole_rollout:
+            mini_batches = [np.arange(len(rollout.prompts))]
+        return tables_of(args, run, rollout, mini_batches, kept_responses)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(packing.TOLERANCE, torch.float32, 0.15)  # as in bf16
+        patch.setattr(packing, "response_logprobs", noisy)
+        patch.setattr(ppo_vl, "compute_logprobs_and_values", tables)
+        calls = spy(patch, "compute_policy_loss")
+        flags = {"learning_rate": 0.0, "clip_coef": 0.02, "kl_coef": 0.0, "total_steps": 1}
+        (metrics,) = metrics_of(run(**flags, run_name=run_name))
+    fractions = []
+    for epoch in (calls[: len(calls) // 2], calls[len(calls) // 2 :]):
+        parts = [x["policy/clipfrac_low"] + x["policy/clipfrac_high"] for _, _, (_, x) in epoch]
+        fractions.append(torch.cat(parts).mean().item())
+    first = calls[0][2][1]
+    expected = (first["policy/clipfrac_low"] + first["policy/clipfrac_high"]).mean().item()
+    assert metrics["policy/clipfrac_first"] == pytest.approx(expected)
+    return fractions
+
+
+def test_the_clip_of_the_first_epoch_does_not_act_on_noise(run, monkeypatch):
+    """Old log-probs come from the packs of the first epoch. In later epochs packs differ, and so does the noise."""
+    before = clip_fractions_with_noise(run, monkeypatch, "whole", whole_rollout=True)
+    after = clip_fractions_with_noise(run, monkeypatch, "packs", whole_rollout=False)
+    print(f"clip fractions of both epochs: {before} before, {after} after")
+    assert min(before) > 0.1
+    assert after[0] == 0 and after[1] > 0.1
+
+
+def none_for_most(tmp_path) -> dict:
+    """Flags for a reward that scores only 4 of the responses of vqa's prompts; the others are None."""
+    code = "def score(completion_ids, trainer_state, **columns):\n"
+    code += "    scores = [sum(ids) % 7 / 7 for ids in completion_ids]\n"
+    code += "    return [x if i < 4 else None for i, x in enumerate(scores)]\n"
+    (tmp_path / "few.py").write_text(code)
+    return {"rewards": (f"{tmp_path}/few.py:score",)}
+
+
+def test_filtering_makes_fewer_updates_but_schedules_advance(run, monkeypatch, tmp_path):
+    """One prompt of four is scored: one update of 4 responses per epoch, not two with 4 and 0."""
+    updates = spy(monkeypatch, "optimizer_step")
+    steps = spy_on_steps(monkeypatch)
+    flags = {"total_steps": 4, "warmup_updates": 3}
+    all_kept = metrics_of(run(**flags, run_name="all"))
+    assert len(updates) == 4 * 4 * 2  # steps, updates, models
+    filtered = metrics_of(run(**flags, **none_for_most(tmp_path)))
+    assert len(updates) == 4 * 4 * 2 + 4 * 2 * 2
+    for one, other in zip(all_kept, filtered):
+        assert one["train/learning_rate"] == other["train/learning_rate"]
+    rates = [x.run.critic.get_lr()[0] for x in (steps[3], steps[7])]
+    assert rates[0] == rates[1] < 0.2 * steps[0].run.critic.optimizer.param_groups[0]["initial_lr"]
+
+
+def test_both_models_follow_the_schedule(run, monkeypatch):
+    """Warmup and --min-lr-ratio apply to the critic as well."""
+    rates, optimizer_step = [], ppo_vl.optimizer_step
+
+    def watched(engine):
+        rates.append((type(engine.module).__name__, engine.get_lr()[0]))
+        return optimizer_step(engine)
+
+    monkeypatch.setattr(ppo_vl, "optimizer_step", watched)
+    flags = {"learning_rate": 1e-4, "critic_learning_rate": 1e-3, "min_lr_ratio": 0.25, "warmup_updates": 2}
+    run(**flags)
+    policy = [rate for name, rate in rates if name == "Policy"]
+    critic = [rate for name, rate in rates if name == "Critic"]
+    assert policy[:2] == pytest.approx([0.5e-4, 1e-4]) and len(policy) == 8
+    assert critic == pytest.approx([10 * rate for rate in policy])
+    assert critic[-1] == pytest.approx(0.25e-3)
+
+
+def test_models_are_in_eval_mode(run, monkeypatch):
+    """In train mode, dropout and router noise would change log-probs and values."""
+    modes = []
+
+    def watch(args, run, *rest):
+        modules = [*run.actor.module.modules(), *run.critic.module.modules()]
+        modes.append({module.training for module in modules})
+        return compute_tables(args, run, *rest)
+
+    compute_tables = ppo_vl.compute_logprobs_and_values
+    monkeypatch.setattr(ppo_vl, "compute_logprobs_and_values", watch)
+    run(gradient_checkpointing=True)
+    assert modes == [{False}] * 2
 
 
 # --- the comparison of log-probs ---
 
 
-@pytest.mark.parametrize("flags", [{}, {"dynamic_sampling": 1, "tis_clip": 2.0, "mask_truncated": True}])
-def test_a_sampler_that_computes_other_logprobs_stops_the_run(run, monkeypatch, capsys, flags):
-    generate = ppo_vl.HFSampler.generate
+def shift_sampler(monkeypatch, shift: float, after: int = 0) -> None:
+    """Add a number to the log-probs that the sampler reports, from its call number `after` on."""
+    generate, calls = ppo_vl.HFSampler.generate, []
 
     def shifted(self, *args, **kwargs):
+        calls.append(None)
         responses = generate(self, *args, **kwargs)
-        for response in responses:
-            response.logprobs.add_(0.01)
+        for response in responses if len(calls) > after else ():
+            response.logprobs.add_(shift)
         return responses
 
     monkeypatch.setattr(ppo_vl.HFSampler, "generate", shifted)
-    with pytest.raises(SystemExit) as stopped:
-        run(**flags)
+
+
+def test_a_sampler_that_computes_other_logprobs_stops_the_run(run, monkeypatch, capsys, tmp_path):
+    """The suspect step is saved, not counted by rotation and not picked by --resume auto."""
+    flags = {"save_steps": 1, "save_total_limit": 1, "total_steps": 3}
+    with monkeypatch.context() as patch:
+        shift_sampler(patch, 0.01, after=1)
+        with pytest.raises(SystemExit) as stopped:
+            run(**flags)
     assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert "step 1: sampling/logprob_diff_mean is 0.01" in error
+    assert "step 2: sampling/logprob_diff_mean is 0.01" in capsys.readouterr().err
+    run_dir = tmp_path / "runs/run"
+    saved = sorted(path.name for path in run_dir.glob("checkpoint-*"))
+    assert saved == ["checkpoint-1", "checkpoint-2-problem"]
+    assert {"actor", "critic"} == {path.name for path in (run_dir / saved[1] / "state").iterdir()}
+    with pytest.raises(SystemExit) as stopped:
+        run(**flags, resume="auto")
+    assert (
+        stopped.value.code == 2
+        and "checkpoint-2-problem was saved after a problem" in capsys.readouterr().err
+    )
+    (run_dir / saved[1]).rename(run_dir / "kept-for-inspection")
+    assert metrics_of(run(**flags, resume="auto"))[-1]["train/step"] == 3
+
+
+def test_logprobs_that_are_not_finite_stop_the_run_before_they_are_scored(run, monkeypatch, capsys):
+    calls = spy(monkeypatch, "score_responses")
+    shift_sampler(monkeypatch, math.nan)
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    assert stopped.value.code == 2 and "log-probs are not finite" in capsys.readouterr().err
+    assert not calls
+
+
+def test_gradients_of_the_critic_that_are_not_finite_stop_the_run(run, monkeypatch, capsys, tmp_path):
+    """Although those of the policy are finite."""
+    loss = ppo_vl.compute_value_loss
+
+    def infinite(**keywords):
+        losses, metrics = loss(**keywords)
+        return losses * math.inf, metrics
+
+    monkeypatch.setattr(ppo_vl, "compute_value_loss", infinite)
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    assert stopped.value.code == 2
+    assert "all 4 updates were skipped" in capsys.readouterr().err
+    assert (tmp_path / "runs/run/checkpoint-1-problem/critic").is_dir()
 
 
 def test_a_forward_that_differs_in_training_stops_the_run(run, monkeypatch, capsys):
@@ -301,11 +424,19 @@ def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
 def test_a_reference_is_loaded_only_for_a_kl(run, monkeypatch):
     loads = spy(monkeypatch, "load_model")
     metrics = metrics_of(run(**ONE_UPDATE, kl_coef=0.0))[0]
-    assert not {"loss/kl", "objective/kl"} & metrics.keys() and len(loads) == 2
-    run(**ONE_UPDATE, run_name="rloo", advantage="rloo")
+    assert "objective/kl" not in metrics and len(loads) == 2
+    run(**ONE_UPDATE, run_name="lora", lora_rank=2)  # the reference: without adapters
     assert len(loads) == 4
-    run(**ONE_UPDATE, run_name="lora", lora_rank=2, advantage="rloo")  # the reference: without adapters
-    assert len(loads) == 5
+
+
+def unmodified_hidden(run, rollout, b: int) -> torch.Tensor:
+    """Hidden states (R, H) that predict the tokens of response b, of the unmodified tiny model."""
+    backbone = ppo_vl.load_model(filled(), TINY).base_model.eval()
+    prompt = run.train_data.encode(rollout.prompts[b // 4].index)
+    sequence = packing.extend_prompt(prompt, packing.continue_prompt(prompt, rollout.response_ids[b]))
+    with torch.no_grad():
+        hidden = backbone(**sequence.inputs).last_hidden_state[0]
+    return hidden[prompt.length - 1 : -1]
 
 
 def test_critic_from_a_reward_model_takes_its_head(run, tmp_path, monkeypatch):
@@ -313,17 +444,160 @@ def test_critic_from_a_reward_model_takes_its_head(run, tmp_path, monkeypatch):
     shutil.copytree(TINY, reward_model)
     head = torch.randn(1, transformers.AutoConfig.from_pretrained(TINY).get_text_config().hidden_size)
     save_file({"score.weight": head}, reward_model / "score.safetensors")
-    rollouts = spy_on_rollouts(monkeypatch)
-    run(**ONE_UPDATE, critic_model=str(reward_model), critic_learning_rate=0.0)
-    run_state, rollout = rollouts[0]
+    steps = spy_on_steps(monkeypatch)
+    run_dir = run(**ONE_UPDATE, critic_model=str(reward_model), critic_learning_rate=0.0)
+    run_state, rollout = steps[0].run, steps[0].rollout
     assert torch.equal(run_state.critic.module.value_head.weight, head)
-    backbone = ppo_vl.load_model(TINY, torch.float32).base_model.eval()
     for b in (0, 5, 15):  # values are the head on the hidden states of the unmodified model
+        values = unmodified_hidden(run_state, rollout, b) @ head[0]
+        assert_close(steps[0].values[b, : len(values)], values, atol=1e-4, rtol=1e-4)
+    again = ppo_vl.load_critic(filled(critic_model=str(run_dir / "checkpoint-1/critic")))
+    expected = run_state.critic.module.state_dict()
+    assert again.state_dict().keys() == expected.keys()
+    assert all(torch.equal(x, expected[name]) for name, x in again.state_dict().items())
+
+
+def test_the_trained_critic_is_exported(run):
+    """With LoRA merged; --critic-model loads it again."""
+    run_dir = run(**FAST, total_steps=1, lora_rank=2)
+    args = filled(critic_model=str(run_dir / "checkpoint-1/critic"))
+    trained, initial = ppo_vl.load_critic(args), ppo_vl.load_critic(filled())
+    assert trained.value_head.weight.any() and not initial.value_head.weight.any()
+    moved = [
+        name for name, x in trained.state_dict().items() if not torch.equal(x, initial.state_dict()[name])
+    ]
+    assert any("q_proj" in name for name in moved) and not any("visual" in name for name in moved)
+    run(**ONE_UPDATE, run_name="next", critic_model=args.critic_model)
+
+
+@pytest.fixture
+def text_critic(tiny_text_model, tmp_path):
+    """Function from the number of labels to a transformers classifier with the small text model's tokenizer."""
+
+    def save(num_labels: int) -> str:
+        folder = tmp_path / f"classifier{num_labels}"
+        config = transformers.AutoConfig.from_pretrained(
+            tiny_text_model, num_labels=num_labels, pad_token_id=0
+        )
+        torch.manual_seed(0)
+        transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(tiny_text_model).save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+def test_critic_from_a_classifier_with_one_label(run, tiny_text_model, text_critic, tmp_path, monkeypatch):
+    """Values are the logits that transformers' own class has for each prefix of a response."""
+    source = text_critic(1)
+    dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"what is {i}?"} for i in range(8)])
+    steps = spy_on_steps(monkeypatch)
+    run(**ONE_UPDATE, model=tiny_text_model, dataset=dataset, critic_model=source)
+    run_state, rollout = steps[0].run, steps[0].rollout
+    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(source).eval()
+    for b in (0, 15):
         prompt = run_state.train_data.encode(rollout.prompts[b // 4].index)
-        pack = packing.build_unpacked([(0, [b])], {0: prompt}, rollout.response_ids)
-        with torch.no_grad():
-            values = packing.forward_hidden(backbone, packing.to_device(pack, backbone)) @ head[0]
-        assert_close(rollout.values[b, : len(values)], values, atol=1e-4, rtol=1e-4)
+        for t in range(len(rollout.response_ids[b])):
+            input_ids = torch.cat([prompt.input_ids, rollout.response_ids[b][:t]])[None]
+            classifier.config.pad_token_id = None  # so that it reads the last token
+            with torch.no_grad():
+                value = classifier(input_ids=input_ids).logits[0, 0]
+            assert steps[0].values[b, t].item() == pytest.approx(value.item(), abs=1e-4)
+
+
+def test_critics_that_do_not_fit_are_refused(run, text_critic, tiny_text_model, tmp_path, capsys):
+    dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "what?"}] * 8)
+    cases = {"does not have the vocabulary of --model": {"critic_model": tiny_text_model}}
+    cases["has a head of shape [2, 32]"] = {"critic_model": text_critic(2), "model": tiny_text_model}
+    for message, flags in cases.items():
+        with pytest.raises(SystemExit) as stopped:
+            run(**ONE_UPDATE, dataset=dataset, **flags)
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and message in error and "error: --critic-model" in error
+
+
+def copy_of_tiny(folder: Path) -> Path:
+    shutil.copytree(TINY, folder)
+    return folder
+
+
+def refused_by_check_vocabulary(source: Path, capsys) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        ppo_vl.check_vocabulary(ppo_vl.Args(critic_model=str(source)))
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_special_tokens_of_the_critic_are_compared(tmp_path, capsys):
+    """Neither a special token nor a placeholder of media may have another id; further tokens are allowed."""
+    ppo_vl.check_vocabulary(ppo_vl.Args(critic_model=str(copy_of_tiny(tmp_path / "same"))))
+    more = copy_of_tiny(tmp_path / "more")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(more)
+    tokenizer.add_tokens(["one more"])
+    tokenizer.save_pretrained(more)
+    ppo_vl.check_vocabulary(ppo_vl.Args(critic_model=str(more)))
+
+    swapped = copy_of_tiny(tmp_path / "swapped")
+    path = swapped / "tokenizer.json"
+    names = ["<|im_start|>", "<|im_end|>"]
+    text = path.read_text()
+    for old, new in ((names[0], "<|x|>"), (names[1], names[0]), ("<|x|>", names[1])):
+        text = text.replace(old, new)
+    path.write_text(text)
+    error = refused_by_check_vocabulary(swapped, capsys)
+    assert "2 tokens have other ids" in error and "<|im_end|>" in error
+
+    other_image = copy_of_tiny(tmp_path / "other_image")
+    config = transformers.AutoConfig.from_pretrained(other_image)
+    config.image_token_id = 3
+    config.save_pretrained(other_image)
+    assert "its config has the media tokens" in refused_by_check_vocabulary(other_image, capsys)
+
+    shutil.rmtree(other_image)
+    other_image.mkdir()
+    assert "can't compare the vocabularies" in refused_by_check_vocabulary(other_image, capsys)
+
+
+def test_heads_that_would_be_ignored_are_refused(tmp_path, monkeypatch, capsys):
+    """Such as weights in .bin files, or heads with other names."""
+    head = {"score.weight": torch.randn(1, 8)}
+    save_file(head, tmp_path / "score.safetensors")
+    assert torch.equal(ppo_vl.load_value_head(str(tmp_path)), head["score.weight"])
+    monkeypatch.setattr(ppo_vl.huggingface_hub, "snapshot_download", lambda *_, **options: str(tmp_path))
+    assert torch.equal(ppo_vl.load_value_head("someone/a-reward-model"), head["score.weight"])
+    save_file({"model.weight": torch.ones(1)}, tmp_path / "score.safetensors")
+    assert ppo_vl.load_value_head(str(tmp_path)) is None
+    cases = {"has the head v_head.summary.weight": "v_head.summary.weight"}
+    cases["has the head score.bias"] = "score.bias"
+    for message, name in cases.items():
+        save_file({name: torch.ones(1)}, tmp_path / "score.safetensors")
+        with pytest.raises(SystemExit):
+            ppo_vl.load_value_head(str(tmp_path))
+        assert message in capsys.readouterr().err
+    (tmp_path / "score.safetensors").unlink()
+    torch.save(head, tmp_path / "pytorch_model.bin")
+    with pytest.raises(SystemExit):
+        ppo_vl.load_value_head(str(tmp_path))
+    assert "has no safetensors files" in capsys.readouterr().err
+
+
+def test_packing_of_the_critic_is_checked(run, monkeypatch, capsys):
+    """A critic whose packed values are wrong makes both models run padded, although its new head is 0."""
+    forward = packing.forward_hidden
+
+    def wrong(model, pack, *args, **kwargs):
+        hidden = forward(model, pack, *args, **kwargs)
+        is_critic = not model.can_generate()
+        return hidden.flip(-1) if is_critic and packing.is_packed(model) else hidden
+
+    monkeypatch.setattr(packing, "forward_hidden", wrong)
+    steps = spy_on_steps(monkeypatch)
+    run(**ONE_UPDATE)
+    out = capsys.readouterr().out
+    assert "policy: packing enabled" in out and "critic: warning: batches are padded" in out
+    models = [steps[0].run.actor.module.model, steps[0].run.critic.module.model]
+    models.append(steps[0].run.reference.model)
+    assert not any(packing.is_packed(model) for model in models)
 
 
 ECHO = """
@@ -344,83 +618,65 @@ def test_observations_are_neither_valued_nor_trained(run, tmp_path, monkeypatch)
     shutil.copytree(TINY, critic_model)
     head = torch.randn(1, transformers.AutoConfig.from_pretrained(TINY).get_text_config().hidden_size)
     save_file({"score.weight": head}, critic_model / "score.safetensors")
-    rollouts, policy_calls = spy_on_rollouts(monkeypatch), spy(monkeypatch, "compute_policy_loss")
+    steps, policy_calls = spy_on_steps(monkeypatch), spy(monkeypatch, "compute_policy_loss")
     value_calls = spy(monkeypatch, "compute_value_loss")
     flags = {"environment": f"{tmp_path}/echo.py:Echo", "max_turns": 3, "max_response_length": 96}
-    flags |= {"kl_coef": 0.1, "gae_lambda": 0.5, "whiten_advantages": "off", "critic_learning_rate": 0.0}
+    flags |= {"kl_coef": 0.1, "gae_lambda": 0.5, "whiten_advantages": False, "critic_learning_rate": 0.0}
     (metrics,) = metrics_of(run(**ONE_UPDATE | flags, dataset=dataset, critic_model=str(critic_model)))
-    run_state, rollout = rollouts[0]
+    (step,) = steps
+    rollout = step.rollout
     mask, lengths = rollout.response_mask, torch.tensor([len(ids) for ids in rollout.response_ids])
     is_observation = ~mask & (torch.arange(mask.shape[1]) < lengths[:, None])
     assert is_observation.any(1).sum() > 8
     assert mask[torch.arange(16), lengths - 1].all()  # a trajectory ends with a token of the model
-    for table in (rollout.values, rollout.advantages, rollout.returns):
+    for table in (step.values, step.advantages, step.returns):
         assert not table[~mask].any() and table[mask].any()
     for calls, name in ((policy_calls, "new_logprobs"), (value_calls, "new_values")):
         assert sum(len(call[name]) for _, call, _ in calls) == mask.sum()
     assert metrics["sampling/logprob_diff_mean"] < 1e-5
+    assert metrics["policy/entropy"] == pytest.approx(step.entropies[mask].mean().item())
+    # The KL is 0 in step 1, so a trajectory's only reward is its score, once, at the last token.
+    assert_close(step.token_rewards.sum(1), rollout.scores.flatten(), atol=1e-5, rtol=0)
     assert metrics["rollout/response_length_mean"] == pytest.approx(mask.sum(1).float().mean().item())
-    backbone = ppo_vl.load_model(TINY, torch.float32).base_model.eval()
     for b in range(0, 16, 5):
         sampled = mask[b].nonzero()[:, 0]
-        prompt = run_state.train_data.encode(rollout.prompts[b // 4].index)
-        input_ids = torch.cat([prompt.input_ids, rollout.response_ids[b]])[None]
-        with torch.no_grad():
-            hidden = backbone(input_ids=input_ids).last_hidden_state[0]
-        values = hidden[prompt.length - 1 + sampled] @ head[0]
-        assert_close(rollout.values[b, sampled], values, atol=1e-4, rtol=1e-4)
-        rewards = torch.zeros(1, len(sampled))  # the KL is 0 in step 1
+        values = unmodified_hidden(step.run, rollout, b)[sampled] @ head[0]
+        assert_close(step.values[b, sampled], values, atol=1e-4, rtol=1e-4)
+        rewards = torch.zeros(1, len(sampled))
         rewards[0, -1] = rollout.scores.flatten()[b]
         everything = torch.ones(1, len(sampled), dtype=torch.bool)
-        advantages, _ = ppo_vl.compute_gae(rewards, values[None], everything, gamma=1.0, gae_lambda=0.5)
-        assert_close(rollout.advantages[b, sampled], advantages[0], atol=1e-3, rtol=1e-3)
+        advantages, _ = compute_gae(rewards, values[None], everything, gamma=1.0, gae_lambda=0.5)
+        assert_close(step.advantages[b, sampled], advantages[0], atol=1e-3, rtol=1e-3)
 
 
-def test_the_value_head_multiplies_in_fp32():  # B20
-    model = ppo_vl.load_model(TINY, torch.bfloat16)
-    critic = ppo_vl.Critic(model, Path("no directory"))
+def test_the_value_head_is_a_module_that_multiplies_in_fp32():
+    """ZeRO-3 gathers a module's weight when the module is called."""
+    model = ppo_vl.load_model(filled(dtype="bfloat16"), TINY, transformers.AutoModel)
+    critic = ppo_vl.Critic(model)
     critic.value_head.weight.data.normal_()
+    seen = []
+    critic.value_head.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
     processor = transformers.AutoProcessor.from_pretrained(TINY)
     messages = [{"role": "user", "content": [{"type": "text", "text": "what?"}]}]
-    prompt = packing.make_prompt(model, packing.encode_chat(processor, messages, add_generation_prompt=True))
-    pack = packing.build_unpacked([(0, [0])], {0: prompt}, [torch.tensor([5, 6, 7])])
+    prompt = packing.make_prompt(model, chats.encode_chat(processor, messages, add_generation_prompt=True))
+    (pack,) = packing.iter_rank_packs(
+        model=model, groups=[(0, [0])], prompts=[prompt], encode=lambda row: prompt,
+        responses=[torch.tensor([5, 6, 7])], max_tokens=99,
+    )  # fmt: skip
     with torch.no_grad():
-        values, hidden = critic(pack), packing.forward_hidden(critic.model, pack)
+        values = critic(pack)
+    (hidden,) = seen
     expected = hidden.double() @ critic.value_head.weight[0].double()
     assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
     assert_close(values, expected.float(), atol=1e-5, rtol=1e-5)
-
-
-def test_dynamic_sampling_trains_on_the_first_useful_prompts(run, tmp_path, monkeypatch):
-    """B5, B12, B24: one rollout per step; forward passes see only the responses that are trained on."""
-    code = "def score(completion_ids, answer, log_metric, **columns):\n    log_metric('seen', len(answer))\n"
-    code += "    return [sum(ids) % 7 / 7 * (len(a) > 3) for ids, a in zip(completion_ids, answer)]\n"
-    (tmp_path / "some.py").write_text(code)
-    rollouts, forwards = spy_on_rollouts(monkeypatch), spy(monkeypatch, "iter_packs")
-    run_dir = run(rewards=(f"{tmp_path}/some.py:score",), dynamic_sampling=3, kl_coef=0.1)
-    previous_rows = set()
-    for (_, rollout), metrics in zip(rollouts, metrics_of(run_dir)):
-        differs = rollout.scores.amax(1) > rollout.scores.amin(1)  # (12,)
-        first = differs & (differs.cumsum(0) <= 4)
-        assert len(differs) == 12 and 0 < first.sum() <= 4
-        assert torch.equal(rollout.kept_responses, first[:, None].expand(12, 4))
-        assert metrics["reward_metrics/seen"] == 48 and metrics["rollout/prompts_skipped"] == 0
-        assert metrics["rollout/frac_reward_zero_std"] == pytest.approx((~differs).float().mean().item())
-        assert not rollout.values[~rollout.loss_mask].any()
-        rows = {prompt.index for prompt in rollout.prompts}
-        assert not rows & previous_rows
-        previous_rows |= rows
-    assert metrics["train/episode"] == 96
-    for (_, _, rollout, groups), _, _ in forwards:
-        kept = {*rollout.kept_responses.flatten().nonzero()[:, 0].tolist()}
-        assert {b for _, indices in groups for b in indices} <= kept
 
 
 def test_a_step_without_responses_to_train_on_is_logged(run):
     run_dir = run(mask_truncated=True, max_response_length=1)  # all are truncated
     for metrics in metrics_of(run_dir):
         assert metrics["rollout/truncated_frac"] == 1
-        assert not {"loss/policy", "objective/kl", "objective/rlhf_reward"} & metrics.keys()
+        absent = {"loss/policy", "objective/kl", "objective/rlhf_reward", "policy/entropy"}
+        assert not absent & metrics.keys()
     assert largest_difference(weights_of(run_dir, 2), START) == 0
 
 
@@ -434,29 +690,19 @@ def test_episodes_are_responses_not_skipped_rows(run, vqa_rows, tmp_path):  # B1
 # --- flags ---
 
 REFUSED = {
-    "--kl-loss requires": [{"kl_loss": True}, {"kl_loss": True, "kl_estimator": "k3", "kl_coef": 0.0}],  # B8
-    "--policy-loss gspo requires --loss-agg": [{"policy_loss": "gspo", "clip_coef": 3e-4}],  # B9
-    "--policy-loss gspo requires a small": [{"policy_loss": "gspo", "loss_agg": "seq-mean-token-mean"}],
-    "--value-clip requires --advantage gae": [{"advantage": "rloo", "value_clip": 0.1}],
-    "--gae-lambda requires --advantage gae": [{"advantage": "reinforce", "gae_lambda": 1.0}],
-    "--critic-learning-rate requires": [{"advantage": "group_norm", "critic_learning_rate": 1e-5}],
-    "--dynamic-sampling (-2) must be at least 0": [{"dynamic_sampling": -2}],
-    "--clip-coef (-1.0) must be": [{"clip_coef": -1.0}],
-    "--gamma (2.0) must be between 0 and 1": [{"gamma": 2.0}],
-    "--temperature": [{"temperature": 0.0}],
-    "--eval-steps (-1) must be at least 0": [{"eval_steps": -1}],
-    "--critic-model requires": [{"critic_model": TINY, "advantage": "rloo"}],
+    "--clip-coef (-1.0) must not be negative": [{"clip_coef": -1.0}],
+    "--gamma (2.0) must be at most 1": [{"gamma": 2.0}],
+    "--gae-lambda (1.5) must be at most 1": [{"gae_lambda": 1.5}],
+    "--reward-clip (1.0 0.0)": [{"reward_clip": (1.0, 0.0)}],
+    "--temperature (0.0) must be positive": [{"temperature": 0.0}],
+    "--eval-steps (-1) must not be negative": [{"eval_steps": -1}],
     "--train-batch-size": [{"train_batch_size": 100}, {"train_batch_size": 4}],
-    "--rollout-batch-size": [{"rollout_batch_size": 192}],
-    "--num-samples-per-prompt (1) must be at least 2 for --dynamic-sampling": [
-        {"dynamic_sampling": 1, "num_samples_per_prompt": 1}
-    ],
-    "--num-samples-per-prompt (1) must be at least 2 for --advantage rloo": [
-        {"advantage": "rloo", "num_samples_per_prompt": 1}
-    ],
+    "--prompts-per-rollout": [{"prompts_per_rollout": 24}],
     "--num-samples-per-prompt (0)": [{"num_samples_per_prompt": 0}],
     "--micro-batch-tokens": [{"micro_batch_tokens": 100}],
-    "--rewards must have": [{"reward_weights": (1.0, 2.0, 3.0)}],
+    "--rewards must have different names": [{"rewards": ("a.py:score", "b.py:score")}],
+    "--reward-weights must have 2 numbers": [{"reward_weights": (1.0, 2.0, 3.0)}],
+    "--dtype bfloat16 needs --zero-stage 2 or 3": [{"dtype": "bfloat16", "zero_stage": 1}],
     "--offload-optimizer requires": [{"offload_optimizer": True}],
     "--resume auto requires": [{"resume": "auto"}],
 }
@@ -466,7 +712,7 @@ REFUSED = {
 def test_flags_that_contradict_each_other_or_have_no_effect_are_refused(message, capsys):
     for flags in REFUSED[message]:
         with pytest.raises(SystemExit) as stopped:
-            ppo_vl.check_args(ppo_vl.Args(**flags))
+            ppo_vl.check_args(filled(**flags))
         error = capsys.readouterr().err
         assert stopped.value.code == 2 and error.startswith(f"error: {message}") and error.count("\n") == 1
 
@@ -477,35 +723,32 @@ def test_freeze_must_match_a_parameter(run, capsys):
     assert stopped.value.code == 2 and "--freeze no such name matches no parameter" in capsys.readouterr().err
 
 
-def test_flags_that_go_together_are_accepted():
-    for flags in (
-        {},
-        {"kl_loss": True, "kl_estimator": "k2"},
-        {"num_samples_per_prompt": 1},
-    ):
-        ppo_vl.check_args(ppo_vl.Args(**flags))
+# --- resuming ---
 
 
-PRESETS = re.findall(
-    r"^\| ([^|(]+) .*?\| `(--[^`]+)` \|",
-    (ROOT / "docs/ppo_vl.md").read_text().partition("## Presets")[2].partition("\n## ")[0],
-    re.M,
-)
+def test_a_branch_leaves_the_old_run_as_it_is(run, capsys):
+    """--resume checkpoint-1 of a run that went on to 3 starts a new run with its own directory."""
+    flags = {"total_steps": 3, "save_steps": 1, "save_total_limit": 9}
+    old = run(**flags)
+    before = {path: path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()}
+    run(**flags, run_name="branch", resume=str(old / "checkpoint-1"))
+    assert before == {path: path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()}
+    assert_same_run(old, old.parent / "branch", 0, of_weights=0)  # its logs begin with those of step 1
+    with pytest.raises(SystemExit):
+        run(**flags, resume=str(old / "checkpoint-1"))
+    assert "already exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name, flags", PRESETS, ids=[name for name, _ in PRESETS])
-def test_presets_of_the_page_run(run, name, flags, any_score):
-    """One step each, with these flags on the command line, and every one of them changes a default."""
-    words = shlex.split(flags.replace("\\|", "|"))
-    args = tyro.cli(ppo_vl.Args, args=words)
-    default = ppo_vl.Args()
-    changed = {key: value for key, value in vars(args).items() if value != getattr(default, key)}
-    assert len(changed) == sum(word.startswith("--") for word in words)
-    short = {"total_steps": 1, "num_samples_per_prompt": 4, "rollout_batch_size": 16, "train_batch_size": 16}
-    rewards = any_score | {"rewards": (*any_score["rewards"],)} if "rewards" not in changed else {}
-    (metrics,) = metrics_of(run(**short | rewards | changed))
-    assert metrics["train/grad_norm"] > 0 or metrics["objective/scores"] == 0
-    assert ("loss/value" in metrics) == (args.advantage == "gae")
+def test_a_continued_run_keeps_the_lines_that_it_repeats(run):
+    flags = {"total_steps": 3, "save_steps": 1, "save_total_limit": 9}
+    run_dir = run(**flags)
+    (run_dir / "checkpoint-3").rename(run_dir / "checkpoint-3.tmp")  # as after a kill
+    (run_dir / "checkpoint-2").rename(run_dir / "checkpoint-2.tmp")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    run(**flags | {"eval_steps": 1}, resume="auto")
+    assert (run_dir / "metrics.repeated.jsonl").read_text().splitlines() == lines[1:]
+    assert [m["train/step"] for m in metrics_of(run_dir)] == [1, 2, 3]
+    assert {"args.json", "args-from-step-2.json"} <= {path.name for path in run_dir.iterdir()}
 
 
 # --- videos, images and text ---
@@ -530,12 +773,12 @@ OTHERS = [pytest.param(family, marks=slow) for family in ("qwen2_vl", "qwen3_vl"
 def test_videos_images_and_text_in_one_batch(run, mixed, folder_of, monkeypatch, family):  # noqa: F811
     """That the sampler's log-probs are those of the unmodified model is tested in test_families.py."""
     model = TINY if family == "qwen2_5_vl" else str(folder_of(family))
-    rollouts, messages = spy_on_rollouts(monkeypatch), spy(monkeypatch, "print0")
-    flags = ONE_UPDATE | {"rollout_batch_size": 40, "train_batch_size": 40, "kl_coef": 0.0}
+    steps, messages = spy_on_steps(monkeypatch), spy(monkeypatch, "print0")
+    flags = ONE_UPDATE | {"prompts_per_rollout": 10, "train_batch_size": 40, "kl_coef": 0.0}
     (metrics,) = metrics_of(run(model=model, dataset=mixed, **flags))
-    assert any(args[0].startswith("packing enabled") for args, _, _ in messages)
+    assert sum("packing enabled" in args[0] for args, _, _ in messages) == 2
     assert metrics["train/grad_norm"] > 0 and metrics["sampling/logprob_diff_mean"] < 1e-4
-    assert {prompt.index for prompt in rollouts[0][1].prompts} == {*range(10)}
+    assert {prompt.index for prompt in steps[0].rollout.prompts} == {*range(10)}
 
 
 # --- packs, ranks and stages ---
@@ -561,7 +804,7 @@ def test_results_do_not_depend_on_gradient_checkpointing(run):
 @slow
 @pytest.mark.parametrize("lora", [0, 2])
 def test_ranks_and_stages_have_the_same_metrics_and_weights(start, any_score, mixed, tmp_path, lora):
-    flags = {"dataset": mixed, "eval_dataset": None, "rollout_batch_size": 20, "train_batch_size": 20}
+    flags = {"dataset": mixed, "eval_dataset": None, "prompts_per_rollout": 5, "train_batch_size": 20}
     flags |= {"lora_rank": lora, "learning_rate": 1e-5, "critic_learning_rate": 1e-5}
     flags |= any_score
     assert start("ppo_vl", **flags).wait() == 0
@@ -586,7 +829,7 @@ def test_the_default_run_learns(start, tmp_path):
     # In parentheses: the figures of the unbroken script with this seed.
     assert steps[-1]["eval/sampled_score"] > before["eval/sampled_score"] + 0.45  # (0.52)
     assert steps[-1]["eval/greedy_score"] > before["eval/greedy_score"] + 0.65  # (0.83)
-    assert max(step["val/explained_variance"] for step in steps) > 0.25  # (0.35)
-    assert max(step["val/clipfrac"] for step in steps) > 0.1  # (0.37); 0 without value clipping
+    assert max(step["value/explained_variance"] for step in steps) > 0.25  # (0.35)
+    assert max(step["value/clipfrac"] for step in steps) > 0.1  # (0.37); 0 without value clipping
     assert steps[0]["policy/approx_kl"] > 1e-3  # (0.0055); 0 if the ratio is always 1
     assert 0.1 < steps[0]["loss/value"] < 0.14  # (0.117); 0.23 with doubled weights

@@ -122,10 +122,10 @@ def test_a_reward_model(tmp_path):
     ]
     for row, diff in ((1, 2.0), (2, -2.0), (3, 0.0)):
         pairs.append(
-            {"train/step": 2, "phase": "eval_mine", "row": row, "prompt": "why?", "reward_diff": diff}
+            {"train/step": 2, "phase": "eval_mine", "row": row, "prompt": "why?", "reward_diff": diff + 1}
         )
         pairs[-1] |= {"chosen": "good", "rejected": f"bad {row}"}
-        pairs[-1] |= {"chosen_reward": diff, "rejected_reward": 0.0}
+        pairs[-1] |= {"chosen_reward": diff + 1, "rejected_reward": 0.0, "margin": 1.0}
     run = make_run(tmp_path / "a", [{"train/step": 2, "eval/mine/accuracy": 0.5}], pairs)
     page = Page(report(run))
     assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "pairs", "args"]
@@ -137,12 +137,12 @@ def test_a_reward_model(tmp_path):
 
 def test_a_judge(tmp_path):
     records = []
-    right = {"row": 4, "verdict": "1", "swap_consistency": True, "swapped_response": "2 then"}
-    wrong = {"row": 5, "verdict": "2", "swap_consistency": False, "swapped_response": None}
+    right = {"row": 4, "verdict": "1", "consistent": True, "swapped_response": "2 then"}
+    wrong = {"row": 5, "verdict": "2", "consistent": False, "swapped_response": None}
     for step, verdict in ((0, None), (2, "1")):
         for record in (right, wrong):
             record = {"train/step": step, "phase": "eval", "text": f"which of {record['row']}?", **record}
-            record |= {"predicted_verdict": verdict, "accuracy": verdict == record["verdict"]}
+            record |= {"predicted_verdict": verdict, "correct": verdict == record["verdict"]}
             record |= {"probabilities": {"1": 0.75, "2": 0.25}, "response": f"response at {step}"}
             records.append(record)
     page = Page(report(make_run(tmp_path / "a", [{"train/step": 2, "eval/accuracy": 0.5}], records)))

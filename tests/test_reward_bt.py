@@ -1,8 +1,13 @@
 """reward_bt.py: the loss in closed form, every data format, rewards and gradients against the unmodified model, runs
 on one and two ranks, learning, and what a saved checkpoint gives."""
 
+import json
+import os
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -10,17 +15,26 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, assert_same_run, chat, metrics_of, read_jsonl, weights_of, write_jsonl
+from conftest import (
+    ROOT,
+    TINY,
+    assert_same_run,
+    chat,
+    filled_args,
+    metrics_of,
+    read_jsonl,
+    weights_of,
+    write_jsonl,
+)  # fmt: skip
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_families import VISION, folder_of  # noqa: F401
 
 import reward_bt
 from common import packing
 from common.packing import PromptInfo
-from reward_bt import Args, Ranking, compute_bt_loss, make_pairs, ranking_metrics
+from reward_bt import Args, Ranking, RankingDataset, compute_bt_loss, make_pairs, ranking_metrics
 
-CPU = torch.device("cpu")
 EXPORT = runpy.run_path(str(ROOT / "examples/export_classifier.py"))
 
 
@@ -32,7 +46,7 @@ def ranking(K: int, margin: float = 0.0) -> Ranking:
 def mean_loss(
     rewards: torch.Tensor, rankings: list[Ranking], smoothing: float, center: float
 ) -> torch.Tensor:
-    pairs = make_pairs(rankings, CPU)
+    pairs = make_pairs(rankings)
     chosen, rejected = rewards[pairs.chosen], rewards[pairs.rejected]
     losses, _ = compute_bt_loss(chosen, rejected, pairs.margins, smoothing, center)
     return (pairs.weights * losses).sum()
@@ -42,7 +56,7 @@ def mean_loss(
 
 
 def test_worked_examples_of_the_docstrings():
-    pairs = make_pairs([ranking(2, 0), ranking(3, 0.5)], CPU)
+    pairs = make_pairs([ranking(2, 0), ranking(3, 0.5)])
     assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([0, 2, 2, 3], [1, 3, 4, 4])
     assert pairs.margins.tolist() == [0, 0.5, 0.5, 0.5]
     assert pairs.weights.tolist() == pytest.approx([1 / 2, *[1 / 6] * 3])
@@ -76,7 +90,7 @@ def test_loss_and_gradient_equal_the_closed_form(smoothing, center):
 
 
 def metrics_by_hand(rewards: list[float], sizes: list[int]) -> dict[str, float]:
-    args = Args(label_smoothing=0.0, center_coef=0.5)
+    args = Args(label_smoothing=0.1, center_coef=0.5)
     return ranking_metrics(args, [ranking(K) for K in sizes], torch.tensor(rewards))
 
 
@@ -87,10 +101,24 @@ def test_metrics_count_each_prompt_once_and_ties_as_one_half():
     assert m["rm/reward_diff"] == pytest.approx((0 + 2 + (2 + 1 - 1) / 3) / 3)
     assert m["rm/chosen_rewards"] == pytest.approx((1 + 2 + (3 + 3 + 1) / 3) / 3)
     assert m["rm/rejected_rewards"] == pytest.approx((1 + 0 + (1 + 2 + 2) / 3) / 3)
-    assert m["rm/loss"] == pytest.approx(m["rm/bt_loss"] + 0.5 * m["rm/center_loss"])
     flat = metrics_by_hand([0.0] * 8, [2] * 4)
     assert flat["rm/bt_loss"] == pytest.approx(0.6931, abs=1e-4)
     assert flat["rm/accuracy"] == 0.5
+
+
+def test_the_bt_loss_is_that_of_the_model_without_smoothing_and_centering():
+    """One pair, difference 2: -log sigmoid(2) = 0.1269; smoothing by 0.1 adds 0.1 * 2, centering 0.5 * (3 + 1)^2."""
+    m = metrics_by_hand([3.0, 1.0], [2])
+    assert m["rm/bt_loss"] == pytest.approx(0.126928)
+    assert m["rm/loss"] == pytest.approx(0.126928 + 0.2 + 8)
+    assert Args().label_smoothing == 0
+
+
+def test_the_accuracy_of_a_perfect_model_is_exactly_1():
+    for n in range(1, 1200, 7):
+        sizes = [2 + k % 3 for k in range(n)]
+        rewards = [float(-j) for K in sizes for j in range(K)]
+        assert metrics_by_hand(rewards, sizes)["rm/accuracy"] == 1
 
 
 # --- data ---
@@ -98,9 +126,8 @@ def test_metrics_count_each_prompt_once_and_ties_as_one_half():
 
 @pytest.fixture(scope="module")
 def text(tiny_text_model):
-    args = reward_bt.Args(model=tiny_text_model)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_text_model)
-    return args, reward_bt.load_model(tiny_text_model, torch.float32).base_model, tokenizer
+    args = filled_args("reward_bt", model=tiny_text_model)
+    return args, reward_bt.load_backbone(args), transformers.AutoTokenizer.from_pretrained(tiny_text_model)
 
 
 @pytest.fixture
@@ -110,9 +137,9 @@ def encode(text, tmp_path):
     def build(*rows: dict, **flags):
         args, model, tokenizer = text
         source = write_jsonl(tmp_path / "data.jsonl", list(rows))
-        args = reward_bt.Args(**vars(args) | flags)
-        data = reward_bt.load_rankings(args, source, "train", 0, model, tokenizer)
-        rankings = [x for i in range(len(rows)) if (x := reward_bt.encode_or_skip(data, i))]
+        args = Args(**vars(args) | {"dataset": source} | flags)
+        data = RankingDataset(args, source, "train", 0, model, tokenizer)
+        rankings = [x for i in range(len(rows)) if (x := data.encode(i))]
         ids = [[torch.cat([x.prompt.input_ids, response]) for response in x.response_ids] for x in rankings]
         return rankings, [tokenizer.batch_decode(chats) for chats in ids]
 
@@ -155,59 +182,177 @@ def test_system_prompt_margin_and_special_tokens(encode):
     assert [x.margin for x in rankings] == [0.0, 0.5, 0.0]
 
 
+GOOD = {"prompt": "q", "chosen": "good", "rejected": "bad"}
 UNUSABLE = {
     "--max-length": {"chosen": "g" * 40},
-    "at least two responses": {"responses": ["alone"]},
-    "needs at least two": {"chosen": None},
+    "at least two responses": {"chosen": None},
     "gone.png": {"image": "gone.png"},
     "prompt is empty": {"prompt": None},
     "margin is inf": {"margin": 1e999},
 }
 
 
-def test_unusable_rows_are_skipped_with_a_reason(encode, text, tmp_path, capsys):
-    good = {
-        "prompt": "q",
-        "chosen": "good",
-        "rejected": "bad",
-        "responses": None,
-        "image": None,
-        "margin": None,
-    }
+def test_unusable_rows_are_skipped_with_a_reason(encode, capsys):
+    good = GOOD | {"image": None, "margin": None}
     rankings, _ = encode(good, *({**good, **change} for change in UNUSABLE.values()), max_length=50)
     lines = capsys.readouterr().err.splitlines()
     assert [x.prompt.index for x in rankings] == [0] and len(lines) == len(UNUSABLE)
     for i, (reason, line) in enumerate(zip(UNUSABLE, lines), 1):
         assert f"data.jsonl row {i} is skipped" in line and reason in line
-    data = reward_bt.load_rankings(text[0], str(tmp_path / "data.jsonl"), "train", 0, *text[1:])
-    assert [x.prompt.index for x in reward_bt.gather_rankings(data, [0, 7, 14, 4])] == [0, 0, 0]
+
+
+CALLS = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1 2"}]}
+PARTS = {"image": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "bad"}]}
+UNUSABLE_CHATS = {
+    "at least two": {"prompt": "q", "responses": ["alone"]},
+    "needs a list": {"prompt": "q", "responses": "good"},
+    "prompt is empty": {"responses": ["good", "bad"]},
+    "tool_calls": {"prompt": "q", "chosen": [CALLS | {"content": None}], "rejected": chat("", "b")[1:]},
+    "with tool_calls": {"chosen": [*chat("q"), CALLS | {"content": "a"}], "rejected": chat("q", "b")},
+    "images or videos": {
+        "prompt": "q",
+        "chosen": chat("", PARTS["image"])[1:],
+        "rejected": chat("", "b")[1:],
+    },
+    "beginning of another": {"chosen": chat("q", "a"), "rejected": chat("q", "a", "so?")},
+}
+
+
+@pytest.mark.parametrize("reason", UNUSABLE_CHATS)
+def test_unusable_chats_are_skipped_with_a_reason(reason, encode, capsys):
+    rankings, _ = encode(UNUSABLE_CHATS[reason])
+    error = capsys.readouterr().err
+    assert rankings == [] and "row 0 is skipped" in error and reason in error
+
+
+BAD_COLUMNS = [GOOD | {"responses": ["good", "bad"]}, {"prompt": "q", "chosen": "good"}, {"prompt": "q"}]
+
+
+@pytest.mark.parametrize("row", BAD_COLUMNS)
+def test_columns_are_those_of_pairs_or_of_rankings(row, encode, capsys):
+    with pytest.raises(SystemExit) as error:
+        encode(row)
+    message = f"has columns {', '.join(row)}, but must have either chosen and rejected or responses"
+    assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_markers_in_responses_are_text(encode):
+    _, (texts,) = encode({"prompt": "q", "chosen": "use <video>", "rejected": "use <image>"})
+    assert texts[0] == "user: q\nassistant: use <video>\nassistant: "
+
+
+def test_without_a_chat_template_responses_end_in_eos(text, tmp_path):
+    """The head reads EOS, and not the last word, in training and in the example that scores responses."""
+    args, model, tokenizer = text
+    plain = transformers.AutoTokenizer.from_pretrained(args.model)
+    plain.chat_template = None
+    source = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "q: ", "chosen": "ab", "rejected": "a"}])
+    ranking = RankingDataset(args, source, "train", 0, model, plain).encode(0)
+    chats = [torch.cat([ranking.prompt.input_ids, response]) for response in ranking.response_ids]
+    assert plain.batch_decode(chats) == ["q: ab<|end|>", "q: a<|end|>"]
+
+
+def test_media_of_a_saved_dataset_are_in_its_directory(tmp_path):
+    import datasets
+
+    Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
+    (tmp_path / "saved").mkdir()
+    datasets.Dataset.from_list([GOOD | {"image": "b.png"}]).save_to_disk(tmp_path / "saved")
+    Image.new("RGB", (56, 56), "red").save(tmp_path / "saved" / "b.png")
+    args = filled_args("reward_bt")
+    processor = transformers.AutoProcessor.from_pretrained(TINY)
+    data = RankingDataset(args, str(tmp_path / "saved"), "train", 0, reward_bt.load_backbone(args), processor)
+    assert data.encode(0).prompt.media_inputs
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_unusable_rows_are_replaced_by_the_next_ones(batch_size, text, tmp_path):
+    """Every step has its batch. At batch size 1 one bad row of three would otherwise end the run."""
+    args, *rest = text
+    rows = [GOOD, GOOD | {"chosen": "g" * 400}, GOOD | {"rejected": "worse"}]
+    seed = next(seed for seed in range(99) if reward_bt.choose_rows(range(1), 3, seed) == [1])  # the bad row
+    args = Args(**vars(args) | {"max_length": 50, "train_batch_size": batch_size, "seed": seed})
+    data = RankingDataset(args, write_jsonl(tmp_path / "data.jsonl", rows), "train", 0, *rest)
+    run = SimpleNamespace(train_data=data, state={"rows_read": 0, "step": 0})
+    found = [reward_bt.next_rankings(args, run) for _ in range(120 // batch_size)]
+    assert {len(rankings) for rankings in found} == {batch_size}
+    order = reward_bt.choose_rows(range(run.state["rows_read"]), 3, args.seed)
+    assert [x.prompt.index for rankings in found for x in rankings] == [row for row in order if row != 1]
+    assert data.rows_skipped == order.count(1) > 50
+
+
+def test_a_run_whose_rows_are_mostly_unusable_saves_and_stops(text, tmp_path, monkeypatch, capsys):
+    args, *rest = text
+    rows = [GOOD, *[GOOD | {"chosen": "g" * 400}] * 3]
+    args = Args(**vars(args) | {"max_length": 50, "train_batch_size": 4})
+    data = RankingDataset(args, write_jsonl(tmp_path / "data.jsonl", rows), "train", 0, *rest)
+    run = SimpleNamespace(train_data=data, state={"rows_read": 0, "step": 0})
+    saved = []
+    monkeypatch.setattr(reward_bt, "save_checkpoint", lambda args, run, suffix: saved.append(suffix))
     with pytest.raises(SystemExit):
-        reward_bt.gather_rankings(data, [0, 4, 5])
-    assert "more than half" in capsys.readouterr().err
+        for _ in range(99):
+            reward_bt.next_rankings(args, run)
+    assert saved == ["-problem"] and "rows were skipped; see the warnings" in capsys.readouterr().err
+    assert data.rows_read >= 100, "a few rows say nothing about the dataset"
 
 
-def test_responses_of_images_are_skipped(encode, capsys):
-    rejected = chat("", [{"type": "image", "image": "a.png"}, {"type": "text", "text": "bad"}])[1:]
-    rankings, _ = encode(
-        {"prompt": "q", "chosen": chat("", [{"type": "text", "text": "a"}])[1:], "rejected": rejected}
-    )
-    assert rankings == [] and "row 0 is skipped" in capsys.readouterr().err
+def test_a_block_of_long_rows_does_not_end_an_evaluation(text, tmp_path, capsys):
+    """40 of 100 rows, of which a batch of 20 has none that can be used. With 60 of 100 the run stops."""
+    args, model, tokenizer = text
+    engine = Engine(reward_bt.RewardModel(model).eval())
+    for num_long in (40, 60):
+        rows = [GOOD | {"chosen": "g" * 400}] * num_long + [GOOD] * (100 - num_long)
+        args = Args(**vars(args) | {"max_length": 50, "train_batch_size": 20})
+        data = RankingDataset(args, write_jsonl(tmp_path / "data.jsonl", rows), "test", 0, model, tokenizer)
+        run = SimpleNamespace(reward_model=engine, eval_sets={"x": data})
+        if num_long == 60:
+            with pytest.raises(SystemExit):
+                reward_bt.evaluate(args, run)
+            assert "only 40 of 100 rows can be used" in capsys.readouterr().err
+        else:
+            metrics, records = reward_bt.evaluate(args, run)
+            assert len(records) == 60 and metrics["eval/x/rows_skipped"] == 40
+
+
+def test_columns_of_the_dataset_replace_nothing_of_ours(text, tmp_path):
+    """Columns named as metrics or as entries of records leave both as they are."""
+    args, model, tokenizer = text
+    theirs = {
+        "accuracy": "high",
+        "rm/accuracy": 7,
+        "reward_diff": "a lot",
+        "chosen_reward": 9,
+        "phase": "new",
+    }
+    runs = []
+    for extra in ({}, theirs):
+        source = write_jsonl(tmp_path / "data.jsonl", [GOOD | extra] * 3)
+        data = RankingDataset(args, source, "test", 0, model, tokenizer)
+        torch.manual_seed(0)
+        run = SimpleNamespace(reward_model=Engine(reward_bt.RewardModel(model).eval()), eval_sets={"x": data})
+        runs.append(reward_bt.evaluate(args, run))
+    assert runs[0][0] == runs[1][0]
+    for without, record in zip(runs[0][1], runs[1][1], strict=True):
+        assert record == theirs | without
 
 
 BAD_FLAGS = {
-    "--eval-datasets must be name=source": {"eval_datasets": ("held.jsonl",)},
+    "--eval-datasets must be NAME=DATASET": {"eval_datasets": ("held.jsonl",)},
     "with different names": {"eval_datasets": ("x=a.jsonl", "x=b.jsonl")},
-    "--label-smoothing (0.5) must be": {"label_smoothing": 0.5},
+    "--label-smoothing (0.5) must be below 0.5": {"label_smoothing": 0.5},
     "--micro-batch-tokens must be at least --max-length (1024)": {"micro_batch_tokens": 100},
     "--train-batch-size (0) must be at least 1": {"train_batch_size": 0},
     "--save-total-limit (0) must be at least 1": {"save_total_limit": 0},
+    "--warmup-updates (-1) must be at least 0": {"warmup_updates": -1},
+    "--dtype bfloat16 needs --zero-stage 2 or 3": {"dtype": "bfloat16", "zero_stage": 1},
+    "--offload-optimizer requires": {"offload_optimizer": True},
 }
 
 
 @pytest.mark.parametrize("message", BAD_FLAGS)
 def test_bad_flags_end_the_run_with_one_sentence(message, capsys):
     with pytest.raises(SystemExit) as error:
-        reward_bt.check_args(Args(**BAD_FLAGS[message]))
+        reward_bt.check_args(filled_args("reward_bt", **BAD_FLAGS[message]))
     assert error.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -215,7 +360,7 @@ ANSWER_TYPES = "yes no", "circle rectangle triangle", "black blue brown gray gre
 
 
 def test_easy_vqa_pairs_have_answers_of_one_type_and_follow_the_seed():
-    rows = reward_bt.load_rows("easy-vqa", "test")
+    rows = reward_bt.load_rows(Args(), "easy-vqa", "test")
     first, again, other = (reward_bt.add_pairs(rows, seed) for seed in (1, 1, 2))
     assert first["rejected"] == again["rejected"] != other["rejected"]
     for row in first.select(range(0, 9673, 97)):
@@ -240,7 +385,7 @@ class Engine:
         assert not any(module.training for module in self.module.modules())
         return self.module(pack)
 
-    def backward(self, loss, scale_wrt_gas: bool) -> None:
+    def backward(self, loss) -> None:
         loss.backward()
 
 
@@ -286,45 +431,48 @@ def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_p
 
     The evaluation set has the rows in reverse, so that its rewards are not those of training rows."""
     folder = folder_of(family)
-    rows, modules, num_packs = with_media(family, folder), [], []
+    rows, modules, num_packs, splits = with_media(family, folder), [], [], []
     source = write_jsonl(folder / "pairs.jsonl", rows)
     eval_source = write_jsonl(folder / "eval.jsonl", rows[::-1])
     flags = {"total_steps": 1, "train_batch_size": len(rows), "model": str(folder), "center_coef": 0.1}
     flags |= {"dataset": source, "eval_datasets": (f"x={eval_source}",), "output_dir": str(tmp_path)}
-    args = Args(**flags)
+    args = filled_args("reward_bt", **flags)
     processor = transformers.AutoProcessor.from_pretrained(folder)
-    unmodified = reward_bt.load_model(args.model, torch.float32).base_model.eval()
+    unmodified = reward_bt.load_backbone(args).eval()
     torch.manual_seed(args.seed)
     weight = reward_bt.RewardModel(unmodified).score.weight[0].detach().clone().requires_grad_()
     rewards = [by_transformers(row, folder, unmodified, processor, weight) for row in rows]
     expected = torch.stack(sum(rewards, []))
     assert expected.std() > 0.1
-    data = reward_bt.load_rankings(args, source, "train", 0, unmodified, processor)
+    data = RankingDataset(args, source, "train", 0, unmodified, processor)
     rankings = [data.encode(i) for i in range(len(rows))]
     mean_loss(expected, rankings, args.label_smoothing, args.center_coef).backward()
     expected_metrics = ranking_metrics(args, rankings, expected.detach())
     expected_pairs = [pair for x in rewards[::-1] for pair in combinations(torch.stack(x).tolist(), 2)]
     longest = max(x.prompt.length + max(map(len, x.response_ids)) for x in rankings)
     assert longest < max(x.prompt.length + sum(map(len, x.response_ids)) for x in rankings), "one is split"
-    real_iter_packs = reward_bt.iter_packs
+    real_make_packs = reward_bt.make_packs
 
-    def iter_packs(*arguments):
-        packs = list(real_iter_packs(*arguments))
+    def make_packs(*arguments):
+        packs, is_split = real_make_packs(*arguments)
         num_packs.append(len(packs))
-        return packs
+        splits.append(is_split)
+        return packs, is_split
 
-    monkeypatch.setattr(reward_bt, "iter_packs", iter_packs)
-    monkeypatch.setattr(reward_bt, "init_deepspeed_engine", lambda args, module, *rest: Engine(module))
+    monkeypatch.setattr(reward_bt, "make_packs", make_packs)
+    monkeypatch.setattr(reward_bt, "init_reward_engine", lambda args, module: Engine(module))
     monkeypatch.setattr(reward_bt, "optimizer_step", lambda engine: 0.0)
     monkeypatch.setattr(
         reward_bt, "save_checkpoint", lambda args, run: modules.append(run.reward_model.module)
     )
     for budget in (8192, longest):
         num_packs.clear()
+        splits.clear()
         flags |= {"max_length": longest, "micro_batch_tokens": budget, "run_name": str(budget)}
         metrics = run(tmp_path, **vars(args) | flags)[-1]
-        assert ("one response at a time" in capsys.readouterr().out) == (family == "gptj")
+        assert ("batches are padded" in capsys.readouterr().out) == (family == "gptj")
         assert (max(num_packs) == 1) == (budget == 8192 and family != "gptj")
+        assert {*splits} == {budget == longest}, "GradCache is needed only if a ranking is split"
         assert {name: metrics[name] for name in expected_metrics} == pytest.approx(
             expected_metrics, rel=1e-4, abs=1e-4
         )
@@ -332,7 +480,7 @@ def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_p
         assert len(records) == 2 * len(expected_pairs), "before and after the step"
         for record, (chosen, rejected) in zip(records, expected_pairs * 2):
             row = rows[::-1][record["row"]]
-            assert (record["prompt"], record.get("margin")) == (row["prompt"], row["margin"])
+            assert (record["prompt"], record["margin"]) == (row["prompt"], row["margin"] or 0.0)
             assert record["chosen_reward"] == pytest.approx(chosen, abs=1e-4)
             assert record["reward_diff"] == pytest.approx(chosen - rejected, abs=2e-4)
         parameters = [*modules[-1].model.parameters(), modules[-1].score.weight]
@@ -350,14 +498,12 @@ def test_a_conversation_with_images_in_later_turns(family, folder_of, tmp_path):
     folder = folder_of(family)
     row = {"messages": chat("<image>Good?", "No.", "<image>And this?"), "images": ["0.png", "1.png"]}
     row |= {"responses": ["yes", "not at all"]}
-    args = Args(model=str(folder))
+    args = filled_args("reward_bt", model=str(folder))
     processor = transformers.AutoProcessor.from_pretrained(folder)
-    module = reward_bt.RewardModel(reward_bt.load_model(args.model, torch.float32).base_model.eval())
-    data = reward_bt.load_rankings(
-        args, write_jsonl(folder / "chat.jsonl", [row]), "train", 0, module.model, processor
-    )
+    module = reward_bt.RewardModel(reward_bt.load_backbone(args).eval())
+    source = write_jsonl(folder / "chat.jsonl", [row])
+    data = RankingDataset(args, source, "train", 0, module.model, processor)
     ranking = data.encode(0)
-    assert len(ranking.prompt.media["image"]) == 2
     images = [Image.open(folder / name).convert("RGB") for name in row["images"]]
     expected = []
     for response in row["responses"]:
@@ -371,7 +517,7 @@ def test_a_conversation_with_images_in_later_turns(family, folder_of, tmp_path):
         expected.append(module.model(**inputs).last_hidden_state[0, -1] @ module.score.weight[0])
     packing.set_attention(module.model, "packed")
     run = SimpleNamespace(reward_model=SimpleNamespace(module=module))
-    [pack] = reward_bt.iter_packs(args, run, data, [ranking])
+    [pack], _ = reward_bt.make_packs(args, run, data, [ranking])
     assert module(pack).tolist() == pytest.approx(torch.stack(expected).tolist(), abs=1e-5)
     assert abs(expected[0] - expected[1]) > 1e-3
 
@@ -379,7 +525,13 @@ def test_a_conversation_with_images_in_later_turns(family, folder_of, tmp_path):
 # --- runs ---
 
 
-FLAGS = {"run_name": "run", "total_steps": 4, "train_batch_size": 8, "warmup_steps": 0, "learning_rate": 1e-3}
+FLAGS = {
+    "run_name": "run",
+    "total_steps": 4,
+    "train_batch_size": 8,
+    "warmup_updates": 0,
+    "learning_rate": 1e-3,
+}
 FLAGS |= {"eval_rows": 8, "eval_steps": 0, "seed": 3}
 
 
@@ -402,11 +554,21 @@ def test_the_default_learns_within_30_steps(tmp_path):
     assert last["eval/easy-vqa/loss"] < 0.49 and last["eval/easy-vqa/accuracy"] > 0.82
 
 
+def test_frozen_weights_are_printed_and_stay(tmp_path, capsys):
+    run(tmp_path, freeze="visual", total_steps=1, eval_rows=2)
+    before = reward_bt.load_backbone(filled_args("reward_bt")).state_dict()
+    after = weights_of(tmp_path / "run/checkpoint-1")
+    changed = {name.startswith("visual.") for name in before if not torch.equal(before[name], after[name])}
+    count = sum(name.startswith("visual.") for name in before)
+    assert changed == {False}
+    assert f"--freeze visual freezes {count} weights: model.visual." in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_lora_trains_with_the_head_and_is_merged(tmp_path):
     first, *_, last = run(tmp_path, lora_rank=4, total_steps=12, learning_rate=3e-3, train_batch_size=16)
     assert last["rm/loss"] != first["eval/easy-vqa/loss"]
-    model = reward_bt.load_model(TINY, torch.float32).base_model
+    model = reward_bt.load_backbone(filled_args("reward_bt"))
     torch.manual_seed(3)
     head = reward_bt.RewardModel(model).score.weight
     before, after = model.state_dict() | {"score.weight": head}, weights_of(tmp_path / "run/checkpoint-12")
@@ -420,26 +582,24 @@ def test_two_ranks_with_zero_3_train_as_one(start, tmp_path, monkeypatch):
     """Texts and images in one step, so that some packs have no image, and a ranking longer than a pack."""
     rows = [{"prompt": f"what is {i}?", "responses": ["one", "two or three"]} for i in range(8)]
     rows[0]["responses"] = [f"{i} and {'then ' * 40}so on" for i in range(4)]
-    easy = reward_bt.add_pairs(reward_bt.load_rows("easy-vqa", "test").select(range(0, 800, 50)), 0)
+    easy = reward_bt.add_pairs(reward_bt.load_rows(Args(), "easy-vqa", "test").select(range(0, 800, 50)), 0)
     rows += [
         {"prompt": x["prompt"], "image": x["image"], "responses": [x["chosen"], x["rejected"]]} for x in easy
     ]
     source = write_jsonl(tmp_path / "rows.jsonl", [{"image": None} | row for row in rows])
     flags = {"dataset": source, "total_steps": 2, "micro_batch_tokens": 128, "max_length": 128}
     flags |= {"eval_datasets": (f"x={source}",), "train_batch_size": 24}
-    num_packs, real_plan = [], packing.plan_packs
+    num_packs = []  # per call of compute_rewards
+    compute_rewards = reward_bt.compute_rewards
 
-    def plan_packs(*arguments):
-        plan = real_plan(*arguments)
-        num_packs.append(len(plan[0]))
-        return plan
+    def count_packs(run, packs, num_responses):
+        num_packs.append(len(packs))
+        return compute_rewards(run, packs, num_responses)
 
-    monkeypatch.setattr(packing, "plan_packs", plan_packs)
+    monkeypatch.setattr(reward_bt, "compute_rewards", count_packs)
     run(tmp_path, **flags, run_name="one")
     assert max(num_packs) > 4, "two ranks have several packs each"
-    assert len(num_packs) == 2 + 2 * 2, (
-        "two evaluations; each step computes all rewards first, as a ranking is split"
-    )
+    assert len(num_packs) == 2 + 2, "two evaluations, and two steps, in which a ranking is split"
     changes = {"zero_stage": 3, "run_name": "zero3", "output_dir": tmp_path}  # stage 0: test_grm_sft.py
     process = start("reward_bt", 2, **FLAGS | flags | changes)
     assert process.wait(timeout=500) == 0, (tmp_path / "log").read_text()[-3000:]
@@ -491,12 +651,59 @@ def test_exported_classifier_gives_the_same_rewards_with_any_padding(template, t
         assert logits.shape == (8, 1) and logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_tokenizer_without_a_free_special_token_can_not_be_exported():
+@pytest.mark.parametrize("template", ["a template", None])
+def test_a_tokenizer_without_a_free_special_token_can_not_be_exported(template):
     special = {7: transformers.AddedToken("<|end|>", special=True), 8: transformers.AddedToken("x")}
-    tokenizer = SimpleNamespace(pad_token_id=7, added_tokens_decoder=special)
+    tokenizer = SimpleNamespace(pad_token_id=7, eos_token_id=7, added_tokens_decoder=special)
     tokenizer.apply_chat_template = lambda chat, return_dict: [1, 2, 7]
+    tokenizer.chat_template = template
     with pytest.raises(SystemExit, match="all special tokens end chats"):
         EXPORT["choose_pad_token"](tokenizer)
+
+
+def test_a_head_on_the_hub_is_loaded_and_never_replaced_by_a_random_one(tiny_text_model, tmp_path):
+    """Offline: a checkpoint in the Hub's cache, the same without its head, and a model that never had one."""
+    source = write_jsonl(tmp_path / "d.jsonl", [GOOD])
+    run(tmp_path, model=tiny_text_model, dataset=source, total_steps=1)
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    for name, folder in {"whole": checkpoint, "lost": checkpoint, "plain": tiny_text_model}.items():
+        repository = tmp_path / "hub" / f"models--me--{name}"
+        shutil.copytree(folder, repository / "snapshots" / ("a" * 40))
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("a" * 40)
+    (tmp_path / "hub/models--me--lost/snapshots" / ("a" * 40) / "score.safetensors").unlink()
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+    code += "import reward_bt, transformers\n"
+    code += "for name in ('me/whole', 'me/plain', 'me/lost'):\n"
+    code += "    head = reward_bt.load_head(name, transformers.AutoConfig.from_pretrained(name))\n"
+    code += "    print(head if head is None else head[0].tolist())\n"
+    env = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    whole, plain = done.stdout.splitlines()
+    saved = load_file(checkpoint / "score.safetensors")["score.weight"][0]
+    assert json.loads(whole) == saved.tolist() and plain == "None"
+    assert done.returncode == 2 and "me/lost has a trained head, but" in done.stderr
+
+
+def test_a_classifier_is_refused(tiny_text_model, tmp_path, capsys):
+    """Its head is in model.safetensors; a reward model that starts from it would get a random one."""
+    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tiny_text_model, num_labels=1
+    )
+    classifier.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        reward_bt.load_head(str(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path))
+    assert "its file score.safetensors is missing" in capsys.readouterr().err
+
+
+def test_a_model_with_missing_weights_is_refused(tiny_text_model, tmp_path, capsys):
+    shutil.copytree(tiny_text_model, tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit):
+        reward_bt.load_backbone(filled_args("reward_bt", model=str(tmp_path / "model")))
+    assert "1 weights are missing: ['layers.1.mlp.up_proj" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -515,7 +722,7 @@ def test_saved_backbone_head_and_second_stage(tmp_path, monkeypatch):
             rewards += by_transformers(row, tmp_path, model, processor, weight)
         expected += [x["chosen_reward"], x["rejected_reward"]]
     assert [float(reward) for reward in rewards] == pytest.approx(expected, abs=1e-5)
-    again = run(tmp_path, run_name="again", model=str(folder), total_steps=1)
+    again = run(tmp_path, run_name="again", model=str(folder), total_steps=0)  # only evaluates
     last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
     for key in ("accuracy", "loss", "chosen_rewards"):
         assert again[0][f"eval/easy-vqa/{key}"] == pytest.approx(last[f"eval/easy-vqa/{key}"], abs=1e-5)

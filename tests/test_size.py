@@ -10,32 +10,22 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1562, 408, 191, 57, 11),
-    "ppo_vl.py": (1872, 562, 245, 58, 10),
-    "reward_bt.py": (1212, 330, 150, 57, 11),
-    "grm_sft.py": (1365, 330, 150, 57, 11),
-    "common/*.py": (2159, 0, 0, 59, 14),
+    "rloo.py": (1640, 405, 160, 60, 15),
+    "ppo_vl.py": (1865, 515, 190, 60, 15),
+    "reward_bt.py": (1280, 310, 100, 58, 14),
+    "grm_sft.py": (1485, 310, 100, 59, 14),
+    "common/*.py": (1860, 0, 0, 59, 15),
 }
 LINES = {  # of one file, or of all files that match together
-    "common/packing.py": 878,
-    "common/attention.py": 437,
-    "common/decoding.py": 282,
-    "common/environments.py": 268,
-    "common/kl.py": 60,
-    "README.md": 100,
+    "README.md": 130,
     "docs/rloo.md": 164,
     "docs/ppo_vl.md": 200,
     "docs/reward_bt.md": 190,
     "docs/grm_sft.md": 190,
     "docs/models.md": 100,
     "docs/recipes.md": 280,
-    "tools/report.py": 700,
-    "tools/bench*.py": 1312,
-    "tools/families.py": 410,
-    "tools/full_size.py": 150,
-    "tools/versions.py": 150,
-    "tests/test_gpu.py": 300,
-    "tests/*.py": 9265,
+    "tools/*.py": 3600,
+    "tests/*.py": 10200,
 }
 
 
@@ -95,6 +85,7 @@ def test_scripts_share_nothing_else():
         "__init__.py",
         "packing.py",
         "packing_check.py",
+        "chats.py",
         "decoding.py",
         "attention.py",
         "kl.py",

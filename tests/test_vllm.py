@@ -25,6 +25,7 @@ from test_families import write_video
 
 import rloo
 from common import packing
+from common.decoding import Response
 from common.environments import EnvironmentSampler
 
 missing = importlib.util.find_spec("vllm") is None
@@ -51,7 +52,7 @@ def environment():
 
 @pytest.fixture(scope="module")
 def vqa_file(tmp_path_factory) -> str:
-    rows = rloo.load_rows("easy-vqa", "test").select(range(0, 4096, 64))
+    rows = rloo.easy_vqa_rows("test").select(range(0, 4096, 64))
     rows = [dict(row, image=str(row["image"])) for row in rows]
     return write_jsonl(tmp_path_factory.mktemp("data") / "vqa.jsonl", rows)
 
@@ -79,10 +80,10 @@ def text_model(tmp_path_factory) -> str:
 
 def prepare(model: str, dataset: str, make_sampler, run_dir) -> SimpleNamespace:
     """What main has at its first rollout, without DeepSpeed engines. The temperature is 0.7."""
-    args = rloo.Args(model=model, dataset=dataset, max_response_length=12, temperature=0.7)
+    args = make_args(model=model, dataset=dataset, max_response_length=12, temperature=0.7)
     processor = transformers.AutoProcessor.from_pretrained(model)
-    model = rloo.load_model(model, torch.float32)
-    data = rloo.load_prompts(args, dataset, "train", model, processor)
+    model = rloo.load_model(args, model)
+    data = rloo.PromptDataset(args, dataset, "train", model, processor)
     packing.set_attention(model.eval(), "packed")
     prompts = [replace(data.encode(row), seed=1000 + row) for row in range(len(data.rows))]
     sampler = make_sampler(args, model, EOS_IDS, run_dir)
@@ -90,7 +91,12 @@ def prepare(model: str, dataset: str, make_sampler, run_dir) -> SimpleNamespace:
     return SimpleNamespace(args=args, model=model, prompts=prompts, encode=data.encode, sampler=sampler)
 
 
-def logprob_diff(setup, responses: list[packing.Response]) -> float:
+def make_args(**flags) -> rloo.Args:
+    rloo.fill_defaults(args := rloo.Args(**flags))
+    return args
+
+
+def logprob_diff(setup, responses: list[Response]) -> float:
     """Largest difference between the log-probs of the sampler and of the packed trainer."""
     G = len(responses) // len(setup.prompts)
     packs = packing.iter_rank_packs(
@@ -111,11 +117,11 @@ def logprob_diff(setup, responses: list[packing.Response]) -> float:
     return (sampler_logprobs - trainer_logprobs).abs().max().item()
 
 
-def token_lists(responses: list[packing.Response]) -> list[list[int]]:
+def token_lists(responses: list[Response]) -> list[list[int]]:
     return [response.token_ids.tolist() for response in responses]
 
 
-def truncated(responses: list[packing.Response]) -> list[bool]:
+def truncated(responses: list[Response]) -> list[bool]:
     return [response.truncated for response in responses]
 
 
@@ -241,8 +247,8 @@ def test_seeds_eos_and_media_tokens(setup):
         assert not {*ids[:-1]} & {*EOS_IDS} and not {*ids} & media_ids
 
 
-def test_turns_continue_from_token_ids(text, vlm, monkeypatch, capsys):
-    """The log-probs of three turns are the trainer's. Prompts with images are refused."""
+def test_turns_continue_from_token_ids(text):
+    """The log-probs of three turns are the trainer's."""
 
     class Again:
         def reset(self, **row):
@@ -253,17 +259,18 @@ def test_turns_continue_from_token_ids(text, vlm, monkeypatch, capsys):
             return "again" if self.num_turns < 3 else None
 
     text.sampler.update_weights()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(text.args.model)
     sampler = EnvironmentSampler(
-        text.sampler, Again, text.model, tokenizer, EOS_IDS, max_turns=3, max_length=99
+        sampler=text.sampler,
+        environment_class=Again,
+        model=text.model,
+        processor=transformers.AutoTokenizer.from_pretrained(text.args.model),
+        eos_ids=EOS_IDS,
+        max_turns=3,
+        max_length=99,
     )
     responses = sampler.generate(text.prompts, 8, 0.7)
     assert max(sampler.logged_values["rollout/turns_mean"]) > 1
     assert logprob_diff(text, responses) < TOLERANCE
-    monkeypatch.setattr(vlm.sampler, "args", replace(vlm.args, environment="look.py:Look"))
-    with pytest.raises(SystemExit):
-        vlm.sampler.generate(vlm.prompts[:1], 1, 1.0)
-    assert "--environment with images requires --sampler hf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("setup", ["vlm", "served"], indirect=True)  # text is sent as token ids
@@ -275,42 +282,56 @@ def test_other_prompt_tokens_are_refused(setup, capsys):
     assert stop.value.code == 2 and "row 3: vLLM tokenizes it differently" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["vlm", "served"])
-def test_videos_are_refused(name, request, tmp_path, capsys):
-    setup = request.getfixturevalue(name)
+@pytest.mark.parametrize("sampler", ["vllm", f"{ROOT}/examples/vllm_server.py:Servers"])
+def test_videos_are_refused(sampler, vlm, tmp_path, capsys):
     write_video(tmp_path / "clip.mp4")
     rows = write_jsonl(tmp_path / "videos.jsonl", [{"prompt": "What moves?", "videos": ["clip.mp4"]}])
     processor = transformers.AutoProcessor.from_pretrained(TINY)
-    args = rloo.Args(rewards=())
-    prompt = rloo.load_prompts(args, rows, "train", setup.model, processor).encode(0)
+    args = make_args(rewards=(), sampler=sampler)
+    prompts = [rloo.PromptDataset(args, rows, "train", vlm.model, processor).encode(0)]
+    sampler_class = rloo.load_callable("--sampler", sampler, rloo.SAMPLERS)
     with pytest.raises(SystemExit) as stop:
-        setup.sampler.generate([replace(prompt, seed=1)], 1, 1.0)
-    assert stop.value.code == 2 and "row 0 has a video, which needs --sampler hf" in capsys.readouterr().err
+        rloo.make_sampler(args, sampler_class, vlm.model, processor, prompts, tmp_path)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and f"--sampler {sampler} does not support video inputs" in error
+
+
+def test_images_in_later_turns_are_refused(vlm, tmp_path, capsys):
+    args = make_args(sampler="vllm", environment="look.py:Look")
+    processor = transformers.AutoProcessor.from_pretrained(TINY)
+    with pytest.raises(SystemExit):
+        rloo.make_sampler(args, rloo.VLLMSampler, vlm.model, processor, vlm.prompts[:1], tmp_path)
+    assert "--sampler vllm with --environment supports only text" in capsys.readouterr().err
 
 
 # ---- whole runs ----
 
 
-def run(directory, sampler: str, **flags) -> subprocess.CompletedProcess:
-    """Two steps of rloo.py with a reward that differs between responses."""
+def run(directory, sampler: str, script: str = "rloo", **flags) -> subprocess.CompletedProcess:
+    """Two steps with a reward that differs between responses."""
     code = "def score(completion_ids, **columns):\n    return [sum(x) % 7 / 7 for x in completion_ids]\n"
     (directory / "reward.py").write_text(code)
     base = {
         "rewards": f"{directory}/reward.py:score",
         "reward_weights": 1,
         "total_steps": 2,
-        "warmup_steps": 0,
+        "warmup_updates": 0,
     }
     base |= {"num_samples_per_prompt": 4, "train_batch_size": 16, "max_response_length": 8, "eval_steps": 0}
-    base |= {"rollout_batch_size": 16, "learning_rate": 1e-3, "run_name": "run"}
+    base |= {"prompts_per_rollout": 4, "learning_rate": 1e-3, "run_name": "run"}
     base |= {"output_dir": directory, "sampler": sampler}
-    command = [sys.executable, str(ROOT / "rloo.py"), *to_argv(base | flags)]
+    command = [sys.executable, str(ROOT / f"{script}.py"), *to_argv(base | flags)]
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | ON_CPU)
 
 
-@pytest.mark.parametrize("sampler, lora", [("vllm", 4), (f"{ROOT}/examples/vllm_server.py:Servers", 0)])
-def test_two_steps(sampler, lora, vqa_file, tmp_path, servers):
-    result = run(tmp_path, sampler, dataset=vqa_file, lora_rank=lora)
+SERVERS = f"{ROOT}/examples/vllm_server.py:Servers"
+
+
+@pytest.mark.parametrize(
+    "script, sampler, lora", [("rloo", "vllm", 4), ("ppo_vl", "vllm", 0), ("rloo", SERVERS, 0)]
+)
+def test_two_steps(script, sampler, lora, vqa_file, tmp_path, servers):
+    result = run(tmp_path, sampler, script, dataset=vqa_file, lora_rank=lora)
     assert result.returncode == 0, result.stderr[-3000:]
     steps = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert [step["train/step"] for step in steps] == [1, 2]
@@ -322,7 +343,7 @@ def test_two_steps(sampler, lora, vqa_file, tmp_path, servers):
 def test_a_stopped_server_ends_the_run(vqa_file, tmp_path, servers, started):
     """This must be the last test, because it stops the server."""
     started.stop()
-    result = run(tmp_path, f"{ROOT}/examples/vllm_server.py:Servers", dataset=vqa_file)
+    result = run(tmp_path, SERVERS, dataset=vqa_file)
     assert result.returncode == 2 and f"error: vLLM server {started.url}" in result.stderr, result.stderr[
         -3000:
     ]

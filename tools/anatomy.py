@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 import rloo  # noqa: E402
 from common import attention, packing  # noqa: E402
+from common.kl import kl_estimate  # noqa: E402
 
 # Codes of tokens, and of pairs of tokens in attention, with their colors.
 NOTHING, PROMPT, IMAGE, RESPONSE, NEXT_RESPONSE, PADDING = range(6)
@@ -44,7 +45,10 @@ class Step:
     rollout: rloo.Rollout
     metrics: dict[str, float]
     updates: list[dict]  # one per pack; ratio and clipped are by response index
-    new_logprobs: torch.Tensor  # (B, R): after the step; rollout.old_logprobs has those before
+    advantages: torch.Tensor  # (n, G)
+    old_logprobs: torch.Tensor  # (B, R): before the step
+    ref_logprobs: torch.Tensor  # (B, R)
+    new_logprobs: torch.Tensor  # (B, R): after the step
     example: int  # index of the prompt that the page follows
 
 
@@ -53,16 +57,18 @@ class Finished(Exception):
 
 
 def take_step(args: rloo.Args) -> Step:
-    results = {}  # function name -> latest result
+    results = {}  # function name -> first result
+    rollouts = []  # those of the evaluation come first
     updates = []
 
     def record(name: str, callback=lambda result: None):
         function = getattr(rloo, name)
 
         def call(*args, **keywords):
-            results[name] = function(*args, **keywords)
-            callback(results[name])
-            return results[name]
+            result = function(*args, **keywords)
+            results.setdefault(name, result)
+            callback(result)
+            return result
 
         return mock.patch.object(rloo, name, call)
 
@@ -87,7 +93,9 @@ def take_step(args: rloo.Args) -> Step:
     with (
         contextlib.suppress(Finished),
         record("setup"),
-        record("collect_rollout"),
+        record("collect_rollout", rollouts.append),
+        record("compute_logprobs"),
+        record("compute_advantages"),
         record("compute_rloo_loss", record_update),
         record("optimizer_step", lambda norm: updates[-1].update(norm=norm)),
         mock.patch.object(packing, "response_logprobs", wraps=packing.response_logprobs) as forward,
@@ -95,14 +103,20 @@ def take_step(args: rloo.Args) -> Step:
     ):
         rloo.main(args)
     run = results["setup"]
-    rollout = results["collect_rollout"]
+    rollout = rollouts[-1]
+    old_logprobs, _, ref_logprobs = results["compute_logprobs"]
+    everything = torch.ones_like(rollout.truncated)  # (n, G)
+    after = rloo.compute_logprobs(args, run, rollout, [np.arange(len(rollout.prompts))], everything)
     return Step(
         args=args,
         run=run,
         rollout=rollout,
         metrics=results["metrics"],
         updates=updates,
-        new_logprobs=rloo.compute_logprobs(args, run, rollout, run.actor),
+        advantages=results["compute_advantages"],
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        new_logprobs=after[0],
         example=choose_prompt(rollout),
     )
 
@@ -120,10 +134,10 @@ def choose_prompt(rollout: rloo.Rollout) -> int:
 
 def segment_codes(pack: packing.Pack, image_id: int) -> list[list[np.ndarray]]:
     """Codes of a pack's tokens, for each group [prompt, response, ...]. image_id: the image placeholder."""
-    layout = pack.model_inputs["layout"]
+    indices = pack.model_inputs["packed_indices"]
     groups = []
-    for start, end in pairwise(layout.cu_seqlens_q.tolist()):
-        if layout.seq_positions[start] == 0:  # a prompt
+    for start, end in pairwise(indices.cu_seqlens[0].tolist()):
+        if indices.seq_positions[start] == 0:  # a prompt
             groups.append([np.where(pack.model_inputs["input_ids"][0, start:end] == image_id, IMAGE, PROMPT)])
         else:
             code = RESPONSE if len(groups[-1]) % 2 else NEXT_RESPONSE
@@ -151,20 +165,24 @@ def lay_out(groups: list[list[np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
 @torch.no_grad()
 def attended_pairs(pack: packing.Pack, policy) -> np.ndarray:
     """(N, N) codes: which tokens of a pack attend to which, by the model's mask."""
-    with mock.patch.object(attention, "_grouped_attention", wraps=attention._grouped_attention) as spy:
+    masks = {}  # by bucket
+    bucket_mask = attention.ModelMask.bucket_mask
+
+    def record(mask, indices, i: int) -> torch.Tensor:
+        masks[i] = bucket_mask(mask, indices, i)
+        return masks[i]
+
+    with mock.patch.object(attention.ModelMask, "bucket_mask", record):
         policy(pack)
-    *_, layout, mask = spy.call_args.args
-    codes = np.full((len(layout.seq_positions),) * 2, NOTHING)
-    for bucket in layout.buckets:
-        attn_mask = mask.bucket_mask(layout, bucket)
-        if attn_mask is None:  # prompts, causal
-            attn_mask = torch.ones(bucket.keys.shape[1], bucket.keys.shape[1], dtype=torch.bool).tril()[
-                None, None
-            ]
-        s, q, k = (attn_mask[:, 0] & bucket.queries_valid[..., None]).nonzero(as_tuple=True)
-        is_prompt_key = k < bucket.keys.shape[1] - bucket.queries.shape[1]
-        to_key = PROMPT if bucket.is_prompts else np.where(is_prompt_key, IMAGE, RESPONSE)
-        codes[bucket.queries[s, q], bucket.keys[s, k]] = to_key
+    indices = pack.model_inputs["packed_indices"]
+    codes = np.full((len(indices.seq_positions),) * 2, NOTHING)
+    for i, bucket in enumerate(indices.buckets):
+        s, q, k = (masks[i][:, 0] & bucket.queries_valid[..., None]).nonzero(as_tuple=True)
+        prompt_length = bucket.keys_valid.sum(1) - bucket.queries_valid.sum(1)  # (S,): 0 for prompts
+        of_prompt = np.where(prompt_length[s] == 0, PROMPT, IMAGE)
+        codes[bucket.queries[s, q], bucket.keys[s, k]] = np.where(
+            (prompt_length[s] == 0) | (k < prompt_length[s]), of_prompt, RESPONSE
+        )
     return codes
 
 
@@ -185,16 +203,17 @@ def probabilities(step: Step) -> list[tuple[str, float, float, float]]:
             ids = data.tokenizer.encode(text, add_special_tokens=False)
             candidates.append(torch.cat([torch.tensor(ids), end]))
     different = list({tuple(ids.tolist()): ids for ids in candidates}.values())
-    pack = packing.build_pack([(0, list(range(len(different))))], {0: prompt}, different)
+    continuations = {b: packing.continue_prompt(prompt, ids) for b, ids in enumerate(different)}
+    pack = packing.build_packed([(0, [*continuations])], [prompt], continuations)
     pack = packing.to_device(pack, run.actor.module.model)
     sequence_probs = []
     for policy in (run.reference, run.actor):  # before the first step, the policy is the reference
         logprobs, _ = policy(pack)
-        sums = torch.zeros(len(different), device=run.device).index_add(0, pack.response_of_token, logprobs)
+        sums = torch.zeros(len(different), device=rloo.DEVICE).index_add(0, pack.response_of_token, logprobs)
         sequence_probs.append(sums.exp().tolist())
     texts = data.tokenizer.batch_decode(different, skip_special_tokens=True)
     scores = np.zeros(len(texts))
-    for function, weight in zip(run.reward_functions.values(), step.args.reward_weights):
+    for function, weight in zip(run.rewards.values(), step.args.reward_weights):
         scores += weight * np.array(function(texts=texts, answer=[prompt.row["answer"]] * len(texts)))
     return sorted(zip(map(readable, texts), scores, *sequence_probs), key=lambda row: -max(row[2:]))
 
@@ -205,9 +224,9 @@ def describe(step: Step) -> dict:
     n, G = rollout.scores.shape
     tokenizer = run.train_data.tokenizer
     image_id = run.actor.module.model.config.image_token_id
-    kl = rloo.kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, step.args.kl_estimator)  # (B, R)
+    kl = kl_estimate(step.old_logprobs, step.ref_logprobs, "k1")  # (B, R)
     kl = (kl * rollout.response_mask).sum(1).view(n, G)
-    rlhf_rewards = rollout.scores - step.args.kl_coef * kl  # (n, G)
+    penalized_rewards = rollout.scores - step.args.kl_coef * kl  # (n, G)
     k = next(k for k, update in enumerate(step.updates) if example * G in update["ratio"])
     pack = step.updates[k]["pack"]
     groups = segment_codes(pack, image_id)
@@ -224,15 +243,15 @@ def describe(step: Step) -> dict:
         "token": lambda id: readable(tokenizer.decode([id])),
         "image_id": image_id,
         "kl": kl,
-        "rlhf_rewards": rlhf_rewards,
-        "baselines": (rlhf_rewards.sum(1, keepdim=True) - rlhf_rewards) / (G - 1),
-        "change": (step.new_logprobs - rollout.old_logprobs).sum(1),  # (B,)
+        "penalized_rewards": penalized_rewards,
+        "baselines": (penalized_rewards.sum(1, keepdim=True) - penalized_rewards) / (G - 1),
+        "change": (step.new_logprobs - step.old_logprobs).sum(1),  # (B,)
         "pack_update": k + 1,
         "packed": packed,
         "padded": padded,
         "pairs": pairs,
         "group_pairs": pairs[part, part],
-        "num_images": len({item.key for item in pack.media["image"]}),
+        "num_images": len(pack.model_inputs["image_grid_thw"]),
         "candidates": candidates,
         "expected": [sum(row[1] * row[k] for row in candidates) for k in (2, 3)],  # score
     }
@@ -269,7 +288,7 @@ def draw(variables: dict, path: Path) -> None:
     i, G = variables["example"], variables["G"]
     y = np.arange(G)
     figure.suptitle(variables["prompts"][i].row["prompt"], fontsize=18)
-    advantages = variables["rollout"].advantages[i].tolist()
+    advantages = variables["advantages"][i].tolist()
     left.barh(y, advantages, color=[COLORS[PROMPT] if a > 0 else COLORS[RESPONSE] for a in advantages])
     left.set_yticks(y, [text[:28] for text in variables["texts"][i * G : (i + 1) * G]], parse_math=False)
     left.set_title(f"advantages of {G} responses", fontsize=15)
@@ -292,7 +311,7 @@ def draw(variables: dict, path: Path) -> None:
 def main(folder: Path = ROOT / "docs") -> None:
     """folder: directory for anatomy.html and anatomy.png."""
     with tempfile.TemporaryDirectory() as runs:
-        variables = describe(take_step(rloo.Args(output_dir=runs, dtype="float32")))
+        variables = describe(take_step(rloo.Args(output_dir=runs, dtype="float32", eval_prompts=1)))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {"number": number, "data_uri": data_uri}
     template = environment.from_string((ROOT / "tools" / "anatomy.html").read_text())

@@ -1,28 +1,30 @@
-"""Measure speed and memory of the scripts, next to a reference that runs in the same benchmark.
+"""Compare the scripts with TRL's trainers on one machine: step times, memory, learning curves.
 
-    python tools/bench.py memory                                   # one part, Markdown on stdout
-    python tools/bench.py bare curves rloo reward sft memory --trl-python TRL/bin/python \
-        --text-model models/smollm2 --threads 1 --output runs/bench     # all parts: tables, JSON, a plot
+    python tools/bench.py rloo --trl-python TRL/bin/python                  # one part, Markdown on stdout
+    python tools/bench.py rloo groups reward sft learning --trl-python TRL/bin/python \\
+        --text-model models/smollm2 --threads 1 --output runs/bench         # all: tables, JSON, plots
 
-bare     everything between rollout and optimizer step of rloo.py and ppo_vl.py (default runs on the tiny VLM,
-         rloo.py also on SmolLM2-135M), compared with only forward and backward of the model on the same packs,
-         in the same process by turns; also, both compared with the machine's fastest matrix product
-curves   time and peak memory of a step of rloo.py and of TRL by the number of responses per prompt
-rloo     rloo.py and TRL's RLOOTrainer: same model, prompts, G, lengths, reward, fp32, generation with the same
-         model; prompts of 200 and 600 tokens on SmolLM2-135M, images on the tiny VLM
-reward   reward_bt.py and RewardTrainer on SmolLM2-135M: 16 pairs with prompts of 100 and of 300 words; and
-         4 prompts with four ranked responses each, which are six pairs each for TRL
-sft      grm_sft.py and SFTTrainer on the tiny VLM: 64 questions about easy-VQA images, all different, and
-         grouped by image
-sampler  responses of 512 and 1024 tokens on SmolLM2-135M, 4 prompts x 8: rloo.py's decoder and generate
-memory   peak of only the log-probs, forward and backward, chunked and dense, with a vocabulary of 152k tokens
+rloo      rloo.py and RLOOTrainer: same model, prompts, G, lengths, reward, fp32, generation with the same model;
+          prompts of 200 and 600 tokens on SmolLM2-135M, images on the tiny VLM
+groups    the same two with 2 to 32 responses per prompt
+reward    reward_bt.py and RewardTrainer on SmolLM2-135M: 16 pairs with prompts of 100 and of 300 words; and
+          4 prompts with four ranked responses each, which are six pairs each for TRL
+sft       grm_sft.py and SFTTrainer on the tiny VLM: 64 questions about easy-VQA images, all different, and
+          grouped by image
+learning  rloo.py and RLOOTrainer train the tiny VLM with the same data, rewards, batches and schedule. Both save
+          their weights ten times, and the evaluation of rloo.py scores all of them on the same prompts.
+          Seconds are those of the training steps only.
 
-Our script, through its main function, and TRL's trainer (tools/bench_trl.py lists its environment) run in one
-process each and alternate steps, so that other load on the machine affects both. Reported ratios are medians
-of the ratios of single steps. In tables and results, "cleanrft" is our side.
+--trl-python needs an environment with requirements.txt and trl 1.16.0. Both sides run in one process each. In all
+parts except learning they alternate steps, so that other load on the machine slows both; reported ratios are
+medians of the ratios of single steps. In tables and results, "cleanrft" is our side.
+
+TRL runs with fp32 on the CPU, bf16 on a GPU, no gradient checkpointing, AdamW, gradients clipped at 1.0, one optimizer
+step per batch, nothing logged. Everything else is TRL's default. Its rows per forward pass (micro_rows) are those
+that were fastest: for the tiny VLM the whole batch, for SmolLM2 4 rows (one thread, 16 rows of 170 + 64 tokens, CPU
+seconds per step and peak GB: 2 rows 81 s, 3.6; 4 rows 78 s, 5.0; 8 rows 80 s, 7.7; 16 rows 86 s, 12.3).
 """
 
-import importlib
 import itertools
 import json
 import os
@@ -34,46 +36,46 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
-from bench_trl import Turns, peak_memory  # noqa: E402, I001  imports common, which repairs torchvision, so it comes first
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import common  # noqa: E402, F401, I001  repairs torchvision, so it comes before transformers
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import transformers  # noqa: E402
 import tyro  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from common import decoding, packing, packing_check  # noqa: E402
-
-VOCAB_SIZE, HIDDEN_SIZE, TOKENS = 151_936, 256, 8192  # for the part memory
-Part = Literal["bare", "curves", "rloo", "reward", "sft", "sampler", "memory"]
+SIDES = ("cleanrft", "trl")
+COLORS = {"trl": "#d9772b", "cleanrft": "#2b6cb0"}
+Part = Literal["rloo", "groups", "reward", "sft", "learning"]
 
 
 @dataclass
 class Args:
     parts: tyro.conf.Positional[tuple[Part, ...]] = ()  # Parts to measure.
-    cases: tuple[str, ...] = ()  # Measure only these cases, such as text_200, rloo_vlm or group_vlm.
+    cases: tuple[str, ...] = ()  # Measure only these cases, such as text_200, pairs_100 or vlm_G8.
     trl_python: str = "python"  # Python of the environment that has TRL.
     text_model: str = "models/smollm2"  # Model directory made by tools/make_smollm2.py.
     vlm: str = "assets/tiny_vl"  # Directory of the vision-language model.
     steps: int = 3  # Timed steps, after one that is not timed; cases with steps of a minute time one only.
-    clock: Literal["wall", "cpu"] = "wall"  # cpu: CPU seconds of the process; requires --threads 1.
-    threads: int = 0  # Number of CPU threads; 0 is torch's default.
-    seed: int = 0  # Random seed.
-    output: str | None = None  # Directory for results.md, results.json and curves.png.
-    child: str | None = None  # Internal: measure one side in this process.
+    threads: int = 0  # Number of CPU threads; 0 is torch's default. learning uses one thread per side.
+    seeds: tuple[int, ...] = (1, 2, 3)  # Random seeds of learning; the other parts use the first one.
+    rollouts: int = 30  # Rollouts of learning, of 256 responses each.
+    output: str = "runs/bench"  # Directory for results.md, results.json, plots and the runs of learning.
+    child: tuple[str, ...] = ()  # Internal: run one side in this process.
 
 
 # ---- cases: flags and rows of our script, and the job of TRL's trainer ----
 
-CONSTANT = {"learning_rate": 1e-6, "min_lr_ratio": 1.0, "warmup_steps": 0}
+CONSTANT = {"learning_rate": 1e-6, "min_lr_ratio": 1.0, "warmup_updates": 0}
 NEVER_SAMPLED = 10**9  # a token id outside of the vocabulary: as EOS, it makes all responses full-length
 
 
@@ -81,7 +83,7 @@ def words(args: Args, count: int, about: int, spread: int = 5) -> list[str]:
     """`count` texts of about `about` words, each `spread` words longer than the previous one.
 
     Each word is one token of SmolLM2."""
-    rng = random.Random(args.seed)
+    rng = random.Random(args.seeds[0])
     text = (
         "the old river was cold and a small boat went down past green hills under light rain to its home town"
     )
@@ -94,11 +96,10 @@ def easy_vqa_rows(count: int, by_image: bool = False) -> list[dict]:
 
     questions, answers, image_ids = easy_vqa.get_train_questions()
     paths = easy_vqa.get_train_image_paths()
-    first_question = {image_id: i for i, image_id in reversed([*enumerate(image_ids)])}
     if by_image:
         order = sorted(range(len(image_ids)), key=lambda i: image_ids[i])
     else:
-        order = [*first_question.values()]
+        order = [*{image_id: i for i, image_id in reversed([*enumerate(image_ids)])}.values()]
     rows = []
     for i in order[:count]:
         rows.append({"prompt": questions[i], "image": str(paths[image_ids[i]]), "answer": answers[i]})
@@ -109,30 +110,36 @@ def chat(role: str, text: str) -> list[dict]:
     return [{"role": role, "content": text}]
 
 
+def id_sum_reward(completion_ids: list[list[int]], **columns) -> list[float]:
+    """A deterministic reward that differs between the responses of a group."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
 def rloo_case(model: str, rows: list[dict], G: int = 8, R: int = 24, packs: int = 8192, **fields) -> dict:
     """One optimizer step per rollout of all rows, in packs of at most `packs` tokens."""
-    size, reward = len(rows) * G, f"{Path(__file__).with_name('bench_trl.py')}:id_sum_reward"
-    flags = dict(model=model, rollout_batch_size=size, train_batch_size=size, num_samples_per_prompt=G)
-    flags |= dict(max_response_length=R, max_prompt_length=768, num_epochs=1, kl_coef=0.05) | CONSTANT
-    flags |= dict(micro_batch_tokens=packs, rewards=(reward,), reward_weights=(1.0,))
+    flags = dict(model=model, prompts_per_rollout=len(rows), num_samples_per_prompt=G)
+    flags |= dict(train_batch_size=len(rows) * G, max_response_length=R, max_prompt_length=768, num_epochs=1)
+    flags |= dict(micro_batch_tokens=packs, kl_coef=0.05, reward_weights=(1.0,)) | CONSTANT
+    flags |= dict(rewards=(f"{Path(__file__)}:id_sum_reward",))
     trl_rows = [{**row, "prompt": chat("user", row["prompt"])} if "image" in row else row for row in rows]
     return dict(script="rloo", flags=flags, rows=rows, trl_rows=trl_rows, G=G, R=R, **fields)
 
 
 def rloo_cases(args: Args) -> dict[str, dict]:
-    cases, how = {}, dict(R=64, full_length=True, micro_rows=4, steps=1)
+    cases = {"vlm_64": rloo_case(args.vlm, easy_vqa_rows(64), replay=True)}
     for name, length, packs in (
         ("text_200", 190, 1024),
         ("text_600", 590, 1280),
-    ):  # one prompt's group per pack
+    ):  # a prompt's group per pack
         rows = [{"prompt": prompt} for prompt in words(args, 4, length)]
+        how = dict(R=64, full_length=True, micro_rows=4, steps=1)
         cases[name] = rloo_case(args.text_model, rows, packs=packs, **how)
-    return cases | {"vlm_64": rloo_case(args.vlm, easy_vqa_rows(64), replay=True)}
+    return cases
 
 
 def reward_cases(args: Args) -> dict[str, dict]:
     """Rankings, best response first. TRL trains on every pair of a ranking."""
-    cases, names = {}, ("prompt", "chosen", "rejected")
+    cases = {}
     for name, count, length, n in (
         ("pairs_100", 16, 100, 2),
         ("pairs_300", 16, 300, 2),
@@ -143,11 +150,11 @@ def reward_cases(args: Args) -> dict[str, dict]:
         texts = [" " + " ".join(text[:length]) for text, length in zip(texts, lengths)]
         groups = [(p, texts[i * n :][:n]) for i, p in enumerate(words(args, count, length, spread=0))]
         pairs = [(p, *pair) for p, responses in groups for pair in itertools.combinations(responses, 2)]
-        flags = dict(model=args.text_model, train_batch_size=count, micro_batch_tokens=512) | CONSTANT
-        flags |= dict(label_smoothing=0.0, max_length=512)
-        cases[name] = dict(script="reward_bt", flags=flags, steps=1, micro_rows=2, pad_token="<|endoftext|>")
+        flags = dict(model=args.text_model, train_batch_size=count, micro_batch_tokens=1024) | CONSTANT
+        flags |= dict(label_smoothing=0.0, max_length=1024)
+        cases[name] = dict(script="reward_bt", flags=flags, steps=1, micro_rows=2)
         cases[name]["rows"] = [{"prompt": p, "responses": responses} for p, responses in groups]
-        cases[name]["trl_rows"] = [dict(zip(names, pair)) for pair in pairs]
+        cases[name]["trl_rows"] = [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in pairs]
     return cases
 
 
@@ -166,47 +173,57 @@ def sft_cases(args: Args) -> dict[str, dict]:
     return cases
 
 
-def bare_cases(args: Args) -> dict[str, dict]:
-    """The scripts' default runs; and 4 prompts x G = 8 with responses of 64 tokens, one optimizer step."""
-    images = dict(flags=dict(model=args.vlm, eval_prompts=8), steps=3 * args.steps)
-    text = rloo_cases(args)["text_200"] | {"steps": args.steps}
-    return {
-        "rloo_vlm": images | {"script": "rloo"},
-        "ppo_vlm": images | {"script": "ppo_vl"},
-        "rloo_text": text,
-    }
-
-
-def curve_cases(args: Args) -> Iterator[tuple[str, int, dict]]:
-    """(curve, responses per prompt, case)."""
+def group_cases(args: Args) -> dict[str, dict]:
+    """The same prompts with more and more responses."""
+    cases = {}
     image_rows = easy_vqa_rows(16)
-    for G in (2, 4, 8, 16, 32):
-        yield "group_vlm", G, rloo_case(args.vlm, image_rows, G)
-    text = {"R": 16, "full_length": True, "packs": 1024, "steps": 1}
+    for G in (2, 8, 32):
+        cases[f"vlm_G{G}"] = rloo_case(args.vlm, image_rows, G)
     rows = [{"prompt": prompt} for prompt in words(args, 1, 190)]
-    for G in (2, 4, 8, 16):
-        yield "group_text", G, rloo_case(args.text_model, rows, G, micro_rows=min(G, 4), **text)
+    for G in (2, 8, 16):
+        how = {"R": 16, "full_length": True, "packs": 1024, "steps": 1, "micro_rows": min(G, 4)}
+        cases[f"text_G{G}"] = rloo_case(args.text_model, rows, G, **how)
+    return cases
 
 
-# ---- sides: processes that alternate steps ----
+CASES = {"rloo": rloo_cases, "groups": group_cases, "reward": reward_cases, "sft": sft_cases}
+
+
+# ---- two processes that alternate steps ----
+
+
+class Turns:
+    """Lets processes work by turns: each sends its measurements to the parent and waits for the reply."""
+
+    def __init__(self):
+        self.answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # all other output goes to stderr
+
+    def next(self, measured: dict) -> dict:
+        print(json.dumps(measured | {"peak_bytes": peak_memory()}), file=self.answers, flush=True)
+        return json.loads(sys.stdin.readline())
+
+
+def peak_memory() -> int:
+    """Peak resident memory in bytes. (A child process would inherit ru_maxrss from its parent.)"""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
 def run_sides(args: Args, case: dict, sides: tuple[str, ...]) -> dict[str, list[dict]]:
-    """Measurements of each step of each side: cleanrft, bare (cleanrft with the bare work after each step), trl,
-    or replay (TRL on the responses that cleanrft sampled in the same step)."""
+    """Measurements of each step of each side: cleanrft, trl, or replay (TRL on the responses that cleanrft sampled
+    in the same step, so that both updates do the same work)."""
     steps = defaultdict(list)
     running = {}
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with tempfile.TemporaryDirectory() as folder:
         flags = case["flags"] | {"model": copy_model(args, case, Path(folder) / "model")}
+        job = {"steps": args.steps + 1, **case, "flags": flags}
+        job |= {"seed": args.seeds[0], "threads": args.threads}
         for side in sides:
-            job = {"steps": args.steps + 1, **case, "flags": flags, "side": side, "replay": side == "replay"}
-            job |= {"seed": args.seed, "threads": args.threads, "clock": args.clock}
             path = Path(folder) / f"{side}.json"
-            path.write_text(json.dumps(job))
-            command = [sys.executable, __file__, "--child", path]
-            if side in ("trl", "replay"):
-                command = [args.trl_python, Path(__file__).with_name("bench_trl.py"), path]
+            path.write_text(json.dumps(job | {"replay": side == "replay"}))
+            python = sys.executable if side == "cleanrft" else args.trl_python
+            command = [python, __file__, "--child", side.replace("replay", "trl"), path]
             running[side] = subprocess.Popen(command, **pipes)
         try:
             for side, process in running.items():  # wait until all are ready
@@ -247,12 +264,12 @@ def copy_model(args: Args, case: dict, model_dir: Path) -> str:
 
 
 def watch(module, name: str, callback) -> None:
-    """Wrap a function of a module so that `callback` gets each of its results."""
+    """Wrap a function of a module so that `callback` gets its arguments and its result."""
     function = getattr(module, name)
 
     def call(*inputs, **options):
         result = function(*inputs, **options)
-        callback(result)
+        callback(inputs, result)
         return result
 
     setattr(module, name, call)
@@ -261,62 +278,56 @@ def watch(module, name: str, callback) -> None:
 def run_cleanrft(job: dict, directory: Path) -> None:
     """Run the script's main on the rows of the case, and report the seconds that it logs."""
     turns = Turns()
-    script = importlib.import_module(job["script"])
+    script = import_module(job["script"])
     step = {}  # the measurements of this step
     prompt_ids = {}  # row -> token ids
-    if job["clock"] == "cpu":
-        script.time = SimpleNamespace(**vars(time) | {"perf_counter": time.process_time})
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in job["rows"]))
     flags = {name: tuple(x) if isinstance(x, list) else x for name, x in job["flags"].items()}
-    flags |= {"output_dir": str(directory), "run_name": "run", "seed": job["seed"], "eval_steps": 0}
-    flags |= {"total_steps": job["steps"]}
-    if "rows" in job:
-        (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in job["rows"]))
-        flags["dataset"] = str(directory / "rows.jsonl")
-    bare = Bare(script, flags["model"]) if job["side"] == "bare" else None
+    flags |= {"dataset": str(directory / "rows.jsonl"), "output_dir": str(directory), "run_name": "run"}
+    flags |= {"seed": job["seed"], "eval_steps": 0, "total_steps": job["steps"]}
 
-    def record_responses(rollout) -> None:
+    def record_prompts(inputs, responses) -> None:
+        sampler, prompts, *_ = inputs
+        prompt_ids.update({prompt.index: prompt.input_ids.tolist() for prompt in prompts})
+
+    def record_responses(inputs, rollout) -> None:
         order = sorted(range(len(rollout.prompts)), key=lambda i: rollout.prompts[i].index)
         groups = [rollout.response_ids[i * job["G"] :][: job["G"]] for i in order]
         step["completions"] = [ids.tolist() for group in groups for ids in group]
 
-    def generate(sampler, prompts: list, num_samples: int, temperature: float):
-        prompt_ids.update({prompt.index: prompt.input_ids.tolist() for prompt in prompts})
+    def finish_setup(inputs, run) -> None:
         if job.get("full_length"):
-            sampler.eos_ids = [NEVER_SAMPLED]
-        return script_generate(sampler, prompts, num_samples, temperature)
+            run.sampler.eos_ids = [NEVER_SAMPLED]
+        turns.next({"ready": True})
 
-    def log(args, run, metrics: dict, records: list) -> None:
-        script_log(args, run, metrics, records)
+    def finish_step(inputs, result) -> None:
+        metrics = next(x for x in inputs if isinstance(x, dict))
         if "time/total" not in metrics:
             return
         loss = next(metrics[name] for name in ("rm/loss", "loss/sft", "loss/policy") if name in metrics)
         step.update(seconds=metrics["time/total"], loss=loss, grad_norm=metrics["train/grad_norm"])
         step["update_seconds"] = metrics.get("time/logprobs", 0.0) + metrics.get("time/update", 0.0)
-        if bare:
-            step.update(bare.work(metrics))
         step["prompt_ids"] = [ids for _, ids in sorted(prompt_ids.items())]
         turns.next(step)
 
     if "G" in job:
-        script_generate = script.HFSampler.generate
-        script.HFSampler.generate = generate
+        watch(script.HFSampler, "generate", record_prompts)
         watch(script, "collect_rollout", record_responses)
-    script_log = script.log
-    script.log = log
-    watch(packing_check, "enable_packing_if_exact", lambda result: turns.next({"ready": True}))
+    watch(script, "setup", finish_setup)
+    watch(script, "log" if hasattr(script, "log") else "write_log", finish_step)
     script.main(script.Args(**flags))
 
 
 def compare_with_trl(args: Args, part: str) -> Iterator[dict]:
-    for name, case in {"rloo": rloo_cases, "reward": reward_cases, "sft": sft_cases}[part](args).items():
+    for name, case in CASES[part](args).items():
         if args.cases and name not in args.cases:
             continue
         replay = "replay" if case.get("replay") else "trl"
-        steps = run_sides(args, case, tuple(dict.fromkeys(("cleanrft", "trl", replay))))
-        cleanrft, trl, replayed = (timed(steps[side]) for side in ("cleanrft", "trl", replay))
+        steps = run_sides(args, case, tuple(dict.fromkeys((*SIDES, replay))))
+        cleanrft, trl, replayed = (timed(steps[side]) for side in (*SIDES, replay))
         result = {"part": f"{part} {name}", **ratios(cleanrft, trl, "seconds", "step")}
         result |= ratios(cleanrft, trl, "peak_bytes", "memory")
-        if part == "rloo":
+        if case["script"] == "rloo":
             result |= ratios(cleanrft, replayed, "update_seconds", "update")
             if steps["cleanrft"][0]["prompt_ids"] != steps["trl"][0]["prompt_ids"]:
                 sys.exit(f"case {name}: the two sides have different prompt tokens")
@@ -340,292 +351,305 @@ def ratios(cleanrft: list[dict], trl: list[dict], field: str, name: str) -> dict
     return result | {f"{name}_steps": {"cleanrft": a, "trl": b, "ratio": pairs}}
 
 
-# ---- comparison with only forward and backward ----
+# ---- TRL's side ----
 
 
-PARTS = ("packing", "forward", "backward", "optimizer")
+class StepClock(transformers.TrainerCallback):
+    """Times every optimizer step; `elapsed` sums the seconds of the watched methods of the trainer."""
 
+    def __init__(self):
+        self.turns = Turns()
+        self.elapsed = defaultdict(float)
+        self.notes = {}
 
-class Bare:
-    """Records the packs of each step and the seconds of the script's parts, then runs the model alone on them."""
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.message = self.turns.next({"ready": True})
+        self.start = time.perf_counter()
 
-    def __init__(self, script, model_name: str):
-        self.script = script
-        self.now = script.time.perf_counter
-        self.model_name = model_name
-        self.models = {}  # by the name of the module's class: Policy or Critic
-        self.elapsed = Counter()  # seconds by phase and part
-        self.calls = Counter()  # forward passes by phase and class
-        self.packs = defaultdict(list)  # by phase
-        iter_rank_packs = packing.iter_rank_packs
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        now = time.perf_counter()
+        # update: everything except generation, rewards and the processing of images and texts
+        update = self.elapsed["logprobs"] + self.elapsed["training_step"] - self.elapsed["prepare"]
+        update += now - self.last_backward
+        self.step = {"seconds": now - self.start, "update_seconds": update, **self.notes}
 
-        def record_packs(*inputs, **options):
-            packs = [*iter_rank_packs(*inputs, **options)]
-            self.packs[self.phase()] += packs
-            return packs
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
+        self.elapsed = defaultdict(float)
+        measured = {name: float(logs[name]) for name in ("loss", "grad_norm")}
+        self.message = self.turns.next(self.step | measured)
+        self.start = time.perf_counter()
 
-        def time_backward(engine) -> None:
-            engine.backward = self.timed("backward", engine.backward)
+    def watch(self, trainer, method: str, part: str, when=lambda: True) -> None:
+        """Replace a method of the trainer by a timed one."""
+        original = getattr(trainer, method)
 
-        packing.iter_rank_packs = self.timed("packing", record_packs)
-        watch(script, "init_deepspeed_engine", time_backward)
-        script.optimizer_step = self.timed("optimizer", script.optimizer_step)
-        for name, module in vars(script).items():
-            is_module = isinstance(module, type) and issubclass(module, nn.Module)
-            if is_module and module.__module__ == script.__name__:
-                module.forward = self.count(name, self.timed("forward", module.forward))
-
-    def phase(self) -> str:
-        return "update" if torch.is_grad_enabled() else "score"
-
-    def timed(self, part: str, function):
-        def call(*inputs, **options):
-            start = self.now()
-            result = function(*inputs, **options)
-            self.elapsed[f"{self.phase()}_{part}"] += self.now() - start
+        def timed(*args, **kwargs):
+            start = time.perf_counter()
+            result = original(*args, **kwargs)
+            self.last_backward = time.perf_counter()  # after the last training_step, the optimizer steps
+            self.elapsed[part] += self.last_backward - start if when() else 0.0
             return result
 
-        return call
-
-    def count(self, name: str, function):
-        def call(*inputs, **options):
-            self.calls[self.phase(), name] += 1
-            return function(*inputs, **options)
-
-        return call
-
-    def work(self, metrics: dict) -> dict:
-        """Seconds of the script's parts in this step, and of forward and backward alone on the same packs."""
-        update_packs = self.packs["update"]
-        score_packs = self.packs["score"]
-        trained = []
-        bare_update = bare_score = 0.0
-        for (phase, name), count in [*self.calls.items()]:
-            if name not in self.models:
-                self.models[name] = self.script.load_model(self.model_name, torch.float32).train()
-                packing.set_attention(self.models[name], "packed")
-            if phase == "update":
-                trained.append(name)
-                bare_update += self.seconds(name, update_packs)
-            else:
-                with torch.no_grad():
-                    bare_score += self.seconds(name, score_packs) * count / len(score_packs)
-        # FlopCounterMode counts only this attention kernel.
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            for name in trained:
-                self.seconds(name, update_packs)
-        step = {"update_packing": 0.0, **self.elapsed, "bare_update": bare_update, "bare_score": bare_score}
-        step["packs"] = len(update_packs)
-        step["tokens"] = sum(pack.model_inputs["input_ids"].shape[1] for pack in update_packs)
-        step |= {"score": metrics["time/logprobs"], "update": metrics["time/update"]}
-        step |= {"phase": step["score"] + step["update"], "flops": counter.get_total_flops()}
-        for counts in (self.elapsed, self.calls, self.packs):
-            counts.clear()
-        return step | {"peak_flops": matmul_flops(self.now)}
-
-    def seconds(self, name: str, packs: list) -> float:
-        """Time of forward, and backward if gradients are enabled, of the sum of log-probs or of hidden states."""
-        model = self.models[name]
-        model.zero_grad()
-        start = self.now()
-        for pack in packs:
-            if name == "Critic":
-                out = packing.forward_hidden(model, pack)
-            else:
-                out = packing.response_logprobs(model, pack)[0]
-            if torch.is_grad_enabled():
-                out.sum().backward()
-        return self.now() - start
+        setattr(trainer, method, timed)
 
 
-def matmul_flops(now, size: int = 2048) -> float:
-    """FLOP/s of the fastest of three fp32 products of square matrices."""
-    a, b = torch.randn(2, size, size)
-    seconds = []
-    for _ in range(3):
-        start = now()
-        a @ b
-        seconds.append(now() - start)
-    return 2 * size**3 / min(seconds)
-
-
-def compare_with_bare(args: Args) -> Iterator[dict]:
-    for name, case in bare_cases(args).items():
-        if not args.cases or name in args.cases:
-            steps = run_sides(args, case | {"steps": case["steps"] + 1}, ("bare",))["bare"]
-            yield {"part": f"bare {name}", **summarize_bare(timed(steps))}
-
-
-def summarize_bare(steps: list[dict]) -> dict:
-    """Medians over steps, also of the ratios. Speed = seconds of the bare work / seconds of the script.
-
-    update_speed  bare: forward and backward of every pack of every optimizer step; script: its update
-    phase_speed   bare: the same; script: everything from the end of the rollout to the last optimizer step,
-                  including log-probs and values under the old policy, which the bare work does not compute
-    work_speed    script: the same; bare: also those forward passes, without gradients, on the same packs
-    """
-    for step in steps:
-        step["update_rest"] = step["update"] - sum(step[f"update_{part}"] for part in PARTS)
-        step["bare_all"] = step["bare_update"] + step["bare_score"]
-    result = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
-    result["peak_flops"] = peak = max(step["peak_flops"] for step in steps)
-    speeds = {
-        "update_speed": lambda x: x["bare_update"] / x["update"],
-        "phase_speed": lambda x: x["bare_update"] / x["phase"],
-        "work_speed": lambda x: x["bare_all"] / x["phase"],
-        "update_mfu": lambda x: x["flops"] / x["update"] / peak,
-        "bare_mfu": lambda x: x["flops"] / x["bare_update"] / peak,
+def trainer_arguments(steps: int, rows: int, micro_rows: int | None, **fields) -> dict:
+    """Arguments that the trainers share, with `rows` rows per optimizer step."""
+    micro_rows = micro_rows or rows
+    return {
+        "per_device_train_batch_size": micro_rows,
+        "gradient_accumulation_steps": rows // micro_rows,
+        "max_steps": steps,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": torch.cuda.is_available(),  # as in our scripts; TRL's default is bf16, even on a CPU
+        "gradient_checkpointing": False,  # TRL's default is True
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        **fields,
     }
-    runs = {name: [speed(step) for step in steps] for name, speed in speeds.items()}
-    return result | {name: statistics.median(values) for name, values in runs.items()} | {"runs": runs}
 
 
-# ---- cost curves ----
+def run_trl(job: dict, directory: Path) -> None:
+    """One step of TRL's trainer per request of the parent process."""
+    import datasets
 
-CURVES = {  # name -> title, label of the x axis
-    "group_text": ("SmolLM2-135M, one prompt of 200 tokens", "responses per prompt (G) of 16 tokens"),
-    "group_vlm": ("tiny VLM, 16 images with a question", "responses per prompt (G)"),
-}
-
-
-def measure_curves(args: Args) -> Iterator[dict]:
-    fields = {"seconds": "seconds", "update": "update_seconds", "memory": "peak_bytes"}
-    for curve, x, case in curve_cases(args):
-        if args.cases and curve not in args.cases:
-            continue
-        result = {"part": "curves", "curve": curve, "x": x}
-        for side, steps in run_sides(args, case, ("cleanrft", "trl")).items():
-            for name, field in fields.items():
-                result[f"{name}_{side}"] = statistics.median(step[field] for step in timed(steps))
-        yield result
-
-
-def draw_curves(results: list[dict], path: Path) -> None:
-    """Two panels per curve: seconds per step above peak memory. The axes start at 0."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    curves = [name for name in CURVES if any(r.get("curve") == name for r in results)]
-    columns = min(3, len(curves))
-    blocks = -(-len(curves) // columns)
-    figure = Figure(figsize=(3.6 * columns, 4.8 * blocks), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(2 * blocks, columns, squeeze=False)
-    for i in range(len(curves), blocks * columns):
-        grid[2 * (i // columns), i % columns].set_axis_off()
-        grid[2 * (i // columns) + 1, i % columns].set_axis_off()
-    for (i, curve), (k, name) in itertools.product(enumerate(curves), enumerate(("seconds", "memory"))):
-        axes, unit = grid[2 * (i // columns) + k, i % columns], (1, 1e9)[k]
-        points = sorted((r for r in results if r.get("curve") == curve), key=lambda r: r["x"])
-        for side, title, color in (("trl", "TRL", "#d9772b"), ("cleanrft", "CleanRFT", "#2b6cb0")):
-            line = [(r["x"], r[f"{name}_{side}"] / unit) for r in points if f"{name}_{side}" in r]
-            if line:
-                label = f"{title}: x {line[-1][1] / line[0][1]:.1f}"
-                axes.plot(*zip(*line), "o-", color=color, markersize=4, linewidth=1.6, label=label)
-        axes.set(xlim=(0, None), ylim=(0, axes.get_ylim()[1] * 1.12))
-        axes.set_ylabel(("seconds per step", "peak memory, GB")[k], fontsize=8)
-        axes.tick_params(labelsize=8)
-        axes.grid(color="#e4e4e4", linewidth=0.7)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8, frameon=False, loc="upper left")
-        if k == 0:
-            axes.set_title(CURVES[curve][0], fontsize=9, fontweight="bold", pad=12, loc="left")
-        else:
-            axes.set_xlabel(CURVES[curve][1], fontsize=8)
-    figure.savefig(path)
-
-
-# ---- memory ----
-
-
-def dense_logprobs(hidden, weight, target_ids) -> torch.Tensor:
-    return (hidden @ weight.T).float().log_softmax(-1).gather(1, target_ids[:, None])[:, 0]
-
-
-def measure_memory(method: str, tokens: int = TOKENS) -> int:
-    """Peak bytes of one forward and backward in a new process, minus the bytes allocated before."""
-    hidden = torch.randn(tokens, HIDDEN_SIZE, requires_grad=True)
-    weight = torch.randn(VOCAB_SIZE, HIDDEN_SIZE).mul_(0.05).requires_grad_()
-    target_ids = torch.randint(0, VOCAB_SIZE, (tokens,))
-    compute = (
-        dense_logprobs if method == "dense" else lambda *inputs: packing.logprobs_from_hidden(*inputs)[0]
+    datasets.disable_progress_bars()
+    clock = StepClock()
+    # One batch more than steps, because accelerate prefetches one: then every step loads a batch.
+    dataset = datasets.Dataset.from_list(job["trl_rows"] * (job["steps"] + 1))
+    if "image" in job["trl_rows"][0]:
+        dataset = dataset.cast_column("image", datasets.Image())
+    fields = trainer_arguments(
+        steps=job["steps"],
+        rows=len(job["trl_rows"]) * job.get("G", 1),
+        micro_rows=job.get("micro_rows"),
+        output_dir=str(directory / "trl"),
+        learning_rate=job["flags"]["learning_rate"],
+        seed=job["seed"],
     )
-    compute(hidden[:2], weight[:99], target_ids[:2] % 99).sum().backward()  # first use loads libraries
-    hidden.grad = weight.grad = None
-    before = peak_memory()
-    compute(hidden, weight, target_ids).mean().backward()
-    return peak_memory() - before
+    shared = {"model": job["flags"]["model"], "train_dataset": dataset, "callbacks": [clock]}
+    make_trainer = {"rloo": make_rloo_trainer, "reward_bt": make_reward_trainer, "grm_sft": make_sft_trainer}
+    trainer = make_trainer[job["script"]](job, fields, shared, clock)
+    trainer.remove_callback(transformers.PrinterCallback)
+    clock.watch(trainer, "_prepare_inputs", "prepare")
+    clock.watch(trainer, "training_step", "training_step")
+    trainer.train()
 
 
-def compare_memory(args: Args) -> Iterator[dict]:
-    result = {"part": f"memory, {TOKENS} tokens x {VOCAB_SIZE}"}
-    for method in ("chunked", "dense"):  # each alone in a process
-        command = [sys.executable, __file__, "--child", method, "--threads", str(args.threads)]
-        child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if child.returncode != 0:
-            sys.exit(f"the {method} log-probs ended with exit code {child.returncode}: out of memory?")
-        result[f"memory_{method}"] = int(child.stdout)
-    yield result | {"ratio": result["memory_dense"] / result["memory_chunked"]}
+def make_rloo_trainer(job: dict, fields: dict, shared: dict, clock: StepClock):
+    import trl
+
+    G = job["G"]
+    config = trl.RLOOConfig(
+        **fields,
+        num_generations=G,
+        max_completion_length=job["R"],
+        generation_kwargs={"min_new_tokens": job["R"] if job.get("full_length") else 0},
+        beta=job["flags"]["kl_coef"],
+        num_iterations=1,
+        shuffle_dataset=False,
+    )
+    trainer = trl.RLOOTrainer(**shared, reward_funcs=id_sum_reward, args=config)
+    if job["replay"]:
+        trainer._generate_single_turn = lambda *inputs: clock.message["completions"]
+
+    def keep_prompts(inputs, output: dict) -> None:
+        padded = zip(output["prompt_ids"], output["prompt_mask"].bool())
+        clock.notes["prompt_ids"] = [ids[mask].tolist() for ids, mask in padded][::G]
+
+    watch(trainer, "_generate_and_score_completions", keep_prompts)
+    no_grad = lambda: not torch.is_grad_enabled()  # noqa: E731
+    clock.watch(trainer, "_get_per_token_logps_and_entropies", "logprobs", no_grad)
+    return trainer
 
 
-# ---- long responses ----
+def make_reward_trainer(job: dict, fields: dict, shared: dict, clock: StepClock):
+    import trl
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job["flags"]["model"])
+    is_smollm = "<|endoftext|>" in tokenizer.get_vocab()
+    tokenizer.pad_token = "<|endoftext|>" if is_smollm else tokenizer.pad_token or tokenizer.eos_token
+    fields |= {"train_sampling_strategy": "sequential", "max_length": None}  # None: rows are never dropped
+    return trl.RewardTrainer(**shared, args=trl.RewardConfig(**fields), processing_class=tokenizer)
 
 
-def measure_sampler(args: Args, side: str, length: int) -> dict:
-    """Milliseconds per decoding step early and late, and peak memory, of 4 prompts x 8 full-length responses."""
-    import transformers
+def make_sft_trainer(job: dict, fields: dict, shared: dict, clock: StepClock):
+    import trl
 
-    import rloo
-
-    model = rloo.load_model(args.text_model, torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.text_model)
-    prompts = []
-    for i, text in enumerate(words(args, 4, 60)):
-        message = {"role": "user", "content": [{"type": "text", "text": text}]}
-        inputs = packing.encode_chat(tokenizer, [message], add_generation_prompt=True)
-        prompt = packing.make_prompt(model, inputs, index=i, row={}, messages=[message])
-        prompts.append(replace(prompt, seed=i))
-    times = []
-    if side == "cleanrft":
-        packing.set_attention(model, "packed")
-        sampler_args = rloo.Args(max_response_length=length)
-        sampler = rloo.HFSampler(sampler_args, model, eos_ids=[NEVER_SAMPLED], run_dir=Path())
-        watch(decoding, "next_logprobs", lambda logprobs: times.append(time.perf_counter()))
-        sampler.generate(prompts, 8, 1.0)
-    else:
-
-        class Clock(transformers.LogitsProcessor):
-            def __call__(self, input_ids, scores):
-                times.append(time.perf_counter())
-                return scores
-
-        tokenizer.padding_side = "left"
-        input_ids = [prompt.input_ids.tolist() for prompt in prompts]
-        inputs = tokenizer.pad({"input_ids": input_ids}, return_tensors="pt")
-        options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "num_return_sequences": 8}
-        options |= {"min_new_tokens": length, "max_new_tokens": length, "logits_processor": [Clock()]}
-        model.generate(**inputs, **options)
-    steps = [1000 * (b - a) for a, b in itertools.pairwise(times)][1:]
-    early, late = statistics.median(steps[:64]), statistics.median(steps[-64:])
-    return {"early": early, "late": late, "all": times[-1] - times[0], "memory": peak_memory()}
+    fields |= {"train_sampling_strategy": "sequential", "completion_only_loss": True, "max_length": None}
+    return trl.SFTTrainer(**shared, args=trl.SFTConfig(**fields))
 
 
-def compare_samplers(args: Args) -> Iterator[dict]:
-    for length in (512, 1024):
-        result = {"part": f"{length} tokens"}
-        for side in ("cleanrft", "generate"):
-            command = [sys.executable, __file__, "--child", f"{side} {length}"]
-            command += ["--text-model", args.text_model, "--threads", str(args.threads)]
-            child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            result |= {f"{name}_{side}": x for name, x in json.loads(child.stdout.splitlines()[-1]).items()}
-        yield result | {"sampler_ratio": result["all_generate"] / result["all_cleanrft"]}
+# ---- learning curves ----
+
+SAVES = 10  # evaluations of a run, after the first one
+SCORE = "eval/sampled_score"
+LEVELS = (0.8, 0.9, 0.95)  # the table has the seconds until each level is reached
+
+
+@dataclass
+class Point:
+    rollouts: int
+    seconds: float
+    score: float
+
+
+def learning_args(args: Args, seed: int, **flags):
+    """rloo.Args, from which TRL's arguments are derived, too."""
+    rloo = import_module("rloo")
+    flags = {"output_dir": args.output, "eval_steps": 0, "seed": seed, **flags}
+    flags |= {"learning_rate": 1e-4, "max_response_length": 24}  # defaults for the tiny VLM
+    return rloo.Args(model=args.vlm, total_steps=args.rollouts, **flags)
+
+
+def measure_learning(args: Args) -> Iterator[dict]:
+    for seed in args.seeds:
+        options = ["--output", args.output, "--rollouts", args.rollouts, "--vlm", args.vlm]
+        children = []
+        for side, python in zip(SIDES, (sys.executable, args.trl_python)):
+            command = [python, __file__, *options, "--child", f"learn_{side}", seed]
+            children.append(subprocess.Popen(list(map(str, command))))
+        if any([child.wait() for child in children]):
+            sys.exit("one side failed, see its error above")
+    yield from evaluate_all(args)
+
+
+def learn_cleanrft(args: Args, seed: int, run_dir: Path) -> list[float]:
+    """Train with checkpoints; returns the seconds of each rollout with its updates."""
+    rloo = import_module("rloo")
+    saving = {"save_steps": args.rollouts // SAVES, "save_total_limit": 99, "eval_prompts": 1}
+    rloo.main(learning_args(args, seed, run_name=run_dir.name, **saving))
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line["time/total"] for line in lines if "time/total" in line]
+
+
+class SecondsPerStep(transformers.TrainerCallback):
+    """Seconds of each optimizer step, including data loading, excluding saving."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.start = time.perf_counter()
+
+    on_save = on_train_begin
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.seconds.append(time.perf_counter() - self.start)
+        self.start = time.perf_counter()
+
+
+def learn_trl(args: Args, seed: int, run_dir: Path) -> list[float]:
+    import datasets
+    import trl
+
+    rloo = import_module("rloo")
+    flags = learning_args(args, seed)
+    num_mini_batches = flags.prompts_per_rollout * flags.num_samples_per_prompt // flags.train_batch_size
+    updates_per_rollout = num_mini_batches * flags.num_epochs  # TRL's steps are optimizer steps
+    fields = trainer_arguments(
+        steps=flags.total_steps * updates_per_rollout,
+        rows=flags.train_batch_size,
+        micro_rows=None,
+        output_dir=str(run_dir),
+        seed=seed,
+        learning_rate=flags.learning_rate,
+        lr_scheduler_type="cosine_warmup_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": flags.min_lr_ratio},
+        warmup_steps=flags.warmup_updates,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        save_strategy="steps",
+        save_steps=args.rollouts // SAVES * updates_per_rollout,
+        save_only_model=True,
+    )
+    config = trl.RLOOConfig(
+        **fields,
+        steps_per_generation=num_mini_batches,
+        num_iterations=flags.num_epochs,
+        num_generations=flags.num_samples_per_prompt,
+        max_completion_length=flags.max_response_length,
+        beta=flags.kl_coef,
+        reward_weights=list(flags.reward_weights),
+    )
+
+    def accuracy(completions, answer, **columns) -> list[float]:
+        return rloo.accuracy_reward([chat[0]["content"] for chat in completions], answer)
+
+    def format_reward(completions, **columns) -> list[float]:
+        return rloo.format_reward([chat[0]["content"] for chat in completions])
+
+    rows = rloo.easy_vqa_rows("train").map(lambda row: {"prompt": chat("user", row["prompt"])})
+    clock = SecondsPerStep()
+    trainer = trl.RLOOTrainer(
+        model=flags.model,
+        reward_funcs=[accuracy, format_reward],
+        args=config,
+        train_dataset=rows.cast_column("image", datasets.Image()),
+        callbacks=[clock],
+    )
+    trainer.train()
+    return np.reshape(clock.seconds, (flags.total_steps, -1)).sum(1).tolist()
+
+
+def evaluate_all(args: Args) -> Iterator[dict]:
+    """For each side and seed, the scores of all saved weights, by the evaluation of rloo.py."""
+    rloo = import_module("rloo")
+    flags = learning_args(args, args.seeds[0], run_name=f"evaluation-{int(time.time())}")
+    run = rloo.setup(flags)
+    for side, seed in itertools.product(SIDES, args.seeds):
+        run_dir = Path(args.output) / f"{side}-{seed}"
+        seconds = json.loads((run_dir / "seconds.json").read_text())
+        points = []
+        for i, checkpoint in enumerate([args.vlm, *rloo.list_checkpoints(run_dir)]):
+            saved = rloo.load_model(replace(flags, model=str(checkpoint)), str(checkpoint))
+            run.actor.module.model.load_state_dict(saved.state_dict())
+            rollouts = i * (args.rollouts // SAVES)
+            score = rloo.evaluate(flags, run)[0][SCORE]
+            points.append(Point(rollouts, sum(seconds[:rollouts]), score))
+            print(f"{side}, seed {seed}: {points[-1]}", file=sys.stderr, flush=True)
+        times = {f"level_{level}": seconds_to(points, level) for level in LEVELS}
+        result = {"part": "learning", "side": side, "seed": str(seed), "final": points[-1].score, **times}
+        yield result | {"points": [asdict(point) for point in points]}
+
+
+def seconds_to(points: list[Point], level: float) -> float:
+    """Seconds until the curve, linear between its points, first crosses the level; infinite if it never does."""
+    for a, b in itertools.pairwise(points):
+        if a.score <= level <= b.score:
+            return a.seconds + (level - a.score) / max(b.score - a.score, 1e-9) * (b.seconds - a.seconds)
+    return float("inf")
 
 
 # ---- report ----
 
 
-def describe_machine(args: Args) -> dict:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+def draw_learning(results: list[dict], path: Path) -> None:
+    """One line per seed. By rollouts, the curves of the two sides should coincide."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 3), dpi=110, layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, x, label in zip(panels, ("rollouts", "seconds"), ("rollouts of 256 responses", "seconds")):
+        axes.grid(color="#e4e4e4", linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+        for result in (r for r in results if r["part"] == "learning"):
+            line = [[point[name] for point in result["points"]] for name in (x, "score")]
+            name = {"trl": "TRL's RLOOTrainer", "cleanrft": "rloo.py"}[result["side"]]
+            axes.plot(*line, "o-", color=COLORS[result["side"]], markersize=3, label=name)
+        axes.set(xlim=(0, None), xlabel=label)
+    panels[0].set_ylabel("held-out score, sampled")
+    lines, names = panels[0].get_legend_handles_labels()
+    panels[0].legend(*zip(*{name: (line, name) for line, name in zip(lines, names)}.values()), frameon=False)
+    figure.savefig(path)
+
+
+def describe_machine() -> dict:
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     return {
         "command": shlex.join(["python", "tools/bench.py", *sys.argv[1:]]),
@@ -634,31 +658,12 @@ def describe_machine(args: Args) -> dict:
         **{name: version(name) for name in ("torch", "transformers", "deepspeed")},
         "cpu": names[0] if names else platform.machine(),
         "cores": os.cpu_count(),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
         "threads": torch.get_num_threads(),
-        "clock": args.clock,
         "load_average": round(os.getloadavg()[0], 1),
     }
 
 
-SIDES = ("cleanrft", "trl")
 TABLES = {  # key of the results that are rows of the table -> header, columns
-    "update_speed": (
-        "part | packed tokens | bare, s | update, s | speed | bare with old log-probs, s | script, s | speed",
-        ("tokens", "bare_update", "update", "update_speed", "bare_all", "phase", "work_speed"),
-    ),
-    "update_packing": (
-        "part | old log-probs, s | update: packing, s | forward | backward | clipping, optimizer | rest",
-        ("score", *(f"update_{x}" for x in ("packing", "forward", "backward", "optimizer", "rest"))),
-    ),
-    "flops": (
-        "part | GFLOP of the update | matrix product, GFLOP/s | update, fraction of it | bare, fraction of it",
-        ("flops", "peak_flops", "update_mfu", "bare_mfu"),
-    ),
-    "curve": (
-        "part | curve | x | step: CleanRFT, s | TRL, s | update: CleanRFT, s | TRL, s | peak: CleanRFT, GB | TRL, GB",
-        ("curve", "x", *(f"{x}_{side}" for x in ("seconds", "update", "memory") for side in SIDES)),
-    ),
     "step_ratio": (
         "part | step: CleanRFT, s | TRL, s | ratio | update: CleanRFT, s | TRL, s | ratio | "
         "peak: CleanRFT, GB | TRL, GB",
@@ -668,24 +673,17 @@ TABLES = {  # key of the results that are rows of the table -> header, columns
             "memory_trl",
         ),
     ),
-    "sampler_ratio": (
-        "part | early step, ms: CleanRFT | generate | late step: CleanRFT | generate | all, s: CleanRFT | generate | "
-        "ratio | peak, GB: CleanRFT | generate",
-        (*(f"{x}_{y}" for x in ("early", "late", "all") for y in ("cleanrft", "generate")), "sampler_ratio")
-        + ("memory_cleanrft", "memory_generate"),
+    "points": (
+        f"part | side | seed | {' | '.join(f'seconds to {level}' for level in LEVELS)} | final score",
+        ("side", "seed", *(f"level_{level}" for level in LEVELS), "final"),
     ),
-    "memory_dense": ("part | dense, GB | chunked, GB | ratio", ("memory_dense", "memory_chunked", "ratio")),
 }
 
 
 def cell(name: str, value) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    if name.endswith(("speed", "mfu")):
-        return f"{value:.0%}"
-    if name in ("tokens", "x"):
-        return f"{value:.0f}"
-    return f"{value / 1e9:.0f}" if "flops" in name else f"{value / (1e9 if 'memory' in name else 1):.2f}"
+    return f"{value / (1e9 if 'memory' in name else 1):.2f}"
 
 
 def report(machine: dict, results: list[dict]) -> str:
@@ -699,36 +697,38 @@ def report(machine: dict, results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main(args: Args) -> None:
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    if args.child in ("chunked", "dense"):
-        return print(measure_memory(args.child))
-    if args.child and args.child.startswith(("cleanrft ", "generate ")):
-        side, length = args.child.split()
-        return print(json.dumps(measure_sampler(args, side, int(length))))
-    if args.child:
-        job = json.loads(Path(args.child).read_text())
+def run_child(args: Args) -> None:
+    name, value = args.child
+    if name in SIDES:
+        job = json.loads(Path(value).read_text())
         if job["threads"]:
             torch.set_num_threads(job["threads"])
-        return run_cleanrft(job, Path(args.child).parent)
-    if args.clock == "cpu" and args.threads != 1:
-        sys.exit("--clock cpu sums the CPU seconds of all threads, so it requires --threads 1")
-    machine, results = describe_machine(args), []
-    measure = {"bare": compare_with_bare, "curves": measure_curves, "memory": compare_memory}
-    measure["sampler"] = compare_samplers
+        run = {"cleanrft": run_cleanrft, "trl": run_trl}[name]
+        run(job, Path(value).parent)
+        return
+    torch.set_num_threads(1)
+    side = name.removeprefix("learn_")
+    run_dir = Path(args.output) / f"{side}-{value}"
+    seconds = {"cleanrft": learn_cleanrft, "trl": learn_trl}[side](args, int(value), run_dir)
+    (run_dir / "seconds.json").write_text(json.dumps(seconds))
+
+
+def main(args: Args) -> None:
+    transformers.logging.set_verbosity_error()
+    if args.child:
+        return run_child(args)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    machine, results, output = describe_machine(), [], Path(args.output)
+    output.mkdir(parents=True, exist_ok=True)
     for part in args.parts:
-        for result in measure[part](args) if part in measure else compare_with_trl(args, part):
-            results.append(result)
-            if args.output:  # after each result, since a part may take an hour
-                folder = Path(args.output)
-                folder.mkdir(parents=True, exist_ok=True)
-                figures = {"machine": machine, "args": asdict(args), "results": results}
-                (folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
-                (folder / "results.md").write_text(report(machine, results) + "\n")
-                if part == "curves":
-                    draw_curves(results, folder / "curves.png")
+        for result in measure_learning(args) if part == "learning" else compare_with_trl(args, part):
+            results.append(result)  # and write it now, since a part may take an hour
+            figures = {"machine": machine, "args": asdict(args), "results": results}
+            (output / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
+            (output / "results.md").write_text(report(machine, results) + "\n")
+            if part == "learning":
+                draw_learning(results, output / "learning.png")
     if not results:
         sys.exit(f"--cases {' '.join(args.cases)}: not a case of {' '.join(args.parts)}")
     print("\n" + report(machine, results))

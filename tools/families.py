@@ -1,4 +1,4 @@
-"""For each family of models: packed, unpacked or refused, and the difference from the unmodified model.
+"""For each family of models: packed, padded or refused, and the difference from the unmodified model.
 
     python tools/families.py                  # write the lists of docs/models.md, 10 minutes on one core
     python tools/families.py gemma qwen3_vl   # only print families whose names contain one of these words
@@ -11,6 +11,7 @@ at a time.
 """
 
 import contextlib
+import functools
 import inspect
 import io
 import json
@@ -20,7 +21,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +34,7 @@ import transformers.models.auto as auto  # noqa: E402
 from PIL import Image  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from common import decoding, packing, packing_check  # noqa: E402
+from common import chats, decoding, packing, packing_check  # noqa: E402
 
 PAGE = ROOT / "docs/models.md"
 MARK = "<!-- written by tools/families.py from here on -->\n"
@@ -62,7 +62,7 @@ R = 40  # maximum tokens per response; sliding windows have 64
 EOS_IDS = [*range(5, 300, 30)]  # with these, some responses end early
 HEADLINES = {
     "packed": "Packed",
-    "unpacked": "Unpacked",
+    "padded": "Padded",
     "refused": "Refused",
     "inexact": "Trained with log-probs that differ from the unmodified model's",
     "fails": "Ends with a traceback",
@@ -157,7 +157,7 @@ def value(x):
 # ---- processors ----
 
 
-@cache
+@functools.cache
 def tokenizer(with_names: bool = True):
     """The tokenizer of assets/tiny_vl with the special tokens of all processors, and attributes for them."""
     names = {f"{name}_token": f"<{name}>" for name in CONFIGS["tokens"].split() if with_names}
@@ -242,7 +242,7 @@ def measure(family: str) -> Result:
         with contextlib.redirect_stderr(stderr), tempfile.TemporaryDirectory() as folder:
             processor = make_processor(family)
             save_model(family, processor, folder)
-            unmodified = rloo.load_model(folder, torch.float32).eval()
+            unmodified = load(folder, torch.float32)
             inputs, failures = [], []
             for parts in PROMPTS:
                 try:
@@ -253,7 +253,7 @@ def measure(family: str) -> Result:
                 raise failures[0]
             result.has_images = any("pixel_values" in " ".join(x) for x, _ in inputs)
             result.path = "fails"
-            compare(result, inputs, unmodified, lambda dtype: rloo.load_model(folder, dtype).eval())
+            compare(result, inputs, unmodified, functools.partial(load, folder))
     except SystemExit:
         message = stderr.getvalue().rpartition("error: ")[2].splitlines()[0]
         result.path, result.reason = "refused", re.sub(r"can't load the model \S+: ", "", message)
@@ -264,12 +264,18 @@ def measure(family: str) -> Result:
     return result
 
 
+def load(folder: str, dtype: torch.dtype):
+    """The model as rloo.py loads it."""
+    args = rloo.Args(dtype=str(dtype).removeprefix("torch."))
+    return rloo.load_model(args, folder).eval()
+
+
 def encode(processor, model, parts: tuple[str]) -> tuple[dict, dict]:
     """Inputs of a prompt, and of the same prompt with one more text token, which the unmodified model can run."""
     chat = make_chat(parts, processor)
-    inputs = dict(packing.encode_chat(processor, chat))
+    inputs = dict(chats.encode_chat(processor, chat))
     chat[0]["content"].append({"type": "text", "text": " a"})
-    longer = dict(packing.encode_chat(processor, chat))
+    longer = dict(chats.encode_chat(processor, chat))
     for name, x in CONFIGS["responses"].get(model.config.model_type, {}).items():
         longer[name][:, -1] = x
     reference_logprobs(model, [(inputs, longer)], [torch.arange(10, 20)])
@@ -295,8 +301,8 @@ def compare(result: Result, inputs: list[tuple], unmodified, load) -> None:
         "gradient": gradient_error(model, unmodified),
     }
     is_exact = bool(training_error.mean() <= packing.TOLERANCE[torch.float32])
-    result.path = ("packed" if packing.is_packed(model) else "unpacked") if is_exact else "inexact"
-    result.reason = message.partition("this model (")[2].rpartition("); ")[0]
+    result.path = ("packed" if packing.is_packed(model) else "padded") if is_exact else "inexact"
+    result.reason = message.partition("this model (")[2].partition("; not compared")[0].removesuffix(")")
     if not packing.is_packed(model) and not sampling_error.mean() <= packing.TOLERANCE[torch.float32]:
         result.path, result.reason = "refused", "its generate and its forward disagree"
     # rloo.py updates with the sampler's log-probs if the model is packed, otherwise with recomputed ones.
@@ -320,7 +326,7 @@ def load_checked(load, dtype: torch.dtype, inputs: list[tuple]) -> tuple[list, t
         prompt = packing.make_prompt(model, longer if is_prefix else x, index=i, length=P)
         prompts.append(replace(prompt, seed=i))
     forward = lambda pack: packing.response_logprobs(model, pack)[0]  # noqa: E731
-    message = packing_check.enable_packing_if_exact(model, forward, prompts, max_length=512, max_tokens=1024)
+    message = packing_check.choose_layout(model, forward, prompts, max_length=512, max_tokens=1024)
     return prompts, model, message
 
 
@@ -337,7 +343,7 @@ def reference_logprobs(model, prompts: list[tuple], ids: list[Tensor]) -> Tensor
             last = longer[name][:, -1:].repeat_interleave(len(response), dim=1)
             inputs[name] = torch.cat([inputs[name], last], dim=1)
         inputs["input_ids"][0, P:] = response
-        logits = model(**inputs, use_cache=False).logits[0, P - 1 : -1].float()
+        logits = model(**inputs, use_cache=False).logits[0, -len(response) - 1 : -1].float()
         logits[:, packing.media_token_ids(model.config)] = -torch.inf
         logp = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
         logp.square().sum().backward()  # a loss with different weights for all tokens
@@ -384,7 +390,7 @@ def summary(results: list[Result]) -> str:
             rows.append(f"| {' | '.join([group, str(len(families)), *cells])} |")
         if groups:
             lines += ["", f"## {headline}: {sum(map(len, groups.values()))}", ""]
-        if path in ("packed", "unpacked", "inexact") and groups:
+        if path in ("packed", "padded", "inexact") and groups:
             lines += [f"| group | models | {' | '.join(MEASURES)} |", "|---" * (2 + len(MEASURES)) + "|"]
             lines += [*rows, ""]
         for group, families in groups.items():

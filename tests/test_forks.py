@@ -1,0 +1,771 @@
+"""forks/*.diff: each applies exactly, passes ruff and is the formula of its paper.
+
+Most tests run the patched script's main on a rollout made by hand. Log-probs, entropies and values come from tables
+instead of models, so a step takes milliseconds, and loss and gradient can be compared with a reference formula. A few
+forks also train the tiny model. After a change of the scripts, `PYTHONPATH=. python tests/test_forks.py` renews the
+diffs and the numbers of changed lines in forks/README.md.
+"""
+
+import dataclasses
+import importlib.util
+import itertools
+import math
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import tyro
+from conftest import (
+    ROOT,
+    SHORT,
+    TINY,
+    chat,
+    largest_difference,
+    metrics_differ,
+    metrics_of,
+    weights_of,
+    write_jsonl,
+)  # fmt: skip
+
+import ppo_vl
+from common import packing
+
+FORKS = ROOT / "forks"
+README = FORKS / "README.md"
+NAMES = sorted(path.stem for path in FORKS.glob("*.diff"))
+
+
+# ---- diffs and their table ----
+
+
+def read_diff(name: str) -> tuple[str, str, str]:
+    """The text that explains it, the diff itself, and the script that it changes."""
+    text, start, diff = (FORKS / f"{name}.diff").read_text().partition("\n--- ")
+    return text, start[1:] + diff, diff.partition("\n")[0]
+
+
+def patch(folder: Path, names: list[str], fuzz: int = 0) -> tuple[Path, str]:
+    """The script with these diffs, one after the other, and what patch says if one fails."""
+    path = folder / f"{'_'.join(names)}.py"
+    path.write_text((ROOT / read_diff(names[0])[2]).read_text())
+    for name in names:
+        command = [
+            "patch",
+            "--forward",
+            f"--fuzz={fuzz}",
+            "--no-backup-if-mismatch",
+            path,
+            FORKS / f"{name}.diff",
+        ]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            return path, result.stdout + result.stderr
+    return path, ""
+
+
+def load(folder: Path, *names: str):
+    """Import a script with these diffs."""
+    path, error = patch(folder, names)
+    assert error == ""
+    spec = importlib.util.spec_from_file_location(f"fork_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def count_lines(name: str) -> tuple[int, int]:
+    """Lines added and removed."""
+    diff = read_diff(name)[1]
+    return len(re.findall(r"^\+(?!\+\+)", diff, re.M)), len(re.findall("^-(?!--)", diff, re.M))
+
+
+def read_table() -> dict[str, list[str]]:
+    rows = re.findall(r"^\| \[(\w+)\]\(\1\.diff\) \| (.*) \|$", README.read_text(), re.M)
+    return {name: row.split(" | ") for name, row in rows}
+
+
+def test_every_diff_applies_and_passes_ruff(tmp_path):
+    assert [error for name in NAMES if (error := patch(tmp_path, [name])[1])] == []
+    for command in (["check"], ["format", "--check"]):
+        words = [sys.executable, "-m", "ruff", *command, "--config", ROOT / "pyproject.toml", tmp_path]
+        result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_table_lists_every_diff_with_its_paper_and_its_size():
+    table = read_table()
+    assert sorted(table) == NAMES
+    for name, (script, paper, lines, check) in table.items():
+        text, _, target = read_diff(name)
+        assert (script, lines) == (f"`{target}`", "+{} -{}".format(*count_lines(name))) and len(check) > 10
+        assert re.findall(r"arxiv\.org/abs/([\d.]+)", text)[:1] == re.findall(r"abs/([\d.]+)", paper)
+    sizes = [sum(count_lines(name)) for name, row in table.items() if row[0] == "`rloo.py`"]
+    assert sum(sizes) / len(sizes) <= 12
+
+
+@pytest.mark.slow
+def test_the_page_names_the_pairs_that_conflict(tmp_path):
+    """Of a critic-free algorithm with an addition, of two additions, and of two forks of ppo_vl.py."""
+    of_rloo = [name for name, row in read_table().items() if row[0] == "`rloo.py`"]
+    of_ppo = [name for name, row in read_table().items() if row[0] == "`ppo_vl.py`"]
+    algorithms = of_rloo[: of_rloo.index("kl_loss")]
+    pairs = [*itertools.combinations(of_rloo, 2), *itertools.combinations(of_ppo, 2)]
+    pairs = [(a, b) for a, b in pairs if not {a, b} <= {*algorithms}]
+    named = re.findall(r"^\| `(\w+)` \| (`\w+`(?:, `\w+`)*) \|$", README.read_text(), re.M)
+    conflicts = {(a, b) for a, others in named for b in re.findall(r"\w+", others)}
+    assert {(a, b) for a, b in pairs if patch(tmp_path, [a, b])[1]} == conflicts
+
+
+def test_texts_are_short_and_their_commands_parse(tmp_path):
+    for name in NAMES:
+        lines = read_diff(name)[0].splitlines()
+        assert lines[0] and len(lines) <= 14 and max(map(len, lines)) <= 105, name
+        for command in re.findall(r"^    python \w+\.py (.*)$", "\n".join(lines), re.M):
+            module = load(tmp_path, name)
+            args = tyro.cli(module.Args, args=command.split())
+            module.fill_defaults(args)
+            module.check_args(args)
+
+
+# ---- a step of main on a rollout made by hand ----
+
+G = 4  # responses per prompt
+R = 7  # tokens of the longest response
+
+
+class Engine:
+    """A DeepSpeed engine whose outputs are tables: `before` without gradients, `after` in the update."""
+
+    def __init__(self, before: torch.Tensor, after: torch.Tensor, entropies: torch.Tensor | None = None):
+        self.before = before
+        self.after = after.detach().clone().requires_grad_()
+        self.entropies = entropies
+        self.module = SimpleNamespace(model=SimpleNamespace(dtype=torch.float32))
+        self.lr_scheduler = SimpleNamespace(step=lambda: None)
+        self.set_gradient_accumulation_boundary = lambda is_boundary: None
+        self.get_lr = lambda: [0.1]
+        self.losses = []
+        self.num_updates = 0
+
+    def __call__(self, pack, with_entropy: bool = False):
+        outputs = (self.after if torch.is_grad_enabled() else self.before)[pack.token_index]
+        if self.entropies is None:
+            return outputs
+        return outputs, self.entropies[pack.token_index] if with_entropy else None
+
+    def backward(self, loss) -> None:
+        loss.backward()
+        self.losses.append(loss.item())
+
+
+def make_tables(num_prompts: int) -> SimpleNamespace:
+    """Random tables (B, R) of responses with 1 to R tokens, of which the first has an observation; scores (n, G)."""
+    torch.manual_seed(num_prompts)
+    noise = lambda scale: scale * torch.randn(num_prompts * G, R)  # noqa: E731
+    lengths = torch.randint(1, R + 1, (num_prompts * G, 1))
+    lengths[:2, 0] = torch.tensor([R, 1])
+    mask = torch.arange(R) < lengths
+    mask[0, 2:4] = False
+    old = noise(1).abs().neg() * mask
+    tables = {"mask": mask, "old": old, "new": (old + noise(0.3) * mask).requires_grad_()}
+    tables |= {"ref": old + noise(0.3) * mask, "sampler": old + noise(0.3) * mask}
+    tables |= {"entropy": noise(1).abs().requires_grad_(), "old_values": noise(1), "new_values": noise(1)}
+    return SimpleNamespace(**tables, scores=torch.randn(num_prompts, G))
+
+
+def select(t: SimpleNamespace, prompts: list[int]) -> SimpleNamespace:
+    rows = [i * G + j for i in prompts for j in range(G)]
+    tables = {name: x[rows] for name, x in vars(t).items() if name != "scores"} | {"new": t.new[rows]}
+    return SimpleNamespace(**tables, scores=t.scores[prompts])
+
+
+def make_rollout(module, t: SimpleNamespace, prompts: list[int] | None = None, scores=None):
+    """The script's Rollout with some prompts of the tables."""
+    prompts = [*range(len(t.scores))] if prompts is None else prompts
+    part = select(t, prompts)
+    width = int(part.mask.any(0).nonzero().max()) + 1
+    scores = part.scores if scores is None else scores
+    return module.Rollout(
+        prompts=[packing.PromptInfo(index, 5, ()) for index in prompts],
+        response_ids=[torch.arange(int(length)) for length in part.mask.sum(1)],
+        continuations={},
+        response_mask=part.mask[:, :width],
+        sampler_logprobs=part.sampler[:, :width],
+        truncated=torch.zeros_like(scores, dtype=torch.bool),
+        rewards={"accuracy": scores},
+        scores=scores,
+        sample_records=[{}] * len(prompts),
+        logged_metrics={},
+    )
+
+
+def iter_packs(args, run, rollout, prompt_indices, kept_responses):
+    """One pack per prompt, so that denominators have to count several packs."""
+    for i in prompt_indices:
+        response_index = kept_responses[i].nonzero()[:, 0] + i * G
+        response, position = rollout.response_mask[response_index].nonzero().T
+        yield packing.Pack(
+            {}, response_index, (response_index[response], position), response, None, None, None
+        )
+
+
+FLAGS = {"total_steps": 1, "num_epochs": 1, "num_samples_per_prompt": G, "max_response_length": 8}
+FLAGS |= {"max_prompt_length": 8, "learning_rate": 0.1, "zero_stage": 0, "kl_coef": 0.0}
+
+
+def update(module, t, rollouts=None, greedy=None, **flags) -> SimpleNamespace:
+    """Run main on the rollouts: its engines, its metrics, its state, and the rows that it sampled for."""
+    n = flags.get("prompts_per_rollout", len(t.scores))
+    args = module.Args(**FLAGS | {"prompts_per_rollout": n, "train_batch_size": n * G} | flags)
+    actor, critic = Engine(t.old, t.new, t.entropy), Engine(t.old_values, t.new_values)
+    state = {"step": 0, "episode": 0, "initial_eval": {}}
+    result = SimpleNamespace(actor=actor, critic=critic, state=state, metrics=[], rows=[])
+    known = {"run_dir": Path("run"), "actor": actor, "critic": critic, "state": state}
+    known["reference"] = lambda pack: (t.ref[pack.token_index], None)
+    known["train_data"] = SimpleNamespace(rows=range(40))
+    known["sampler"] = SimpleNamespace(sleep=lambda: None, update_weights=lambda: None)
+    rollouts = iter(rollouts or [make_rollout(module, t)])
+
+    def collect_rollout(args, run, data, rows, num_samples, temperature, step):
+        if num_samples == 1:
+            assert temperature == 0.0 and rows == result.rows[-1]
+            return SimpleNamespace(scores=greedy)
+        result.rows.append(rows)
+        return next(rollouts)
+
+    def optimizer_step(engine) -> float:
+        engine.num_updates += 1
+        return 1.0
+
+    fields = dataclasses.fields(module.Run)
+    module.setup = lambda args: module.Run(**{field.name: known.get(field.name) for field in fields})
+    module.collect_rollout = collect_rollout
+    module.iter_packs = iter_packs
+    module.optimizer_step = optimizer_step
+    module.set_gradient_checkpointing = lambda *inputs: None
+    module.find_problem = lambda *inputs, **keywords: None  # log-probs of sampler and trainer differ
+    module.save_checkpoint = lambda *inputs: Path("checkpoint")
+    module.log = lambda *inputs: result.metrics.append(inputs[-2])
+    module.main(args)
+    return result
+
+
+@pytest.fixture
+def t() -> SimpleNamespace:
+    return make_tables(3)
+
+
+def gradient(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(loss, x, retain_graph=True)[0]
+
+
+def check(result, t, loss: torch.Tensor) -> None:
+    """The actor's loss and its gradient are those of a formula of t.new."""
+    assert sum(result.actor.losses) == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    assert torch.allclose(result.actor.after.grad, gradient(loss, t.new), rtol=1e-4, atol=1e-6)
+
+
+# ---- critic-free algorithms ----
+#
+# GRPO, Dr. GRPO, DAPO, CISPO and GSPO are formulas of trl/trainer/grpo_trainer.py at huggingface/trl@f2cd577: advantages
+# are in lines 2685 to 2707, losses in _compute_loss with loss_type grpo, dr_grpo, dapo and cispo, and grpo with
+# importance_sampling_level "sequence". REINFORCE++ and a second GSPO are formulas of verl/trainer/ppo/core_algos.py at
+# verl-project/verl@1dda039: compute_reinforce_plus_plus*_outcome_advantage and compute_policy_loss_gspo.
+
+
+def mean_over_tokens(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(B, R) -> (B,)"""
+    return (x * mask).sum(1) / mask.sum(1)
+
+
+def clip(ratio, advantages, low=0.2, high=0.2) -> torch.Tensor:
+    return -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def center(scores: torch.Tensor) -> torch.Tensor:
+    """(n, G) -> (B, 1)"""
+    return (scores - scores.mean(1, keepdim=True)).view(-1, 1)
+
+
+def standardize(scores: torch.Tensor) -> torch.Tensor:
+    """(n, G) -> (B, 1)"""
+    return center(scores) / (scores.std(1).repeat_interleave(G)[:, None] + 1e-4)
+
+
+def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    trained = advantages.expand_as(mask)[mask]
+    return (advantages - trained.mean()) / trained.std()
+
+
+def rloo(t, weights=1.0, advantages=None):
+    advantages = center(t.scores) * G / (G - 1) if advantages is None else advantages
+    return clip(((t.new - t.old) * t.mask).sum(1, keepdim=True).exp(), advantages * weights).mean()
+
+
+def grpo(t, weights=1.0):
+    return mean_over_tokens(clip((t.new - t.old).exp(), standardize(t.scores) * weights), t.mask).mean()
+
+
+def dr_grpo(t, weights=1.0):
+    losses = clip((t.new - t.old).exp(), center(t.scores) * weights)
+    return (losses * t.mask).sum() / (len(t.mask) * FLAGS["max_response_length"])
+
+
+def gspo(t, weights=1.0):
+    ratio = mean_over_tokens(t.new - t.old, t.mask).exp()[:, None]
+    return clip(ratio, standardize(t.scores) * weights).mean()
+
+
+def gspo_by_token(t, advantages):
+    """The ratio is a value of the response, and its gradient is that of the token."""
+    mean = mean_over_tokens(t.new - t.old, t.mask).detach()[:, None]
+    return mean_over_tokens(clip((mean + t.new - t.new.detach()).exp(), advantages), t.mask).mean()
+
+
+def cispo(t, weights=1.0, low=0.2, high=0.2):
+    ratio = (t.new - t.old).exp().clamp(1 - low, 1 + high).detach()
+    return (-ratio * standardize(t.scores) * weights * t.new)[t.mask].mean()
+
+
+def token_mean(t, advantages, high=0.2):
+    return clip((t.new - t.old).exp(), advantages, high=high)[t.mask].mean()
+
+
+ALGORITHMS = {"grpo": grpo, "dr_grpo": dr_grpo, "gspo": gspo, "cispo": cispo}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_loss_and_gradient_of_critic_free_algorithms(name, t, tmp_path):
+    result = update(load(tmp_path, name), t)
+    check(result, t, ALGORITHMS[name](t))
+    assert len(result.actor.losses) == 3 and result.actor.num_updates == 1
+
+
+def test_gspo_is_the_same_in_verl(t, tmp_path):
+    check(update(load(tmp_path, "gspo"), t), t, gspo_by_token(t, standardize(t.scores)))
+
+
+def test_cispo_with_the_flags_of_its_text_has_no_lower_clip(t, tmp_path):
+    result = update(load(tmp_path, "cispo"), t, clip_coef=1.0, clip_coef_high=4.0)
+    check(result, t, cispo(t, low=1.0, high=4.0))
+    assert bool((result.actor.after.grad != 0)[t.mask].all())  # also where PPO's clip acts
+
+
+def test_dapo_has_four_changes(tmp_path):
+    """Group 1 has equal scores, so a second batch is sampled; the longest responses are overlong by 3/8 of 1.6."""
+    module = load(tmp_path, "dapo")
+    t = make_tables(6)
+    t.scores[1] = 1.0
+    flags = {name: getattr(module.Args(), name) for name in ("kl_coef", "clip_coef_high")}
+    assert flags == {"kl_coef": 0.0, "clip_coef_high": 0.28}
+    batches = [make_rollout(module, t, [0, 1, 2]), make_rollout(module, t, [3, 4, 5])]
+    result = update(module, t, batches, prompts_per_rollout=3, **flags)
+    penalty = (t.mask.sum(1) / 8 - 0.8).clamp(min=0) / 0.2  # eq. (13) with L_max 8 and L_cache 1.6
+    assert float(penalty.max()) == pytest.approx(3 / 8)
+    t.scores = t.scores - penalty.view(-1, G)
+    part = select(t, [0, 2, 3])
+    check(result, t, token_mean(part, standardize(part.scores), high=0.28))
+
+
+def test_reinforce_plus_plus(t, tmp_path):
+    """Eq. (8) to (10) of the paper: the score minus the KL to go, normalized over all tokens."""
+    result = update(load(tmp_path, "reinforce_plus_plus"), t, kl_coef=0.1)
+    kl_to_go = torch.stack([(t.old - t.ref)[:, position:].sum(1) for position in range(R)], 1)
+    check(result, t, token_mean(t, whiten(t.scores.view(-1, 1) - 0.1 * kl_to_go, t.mask)))
+
+
+def test_reinforce_plus_plus_with_a_baseline(t, tmp_path):
+    result = update(load(tmp_path, "reinforce_plus_plus_baseline"), t)
+    check(result, t, token_mean(t, whiten(center(t.scores), t.mask)))
+
+
+def test_remax_subtracts_the_score_of_a_greedy_response(t, tmp_path):
+    greedy = torch.tensor([[0.5], [-1.0], [0.0]])
+    result = update(load(tmp_path, "remax"), t, greedy=greedy, kl_coef=0.1)
+    kl = ((t.old - t.ref) * t.mask).sum(1, keepdim=True)
+    check(result, t, rloo(t, advantages=(t.scores - greedy).view(-1, 1) - 0.1 * kl))
+
+
+def token_losses(module, ratios: list[float], advantages: list[float]) -> tuple[list[float], list[float]]:
+    """Losses of tokens with these ratios and advantages, and the gradients of their log-probs."""
+    logprobs = torch.tensor(ratios).log().requires_grad_()
+    losses, _ = module.compute_policy_loss(
+        logprobs, torch.zeros(len(ratios)), torch.tensor(advantages), 0.2, 0.2
+    )
+    return losses.tolist(), gradient(losses.sum(), logprobs).tolist()
+
+
+def test_cpgd_clips_log_ratios(t, tmp_path):
+    """Where the clip doesn't act, the gradient is that of REINFORCE. One of three groups has equal scores."""
+    losses, gradients = token_losses(
+        load(tmp_path, "ppo_cpg_loss"), [1.5, 1.1, 0.5, 1.5], [1.0, 1.0, -1.0, -1.0]
+    )
+    assert losses == pytest.approx([-math.log(1.2), -math.log(1.1), math.log(0.8), math.log(1.5)])
+    assert gradients == [0, -1, 0, 1]
+    t.scores[1] = 1.0
+    result = update(load(tmp_path, "cpgd"), t)
+    logratio = t.new - t.old
+    advantages = center(t.scores) * 3 / 2
+    losses = torch.min(logratio * advantages, logratio.clamp(math.log(0.8), math.log(1.2)) * advantages)
+    check(result, t, -losses[t.mask].mean())
+
+
+# ---- what can be added to a critic-free algorithm ----
+
+
+def kl_losses(t, estimator: str) -> torch.Tensor:
+    d = t.new - t.ref
+    return {"k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[estimator]
+
+
+WITH_EACH = pytest.mark.parametrize("name", ["rloo", *ALGORITHMS])
+
+
+@WITH_EACH
+def test_kl_loss(name, t, tmp_path):
+    """With GRPO and GSPO, the sum is TRL's loss with beta."""
+    module = load(tmp_path, *{name} & {*ALGORITHMS}, "kl_loss")
+    for estimator in ("k2", "k3"):
+        result = update(module, t, kl_coef=0.5, kl_estimator=estimator)
+        new_kl = mean_over_tokens(kl_losses(t, estimator), t.mask).mean()
+        check(result, t, ALGORITHMS.get(name, rloo)(t) + 0.5 * new_kl)
+    assert result.metrics[0]["objective/rlhf_reward"] == pytest.approx(float(t.scores.mean()))
+
+
+@WITH_EACH
+def test_entropy_bonus(name, t, tmp_path):
+    result = update(load(tmp_path, *{name} & {*ALGORITHMS}, "entropy_bonus"), t, entropy_coef=0.5)
+    bonus = 0.5 * mean_over_tokens(t.entropy, t.mask).mean()
+    check(result, t, ALGORITHMS.get(name, rloo)(t) - bonus)
+    assert torch.allclose(t.entropy.grad, -gradient(bonus, t.entropy))
+
+
+@WITH_EACH
+def test_importance_sampling(name, t, tmp_path):
+    result = update(load(tmp_path, *{name} & {*ALGORITHMS}, "importance_sampling"), t, tis_clip=1.5)
+    ratio = ((t.old - t.sampler) * t.mask).sum(1, keepdim=True).exp()
+    weights = ratio.clamp(max=1.5)
+    assert ratio.min() < 1 < 1.5 < ratio.max()
+    check(result, t, ALGORITHMS.get(name, rloo)(t, weights))
+    assert result.metrics[0]["sampling/importance_weight"] == pytest.approx(float(weights.mean()))
+
+
+@WITH_EACH
+def test_dynamic_sampling(name, tmp_path):
+    """Two useful prompts are wanted, and each batch has one. The responses of the second batch are longer."""
+    module = load(tmp_path, *{name} & {*ALGORITHMS}, "dynamic_sampling")
+    t = make_tables(4)
+    t.mask[: 2 * G, 5:] = False
+    t.scores[1] = 1.0
+    t.scores[2, 1:] = math.nan  # one score alone is not useful, either
+    batches = [make_rollout(module, t, [0, 1]), make_rollout(module, t, [2, 3])]
+    result = update(module, t, batches, prompts_per_rollout=2)
+    check(result, t, ALGORITHMS.get(name, rloo)(select(t, [0, 3])))
+    assert len(result.rows) == 2 and result.metrics[0]["rollout/prompts_skipped"] == 0
+
+
+def test_dynamic_sampling_stops_at_its_limit_and_goes_on_in_the_data(tmp_path):
+    """Step 1 needs both batches, and still has one useful prompt of two. Step 2 begins where step 1 ended."""
+    module = load(tmp_path, "dynamic_sampling")
+    t = make_tables(4)
+    t.scores[1:] = 0.5
+    batches = [make_rollout(module, t, [0, 1]), make_rollout(module, t, [2, 3])]
+    batches.append(make_rollout(module, t, [0, 1], scores=torch.randn(2, G)))
+    result = update(module, t, batches, prompts_per_rollout=2, total_steps=2, max_num_gen_batches=2)
+    args = module.Args(prompts_per_rollout=2)
+    assert result.rows == [module.shuffled_rows(args, batch, 40) for batch in (1, 2, 3)]
+    assert result.metrics[0]["objective/scores"] == pytest.approx(float(t.scores.mean()))
+    assert len(result.actor.losses) == 1 + 2
+
+
+def test_curriculum_draws_from_the_first_rows_first(t, tmp_path):
+    module = load(tmp_path, "curriculum")
+    result = update(module, t, [make_rollout(module, t)] * 4, total_steps=4)
+    assert all(row % 40 < 10 * step for step, rows in enumerate(result.rows, 1) for row in rows)
+    assert len({row for rows in result.rows for row in rows}) == 12 and max(result.rows[3]) % 40 > 20
+
+
+def test_new_metric_counts_different_responses(t, tmp_path):
+    """Responses are 0, 1, ..., length - 1, so those of a prompt differ if their lengths do."""
+    result = update(load(tmp_path, "new_metric"), t)
+    lengths = t.mask.sum(1).view(-1, G).tolist()
+    assert result.metrics[0]["rollout/distinct_frac"] == sum(len({*group}) for group in lengths) / 12
+
+
+# ---- PPO and reward models ----
+
+
+def gae(t) -> torch.Tensor:
+    """Whitened advantages without a KL, by functions that tests/test_ppo_math.py checks."""
+    rewards = ppo_vl.compute_token_rewards(t.scores.flatten(), torch.zeros(t.mask.shape), t.mask)
+    return ppo_vl.whiten(ppo_vl.compute_gae(rewards, t.old_values, t.mask, 1.0, 0.95)[0], t.mask)
+
+
+def of_high_entropy(t, fraction: float) -> torch.Tensor:
+    count = math.ceil(fraction * int(t.mask.sum()))
+    return t.entropy.detach() >= t.entropy[t.mask].sort(descending=True).values[count - 1]
+
+
+PPO = {  # name: flags, loss
+    "ppo_kl_loss": (
+        {"kl_coef": 0.5},
+        lambda t: token_mean(t, gae(t)) + 0.5 * kl_losses(t, "k3")[t.mask].mean(),
+    ),
+    "ppo_entropy_bonus": (
+        {"entropy_coef": 0.5},
+        lambda t: token_mean(t, gae(t)) - 0.5 * t.entropy[t.mask].mean(),
+    ),
+    "ppo_importance_sampling": (
+        {"tis_clip": 1.2},
+        lambda t: token_mean(t, gae(t) * (t.old - t.sampler).exp().clamp(max=1.2)),
+    ),
+    "ppo_sequence_mean": ({}, lambda t: mean_over_tokens(clip((t.new - t.old).exp(), gae(t)), t.mask).mean()),
+    "ppo_sequence_mean ppo_gspo": ({}, lambda t: gspo_by_token(t, gae(t))),
+    "ppo_high_entropy_tokens": (
+        {"entropy_token_ratio": 0.25},
+        lambda t: token_mean(t, gae(t) * of_high_entropy(t, 0.25)),
+    ),
+    "ppo_clipped_advantages": ({"advantage_clip": 0.5}, lambda t: token_mean(t, gae(t).clamp(-0.5, 0.5))),
+}
+
+
+@pytest.mark.parametrize("names", PPO)
+def test_loss_and_gradient_of_forks_of_ppo(names, t, tmp_path):
+    flags, loss = PPO[names]
+    result = update(load(tmp_path, *names.split()), t, **flags)
+    check(result, t, loss(t))
+    if names == "ppo_entropy_bonus":
+        assert torch.allclose(t.entropy.grad[t.mask], torch.tensor(-0.5 / int(t.mask.sum())))
+    losses, _ = ppo_vl.compute_value_loss(t.new_values, t.old_values, value_targets(t), 0.2)
+    mean = mean_over_tokens(losses, t.mask).mean() if "mean" in names else losses[t.mask].mean()
+    assert sum(result.critic.losses) == pytest.approx(float(mean), rel=1e-4)
+
+
+def value_targets(t) -> torch.Tensor:
+    rewards = ppo_vl.compute_token_rewards(t.scores.flatten(), torch.zeros(t.mask.shape), t.mask)
+    return ppo_vl.compute_gae(rewards, t.old_values, t.mask, 1.0, 0.95)[1]
+
+
+def test_ppo_with_k3_in_the_reward(t, tmp_path):
+    metrics = update(load(tmp_path, "ppo_kl_k3"), t, kl_coef=0.5).metrics[0]
+    d = (t.old - t.ref) * t.mask
+    response_kl = ((-d).exp() - 1 + d).sum(1).mean()
+    assert metrics["objective/kl"] == pytest.approx(float(response_kl), rel=1e-4)
+    assert metrics["objective/rlhf_reward"] == pytest.approx(
+        float(t.scores.mean() - 0.5 * response_kl), rel=1e-4
+    )
+
+
+def test_ppo_dynamic_sampling(tmp_path):
+    module = load(tmp_path, "ppo_dynamic_sampling")
+    t = make_tables(4)
+    t.scores[1] = 1.0
+    batches = [make_rollout(module, t, [0, 1]), make_rollout(module, t, [2, 3])]
+    result = update(module, t, batches, prompts_per_rollout=2)
+    part = select(t, [0, 2])
+    check(result, t, token_mean(part, gae(part)))
+
+
+def test_critic_warmup_trains_only_the_critic(t, tmp_path):
+    module = load(tmp_path, "ppo_critic_warmup")
+    result = update(module, t, [make_rollout(module, t)] * 3, total_steps=3, critic_warmup_steps=2)
+    assert (result.actor.num_updates, result.critic.num_updates) == (1, 3)
+    check(result, t, token_mean(t, gae(t)))
+
+
+def test_dual_clip(tmp_path):
+    module = load(tmp_path, "ppo_dual_clip")
+    losses, gradients = token_losses(module, [5.0, 2.0, 5.0, 0.5], [-2.0, -2.0, 2.0, -2.0])
+    assert losses == pytest.approx([6, 4, -2.4, 1.6]) and gradients == pytest.approx([0, 4, 0, 0])
+
+
+def test_lambda_grows_with_the_length(tmp_path):
+    """40 tokens have a lambda of 0.5; 20 would have 0, so the minimum of 0.3 applies."""
+    module = load(tmp_path, "ppo_length_adaptive_gae")
+    mask = torch.arange(40) < torch.tensor([[40], [20]])
+    rewards, values = torch.randn(2, 40) * mask, torch.randn(2, 40) * mask
+    advantages, _ = module.compute_gae(rewards, values, mask, 1.0, 0.3)
+    for row, gae_lambda in enumerate((0.5, 0.3)):
+        assert torch.allclose(
+            advantages[row], ppo_vl.compute_gae(rewards, values, mask, 1.0, gae_lambda)[0][row]
+        )
+
+
+def test_adaptive_kl_is_a_proportional_controller(t, tmp_path):
+    """The KL is far from the target, so the error is clipped to 0.2 of its sign; 12 responses, and a horizon of 60."""
+    module = load(tmp_path, "ppo_adaptive_kl")
+    flags = {"kl_coef": 0.5, "kl_target": 1e-3, "kl_horizon": 60, "total_steps": 2}
+    result = update(module, t, [make_rollout(module, t)] * 2, **flags)
+    kl = result.metrics[0]["objective/kl"]
+    factor = 1 + math.copysign(0.2, kl) * 12 / 60
+    assert [x["train/kl_coef"] for x in result.metrics] == pytest.approx([0.5, 0.5 * factor])
+    assert result.state["kl_coef"] == pytest.approx(0.5 * factor**2)
+    penalties = [x["objective/scores"] - x["objective/rlhf_reward"] for x in result.metrics]
+    assert penalties == pytest.approx([0.5 * kl, 0.5 * factor * kl], rel=1e-3)
+
+
+def test_running_normalization_uses_all_scores_so_far(t, tmp_path):
+    module = load(tmp_path, "ppo_running_normalization")
+    second = torch.randn(3, G) + 5
+    both = torch.cat([t.scores, second])
+    for mode, mean in (("scale", 0.0), ("standardize", both.mean())):
+        rollouts = [make_rollout(module, t), make_rollout(module, t, scores=second)]
+        result = update(module, t, rollouts, total_steps=2, reward_running_norm=mode)
+        expected = (second - mean).mean() / both.std(correction=0)
+        assert result.metrics[1]["objective/rlhf_reward"] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_hinge_loss(tmp_path):
+    """Differences minus margins are 0.25 and 2, so the second pair has no gradient; its smoothed loss is a tenth of 3."""
+    chosen = torch.tensor([0.25, 2.5], requires_grad=True)
+    inputs = (chosen, torch.zeros(2), torch.tensor([0.0, 0.5]))
+    compute_bt_loss = load(tmp_path, "reward_hinge_loss").compute_bt_loss
+    losses, _ = compute_bt_loss(*inputs, label_smoothing=0.0, center_coef=0.0)
+    assert losses.tolist() == [0.75, 0] and gradient(losses.sum(), chosen).tolist() == [-1, 0]
+    losses, _ = compute_bt_loss(*inputs, label_smoothing=0.1, center_coef=0.0)
+    assert losses.tolist() == pytest.approx([0.9 * 0.75 + 0.1 * 1.25, 0.1 * 3])
+
+
+# ---- forks that train the tiny model ----
+
+FAST = {"save_steps": 1, "learning_rate": 1e-3, "warmup_updates": 0}
+ONE_UPDATE = FAST | {"num_epochs": 1, "train_batch_size": 16}
+
+
+def train(module, folder: Path, run_name: str = "run", **flags) -> SimpleNamespace:
+    """A short run: its metrics, its folder and what setup returned."""
+    setup = module.setup
+    runs = []
+
+    def watch_setup(args):
+        runs.append(setup(args))
+        return runs[-1]
+
+    module.setup = watch_setup
+    flags = SHORT | {"model": TINY, "output_dir": str(folder), "run_name": run_name} | flags
+    known = module.Args.__dataclass_fields__
+    module.main(module.Args(**{name: value for name, value in flags.items() if name in known}))
+    module.setup = setup
+    return SimpleNamespace(metrics=metrics_of(folder / run_name), run=runs[0], folder=folder / run_name)
+
+
+def train_twice(module, folder: Path, **flags) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """A run of two steps, and a branch from checkpoint-1 that repeats the second step exactly."""
+    whole = train(module, folder, **flags)
+    branch = train(module, folder, "branch", resume=str(whole.folder / "checkpoint-1"), **flags)
+    assert max(metrics_differ(whole.metrics, branch.metrics).values()) == 0
+    return whole, branch
+
+
+@pytest.mark.slow
+def test_dapo_trains_and_resumes_exactly(tmp_path, vqa):
+    """Prompts with an even number of characters have equal scores, so a batch never has enough useful prompts."""
+    (tmp_path / "reward.py").write_text(
+        "def odd(completion_ids, prompts, **columns):\n"
+        "    return [len(x) % 2 * (sum(ids) % 7) for ids, x in zip(completion_ids, prompts)]\n"
+    )
+    flags = FAST | {"rewards": (f"{tmp_path}/reward.py:odd",), "reward_weights": (1.0,)}
+    flags |= {"dataset": vqa, "max_num_gen_batches": 3}
+    whole, branch = train_twice(load(tmp_path, "dapo"), tmp_path, **flags)
+    assert branch.run.state["batches"] == whole.run.state["batches"] > 2
+
+
+@pytest.mark.slow
+def test_moving_reference_is_the_policy_with_alpha_1(tmp_path, vqa, any_score):
+    module = load(tmp_path, "moving_reference")
+    flags = ONE_UPDATE | any_score | {"dataset": vqa, "ref_sync_steps": 1, "ref_sync_alpha": 1.0}
+    whole, branch = train_twice(module, tmp_path, **flags)
+    assert [metrics["objective/kl"] for metrics in whole.metrics] == pytest.approx([0, 0], abs=1e-6)
+    checkpoints = [weights_of(whole.folder / f"checkpoint-{step}") for step in (1, 2)]
+    assert largest_difference(*checkpoints) > 1e-5
+    policy = branch.run.actor.module.state_dict()
+    assert all(torch.equal(policy[name], x) for name, x in branch.run.reference.state_dict().items())
+    with pytest.raises(SystemExit):
+        train(module, tmp_path, "lora", lora_rank=4, **flags)
+
+
+@pytest.mark.slow
+def test_value_head_trains_with_the_policy(tmp_path, vqa, any_score):
+    whole, _ = train_twice(load(tmp_path, "ppo_value_head"), tmp_path, dataset=vqa, **FAST, **any_score)
+    assert "train/critic_grad_norm" not in whole.metrics[0] and whole.run.critic.value_head.weight.any()
+    explained = [metrics["value/explained_variance"] for metrics in whole.metrics]
+    assert explained[0] == 0 != explained[1] and whole.metrics[0]["loss/value"] > 0
+    assert not (whole.folder / "checkpoint-2" / "critic").exists()
+
+
+@pytest.mark.slow
+def test_moving_average_of_the_weights(tmp_path, vqa, any_score):
+    """A quarter each of the initial weights and of those of step 1, half of those of step 2."""
+    flags = ONE_UPDATE | any_score | {"dataset": vqa, "ema_decay": 0.5}
+    whole, branch = train_twice(load(tmp_path, "ppo_ema"), tmp_path, **flags)
+    folders = [Path(TINY), whole.folder / "checkpoint-1", whole.folder / "checkpoint-2"]
+    start, first, second = map(weights_of, folders)
+    expected = {name: (start[name] + first[name]) / 4 + second[name] / 2 for name in second}
+    for result in (whole, branch):
+        average = weights_of(result.folder / "checkpoint-2" / "ema")
+        assert largest_difference(average, expected) < 1e-6 < largest_difference(average, second)
+
+
+@pytest.mark.slow
+def test_ptx_learns_the_assistant_turns(tmp_path, vqa, any_score):
+    turns = chat("what is 1 + 1?", "two", "and 2 + 2?", "four <|im_end|>")
+    chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}, {"messages": turns[:2]}])
+    flags = FAST | any_score | {"dataset": vqa, "ptx_dataset": chats, "ptx_batch_size": 3}
+    first, second = train(load(tmp_path, "ppo_ptx"), tmp_path, **flags).metrics
+    assert math.log(512) * 0.5 < first["loss/ptx"] and second["loss/ptx"] < first["loss/ptx"]
+
+
+@pytest.mark.slow
+def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, any_score):
+    """With 2 of 4 experts per token, the loss is 2 if the experts are balanced."""
+    import transformers
+
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text_config = transformers.AutoConfig.from_pretrained(tiny_text_model)
+    size |= {"vocab_size": text_config.vocab_size, "eos_token_id": text_config.eos_token_id}
+    config = transformers.MixtralConfig(**size, num_key_value_heads=2, num_local_experts=4, pad_token_id=None)
+    torch.manual_seed(0)
+    shutil.copytree(tiny_text_model, tmp_path / "model")
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
+    dataset = write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i} + {i}?"} for i in range(12)])
+    module = load(tmp_path, "ppo_router_loss")
+    flags = FAST | any_score | {"dataset": dataset, "router_aux_coef": 0.5, "learning_rate": 1e-2}
+    result = train(module, tmp_path, model=str(tmp_path / "model"), critic_learning_rate=1e-3, **flags)
+    first, second = (metrics["loss/router"] for metrics in result.metrics)
+    assert 2 <= second < first < 4 and not result.run.actor.module.model.config.output_router_logits
+    with pytest.raises(SystemExit):
+        train(module, tmp_path, "dense", model=tiny_text_model, **flags)
+
+
+# ---- after a change of the scripts ----
+
+
+def renew() -> None:
+    """Write all diffs against the current scripts, and their numbers of lines."""
+    page = README.read_text()
+    for name in NAMES:
+        text, _, script = read_diff(name)
+        with tempfile.TemporaryDirectory() as folder:
+            path, error = patch(Path(folder), [name], fuzz=2)
+            labels = ["--label", script, "--label", script]
+            command = ["diff", "-U1", "-F", "^def ", *labels, ROOT / script, path]
+            diff = subprocess.run(command, capture_output=True, text=True).stdout
+        if error:
+            print(f"{name}: {error}")
+            continue
+        diff = re.sub(r"[ \t]+$", "", diff, flags=re.M)
+        (FORKS / f"{name}.diff").write_text(f"{text}\n{diff}")
+        row = re.escape(f"| [{name}]") + r"\(.*?\) \| .*? \| .*? \|"
+        page = re.sub(rf"(?m)^({row}) \+\d+ -\d+ ", r"\1 +{} -{} ".format(*count_lines(name)), page)
+    README.write_text(page)
+
+
+if __name__ == "__main__":
+    renew()

@@ -1,0 +1,86 @@
+"""docs/theory.md: the numbers of its examples, computed by the scripts' functions or by summing over all cases."""
+
+import re
+from math import comb
+
+import pytest
+import torch
+from conftest import ROOT
+
+from common.kl import kl_estimate
+from ppo_vl import compute_gae
+from rloo import compute_advantages
+
+SECTIONS = (ROOT / "docs/theory.md").read_text().split("\n## ")[1:]
+
+
+def table_rows(section: int) -> list[list[float]]:
+    """The numbers in each row of the section's table, without its first column."""
+    rows = re.findall(r"^\|([^|]*)\|(.*)\|$", SECTIONS[section - 1], re.M)
+    return [
+        [float(x) for x in cells.split("|")]
+        for _, cells in rows
+        if re.fullmatch(r"[\s\d.|-]*\d[\s|]*", cells)
+    ]
+
+
+def test_baselines_leave_the_mean_and_reduce_the_variance():
+    probs, rewards = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([1.0, 2.0, 6.0])
+    scores = torch.eye(3) - probs  # (3, 3): the gradient of log p(y) in the logits, for each response y
+    gradient = probs * (rewards - probs @ rewards)
+    for baseline, variance in ((0.0, "7.20"), (2.3, "2.05")):
+        estimates = (rewards - baseline)[:, None] * scores
+        assert torch.allclose(probs @ estimates, gradient, atol=1e-6)
+        total = probs @ (estimates - gradient).square().sum(1)
+        assert f"{total:.2f}" == variance and variance in SECTIONS[0]
+    assert f"({', '.join(f'{x:.2f}' for x in gradient)})" == "(-0.65, -0.09, 0.74)"
+    assert "(-0.65, -0.09, 0.74)" in SECTIONS[0]
+
+
+def test_leave_one_out_is_unbiased_and_grpo_is_not():
+    G = 8
+    rows = re.findall(r"^\| (0\.\d+) \| (.*) \|$", SECTIONS[1], re.M)
+    assert [float(p) for p, _ in rows] == [0.5, 0.1, 0.02]
+    for p, cells in rows:
+        p = float(p)
+        leave_one_out = grpo = 0.0
+        for k in range(G + 1):
+            rewards = torch.tensor([[1.0] * k + [0.0] * (G - k)], dtype=torch.double)
+            score = rewards[0] - p  # the gradient of log p(response) in the logit
+            advantages = compute_advantages(rewards, torch.ones(1, G, dtype=bool), normalize=False)[0]
+            centered = rewards[0] - rewards.mean()
+            probability = comb(G, k) * p**k * (1 - p) ** (G - k)
+            leave_one_out += probability * float((advantages * score).mean())
+            if 0 < k < G:
+                grpo += probability * float((centered / rewards.std() * score).mean())
+        truth = p * (1 - p)
+        assert leave_one_out == pytest.approx(truth)
+        expected = f"{truth:.3f} | {leave_one_out:.3f} | {grpo:.3f} | {grpo / truth:.2f}"
+        assert cells == expected
+
+
+def test_gae_from_lambda_0_to_1():
+    rewards, values, errors, *advantages = torch.tensor(table_rows(3)[1:])
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    for gae_lambda, expected in zip((0.0, 0.5, 1.0), advantages, strict=True):
+        result, _ = compute_gae(rewards[None], values[None], mask, gamma=1.0, gae_lambda=gae_lambda)
+        assert torch.allclose(result[0], expected, atol=1e-6)
+    assert torch.equal(errors, advantages[0]) and torch.allclose(advantages[2], 1 - values)
+
+
+def test_estimators_of_the_kl_in_the_reward_and_in_the_loss():
+    logit = torch.tensor(4.0).log().requires_grad_()  # p = (0.8, 0.2)
+    logprobs = torch.stack([logit, torch.zeros(())]).log_softmax(0)
+    probs = logprobs.detach().exp()
+    ref_logprobs = torch.tensor([0.5, 0.5]).log()
+    divergence = (logprobs.exp() * (logprobs - ref_logprobs)).sum()
+    (gradient,) = torch.autograd.grad(divergence, logit, retain_graph=True)
+    assert f"The KL is {divergence:.3f} and its gradient {gradient:.3f}." in SECTIONS[3]
+    for name in ("k1", "k2", "k3"):
+        estimate = kl_estimate(logprobs, ref_logprobs, name)  # (2,)
+        mean = (probs * estimate).sum()
+        deviation = (probs * (estimate - mean).square()).sum().sqrt()
+        surrogates = (probs * estimate.detach() * logprobs).sum(), (probs * estimate).sum()  # reward, loss
+        gradients = [torch.autograd.grad(x, logit, retain_graph=True)[0] for x in surrogates]
+        row = " | ".join(f"{x.item():.3f}" for x in (mean, deviation, *gradients)).replace("-0.000", "0.000")
+        assert f"| {name} | {row} |" in SECTIONS[3]

@@ -1,0 +1,144 @@
+"""Draw the figures of README.md and docs/recipes.md from runs.
+
+    python ppo_vl.py --run-name readme
+    python tools/figures.py readme runs            # docs/readme.png: rewards, and responses before and after
+    python tools/figures.py environments runs      # docs/environments.png: scores with and without tools
+
+For environments, run the commands of examples/guess_number.py and examples/zoom.py with --seed 1, 2 and 3 and --run-name
+guess1, ..., zoom3, then once with --max-turns 1 and --run-name guess_without or zoom_without. With one turn, the model
+sees no observation.
+"""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import matplotlib
+import tyro
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+from PIL import Image  # noqa: E402
+
+DOCS = Path(__file__).parent.parent / "docs"
+RED, GREEN, BLUE, GRAY = "#b8323f", "#1d7a46", "#7f9cc0", "#7a828c"
+REWARDS = {  # metric: label, color
+    "objective/scores": ("training batches", BLUE),
+    "eval/sampled_score": ("evaluation, sampled", RED),
+    "eval/greedy_score": ("evaluation, greedy", GREEN),
+}
+ENVIRONMENTS = {  # run name: title, (label, metric, suffixes of runs, color) of each curve
+    "guess": (
+        "examples/guess_number.py",
+        ("score: number found in three guesses", "objective/scores", "123", GREEN),
+        ("without answers: one guess", "objective/scores", ["_without"], GRAY),
+    ),
+    "zoom": (
+        "examples/zoom.py",
+        ("score: accuracy - 0.2 per call", "objective/scores", "123", GREEN),
+        ("score without the image", "objective/scores", ["_without"], GRAY),
+        ("share of calls, questions about shapes", "reward_metrics/calls_shape", "123", RED),
+        ("share of calls, questions about colors", "reward_metrics/calls_color", "123", BLUE),
+    ),
+}
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_curve(run_dir: Path, metric: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric."""
+    lines = [line for line in read_lines(run_dir / "metrics.jsonl") if metric in line]
+    return [line["train/step"] for line in lines], [line[metric] for line in lines]
+
+
+# ---- readme.png ----
+
+
+def before_and_after(run_dir: Path) -> list[tuple[dict, dict]]:
+    """Greedy responses at the first and last evaluation: two with a wrong answer at first, two without tags, and
+    two that are right from the start."""
+    records = [x for x in read_lines(run_dir / "samples.jsonl") if x["phase"] == "eval_greedy"]
+    last_step = max(record["train/step"] for record in records)
+    after = {record["row"]: record for record in records if record["train/step"] == last_step}
+    pairs = [(x, after[x["row"]]) for x in records if x["train/step"] == 0]
+    untagged = [pair for pair in pairs if "<answer>" not in pair[0]["response"]]
+    right = [pair for pair in pairs if score(pair[0]) == 1]
+    confused = [pair for pair in pairs if pair not in untagged and pair not in right]
+    return [*confused[:2], *untagged[:2], *right[:2]]
+
+
+def score(record: dict) -> float:
+    return 0.9 * record["reward/accuracy"] + 0.1 * record["reward/format"]
+
+
+def describe(record: dict) -> str:
+    if score(record) == 1:
+        return "right"
+    return "wrong" if "<answer>" in record["response"] else "no answer tags"
+
+
+def draw_readme(runs: Path):
+    """Large type, because GitHub scales the image to the width of a phone."""
+    plt.rcParams |= {"font.size": 22}
+    run_dir = runs / "readme"
+    figure = plt.figure(figsize=(15, 13), dpi=80)
+    axes = figure.add_axes((0.07, 0.645, 0.91, 0.305))
+    for metric, (label, color) in REWARDS.items():
+        width, marker = (2, None) if color == BLUE else (4, "o")
+        style = {"color": color, "label": label, "linewidth": width, "marker": marker, "markersize": 12}
+        axes.plot(*read_curve(run_dir, metric), **style)
+    axes.set(ylim=(0, 1.05), xlabel="step", title="Reward (maximum 1)")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize=24, frameon=False)
+
+    title = "Greedy responses to evaluation questions, before and after training"
+    figure.text(0.5, 0.54, title, ha="center", fontsize=26)
+    for k, pair in enumerate(before_and_after(run_dir)):
+        left, top = 0.02 + 0.5 * (k % 2), 0.515 - 0.178 * (k // 2)
+        figure.text(left, top, pair[0]["prompt"], va="top", fontsize=23)
+        panel = figure.add_axes((left, top - 0.15, 0.1, 0.115))
+        panel.imshow(Image.open(pair[0]["image"]))
+        panel.set(xticks=[], yticks=[])
+        panel.spines[:].set_visible(True)
+        for record, when, y in zip(pair, ("before", "after"), (top - 0.036, top - 0.096)):
+            color = GREEN if score(record) == 1 else RED
+            note = f"{when}: {describe(record)}, reward {score(record):.1f}"
+            figure.text(left + 0.12, y, note, va="top", fontsize=20, color="0.35")
+            style = {"va": "top", "fontsize": 20, "color": color, "family": "monospace"}
+            figure.text(left + 0.12, y - 0.023, record["response"], **style)
+    return figure
+
+
+# ---- environments.png ----
+
+
+def draw_environments(runs: Path):
+    """Each value is the mean over up to three neighboring steps."""
+    figure, panels = plt.subplots(1, 2, figsize=(8.6, 3.3), dpi=100, layout="constrained")
+    for axes, (name, (title, *curves)) in zip(panels, ENVIRONMENTS.items()):
+        for label, metric, suffixes, color in curves:
+            for k, suffix in enumerate(suffixes):
+                steps, values = read_curve(runs / f"{name}{suffix}", metric)
+                windows = [values[max(0, i - 1) : i + 2] for i in range(len(values))]
+                means = [sum(window) / len(window) for window in windows]
+                axes.plot(steps, means, color=color, label=label if k == 0 else None, linewidth=1.3)
+        axes.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
+        axes.grid(color="#e4e4e4", linewidth=0.7)
+    panels[0].legend(frameon=False, fontsize=8, loc="upper left")
+    panels[1].legend(frameon=False, fontsize=8, loc="center right", bbox_to_anchor=(1, 0.24))
+    return figure
+
+
+def main(
+    name: tyro.conf.Positional[Literal["readme", "environments"]], runs: tyro.conf.Positional[Path]
+) -> None:
+    """name: figure to draw. runs: directory with the runs."""
+    plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
+    draw = {"readme": draw_readme, "environments": draw_environments}[name]
+    draw(runs).savefig(DOCS / f"{name}.png")
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
