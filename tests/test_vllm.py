@@ -276,7 +276,8 @@ def test_turns_continue_from_token_ids(text):
 @pytest.mark.parametrize("setup", ["vlm", "served"], indirect=True)  # text is sent as token ids
 def test_other_prompt_tokens_are_refused(setup, capsys):
     prompt = setup.prompts[3]
-    changed = replace(prompt, input_ids=torch.cat([prompt.input_ids, prompt.input_ids[-1:]]))
+    input_ids = torch.cat([prompt.input_ids, prompt.input_ids[-1:]])
+    changed = replace(prompt, token_inputs={"input_ids": input_ids[None]})
     with pytest.raises(SystemExit) as stop:
         setup.sampler.generate([changed], 1, 1.0)
     assert stop.value.code == 2 and "row 3: vLLM tokenizes it differently" in capsys.readouterr().err
