@@ -430,7 +430,7 @@ def gather_examples(data: "ExampleDataset", example_ids: list[int]) -> list[Exam
     examples = []
     for example in data.encode_all(share):
         prefix = example.prefix
-        info = PromptInfo(index=example.example_id, length=prefix.length, media_keys=prefix.media_keys)
+        info = PromptInfo(row_id=example.example_id, length=prefix.length, media_keys=prefix.media_keys)
         examples.append(replace(example, prefix=info, row={}))
     return all_gather_list(examples)
 
@@ -928,7 +928,7 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
         prompts=[example.prefix for example in examples],
         encode=lambda example_id: run.train_data.encode(example_id).prefix,
         responses=[example.suffix_ids for example in examples], max_tokens=args.micro_batch_tokens,
-        rank=RANK, world_size=WORLD_SIZE, media_everywhere=args.zero_stage > 0,
+        rank=RANK, world_size=WORLD_SIZE, separate_media=args.zero_stage > 0,
         continuations={b: example.suffix for b, example in enumerate(examples)},
     )  # fmt: skip
 
@@ -977,7 +977,7 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
         model=model,
         prompts=prefixes,
         num_samples=1,
-        max_length=args.max_response_length,
+        max_new_tokens=args.max_response_length,
         eos_ids=get_eos_ids(model, tokenizer),
         temperature=0.0,
         max_tokens=args.micro_batch_tokens,
@@ -1042,7 +1042,7 @@ def sum_logprobs(args: Args, model, prefixes: list[Prompt], responses: list[tupl
     packs = packing.iter_rank_packs(
         model=model,
         groups=list(groups.items()),
-        prompts=[replace(prefix, index=i) for i, prefix in enumerate(prefixes)],
+        prompts=[replace(prefix, row_id=i) for i, prefix in enumerate(prefixes)],
         encode=prefixes.__getitem__,
         responses=texts,
         max_tokens=max(args.micro_batch_tokens, *lengths),  # a text can have more tokens than generated

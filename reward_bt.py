@@ -562,7 +562,7 @@ def encode_ranking(
         ids = [x["input_ids"][0].tolist() for x in encoded]
         num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])
     length = len(input_ids) - len(ids[0]) + num_shared
-    prompt = packing.make_prompt(model, inputs, index=index, length=length)
+    prompt = packing.make_prompt(model, inputs, row_id=index, length=length)
     # Chat templates end a turn. Without one, the head would read the last word instead of EOS.
     end = [] if processor.chat_template else [processor.eos_token_id]
     return prompt, [torch.tensor(chat_ids[num_shared:] + end) for chat_ids in ids]
@@ -746,7 +746,7 @@ def gather_rankings(data: RankingDataset, rows: list[int]) -> list[Ranking]:
     for row in np.array_split(np.array(rows), WORLD_SIZE)[RANK].tolist():
         if ranking := data.encode(row):
             prompt = ranking.prompt
-            info = PromptInfo(prompt.index, prompt.length, prompt.media_keys)
+            info = PromptInfo(prompt.row_id, prompt.length, prompt.media_keys)
             rankings.append(replace(ranking, prompt=info))
     return all_gather_list(rankings)
 
@@ -777,7 +777,7 @@ def make_packs(
         max_tokens=args.micro_batch_tokens,
         rank=RANK,
         world_size=WORLD_SIZE,
-        media_everywhere=args.zero_stage > 0,
+        separate_media=args.zero_stage > 0,
     )
     packs = list(packs)
     num_parts = sum(len({ranking_of[b] for b in pack.response_index.tolist()}) for pack in packs)
@@ -852,7 +852,7 @@ def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[d
         for (chosen, chosen_reward), (rejected, rejected_reward) in combinations(responses, 2):
             record = ranking.columns | {
                 "phase": phase,
-                "row": ranking.prompt.index,
+                "row": ranking.prompt.row_id,
                 "chosen": chosen,
                 "rejected": rejected,
                 "chosen_reward": chosen_reward,

@@ -52,23 +52,23 @@ class Response:
 
 @torch.no_grad()
 def generate(
-    model, prompts: list[Prompt], num_samples: int, max_length: int, eos_ids: list[int],
+    model, prompts: list[Prompt], num_samples: int, max_new_tokens: int, eos_ids: list[int],
     temperature: float, max_tokens: int,
 ) -> list[Response]:  # fmt: skip
     """num_samples responses to each prompt, seeded with the prompt's seed; greedy at temperature 0.
 
-    max_length: tokens per response, including EOS; a prompt may have a lower max_new_tokens.
+    max_new_tokens: tokens per response, including EOS; a prompt may have a lower max_new_tokens.
     max_tokens: per pack of prompts. Media tokens are never sampled, because log-probs mask them, too."""
     if not is_packed(model):
         responses = []
         for prompt in prompts:
-            limit = min(max_length, prompt.max_new_tokens or max_length)
+            limit = min(max_new_tokens, prompt.max_new_tokens or max_new_tokens)
             responses += generate_padded(model, prompt, num_samples, limit, eos_ids, temperature)
         return responses
     device, G = model.device, num_samples
-    limits = [min(max_length, p.max_new_tokens or max_length) for p in prompts for _ in range(G)]
+    limits = [min(max_new_tokens, p.max_new_tokens or max_new_tokens) for p in prompts for _ in range(G)]
     limits = torch.tensor(limits, device=device)  # (n * G,)
-    uniforms = [np.random.default_rng(p.seed).random((G, max_length)) for p in prompts]
+    uniforms = [np.random.default_rng(p.seed).random((G, max_new_tokens)) for p in prompts]
     uniforms = torch.tensor(np.concatenate(uniforms), device=device)  # (n * G, R)
     tokens = torch.full(uniforms.shape, -1, device=device)  # (n * G, R): -1 after the end
     logprobs = torch.zeros(uniforms.shape, device=device)  # (n * G, R)
@@ -78,7 +78,7 @@ def generate(
     position = torch.tensor([p.next_position for p in prompts for _ in range(G)], device=device)
     axes = prompts[0].position_ids.shape[:-1]  # (3,) for M-RoPE
     rows = torch.arange(len(position), device=device)  # (B,): unfinished responses
-    for t in range(max_length):
+    for t in range(max_new_tokens):
         token_logprobs = next_logprobs(model, hidden, temperature or 1.0)  # (B, V)
         if temperature:
             token = sample_token(token_logprobs, uniforms[rows, t])  # (B,)
@@ -160,7 +160,7 @@ def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate_padded(
-    model, prompt: Prompt, num_samples: int, max_length: int, eos_ids: list[int], temperature: float
+    model, prompt: Prompt, num_samples: int, max_new_tokens: int, eos_ids: list[int], temperature: float
 ) -> list[Response]:
     """num_samples responses to a prompt by model.generate, seeded with the prompt's seed."""
     torch.manual_seed(prompt.seed)
@@ -170,7 +170,7 @@ def generate_padded(
         out = run_model(
             model.generate,
             **to_device(inputs, model),
-            max_new_tokens=max_length,
+            max_new_tokens=max_new_tokens,
             eos_token_id=eos_ids,
             pad_token_id=eos_ids[0],
             do_sample=temperature > 0,
@@ -183,7 +183,7 @@ def generate_padded(
             return_dict_in_generate=True,
         )
     except ModelError as error:
-        stop(f"the model's generate fails at row {prompt.index}: {error}")
+        stop(f"the model's generate fails at row {prompt.row_id}: {error}")
     tokens = out.sequences[:, -len(out.scores) :].cpu()  # (G, R)
     logprobs = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True).cpu()
     responses = []

@@ -163,7 +163,7 @@ class EnvironmentSampler:
             yield
         except Exception as error:
             name = self.environment_class.__name__
-            row = trajectory.prompt.index
+            row = trajectory.prompt.row_id
             error.add_note(f"In turn {trajectory.num_turns} of environment {name}, dataset row {row}.")
             raise
 

@@ -160,7 +160,7 @@ def fill_pack(cases: Cases, long: tuple, max_tokens: int) -> tuple:
 
 def run_cases(model, forward: Callable, max_tokens: int, cases: Cases, own_positions: bool = False) -> list:
     """The results of all responses. own_positions: the model computes positions itself."""
-    prompts = [replace(prompt, index=i) for i, (prompt, _) in enumerate(cases)]
+    prompts = [replace(prompt, row_id=i) for i, (prompt, _) in enumerate(cases)]
     continuations = dict(enumerate(x for _, responses in cases for x in responses))
     indices = iter(continuations)
     packs = packing.iter_rank_packs(
@@ -227,8 +227,8 @@ def compare_with_generate(model, cases: Cases, samples: bool) -> list[str]:
         except ModelError as model_error:
             problem = f"the model's generate fails: {model_error}"
         if samples:
-            packing.stop(f"row {prompt.index}: {problem}")
-        return [f"warning: row {prompt.index}: {problem}, so don't sample from this model"]
+            packing.stop(f"row {prompt.row_id}: {problem}")
+        return [f"warning: row {prompt.row_id}: {problem}, so don't sample from this model"]
     return []
 
 

@@ -80,7 +80,7 @@ class Servers:
         responses = []
         for prompt, reply in zip(prompts, replies):
             if reply["prompt_token_ids"] != prompt.input_ids.tolist():
-                stop(f"row {prompt.index}: vLLM tokenizes it differently; use --sampler hf")
+                stop(f"row {prompt.row_id}: vLLM tokenizes it differently; use --sampler hf")
             for choice in reply["choices"]:
                 ids = torch.tensor(choice["token_ids"])
                 logprobs = torch.tensor([token["logprob"] for token in choice["logprobs"]["content"]])

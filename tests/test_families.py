@@ -701,7 +701,7 @@ def test_a_generate_that_fails_ends_the_run_in_one_sentence(folder_of, monkeypat
         raise error
 
     model = load_model(folder_of("llama"))
-    prompt = packing.make_prompt(model, {"input_ids": torch.arange(5, 20)[None]}, index=7)
+    prompt = packing.make_prompt(model, {"input_ids": torch.arange(5, 20)[None]}, row_id=7)
     monkeypatch.setattr(type(model), "generate", fail)
     with pytest.raises(SystemExit):
         decoding.generate(model, [prompt], 3, 8, [500], temperature=1.0, max_tokens=100)

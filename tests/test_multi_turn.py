@@ -133,7 +133,7 @@ def test_trajectories_equal_the_unmodified_model_on_the_whole_chat(family, folde
     model, unmodified = (load_model(folder) for _ in range(2))
     processor = transformers.AutoProcessor.from_pretrained(folder)
     data = load_data(folder, model, processor)
-    prompts = [replace(data.encode(i), index=i) for i in range(4)]
+    prompts = [replace(data.encode(i), row_id=i) for i in range(4)]
     whole = make_trajectories(prompts, model, processor)
     assert [len(x.messages) for x in whole] == [5] * 4 and not any(x.truncated for x in whole)
     assert max(int((~x.response_mask).sum()) for x in whole) > 200
@@ -229,7 +229,7 @@ def tiny(*change: str):
     packing.set_attention(model, "packed")
     messages = [{"role": "user", "content": [{"type": "text", "text": "Which color?"}]}]
     inputs = chats.encode_chat(processor, messages, add_generation_prompt=True)
-    prompt = packing.make_prompt(model, inputs, index=7, row={"prompt": "Which color?"}, messages=messages)
+    prompt = packing.make_prompt(model, inputs, row_id=7, row={"prompt": "Which color?"}, messages=messages)
     return model, processor, prompt
 
 

@@ -432,7 +432,7 @@ def test_a_reference_is_loaded_only_for_a_kl(run, monkeypatch):
 def unmodified_hidden(run, rollout, b: int) -> torch.Tensor:
     """Hidden states (R, H) that predict the tokens of response b, of the unmodified tiny model."""
     backbone = ppo_vl.load_model(filled(), TINY).base_model.eval()
-    prompt = run.train_data.encode(rollout.prompts[b // 4].index)
+    prompt = run.train_data.encode(rollout.prompts[b // 4].row_id)
     sequence = packing.extend_prompt(prompt, packing.continue_prompt(prompt, rollout.response_ids[b]))
     with torch.no_grad():
         hidden = backbone(**sequence.inputs).last_hidden_state[0]
@@ -496,7 +496,7 @@ def test_critic_from_a_classifier_with_one_label(run, tiny_text_model, text_crit
     run_state, rollout = steps[0].run, steps[0].rollout
     classifier = transformers.AutoModelForSequenceClassification.from_pretrained(source).eval()
     for b in (0, 15):
-        prompt = run_state.train_data.encode(rollout.prompts[b // 4].index)
+        prompt = run_state.train_data.encode(rollout.prompts[b // 4].row_id)
         for t in range(len(rollout.response_ids[b])):
             input_ids = torch.cat([prompt.input_ids, rollout.response_ids[b][:t]])[None]
             classifier.config.pad_token_id = None  # so that it reads the last token
@@ -778,7 +778,7 @@ def test_videos_images_and_text_in_one_batch(run, mixed, folder_of, monkeypatch,
     (metrics,) = metrics_of(run(model=model, dataset=mixed, **flags))
     assert sum("packing enabled" in args[0] for args, _, _ in messages) == 2
     assert metrics["train/grad_norm"] > 0 and metrics["sampling/logprob_diff_mean"] < 1e-4
-    assert {prompt.index for prompt in steps[0].rollout.prompts} == {*range(10)}
+    assert {prompt.row_id for prompt in steps[0].rollout.prompts} == {*range(10)}
 
 
 # --- packs, ranks and stages ---

@@ -196,7 +196,7 @@ def test_unusable_rows_are_skipped_with_a_reason(encode, capsys):
     good = GOOD | {"image": None, "margin": None}
     rankings, _ = encode(good, *({**good, **change} for change in UNUSABLE.values()), max_length=50)
     lines = capsys.readouterr().err.splitlines()
-    assert [x.prompt.index for x in rankings] == [0] and len(lines) == len(UNUSABLE)
+    assert [x.prompt.row_id for x in rankings] == [0] and len(lines) == len(UNUSABLE)
     for i, (reason, line) in enumerate(zip(UNUSABLE, lines), 1):
         assert f"data.jsonl row {i} is skipped" in line and reason in line
 
@@ -277,7 +277,7 @@ def test_unusable_rows_are_replaced_by_the_next_ones(batch_size, text, tmp_path)
     found = [reward_bt.next_rankings(args, run) for _ in range(120 // batch_size)]
     assert {len(rankings) for rankings in found} == {batch_size}
     order = reward_bt.choose_rows(range(run.state["rows_read"]), 3, args.seed)
-    assert [x.prompt.index for rankings in found for x in rankings] == [row for row in order if row != 1]
+    assert [x.prompt.row_id for rankings in found for x in rankings] == [row for row in order if row != 1]
     assert data.rows_skipped == order.count(1) > 50
 
 

@@ -192,7 +192,7 @@ def fake():
     """args, run and data for collect_rollout: each response is the number of its row and of its sample."""
 
     def generate(prompts, num_samples, temperature):
-        ids = [[10 + p.index, 20 + j] for p in prompts for j in range(num_samples)]
+        ids = [[10 + p.row_id, 20 + j] for p in prompts for j in range(num_samples)]
         return [Response(torch.tensor(i), torch.zeros(2), truncated=i[1] == 21) for i in ids]
 
     def encode(row: int) -> Prompt | None:
@@ -220,7 +220,7 @@ def fake():
 def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     args, run, data = fake
     rollout = rloo.collect_rollout(args, run, data, [2, 7, 0], num_samples=3, temperature=1.0, step=1)
-    assert [prompt.index for prompt in rollout.prompts] == [2, 1, 0]  # index 7 is row 1 in the second epoch
+    assert [prompt.row_id for prompt in rollout.prompts] == [2, 1, 0]  # index 7 is row 1 in the second epoch
     assert rollout.rewards["own"].tolist() == [[1.0] * 3] * 3
     assert rollout.scores[:, 0].tolist() == pytest.approx([1.0, 0.9, 1.0])  # None does not count as 0
     assert rollout.truncated.tolist() == [[False, True, False]] * 3
@@ -292,7 +292,7 @@ def test_batches_are_counted_in_responses(monkeypatch):
         calls.clear()
         assert sampler.generate([*range(10)], num_samples, 0.5) == [*range(10)]
         assert [len(call["prompts"]) for call in calls] == expected
-    assert calls[0]["max_tokens"] == 4096 and calls[0]["max_length"] == 24 and calls[0]["temperature"] == 0.5
+    assert calls[0]["max_tokens"] == 4096 and calls[0]["max_new_tokens"] == 24 and calls[0]["temperature"] == 0.5
 
 
 # ---- data ----

@@ -470,7 +470,7 @@ def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_
     run("rloo", dataset=write_jsonl(tmp_path / "one.jsonl", vqa_rows[:1]), eval_dataset=None, total_steps=1)
     _, rollout = rollouts[0]
     texts = [tuple(ids.tolist()) for ids in rollout.response_ids]
-    assert len({*zip(*[iter(texts)] * 4)}) == 4 and {prompt.index for prompt in rollout.prompts} == {0}
+    assert len({*zip(*[iter(texts)] * 4)}) == 4 and {prompt.row_id for prompt in rollout.prompts} == {0}
 
 
 # ---- slow ----

@@ -195,7 +195,7 @@ def probabilities(step: Step) -> list[tuple[str, float, float, float]]:
     run, rollout = step.run, step.rollout
     data = run.train_data
     G = step.args.num_samples_per_prompt
-    prompt = data.encode(rollout.prompts[step.example].index)
+    prompt = data.encode(rollout.prompts[step.example].row_id)
     end = next(ids[-1:] for ids in rollout.response_ids if ids[-1] in run.sampler.eos_ids)
     candidates = rollout.response_ids[step.example * G : (step.example + 1) * G]
     for word in sorted({str(answer) for answer in data.rows["answer"]}):
@@ -238,7 +238,7 @@ def describe(step: Step) -> dict:
     candidates = probabilities(step)
     return vars(step) | {
         "G": G,
-        "prompts": [run.train_data.encode(prompt.index) for prompt in rollout.prompts],
+        "prompts": [run.train_data.encode(prompt.row_id) for prompt in rollout.prompts],
         "texts": [readable(tokenizer.decode(ids, skip_special_tokens=True)) for ids in rollout.response_ids],
         "token": lambda id: readable(tokenizer.decode([id])),
         "image_id": image_id,

@@ -288,10 +288,10 @@ def run_cleanrft(job: dict, directory: Path) -> None:
 
     def record_prompts(inputs, responses) -> None:
         sampler, prompts, *_ = inputs
-        prompt_ids.update({prompt.index: prompt.input_ids.tolist() for prompt in prompts})
+        prompt_ids.update({prompt.row_id: prompt.input_ids.tolist() for prompt in prompts})
 
     def record_responses(inputs, rollout) -> None:
-        order = sorted(range(len(rollout.prompts)), key=lambda i: rollout.prompts[i].index)
+        order = sorted(range(len(rollout.prompts)), key=lambda i: rollout.prompts[i].row_id)
         groups = [rollout.response_ids[i * job["G"] :][: job["G"]] for i in order]
         step["completions"] = [ids.tolist() for group in groups for ids in group]
 
