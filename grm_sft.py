@@ -1341,19 +1341,24 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
     return tuple(paths)
 
 
+def checkpoint_step(checkpoint: Path) -> int:
+    """The N of checkpoint-N or checkpoint-N-problem."""
+    return int(checkpoint.name.split("-")[1])
+
+
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints, ordered by step, without those that were saved after a problem."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name[11:]))
+    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=checkpoint_step)
 
 
 def find_last_checkpoint(run_dir: Path) -> Path | None:
     """The checkpoint with which --resume auto continues; None for a new run."""
-    checkpoint = (list_checkpoints(run_dir) or [None])[-1]
-    last_step = int(checkpoint.name[11:]) if checkpoint else 0
+    checkpoints = list_checkpoints(run_dir)
+    last_step = checkpoint_step(checkpoints[-1]) if checkpoints else 0
     for problem in run_dir.glob("checkpoint-*-problem"):
-        if int(problem.name.split("-")[1]) > last_step:
+        if checkpoint_step(problem) > last_step:
             stop(f"{problem} was saved after a problem: to go on from step {last_step}, rename or delete it")
-    return checkpoint
+    return checkpoints[-1] if checkpoints else None
 
 
 def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> dict:
