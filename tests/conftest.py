@@ -151,7 +151,29 @@ def argv(tmp_path, vqa):
 
 
 @pytest.fixture
-def run(argv, tmp_path):
+def check_once(monkeypatch):
+    """The check at startup is a third of a short run, so a model in fp32 is checked in its first run only."""
+    from common import packing, packing_check
+
+    choose_layout = packing_check.choose_layout
+
+    def choose(model, forward, **keywords) -> str:
+        key = (type(model), model.name_or_path, *keywords["prompts"][0].media_keys)
+        if key in CHECKED and model.dtype.itemsize == 4:
+            packing.copy_layout(CHECKED[key][0], model)
+            return CHECKED[key][1]
+        message = choose_layout(model, forward, **keywords)
+        CHECKED[key] = (model, message)
+        return message
+
+    monkeypatch.setattr(packing_check, "choose_layout", choose)
+
+
+CHECKED = {}  # by class, folder and media: a model with its layout, and the message of the check
+
+
+@pytest.fixture
+def run(argv, tmp_path, check_once):
     """Function that runs a script in this process and returns the run directory."""
 
     def go(script: str, **flags) -> Path:

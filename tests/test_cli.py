@@ -76,11 +76,17 @@ def test_columns_are_renamed(script, tmp_path, capsys):
         return module.load_rows(module.Args(dataset=source, columns=columns), data, "train")[0]
 
     pairs = "prompt=problem", "answer=solution", "image=photo"
-    assert load(source, *pairs) == {"prompt": "Q", "answer": "A", "image": "a.png"}  # the old answer is replaced
+    assert load(source, *pairs) == {
+        "prompt": "Q",
+        "answer": "A",
+        "image": "a.png",
+    }  # the old answer is replaced
     for columns, words in {
         ("prompt",): "--columns prompt must be name=column",
         ("=problem",): "--columns =problem must be name=column",
-        ("prompt=q",): f"--columns prompt=q must be name=column; {source} has problem, solution, photo, answer",
+        (
+            "prompt=q",
+        ): f"--columns prompt=q must be name=column; {source} has problem, solution, photo, answer",
     }.items():
         with pytest.raises(SystemExit) as ended:
             load(source, *columns)

@@ -137,6 +137,7 @@ def test_guess_number(tmp_path):
             assert all((guess > int(turns[k - 1])) == (turns[k] == "higher") for guess in later)
 
 
+@pytest.mark.slow
 def test_zoom(tmp_path):
     make("zoom.py", tmp_path, "data")
     zoom_data = tmp_path / "data"

@@ -104,11 +104,11 @@ START = load_weights(Path(TINY))
 
 def test_a_run_leaves_metrics_samples_and_a_model(run, vqa, any_score):
     run_dir = run(
-        eval_dataset=vqa, save_steps=1, save_total_limit=1, total_steps=3,
+        eval_dataset=vqa, save_steps=1, save_total_limit=1,
         rewards=("accuracy", "format", *any_score["rewards"]), reward_weights=(0.1, 0.1, 1.0),
     )  # fmt: skip
     metrics = metrics_of(run_dir)
-    assert [(m["train/step"], m["train/episode"]) for m in metrics] == [(1, 16), (2, 32), (3, 48)]
+    assert [(m["train/step"], m["train/episode"]) for m in metrics] == [(1, 16), (2, 32)]
     keys = "objective/scores reward/format reward/score policy/approx_kl loss/policy loss/value time/total"
     keys += " value/clipfrac value/explained_variance train/grad_norm train/critic_grad_norm"
     assert all({*keys.split()} <= m.keys() for m in metrics)
@@ -116,10 +116,10 @@ def test_a_run_leaves_metrics_samples_and_a_model(run, vqa, any_score):
     assert "eval/sampled_score" in metrics[-1] and "eval/sampled_score" not in metrics[0]
     phases = {record["phase"] for record in read_jsonl(run_dir / "samples.jsonl")}
     assert phases == {"train", "eval_greedy", "eval_sampled"}
-    assert [path.name for path in run_dir.glob("checkpoint*")] == ["checkpoint-3"]
-    transformers.AutoModelForImageTextToText.from_pretrained(run_dir / "checkpoint-3")
-    assert largest_difference(weights_of(run_dir, 3), START) > 0
-    transformers.AutoProcessor.from_pretrained(run_dir / "checkpoint-3")
+    assert [path.name for path in run_dir.glob("checkpoint*")] == ["checkpoint-2"]
+    transformers.AutoModelForImageTextToText.from_pretrained(run_dir / "checkpoint-2")
+    assert largest_difference(weights_of(run_dir, 2), START) > 0
+    transformers.AutoProcessor.from_pretrained(run_dir / "checkpoint-2")
 
 
 # --- the wiring of main ---
@@ -285,14 +285,14 @@ def test_filtering_makes_fewer_updates_but_schedules_advance(run, monkeypatch, t
     """One prompt of four is scored: one update of 4 responses per epoch, not two with 4 and 0."""
     updates = spy(monkeypatch, "optimizer_step")
     steps = spy_on_steps(monkeypatch)
-    flags = {"total_steps": 4, "warmup_updates": 3}
+    flags = {"warmup_updates": 1}
     all_kept = metrics_of(run(**flags, run_name="all"))
-    assert len(updates) == 4 * 4 * 2  # steps, updates, models
+    assert len(updates) == 2 * 4 * 2  # steps, updates, models
     filtered = metrics_of(run(**flags, **none_for_most(tmp_path)))
-    assert len(updates) == 4 * 4 * 2 + 4 * 2 * 2
+    assert len(updates) == 2 * 4 * 2 + 2 * 2 * 2
     for one, other in zip(all_kept, filtered):
         assert one["train/learning_rate"] == other["train/learning_rate"]
-    rates = [x.run.critic.get_lr()[0] for x in (steps[3], steps[7])]
+    rates = [x.run.critic.get_lr()[0] for x in (steps[1], steps[3])]
     assert rates[0] == rates[1] < 0.2 * steps[0].run.critic.optimizer.param_groups[0]["initial_lr"]
 
 
@@ -325,7 +325,7 @@ def test_models_are_in_eval_mode(run, monkeypatch):
 
     compute_tables = ppo_vl.compute_logprobs_and_values
     monkeypatch.setattr(ppo_vl, "compute_logprobs_and_values", watch)
-    run(gradient_checkpointing=True)
+    run(gradient_checkpointing=True, num_epochs=1)
     assert modes == [{False}] * 2
 
 
@@ -346,6 +346,7 @@ def shift_sampler(monkeypatch, shift: float, after: int = 0) -> None:
     monkeypatch.setattr(ppo_vl.HFSampler, "generate", shifted)
 
 
+@slow
 def test_a_sampler_that_computes_other_logprobs_stops_the_run(run, monkeypatch, capsys, tmp_path):
     """The suspect step is saved, not counted by rotation and not picked by --resume auto."""
     flags = {"save_steps": 1, "save_total_limit": 1, "total_steps": 3}
@@ -457,6 +458,7 @@ def test_critic_from_a_reward_model_takes_its_head(run, tmp_path, monkeypatch):
     assert all(torch.equal(x, expected[name]) for name, x in again.state_dict().items())
 
 
+@slow
 def test_the_trained_critic_is_exported(run):
     """With LoRA merged; --critic-model loads it again."""
     run_dir = run(**FAST, total_steps=1, lora_rank=2)
@@ -591,6 +593,7 @@ def test_packing_of_the_critic_is_checked(run, monkeypatch, capsys):
         return hidden.flip(-1) if is_critic and packing.is_packed(model) else hidden
 
     monkeypatch.setattr(packing, "forward_hidden", wrong)
+    monkeypatch.setattr(conftest, "CHECKED", {})
     steps = spy_on_steps(monkeypatch)
     run(**ONE_UPDATE)
     out = capsys.readouterr().out
@@ -682,9 +685,9 @@ def test_a_step_without_responses_to_train_on_is_logged(run):
 
 def test_episodes_are_responses_not_skipped_rows(run, vqa_rows, tmp_path):  # B16
     rows = [row | ({} if i % 4 else {"image": "gone.png"}) for i, row in enumerate(vqa_rows)]
-    metrics = metrics_of(run(dataset=write_jsonl(tmp_path / "rows.jsonl", rows), total_steps=4))
+    metrics = metrics_of(run(dataset=write_jsonl(tmp_path / "rows.jsonl", rows)))
     skipped = sum(step["rollout/prompts_skipped"] for step in metrics)
-    assert skipped > 0 and metrics[-1]["train/episode"] == 4 * (4 * 4 - skipped)
+    assert skipped > 0 and metrics[-1]["train/episode"] == 4 * (2 * 4 - skipped)
 
 
 # --- flags ---
@@ -723,34 +726,6 @@ def test_freeze_must_match_a_parameter(run, capsys):
     assert stopped.value.code == 2 and "--freeze no such name matches no parameter" in capsys.readouterr().err
 
 
-# --- resuming ---
-
-
-def test_a_branch_leaves_the_old_run_as_it_is(run, capsys):
-    """--resume checkpoint-1 of a run that went on to 3 starts a new run with its own directory."""
-    flags = {"total_steps": 3, "save_steps": 1, "save_total_limit": 9}
-    old = run(**flags)
-    before = {path: path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()}
-    run(**flags, run_name="branch", resume=str(old / "checkpoint-1"))
-    assert before == {path: path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()}
-    assert_same_run(old, old.parent / "branch", 0, of_weights=0)  # its logs begin with those of step 1
-    with pytest.raises(SystemExit):
-        run(**flags, resume=str(old / "checkpoint-1"))
-    assert "already exists" in capsys.readouterr().err
-
-
-def test_a_continued_run_keeps_the_lines_that_it_repeats(run):
-    flags = {"total_steps": 3, "save_steps": 1, "save_total_limit": 9}
-    run_dir = run(**flags)
-    (run_dir / "checkpoint-3").rename(run_dir / "checkpoint-3.tmp")  # as after a kill
-    (run_dir / "checkpoint-2").rename(run_dir / "checkpoint-2.tmp")
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    run(**flags | {"eval_steps": 1}, resume="auto")
-    assert (run_dir / "metrics.repeated.jsonl").read_text().splitlines() == lines[1:]
-    assert [m["train/step"] for m in metrics_of(run_dir)] == [1, 2, 3]
-    assert {"args.json", "args-from-step-2.json"} <= {path.name for path in run_dir.iterdir()}
-
-
 # --- videos, images and text ---
 
 
@@ -784,6 +759,7 @@ def test_videos_images_and_text_in_one_batch(run, mixed, folder_of, monkeypatch,
 # --- packs, ranks and stages ---
 
 
+@slow
 def test_results_do_not_depend_on_packs(run, monkeypatch):
     """Denominators are those of the whole optimizer step, however it is split."""
     packs = spy(monkeypatch, "compute_value_loss")
@@ -809,8 +785,8 @@ def test_ranks_and_stages_have_the_same_metrics_and_weights(start, any_score, mi
     flags |= any_score
     assert start("ppo_vl", **flags).wait() == 0
     offloaded = {"zero_stage": 3, "offload_optimizer": True}
-    plans = [(2, {}), (2, {"zero_stage": 2}), (2, {"zero_stage": 3}), (1, offloaded)]
-    plans = [(2, offloaded), (1, {"zero_stage": 2})] if lora else plans
+    plans = [(2, {"zero_stage": 2}), (2, {"zero_stage": 3}), (1, offloaded)]
+    plans = [(2, offloaded)] if lora else plans
     for i, (ranks, plan) in enumerate(plans):
         assert start("ppo_vl", ranks, **flags | plan | {"run_name": f"other{i}"}).wait() == 0
         assert_same_run(tmp_path / "runs/run", tmp_path / f"runs/other{i}", 2e-4, of_weights=2e-5)

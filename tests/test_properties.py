@@ -49,7 +49,7 @@ def dense(hidden, weight, bias, targets, temperature, softcap, factor, suppresse
     return logp.gather(1, column[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-@cases(quick=100, slow=3000)
+@cases(quick=100, slow=1000)
 def test_head(examples, monkeypatch):
     def property_(case: dict) -> None:
         M, V, chunk, random = case["M"], case["V"], case["chunk"], seeded(case["seed"])
@@ -123,7 +123,7 @@ def gradients(model) -> dict:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@cases(quick=12, slow=300)
+@cases(quick=12, slow=100)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packs(family, examples, pool_of):
     pool = pool_of(family)
@@ -175,7 +175,7 @@ def test_packs(family, examples, pool_of):
     check(examples, property_, groups=st.lists(GROUP, min_size=1, max_size=5), **fields)
 
 
-@cases(quick=20, slow=300)
+@cases(quick=20, slow=100)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoder(family, examples, pool_of):
     """Log-probs of sampled tokens equal teacher forcing, and responses end at an EOS or the limit."""

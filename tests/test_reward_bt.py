@@ -554,6 +554,7 @@ def test_the_default_learns_within_30_steps(tmp_path):
     assert last["eval/easy-vqa/loss"] < 0.49 and last["eval/easy-vqa/accuracy"] > 0.82
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_printed_and_stay(tmp_path, capsys):
     run(tmp_path, freeze="visual", total_steps=1, eval_rows=2)
     before = reward_bt.load_backbone(filled_args("reward_bt")).state_dict()
@@ -661,6 +662,7 @@ def test_a_tokenizer_without_a_free_special_token_can_not_be_exported(template):
         EXPORT["choose_pad_token"](tokenizer)
 
 
+@pytest.mark.slow
 def test_a_head_on_the_hub_is_loaded_and_never_replaced_by_a_random_one(tiny_text_model, tmp_path):
     """Offline: a checkpoint in the Hub's cache, the same without its head, and a model that never had one."""
     source = write_jsonl(tmp_path / "d.jsonl", [GOOD])

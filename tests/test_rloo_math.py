@@ -243,7 +243,10 @@ def test_only_errors_of_a_row_skip_a_row(fake, capsys, tiny_text_model, tmp_path
     assert "more than half" in capsys.readouterr().err
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Q", "answer": "A"}))
     args = filled_args("rloo", model=tiny_text_model)
-    model, processor = rloo.load_model(args, args.model), transformers.AutoProcessor.from_pretrained(args.model)
+    model, processor = (
+        rloo.load_model(args, args.model),
+        transformers.AutoProcessor.from_pretrained(args.model),
+    )
     load = lambda: rloo.PromptDataset(args, str(tmp_path / "rows.jsonl"), "train", model, processor)  # noqa: E731
 
     def broken(error: Exception):
@@ -283,6 +286,12 @@ def test_evaluation_metrics_by_hand(fake, monkeypatch):
     ]
 
 
+def test_means_over_ranks_count_entries(monkeypatch):
+    """A rank with more tokens counts more."""
+    monkeypatch.setattr(rloo, "all_gather_list", lambda items: [*items, ({"x": 6.0}, {"x": 1})])
+    assert rloo.all_reduce_mean({"x": [torch.tensor([1.0, 2.0])]}) == {"x": 3.0}
+
+
 def test_batches_are_counted_in_responses(monkeypatch):
     calls = []
     monkeypatch.setattr(decoding, "generate", lambda **how: calls.append(how) or how["prompts"])
@@ -292,7 +301,9 @@ def test_batches_are_counted_in_responses(monkeypatch):
         calls.clear()
         assert sampler.generate([*range(10)], num_samples, 0.5) == [*range(10)]
         assert [len(call["prompts"]) for call in calls] == expected
-    assert calls[0]["max_tokens"] == 4096 and calls[0]["max_new_tokens"] == 24 and calls[0]["temperature"] == 0.5
+    assert (
+        calls[0]["max_tokens"] == 4096 and calls[0]["max_new_tokens"] == 24 and calls[0]["temperature"] == 0.5
+    )
 
 
 # ---- data ----

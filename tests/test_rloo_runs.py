@@ -99,7 +99,9 @@ def test_the_update_uses_the_rollout_and_the_flags(run, any_score, watch, monkey
         assert metrics["policy/entropy"] == pytest.approx(entropies[loss_mask].mean().item(), abs=1e-6)
         equal = (rollout.scores == rollout.scores[:, :1]).all(1)
         assert metrics["rollout/frac_reward_zero_std"] == pytest.approx(equal.float().mean().item())
-        assert metrics["objective/rlhf_reward"] == pytest.approx(penalized_rewards[kept].mean().item(), abs=1e-6)
+        assert metrics["objective/rlhf_reward"] == pytest.approx(
+            penalized_rewards[kept].mean().item(), abs=1e-6
+        )
         assert metrics["objective/kl"] == pytest.approx(kl[kept].mean().item(), abs=1e-6)
         assert metrics["objective/scores"] == pytest.approx(rollout.scores.mean().item(), abs=1e-6)
 
@@ -381,6 +383,7 @@ def files_of(folder) -> dict:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_resuming_deletes_nothing(run, any_score, tmp_path, capsys):
     """A checkpoint's path branches into a new run; auto continues, and keeps the log lines that it repeats."""
     flags = {"save_steps": 1, "total_steps": 3, "save_total_limit": 9, "eval_dataset": None, **any_score}
