@@ -6,11 +6,11 @@ It compares, on some rows of the dataset:
 3. packed log-probs with padded ones, over all tokens, and gradients of the input embeddings.
 """
 
-import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,16 @@ from common import packing
 from common.attention import ModelError, PackingNotSupported, set_attention
 from common.packing import TOLERANCE, Continuation, Prompt, continue_prompt, extend_prompt, run_model
 
-PROBE_LENGTHS = (12, 7)  # tokens of the two short responses to each probed prompt
+SHORT_LENGTHS = (12, 7)  # tokens of the two short responses to each probed prompt
 MAX_PROBE_LENGTH = 2048  # of the sequence with the long response
 GRADIENT_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5}  # relative, of norms
-Cases = list[tuple[Prompt, list[Continuation]]]
+
+
+class Case(NamedTuple):
+    """A prompt with responses to compare."""
+
+    prompt: Prompt
+    responses: list[Continuation]
 
 
 def choose_probe_rows(rows, count: int = 16) -> list[int]:
@@ -44,68 +50,97 @@ def choose_probe_rows(rows, count: int = 16) -> list[int]:
 
 @torch.no_grad()
 def choose_layout(
-    model, forward: Callable, prompts: list[Prompt], max_length: int, max_tokens: int,
-    samples: bool = True, encode_observation: Callable[[Prompt], Continuation] | None = None,
-) -> str:  # fmt: skip
+    model,
+    forward: Callable,
+    prompts: list[Prompt],
+    max_length: int,
+    max_tokens: int,
+    samples: bool = True,
+    encode_observation: Callable[[Prompt], Continuation] | None = None,
+) -> str:
     """Switch to the packed layout if it is exact; returns a message. Call on all ranks, which decide alike.
 
     forward: pack -> log-probs or values (M,), or scores (S,). max_length: maximum tokens of a prompt plus
     a response; max_tokens: maximum tokens of a pack. samples: exit if generate and forward disagree,
     instead of a warning. encode_observation: sequence so far -> observation, for trajectories."""
-    previous = model.config.get_text_config()._attn_implementation
-    is_sharded = hasattr(next(model.parameters()), "ds_id")  # ZeRO-3
-    cases, long, notes = make_cases(model, prompts, max_length, max_tokens, encode_observation)
+    cases, notes = make_cases(model, prompts, max_length, max_tokens, encode_observation)
     run = functools.partial(run_cases, model, forward, max_tokens)
-    try:
-        with recorded_head(model) as records:
-            run(cases[:1])
-        single = run([(prompt, [x]) for prompt, responses in cases for x in responses], own_positions=True)
-        padded = run([*cases, long])
-        single += run([long], own_positions=True)
-        padded_gradients = None if is_sharded else embedding_gradients(model, run, cases)
-    except ModelError as error:
-        packing.stop(f"the model can't run the dataset's prompts: {error}")
-    if not (error := largest_error(padded, single)) < TOLERANCE[model.dtype]:  # also if NaN
-        packing.stop(f"the model's outputs change by {error:.1e} in a batch of padded rows")
-    if is_sharded:
+    padded = compare_padded_with_single_rows(model, run, cases)
+    if is_sharded(model):
         notes.append("not compared under ZeRO-3: the model's generate, gradients")
     elif model.can_generate():
-        notes += compare_with_generate(model, cases, samples)
-
+        notes += compare_with_generate(model, cases[:-1], samples)
+    attention = model.config.get_text_config()._attn_implementation
     reason = ""
     try:
-        if previous != "sdpa":
-            raise PackingNotSupported(f"its attention is {previous}, not sdpa")
         if max_length > (limit := packing.rope_limit(model)):
             raise PackingNotSupported(f"beyond {limit} tokens its RoPE depends on the sequence length")
-        model.logit_factor = measure_logit_factor(records, packing.logit_options(model)["softcap"])
-        set_attention(model, "packed")
-        error = largest_error(run([*cases, long, fill_pack(cases, long, max_tokens)]), padded)
-        if not error < TOLERANCE[model.dtype]:
-            raise PackingNotSupported(f"its log-probs change by {error:.1e} nats")
-        if not is_sharded:
-            difference = embedding_gradients(model, run, cases) - padded_gradients
-            gradient_error = float(difference.norm() / padded_gradients.norm())
-            if not gradient_error < GRADIENT_TOLERANCE[model.dtype]:
-                raise PackingNotSupported(f"its gradients change by {gradient_error:.1e} of their norm")
+        error = compare_packed_with_padded(model, run, cases, padded, max_tokens)
     except ModelError as problem:
         reason = str(problem)
     model.checked_media = {frozenset(extend_prompt(prompt, xs[0]).media_keys) for prompt, xs in cases}
     if all_ranks_agree(not reason, model.device):
         message = f"packing enabled: log-probs match the unmodified model within {error:.0e} nats"
     else:
-        set_attention(model, previous)
+        set_attention(model, attention)
         reason = reason or "another rank could not pack it"
         message = f"warning: batches are padded, because packing is not supported for this model ({reason})"
     return "; ".join([message, *notes])
 
 
-def make_cases(
-    model, prompts: list[Prompt], max_length: int, max_tokens: int, encode_observation: Callable | None
-) -> tuple[Cases, tuple, list[str]]:
-    """Prompts with short responses, a prompt with a long response, and what these don't cover.
+def compare_padded_with_single_rows(model, run: Callable, cases: list[Case]) -> list[Tensor]:
+    """Results of padded rows. Exits if single rows, for which the model computes positions, give others."""
+    try:
+        padded = run(cases)
+        rows = [Case(prompt, [response]) for prompt, responses in cases for response in responses]
+        single = run(rows, own_positions=True)
+    except ModelError as error:
+        packing.stop(f"the model can't run the dataset's prompts: {error}")
+    row_error = largest_error(padded, single)
+    if not row_error < TOLERANCE[model.dtype]:  # also if it is NaN
+        packing.stop(f"the model's outputs change by {row_error:.1e} in a batch of padded rows")
+    return padded
 
-    The prompts are the shortest and the longest one of each combination of media."""
+
+def compare_packed_with_padded(
+    model, run: Callable, cases: list[Case], padded: list[Tensor], max_tokens: int
+) -> float:
+    """Switch to the packed layout; returns the largest error. Raises if packing is not exact."""
+    attention = model.config.get_text_config()._attn_implementation
+    if attention != "sdpa":
+        raise PackingNotSupported(f"its attention is {attention}, not sdpa")
+    model.logit_factor = measure_logit_factor(model, *cases[0])
+    if not is_sharded(model):
+        padded_gradients = embedding_gradients(model, run, cases[:-1])
+    set_attention(model, "packed")
+    packed = run([*cases, fill_pack(cases, max_tokens)])
+    error = largest_error(packed[: len(padded)], padded)
+    if not error < TOLERANCE[model.dtype]:
+        raise PackingNotSupported(f"its log-probs change by {error:.1e} nats")
+    if not is_sharded(model):
+        difference = embedding_gradients(model, run, cases[:-1]) - padded_gradients
+        gradient_error = float(difference.norm() / padded_gradients.norm())
+        if not gradient_error < GRADIENT_TOLERANCE[model.dtype]:
+            raise PackingNotSupported(f"its gradients change by {gradient_error:.1e} of their norm")
+    return error
+
+
+def is_sharded(model) -> bool:
+    """True under ZeRO-3."""
+    return hasattr(next(model.parameters()), "ds_id")
+
+
+def make_cases(
+    model,
+    prompts: list[Prompt],
+    max_length: int,
+    max_tokens: int,
+    encode_observation: Callable | None,
+) -> tuple[list[Case], list[str]]:
+    """The cases to compare, and notes on what they don't cover.
+
+    The shortest and the longest prompt of each combination of media get short responses. With an environment,
+    a trajectory follows. The last case is the shortest prompt with a long response."""
     by_media = defaultdict(list)
     for prompt in sorted(prompts, key=lambda prompt: prompt.length):
         by_media[prompt.media_keys].append(prompt)
@@ -113,17 +148,16 @@ def make_cases(
     notes = []
     for same_media in by_media.values():
         for prompt in same_media[:1] + same_media[1:][-1:]:
-            text = text_of_other_rows(model, prompts, prompt)
-            cases.append((prompt, [continue_prompt(prompt, text[R : 2 * R]) for R in PROBE_LENGTHS]))
-    shortest = cases[0][0]
-    text = text_of_other_rows(model, prompts, shortest)
+            text = make_response_text(model, prompts, prompt)
+            cases.append(Case(prompt, [continue_prompt(prompt, text[R : 2 * R]) for R in SHORT_LENGTHS]))
+    shortest, (turn, _) = cases[0]
+    text = make_response_text(model, prompts, shortest)
     if encode_observation:
-        turn = cases[0][1][0]
         observation = encode_observation(extend_prompt(shortest, turn))
         sequence = extend_prompt(extend_prompt(shortest, turn), observation)
-        last_turn = continue_prompt(sequence, text[: PROBE_LENGTHS[0]])
-        if sequence.length + PROBE_LENGTHS[0] <= max_tokens:
-            cases.append((shortest, [packing.join_continuations([turn, observation, last_turn])]))
+        last_turn = continue_prompt(sequence, text[: SHORT_LENGTHS[0]])
+        if sequence.length + SHORT_LENGTHS[0] <= max_tokens:
+            cases.append(Case(shortest, [packing.join_continuations([turn, observation, last_turn])]))
         else:
             notes.append("not compared: observations, which don't fit into a pack")
     max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
@@ -131,34 +165,38 @@ def make_cases(
     if length < max_length:
         notes.append(f"not compared: sequences of more than {length} tokens")
     R = max(1, length - shortest.length)
-    long = (shortest, [continue_prompt(shortest, text.repeat(R // len(text) + 1)[:R])])
-    return cases, long, notes
+    long_response = continue_prompt(shortest, text.repeat(R // len(text) + 1)[:R])
+    return [*cases, Case(shortest, [long_response])], notes
 
 
-def text_of_other_rows(model, prompts: list[Prompt], prompt: Prompt) -> Tensor:
-    """Text tokens of all other prompts: a trained model would copy the prompt's own text, whatever it sees.
+def make_response_text(model, prompts: list[Prompt], prompt: Prompt) -> Tensor:
+    """Token ids of a response to `prompt`: the text of all other prompts.
 
-    In bf16, log-probs of random tokens would be twice as noisy."""
+    A trained model would copy the prompt's own text, whatever it sees. In bf16, log-probs of random tokens
+    would be twice as noisy."""
     media_ids = torch.tensor(packing.media_token_ids(model.config), dtype=torch.long)
     others = [x.input_ids for x in prompts if x is not prompt] or [prompt.input_ids]
     ids = torch.cat(others)
     ids = ids[~torch.isin(ids, media_ids)]
     ids = ids if len(ids) > 0 else torch.arange(100)  # the prompts are images
-    return ids.repeat(2 * max(PROBE_LENGTHS)).roll(-(len(others[0]) // 2))  # not the template's beginning
+    return ids.repeat(2 * max(SHORT_LENGTHS)).roll(-(len(others[0]) // 2))  # not the template's beginning
 
 
-def fill_pack(cases: Cases, long: tuple, max_tokens: int) -> tuple:
-    """Copies of the long response that fill a pack. They are not compared themselves: plan_packs puts the
-    largest group first, so they push the others to its end, where errors of pack indices show."""
-    tokens = long[0].length  # the copies repeat its prompt
-    for prompt, responses in [*cases, long]:
-        tokens += prompt.length + sum(len(x.response_mask) for x in responses)
-    prompt, [response] = long
-    num_copies = (max_tokens - tokens) // len(response.response_mask)
-    return prompt, [response] * num_copies
+def fill_pack(cases: list[Case], max_tokens: int) -> Case:
+    """Copies of the long response that fill a pack, so that errors of pack indices show.
+
+    plan_packs puts the largest group first, so these copies push the other cases to the end of their pack.
+    The copies themselves are not compared."""
+    prompt, [response] = cases[-1]
+    tokens = prompt.length  # the copies repeat the prompt
+    for case in cases:
+        tokens += case.prompt.length + sum(len(x.response_mask) for x in case.responses)
+    return Case(prompt, [response] * ((max_tokens - tokens) // len(response.response_mask)))
 
 
-def run_cases(model, forward: Callable, max_tokens: int, cases: Cases, own_positions: bool = False) -> list:
+def run_cases(
+    model, forward: Callable, max_tokens: int, cases: list[Case], own_positions: bool = False
+) -> list:
     """The results of all responses. own_positions: the model computes positions itself."""
     prompts = [replace(prompt, row_id=i) for i, (prompt, _) in enumerate(cases)]
     continuations = dict(enumerate(x for _, responses in cases for x in responses))
@@ -169,7 +207,7 @@ def run_cases(model, forward: Callable, max_tokens: int, cases: Cases, own_posit
         prompts=prompts,
         encode=prompts.__getitem__,
         responses=[x.token_inputs["input_ids"][0] for x in continuations.values()],
-        max_tokens=max(max_tokens, max(prompt.length for prompt in prompts) + PROBE_LENGTHS[0]),
+        max_tokens=max(max_tokens, max(prompt.length for prompt in prompts) + SHORT_LENGTHS[0]),
         continuations=continuations,
     )
     results = {}
@@ -192,7 +230,7 @@ def largest_error(results: list[Tensor], expected: list[Tensor]) -> float:
 
 
 @torch.enable_grad()
-def embedding_gradients(model, run: Callable, cases: Cases) -> Tensor:
+def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
     """Gradients (1024, H) of the squared results with respect to the input embeddings.
 
     They are added up by token id modulo 1024, because layouts have tokens in other places."""
@@ -216,7 +254,7 @@ def embedding_gradients(model, run: Callable, cases: Cases) -> Tensor:
     return table
 
 
-def compare_with_generate(model, cases: Cases, samples: bool) -> list[str]:
+def compare_with_generate(model, cases: list[Case], samples: bool) -> list[str]:
     """Compare padded log-probs of greedy tokens with those of generate. Exits, or returns a warning."""
     for prompt, responses in cases:
         try:
@@ -237,7 +275,7 @@ def generate_error(model, sequence: Prompt) -> float:
     if the model is not causal.
 
     The sequence ends in text, because generate mis-positions tokens that follow an image."""
-    count = PROBE_LENGTHS[0]
+    count = SHORT_LENGTHS[0]
     suppressed = packing.media_token_ids(model.config)
     out = run_model(
         model.generate,
@@ -257,53 +295,21 @@ def generate_error(model, sequence: Prompt) -> float:
     return float((logprobs - expected.gather(1, pack.target_ids[:, None])[:, 0]).abs().mean())
 
 
-@contextlib.contextmanager
-def recorded_head(model) -> Iterator[dict[str, Tensor]]:
-    """Hidden states, input and output of the head, and logits, of the last forward."""
-    records = {}
-
-    def record_hidden(module, args, output) -> None:
-        records["hidden"] = getattr(output, "last_hidden_state", None)
-
-    def record_head(module, args, output: Tensor) -> None:
-        records.update(head_input=args[0], head_output=output)
-
-    def record_logits(module, args, output) -> None:
-        records["logits"] = output.logits
-
-    hooks = []
-    if head := model.get_output_embeddings():
-        hooks.append(model.base_model.register_forward_hook(record_hidden))
-        hooks.append(head.register_forward_hook(record_head))
-        hooks.append(model.register_forward_hook(record_logits))
-    try:
-        yield records
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def measure_logit_factor(records: dict[str, Tensor], softcap: float | None) -> float:
+def measure_logit_factor(model, prompt: Prompt, responses: list[Continuation]) -> float:
     """c if logits = c * head(hidden) before a softcap: Cohere, Granite and MiniCPM have such a factor."""
-    if "logits" not in records:  # a critic or a reward model
+    head = model.get_output_embeddings()
+    if head is None:  # a critic or a reward model
         return 1.0
-    if records.get("hidden") is None:
-        raise PackingNotSupported("its backbone is not a module of its own")
-    head_input = records["head_input"]
-    hidden = records["hidden"][:, -head_input.shape[1] :]  # with logits_to_keep, the head runs for a few
-    output, logits = records["head_output"].float(), records["logits"].float()
-    if softcap:
+    pack = packing.to_device(packing.build_padded([(0, [0])], [prompt], responses), model)
+    logits = packing.padded_logits(model, pack).float()  # (M, V)
+    output = run_model(head, packing.forward_hidden(model, pack)).float()  # (M, V)
+    if softcap := packing.logit_options(model)["softcap"]:
         is_small = logits.abs() < softcap / 2
         output, logits = output[is_small], softcap * (logits[is_small] / softcap).atanh()
-    return constant_ratio(head_input.float(), hidden.float()) * constant_ratio(logits, output)
-
-
-def constant_ratio(x: Tensor, y: Tensor) -> float:
-    """c if x = c * y."""
-    ratio = float((x * y).sum() / y.square().sum())
-    if not (x - ratio * y).abs().max() < 1e-2 * x.abs().max():
+    factor = float((logits * output).sum() / output.square().sum())
+    if not (logits - factor * output).abs().max() < 1e-2 * logits.abs().max():
         raise PackingNotSupported("its logits are not its head's output times a constant")
-    return ratio
+    return factor
 
 
 def all_ranks_agree(is_exact: bool, device) -> bool:
