@@ -7,15 +7,17 @@ A judge reads a question and two candidates (images, videos or texts) and writes
 It learns this by next-token prediction. Each pair of candidates is shown in both orders, so that
 the judge can't rely on their order. Papers: https://arxiv.org/abs/2408.15240, 2505.03318.
 examples/judge_reward.py turns the probabilities of a judge's verdicts into a reward.
-docs/grm_sft.md lists the differences from GRMTrainerVL (opendilab/LightRFT@49e62cb).
+It does what LightRFT's GRMTrainerVL does; docs/grm_sft.md lists the differences.
 
-Read to the end of `main`; the functions that it calls follow in order of use. Terms:
+Read to the end of `main`. What it calls follows by topic: setup, data, forward, evaluation, model,
+DeepSpeed, files. Terms:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
     example     what the model reads: a pair in one order of its candidates, or a chat
-    prefix      the beginning of an example, up to its last image; examples can share it
+    prefix      the beginning of an example, in training up to its last image; examples can share it
     suffix      the rest of an example; only its assistant turns are trained
-    verdict     "1", "2" or "tie": which candidate is better; the verdict of the dataset is the label
+    verdict     "1", "2" or "tie": which candidate is better
+    label       the verdict of the dataset, for the order in which the example shows its candidates
     judgment    what the model generates for an example of the evaluation set
 
 Shapes: B examples per step, R tokens in a suffix. A pack (common/packing.py) is one forward pass
@@ -87,7 +89,7 @@ class Args:
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
     video_fps: float = 2.0  # Frames per second to sample from videos.
     max_length: int = 2048  # Maximum tokens per example, with its images; longer ones are skipped.
-    # Shuffle images, not rows: rows with the same image stay together, and a pack runs the image once.
+    # Shuffle images, not rows: rows with the same image path stay together, and a pack runs the image once.
     # Faster if many rows share an image, but a batch then has fewer different images.
     group_by_image: bool = True
     freeze: str | None = None  # Freeze parameters that match this regex. Default: all but the language model.
@@ -97,14 +99,14 @@ class Args:
     total_steps: int = 500  # Number of optimizer steps; 0 only evaluates.
     train_batch_size: int = 32  # Examples per optimizer step, over all ranks; a pair is two examples.
     # --- optimizer ---
-    learning_rate: float | None = None  # Peak learning rate. Default: 1e-5, or 1e-4 with LoRA.
+    learning_rate: float | None = None  # Peak. Default: 1e-5, with LoRA 1e-4 (bundled model: 1e-3).
     min_lr_ratio: float = 0.1  # Final learning rate of the cosine schedule, as a fraction of the peak.
     warmup_updates: int = 20  # Optimizer steps of linear warmup.
     weight_decay: float = 0.0  # AdamW weight decay; not applied to biases and norm weights.
     max_grad_norm: float = 1.0  # Maximum gradient norm; larger gradients are scaled down.
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
-    zero_stage: Literal[0, 1, 2, 3] | None = None  # ZeRO: shard optimizer (1), gradients (2), parameters (3).
+    zero_stage: Literal[0, 1, 2, 3] | None = None  # Shard optimizer (1), gradients (2), weights (3). Default: 2 if bf16.
     offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
     gradient_checkpointing: bool = False  # Recompute activations to save memory; about a third slower.
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
@@ -112,7 +114,7 @@ class Args:
     eval_steps: int = 100  # Evaluation interval in steps; 0 evaluates at the start and the end only.
     eval_rows: int = 500  # Number of rows per evaluation set, a fixed random subset; 0 for all.
     max_num_seqs: int = 64  # Responses generated in parallel on a rank.
-    max_response_length: int | None = None  # Maximum tokens per judgment, with EOS. Default: 512.
+    max_response_length: int | None = None  # Maximum tokens per judgment, with EOS. Default: 512; bundled model: 16.
     save_steps: int = 0  # Interval in steps of checkpoints to resume from; 0 saves at the end only.
     save_total_limit: int = 2  # Checkpoints to keep, at least 1; the oldest are deleted.
     track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
@@ -140,8 +142,8 @@ class Example:
     """A pair in one order of its candidates, or a chat; see ExampleDataset.encode_chat."""
 
     example_id: int  # 2 * row, plus 1 if the candidates are swapped
-    prefix: PromptInfo  # a full Prompt on the rank that encoded it
-    prefix_key: str | None  # equal keys: a shared prefix; None: not shareable
+    prefix: PromptInfo  # a Prompt from `encode`; in main without its tensors, which iter_packs gets again
+    prefix_key: str  # examples with equal keys share their prefix
     suffix: Continuation  # R tokens; response_mask is True where they are trained
     row: dict  # dataset row
     noun: str = ""  # what a pair's candidates are called: "Image", "Video" or "Answer"
@@ -206,7 +208,7 @@ def main(args: Args) -> dict[str, float]:
             loss = compute_sft_loss(logprobs, num_tokens)
             judge.backward(loss * WORLD_SIZE)  # DeepSpeed averages gradients over ranks: undo it
             rank_loss += loss.detach()
-        grad_norm = optimizer_step(judge) if packs else 0.0  # NaN: not finite, the step was skipped
+        grad_norm = optimizer_step(judge) if packs else 0.0  # NaN if not finite: the update was skipped
         set_gradient_checkpointing(judge.module, False)
         mean_loss = sum(all_gather_list([float(rank_loss)]))  # over the step's trained tokens
         seconds = time.perf_counter() - step_start
@@ -228,7 +230,7 @@ def main(args: Args) -> dict[str, float]:
         state["step"] = step
         state["examples"] += len(example_ids)
         state["skipped_examples"] += len(example_ids) - len(examples)
-        state["skipped_in_a_row"] = 0 if is_finite else state["skipped_in_a_row"] + 1
+        state["consecutive_skipped_updates"] = 0 if is_finite else state["consecutive_skipped_updates"] + 1
 
         # --- 5. evaluate, log, save ---
         is_last_step = step == args.total_steps
@@ -286,7 +288,7 @@ def setup(args: Args) -> Run:
         "best_score": -math.inf,  # accuracy, or minus the loss, of checkpoint-best
         "examples": 0,  # of all steps so far
         "skipped_examples": 0,  # of these, those that could not be used
-        "skipped_in_a_row": 0,  # updates whose gradients were not finite
+        "consecutive_skipped_updates": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, {"judge": judge})
@@ -302,7 +304,7 @@ def setup(args: Args) -> Run:
     print0(f"{run_dir}: {num_examples} examples, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
     choose_layouts(args, judge, train_data, samples=eval_data is not None)
     sampling_model = model
-    if args.zero_stage == 3:  # generation needs whole weights
+    if args.zero_stage == 3 and eval_data:  # generation needs whole weights
         sampling_model = load_model(args, args.model).to(DEVICE)
         packing.copy_layout(model, sampling_model)
     start_logs(args, run_dir, checkpoint, last_step=state["step"])
@@ -372,10 +374,7 @@ def catch_signals() -> list[int]:
 def choose_layouts(args: Args, judge, data: "ExampleDataset", samples: bool) -> None:
     """Pack batches if packing reproduces the unmodified model on some rows; otherwise pad them."""
     rows = packing_check.choose_probe_rows(data.rows)
-    prompts = []
-    for x in data.encode_all([2 * row for row in rows]):
-        later_media = x.prefix_key is None
-        prompts.append(packing.extend_prompt(x.prefix, x.suffix) if later_media else x.prefix)
+    prompts = [example.prefix for example in data.encode_all([2 * row for row in rows])]
     require(prompts, f"{data.source}: none of {len(rows)} rows can be used; see the warnings")
     message = packing_check.choose_layout(
         model=judge.module.model,
@@ -392,8 +391,9 @@ def choose_layouts(args: Args, judge, data: "ExampleDataset", samples: bool) -> 
 
 
 def find_training_problem(state: dict) -> str | None:
-    """Why the run must stop. Skipped rows are counted over all steps: a small batch may have only one."""
-    if state["skipped_in_a_row"] >= 5:
+    """Why the run must stop, or None. Skipped rows are counted over the whole run, because a single bad row
+    can be half of a small batch."""
+    if state["consecutive_skipped_updates"] >= 5:
         return "no finite gradients in 5 steps"
     if state["examples"] >= 100 and state["skipped_examples"] * 2 > state["examples"]:
         counts = f"{state['skipped_examples']} of {state['examples']}"
@@ -542,7 +542,8 @@ def group_examples(args: Args, source: str, rows) -> list[list[int]]:
         group.append(2 * i)
         if is_pair(row) and can_be_swapped(row):
             group.append(2 * i + 1)
-        num_unswapped += is_pair(row) and not can_be_swapped(row)
+        elif is_pair(row):
+            num_unswapped += 1
     if num_unswapped:
         reason = "their reasoning names the candidates in words that can't be swapped"
         print0(f"{source}: {num_unswapped} of {len(rows)} rows are used in one order only: {reason}")
@@ -623,7 +624,7 @@ class ExampleDataset:
             raise RowError(f"{length} tokens exceed --max-length")
         return Example(example_id, prefix, prefix_key, suffix, row)
 
-    def tokenize(self, messages: list[dict]) -> tuple[Prompt, str | None, Continuation]:
+    def tokenize(self, messages: list[dict]) -> tuple[Prompt, str, Continuation]:
         r"""Prefix, prefix key and suffix of a chat that ends with an assistant turn. In training:
 
         prefix         <|im_start|> user \n <|vision_start|> <|image_pad|> x 16 <|vision_end|>
@@ -640,7 +641,7 @@ class ExampleDataset:
         start = turns[0].start
         media_ids = packing.media_token_ids(self.model.config)
         if any(token in media_ids for token in ids[start:]):
-            return self.tokenize_with_later_media(messages)
+            raise RowError("images and videos after the first assistant turn can't be trained")
         media_ends = [t + 1 for t in range(start) if ids[t] in media_ids]
         shared_end = media_ends[-1] if media_ends and self.training else start
         for end in (shared_end, start):
@@ -654,38 +655,16 @@ class ExampleDataset:
         return self.prefixes[key], key, suffix
 
     def encode_prefix(self, context: list[dict], tail: list[int]) -> Prompt | None:
-        """The processor's inputs of `context` without the ids in `tail` at their end. None if they end
-        differently, because the processor also changes the text after an image."""
+        """The processor's inputs of `context` without the ids in `tail` at their end.
+
+        None if the inputs don't end in these ids, because the processor rewrites the text after an image."""
         inputs = chats.encode_chat(self.processor, context, add_generation_prompt=True)
         length = inputs["input_ids"].shape[1] - len(tail)
         if inputs["input_ids"][0, length:].tolist() != tail:
             return None
         return packing.make_prompt(self.model, inputs, length=length)
 
-    def tokenize_with_later_media(self, messages: list[dict]) -> tuple[Prompt, None, Continuation]:
-        """The same for a chat with media after its first assistant turn. The prefix ends before that
-        turn, but has all media, because a pack runs them example by example."""
-        ids, turns = self.locate_turns(messages, expand=True)
-        start = turns[0].start
-        whole = packing.make_prompt(self.model, chats.encode_chat(self.processor, messages))
-        eos = torch.tensor(ids[whole.length :], dtype=torch.long)  # (0,), or (1,) if the template has none
-        whole = packing.extend_prompt(whole, packing.continue_prompt(whole, eos))
-        inputs = whole.token_inputs
-        prefix = replace(
-            whole,
-            length=start,
-            token_inputs={name: x[:, :start] for name, x in inputs.items()},
-            position_ids=whole.position_ids[..., :start],
-        )
-        suffix = Continuation(
-            response_mask=mark_turns(turns, start, len(ids)),
-            token_inputs={name: x[:, start : len(ids)] for name, x in inputs.items()},
-            media_inputs={},
-            position_ids=whole.position_ids[..., start : len(ids)],
-        )
-        return prefix, None, suffix
-
-    def locate_turns(self, messages: list[dict], expand: bool = False) -> tuple[list[int], list[range]]:
+    def locate_turns(self, messages: list[dict]) -> tuple[list[int], list[range]]:
         r"""Token ids of a chat up to the EOS of its last message, an assistant turn, and the indices of
         each assistant turn, which ends with its first EOS.
 
@@ -695,13 +674,13 @@ class ExampleDataset:
 
         Turns are located by their length: the chat before a turn, and up to its end, must be prefixes
         of the whole chat. If the template writes no EOS, the last turn gets one."""
-        whole = self.token_ids(messages, expand)
+        whole = self.token_ids(messages)
         turns = []
         for n, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.token_ids(messages[:n], expand, add_generation_prompt=True)
-            until = self.token_ids(messages[: n + 1], expand)
+            before = self.token_ids(messages[:n], add_generation_prompt=True)
+            until = self.token_ids(messages[: n + 1])
             if whole[: len(before)] != before or whole[: len(until)] != until:
                 raise ValueError(f"the chat template writes message {n} differently if others follow")
             ends = [t + 1 for t in range(len(before), len(until)) if until[t] in self.eos_ids]
@@ -712,9 +691,9 @@ class ExampleDataset:
             turns[-1] = range(turns[-1].start, len(ids))
         return ids, turns
 
-    def token_ids(self, messages: list[dict], expand: bool, **template) -> list[int]:
-        """Token ids of a chat; unless expanded, an image is one token and isn't processed."""
-        if expand or self.tokenizer is self.processor:
+    def token_ids(self, messages: list[dict], **template) -> list[int]:
+        """Token ids of a chat in which an image is one token, so that images needn't be processed."""
+        if self.tokenizer is self.processor:
             return chats.encode_chat(self.processor, messages, **template)["input_ids"][0].tolist()
         template |= {"chat_template": self.processor.chat_template, "return_dict": False}
         return self.tokenizer.apply_chat_template(messages, **template)
@@ -921,7 +900,7 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
     """This rank's packs of a step's examples. Their targets are the trained tokens."""
     sharing = defaultdict(list)  # prefix key -> indices of the examples with this prefix
     for b, example in enumerate(examples):
-        sharing[example.prefix_key or b].append(b)
+        sharing[example.prefix_key].append(b)
     return packing.iter_rank_packs(
         model=run.judge.module.model,
         groups=[(indices[0], indices) for indices in sharing.values()],
@@ -1027,27 +1006,27 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
 
 def get_eos_ids(model, tokenizer) -> list[int]:
     """Ids of all tokens that end a response, the tokenizer's first."""
-    of_model = np.atleast_1d(model.generation_config.eos_token_id)  # from an int, a list or None
-    ids = dict.fromkeys([tokenizer.eos_token_id, *of_model.tolist()])
+    ids = model.generation_config.eos_token_id  # an int, a list or None
+    ids = dict.fromkeys([tokenizer.eos_token_id, *np.atleast_1d(ids).tolist()])
     return [i for i in ids if i is not None]
 
 
 def sum_logprobs(args: Args, model, prefixes: list[Prompt], responses: list[tuple[int, Tensor]]) -> Tensor:
-    """log p (B,), in float64, of responses, each with the index of its prefix."""
+    """Log-probs (B,), in float64, of whole responses: pairs of a prefix index and token ids (R,)."""
     groups = defaultdict(list)  # prefix index -> response indices
     for b, (i, _) in enumerate(responses):
         groups[i].append(b)
-    texts = [ids for _, ids in responses]
+    response_ids = [ids for _, ids in responses]
     lengths = [prefixes[i].length + len(ids) for i, ids in responses]
     packs = packing.iter_rank_packs(
         model=model,
         groups=list(groups.items()),
         prompts=[replace(prefix, row_id=i) for i, prefix in enumerate(prefixes)],
         encode=prefixes.__getitem__,
-        responses=texts,
-        max_tokens=max(args.micro_batch_tokens, *lengths),  # a text can have more tokens than generated
+        responses=response_ids,
+        max_tokens=max(args.micro_batch_tokens, *lengths),  # a verdict can have more tokens than generated
     )
-    shape = len(texts), max(map(len, texts))
+    shape = len(response_ids), max(map(len, response_ids))
     table = torch.zeros(shape, dtype=torch.float64, device=model.device)  # (B, R)
     for pack in packs:
         logprobs, _ = packing.response_logprobs(model, pack)
@@ -1427,7 +1406,8 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
 
         columns = list(dict.fromkeys(name for record in sample_records for name in record))
         rows = [[str(record.get(column, "")) for column in columns] for record in sample_records]
-        wandb.run.log({**metrics, "samples": wandb.Table(columns, rows)})
+        table = {"samples": wandb.Table(columns, rows)} if rows else {}
+        wandb.run.log(metrics | table)
 
 
 def save_checkpoint(args: Args, run: Run, name: str) -> Path:

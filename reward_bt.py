@@ -88,14 +88,14 @@ class Args:
     total_steps: int = 400  # Number of optimizer steps; 0 only evaluates.
     train_batch_size: int = 32  # Dataset rows per optimizer step, over all ranks.
     # --- optimizer ---
-    learning_rate: float | None = None  # Peak learning rate. Default: 5e-6, or 1e-4 with LoRA.
+    learning_rate: float | None = None  # Peak. Default: 5e-6, with LoRA 1e-4 (bundled model: 3e-4).
     min_lr_ratio: float = 0.1  # Final learning rate of the cosine schedule, as a fraction of the peak.
     warmup_updates: int = 10  # Optimizer steps of linear warmup.
     weight_decay: float = 0.0  # AdamW weight decay; not applied to biases and norm weights.
     max_grad_norm: float = 1.0  # Maximum gradient norm; larger gradients are scaled down.
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
-    zero_stage: Literal[0, 1, 2, 3] | None = None  # ZeRO: shard optimizer (1), gradients (2), parameters (3).
+    zero_stage: Literal[0, 1, 2, 3] | None = None  # Shard optimizer (1), gradients (2), weights (3). Default: 2 if bf16.
     offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
     gradient_checkpointing: bool = False  # Recompute activations to save memory; about a third slower.
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
@@ -263,7 +263,7 @@ def main(args: Args) -> dict[str, float]:
         # --- 4. metrics ---
         state["step"] = step
         is_skipped = math.isnan(grad_norm)
-        state["skipped_in_a_row"] = state["skipped_in_a_row"] + 1 if is_skipped else 0
+        state["consecutive_skipped_updates"] = state["consecutive_skipped_updates"] + 1 if is_skipped else 0
         metrics = {
             "train/step": step,
             "train/learning_rate": reward_model.get_lr()[0],
@@ -286,7 +286,7 @@ def main(args: Args) -> dict[str, float]:
         bar.set_postfix(postfix)
         if bar.disable:
             print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {postfix}")
-        if state["skipped_in_a_row"] == 5:
+        if state["consecutive_skipped_updates"] == 5:
             save_and_stop(args, run, f"step {step}: no finite gradients in 5 steps")
         has_signal = len(all_gather_list(received_signals)) > 0  # of any rank
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
@@ -322,7 +322,7 @@ def setup(args: Args) -> Run:
         "step": 0,
         "initial_eval": {},  # metrics before the first step
         "rows_read": 0,  # position in the endless stream of shuffled epochs
-        "skipped_in_a_row": 0,  # updates whose gradients were not finite
+        "consecutive_skipped_updates": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, {"reward": reward_model})
@@ -1211,7 +1211,8 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
 
         columns = list(dict.fromkeys(name for record in sample_records for name in record))
         rows = [[str(record.get(column, "")) for column in columns] for record in sample_records]
-        wandb.run.log({**metrics, "samples": wandb.Table(columns, rows)})
+        table = {"samples": wandb.Table(columns, rows)} if rows else {}
+        wandb.run.log(metrics | table)
 
 
 def save_and_stop(args: Args, run: Run, problem: str) -> NoReturn:
