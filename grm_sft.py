@@ -106,7 +106,8 @@ class Args:
     max_grad_norm: float = 1.0  # Maximum gradient norm; larger gradients are scaled down.
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
-    zero_stage: Literal[0, 1, 2, 3] | None = None  # Shard optimizer (1), gradients (2), weights (3). Default: 2 if bf16.
+    # ZeRO: shard optimizer (1), gradients (2), parameters (3). Default: 2 with bfloat16, else 0.
+    zero_stage: Literal[0, 1, 2, 3] | None = None
     offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
     gradient_checkpointing: bool = False  # Recompute activations to save memory; about a third slower.
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
@@ -114,7 +115,7 @@ class Args:
     eval_steps: int = 100  # Evaluation interval in steps; 0 evaluates at the start and the end only.
     eval_rows: int = 500  # Number of rows per evaluation set, a fixed random subset; 0 for all.
     max_num_seqs: int = 64  # Responses generated in parallel on a rank.
-    max_response_length: int | None = None  # Maximum tokens per judgment, with EOS. Default: 512; bundled model: 16.
+    max_response_length: int | None = None  # Tokens per judgment, with EOS. Default: 512 (bundled model: 16).
     save_steps: int = 0  # Interval in steps of checkpoints to resume from; 0 saves at the end only.
     save_total_limit: int = 2  # Checkpoints to keep, at least 1; the oldest are deleted.
     track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
