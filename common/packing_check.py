@@ -4,13 +4,15 @@ It compares, on some rows of the dataset:
 1. padded rows with the same rows one at a time, for which the model computes its own positions,
 2. padded log-probs with those of the model's own generate,
 3. packed log-probs with padded ones, over all tokens, and gradients of the input embeddings.
+
+A *case* is a prompt with responses, which are pieces of the other prompts' text.
 """
 
-import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,10 +22,19 @@ from common import packing
 from common.attention import ModelError, PackingNotSupported, set_attention
 from common.packing import TOLERANCE, Continuation, Prompt, continue_prompt, extend_prompt, run_model
 
-PROBE_LENGTHS = (12, 7)  # tokens of the two short responses to each probed prompt
-MAX_PROBE_LENGTH = 2048  # of the sequence with the long response
+SHORT_LENGTHS = (12, 7)  # tokens of the two short responses to each prompt
+MAX_LENGTH = 2048  # tokens of the sequence with the long response
 GRADIENT_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5}  # relative, of norms
-Cases = list[tuple[Prompt, list[Continuation]]]
+
+
+class Case(NamedTuple):
+    prompt: Prompt
+    responses: list[Continuation]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the case in a pack."""
+        return self.prompt.length + sum(len(response.response_mask) for response in self.responses)
 
 
 def choose_probe_rows(rows, count: int = 16) -> list[int]:
@@ -44,66 +55,55 @@ def choose_probe_rows(rows, count: int = 16) -> list[int]:
 
 @torch.no_grad()
 def choose_layout(
-    model, forward: Callable, prompts: list[Prompt], max_length: int, max_tokens: int,
-    samples: bool = True, encode_observation: Callable[[Prompt], Continuation] | None = None,
-) -> str:  # fmt: skip
+    model,
+    forward: Callable,
+    prompts: list[Prompt],
+    max_length: int,
+    max_tokens: int,
+    samples: bool = True,
+    encode_observation: Callable[[Prompt], Continuation] | None = None,
+) -> str:
     """Switch to the packed layout if it is exact; returns a message. Call on all ranks, which decide alike.
 
     forward: pack -> log-probs or values (M,), or scores (S,). max_length: maximum tokens of a prompt plus
     a response; max_tokens: maximum tokens of a pack. samples: exit if generate and forward disagree,
     instead of a warning. encode_observation: sequence so far -> observation, for trajectories."""
-    previous = model.config.get_text_config()._attn_implementation
-    is_sharded = hasattr(next(model.parameters()), "ds_id")  # ZeRO-3
-    cases, long, notes = make_cases(model, prompts, max_length, max_tokens, encode_observation)
+    cases, long_case, notes = make_cases(model, prompts, max_length, max_tokens, encode_observation)
+    model.checked_media = {frozenset(extend_prompt(x.prompt, x.responses[0]).media_keys) for x in cases}
     run = functools.partial(run_cases, model, forward, max_tokens)
-    try:
-        with recorded_head(model) as records:
-            run(cases[:1])
-        single = run([(prompt, [x]) for prompt, responses in cases for x in responses], own_positions=True)
-        padded = run([*cases, long])
-        single += run([long], own_positions=True)
-        padded_gradients = None if is_sharded else embedding_gradients(model, run, cases)
-    except ModelError as error:
-        packing.stop(f"the model can't run the dataset's prompts: {error}")
-    if not (error := largest_error(padded, single)) < TOLERANCE[model.dtype]:  # also if NaN
-        packing.stop(f"the model's outputs change by {error:.1e} in a batch of padded rows")
-    if is_sharded:
+    padded = compare_padded_with_single_rows(model, run, [*cases, long_case])
+    if is_sharded(model):
         notes.append("not compared under ZeRO-3: the model's generate, gradients")
     elif model.can_generate():
-        notes += compare_with_generate(model, cases, samples)
+        notes += compare_padded_with_generate(model, cases, samples)
 
+    attention = model.config.get_text_config()._attn_implementation
     reason = ""
     try:
-        if previous != "sdpa":
-            raise PackingNotSupported(f"its attention is {previous}, not sdpa")
+        if attention != "sdpa":
+            raise PackingNotSupported(f"its attention is {attention}, not sdpa")
         if max_length > (limit := packing.rope_limit(model)):
             raise PackingNotSupported(f"beyond {limit} tokens its RoPE depends on the sequence length")
-        model.logit_factor = measure_logit_factor(records, packing.logit_options(model)["softcap"])
-        set_attention(model, "packed")
-        error = largest_error(run([*cases, long, fill_pack(cases, long, max_tokens)]), padded)
-        if not error < TOLERANCE[model.dtype]:
-            raise PackingNotSupported(f"its log-probs change by {error:.1e} nats")
-        if not is_sharded:
-            difference = embedding_gradients(model, run, cases) - padded_gradients
-            gradient_error = float(difference.norm() / padded_gradients.norm())
-            if not gradient_error < GRADIENT_TOLERANCE[model.dtype]:
-                raise PackingNotSupported(f"its gradients change by {gradient_error:.1e} of their norm")
+        model.logit_factor = measure_logit_factor(model, cases[0])
+        error = compare_packed_with_padded(model, run, cases, long_case, padded, max_tokens)
     except ModelError as problem:
         reason = str(problem)
-    model.checked_media = {frozenset(extend_prompt(prompt, xs[0]).media_keys) for prompt, xs in cases}
     if all_ranks_agree(not reason, model.device):
         message = f"packing enabled: log-probs match the unmodified model within {error:.0e} nats"
     else:
-        set_attention(model, previous)
+        set_attention(model, attention)
         reason = reason or "another rank could not pack it"
         message = f"warning: batches are padded, because packing is not supported for this model ({reason})"
     return "; ".join([message, *notes])
 
 
+# ---- cases ----
+
+
 def make_cases(
     model, prompts: list[Prompt], max_length: int, max_tokens: int, encode_observation: Callable | None
-) -> tuple[Cases, tuple, list[str]]:
-    """Prompts with short responses, a prompt with a long response, and what these don't cover.
+) -> tuple[list[Case], Case, list[str]]:
+    """Cases with short responses, a case with a long response, and what these don't cover.
 
     The prompts are the shortest and the longest one of each combination of media."""
     by_media = defaultdict(list)
@@ -113,86 +113,178 @@ def make_cases(
     notes = []
     for same_media in by_media.values():
         for prompt in same_media[:1] + same_media[1:][-1:]:
-            text = text_of_other_rows(model, prompts, prompt)
-            cases.append((prompt, [continue_prompt(prompt, text[R : 2 * R]) for R in PROBE_LENGTHS]))
-    shortest = cases[0][0]
-    text = text_of_other_rows(model, prompts, shortest)
+            text = text_of_other_prompts(model, prompts, prompt)
+            cases.append(Case(prompt, [continue_prompt(prompt, text[R : 2 * R]) for R in SHORT_LENGTHS]))
+    shortest, (turn, _) = cases[0]
+    text = text_of_other_prompts(model, prompts, shortest)
     if encode_observation:
-        turn = cases[0][1][0]
         observation = encode_observation(extend_prompt(shortest, turn))
         sequence = extend_prompt(extend_prompt(shortest, turn), observation)
-        last_turn = continue_prompt(sequence, text[: PROBE_LENGTHS[0]])
-        if sequence.length + PROBE_LENGTHS[0] <= max_tokens:
-            cases.append((shortest, [packing.join_continuations([turn, observation, last_turn])]))
+        last_turn = continue_prompt(sequence, text[: SHORT_LENGTHS[0]])
+        case = Case(shortest, [packing.join_continuations([turn, observation, last_turn])])
+        if case.num_tokens <= max_tokens:
+            cases.append(case)
         else:
             notes.append("not compared: observations, which don't fit into a pack")
     max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
-    length = min(max_length, max_tokens, max_positions, MAX_PROBE_LENGTH)
+    length = min(max_length, max_tokens, max_positions, MAX_LENGTH)
     if length < max_length:
         notes.append(f"not compared: sequences of more than {length} tokens")
     R = max(1, length - shortest.length)
-    long = (shortest, [continue_prompt(shortest, text.repeat(R // len(text) + 1)[:R])])
-    return cases, long, notes
+    long_response = continue_prompt(shortest, text.repeat(R // len(text) + 1)[:R])
+    return cases, Case(shortest, [long_response]), notes
 
 
-def text_of_other_rows(model, prompts: list[Prompt], prompt: Prompt) -> Tensor:
-    """Text tokens of all other prompts: a trained model would copy the prompt's own text, whatever it sees.
+def text_of_other_prompts(model, prompts: list[Prompt], prompt: Prompt) -> Tensor:
+    """Token ids for the responses to a prompt, from the text of all other prompts.
 
-    In bf16, log-probs of random tokens would be twice as noisy."""
+    A trained model would copy the prompt's own text whether or not it sees the right tokens. Random
+    tokens would do, but in bf16 their log-probs are twice as noisy."""
     media_ids = torch.tensor(packing.media_token_ids(model.config), dtype=torch.long)
     others = [x.input_ids for x in prompts if x is not prompt] or [prompt.input_ids]
     ids = torch.cat(others)
     ids = ids[~torch.isin(ids, media_ids)]
     ids = ids if len(ids) > 0 else torch.arange(100)  # the prompts are images
-    return ids.repeat(2 * max(PROBE_LENGTHS)).roll(-(len(others[0]) // 2))  # not the template's beginning
+    # Start in the middle of a prompt: all prompts begin with the same words of the chat template.
+    return ids.repeat(2 * max(SHORT_LENGTHS)).roll(-(len(others[0]) // 2))
 
 
-def fill_pack(cases: Cases, long: tuple, max_tokens: int) -> tuple:
-    """Copies of the long response that fill a pack. They are not compared themselves: plan_packs puts the
-    largest group first, so they push the others to its end, where errors of pack indices show."""
-    tokens = long[0].length  # the copies repeat its prompt
-    for prompt, responses in [*cases, long]:
-        tokens += prompt.length + sum(len(x.response_mask) for x in responses)
-    prompt, [response] = long
-    num_copies = (max_tokens - tokens) // len(response.response_mask)
-    return prompt, [response] * num_copies
+def make_filler(cases: list[Case], long_case: Case, max_tokens: int) -> Case:
+    """Copies of the long response that fill the rest of a pack. They are not compared themselves.
+
+    plan_packs puts the largest group first, so the other cases lie at the end of a full pack, where
+    they show errors that only occur at large pack indices."""
+    tokens = sum(case.num_tokens for case in [*cases, long_case]) + long_case.prompt.length
+    prompt, [response] = long_case
+    return Case(prompt, [response] * ((max_tokens - tokens) // len(response.response_mask)))
 
 
-def run_cases(model, forward: Callable, max_tokens: int, cases: Cases, own_positions: bool = False) -> list:
-    """The results of all responses. own_positions: the model computes positions itself."""
-    prompts = [replace(prompt, row_id=i) for i, (prompt, _) in enumerate(cases)]
-    continuations = dict(enumerate(x for _, responses in cases for x in responses))
-    indices = iter(continuations)
+def run_cases(
+    model, forward: Callable, max_tokens: int, cases: list[Case], own_positions: bool = False
+) -> list[Tensor]:
+    """What `forward` returns for each response. own_positions: let the model compute position_ids."""
+    prompts = [replace(case.prompt, row_id=i) for i, case in enumerate(cases)]
+    responses = [response for case in cases for response in case.responses]
+    groups = []
+    first = 0  # index of the case's first response
+    for i, case in enumerate(cases):
+        groups.append((i, [*range(first, first + len(case.responses))]))
+        first += len(case.responses)
     packs = packing.iter_rank_packs(
-        model,
-        groups=[(i, [next(indices) for _ in responses]) for i, (_, responses) in enumerate(cases)],
+        model=model,
+        groups=groups,
         prompts=prompts,
         encode=prompts.__getitem__,
-        responses=[x.token_inputs["input_ids"][0] for x in continuations.values()],
-        max_tokens=max(max_tokens, max(prompt.length for prompt in prompts) + PROBE_LENGTHS[0]),
-        continuations=continuations,
+        responses=[response.token_inputs["input_ids"][0] for response in responses],
+        max_tokens=max(max_tokens, max(prompt.length for prompt in prompts) + SHORT_LENGTHS[0]),
+        continuations=dict(enumerate(responses)),
     )
-    results = {}
+    results = [None] * len(responses)
     for pack in packs:
         if own_positions:
             pack.model_inputs.pop("position_ids", None)
         values = forward(pack)
+        are_scores = len(values) == len(pack.response_index)
         for s, b in enumerate(pack.response_index.tolist()):
-            are_scores = len(values) == len(pack.response_index)
             results[b] = values[s : s + 1] if are_scores else values[pack.response_of_token == s]
-    return [results[b] for b in continuations]
+    return results
+
+
+def one_row(model, prompt: Prompt, response: Continuation) -> packing.Pack:
+    return packing.to_device(packing.build_padded([(0, [0])], [prompt], [response]), model)
+
+
+# ---- 1. padded rows and single rows ----
+
+
+def compare_padded_with_single_rows(model, run: Callable, cases: list[Case]) -> list[Tensor]:
+    """The results of padded rows. Exits if they are not those of one row at a time."""
+    single_rows = [Case(case.prompt, [response]) for case in cases for response in case.responses]
+    try:
+        padded = run(cases)
+        error = largest_error(padded, run(single_rows, own_positions=True))
+    except ModelError as problem:
+        packing.stop(f"the model can't run the dataset's prompts: {problem}")
+    if not error < TOLERANCE[model.dtype]:  # also if it is NaN
+        packing.stop(f"the model's outputs change by {error:.1e} in a batch of padded rows")
+    return padded
 
 
 def largest_error(results: list[Tensor], expected: list[Tensor]) -> float:
     """Largest difference from the expected results in a mean over about 64 tokens."""
     errors = []
-    for x, y in zip(results, expected):
+    for x, y in zip(results, expected, strict=True):
         errors += [part.mean() for part in (x - y).abs().tensor_split(max(1, len(y) // 64))]
     return float(torch.stack(errors).max())
 
 
+# ---- 2. padded rows and generate ----
+
+
+def compare_padded_with_generate(model, cases: list[Case], samples: bool) -> list[str]:
+    """Compare padded log-probs of greedy tokens with those of generate. Exits, or returns a warning."""
+    for case in cases:
+        try:
+            error = generate_error(model, extend_prompt(case.prompt, case.responses[0]))
+            if error < TOLERANCE[model.dtype]:
+                continue
+            problem = f"the model's generate and its forward differ by {error:.1e} nats per token"
+        except ModelError as model_error:
+            problem = f"the model's generate fails: {model_error}"
+        if samples:
+            packing.stop(f"row {case.prompt.row_id}: {problem}")
+        return [f"warning: row {case.prompt.row_id}: {problem}, so don't sample from this model"]
+    return []
+
+
+def generate_error(model, sequence: Prompt) -> float:
+    """Mean difference between log-probs of generate and of padded rows, in nats per token.
+
+    It is large if response tokens have other inputs than in generate, or if the model is not causal. The
+    sequence ends in text, because generate gives wrong positions to tokens that follow an image."""
+    count = SHORT_LENGTHS[0]
+    suppressed = packing.media_token_ids(model.config)
+    out = run_model(
+        model.generate,
+        **packing.to_device(sequence.inputs, model),
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        suppress_tokens=suppressed or None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    pack = one_row(model, sequence, continue_prompt(sequence, out.sequences[0, sequence.length :].cpu()))
+    logprobs, _ = packing.response_logprobs(model, pack)
+    expected = packing.scaled_log_softmax(torch.cat(out.logits), 1.0, suppressed)  # (R, V)
+    return float((logprobs - expected.gather(1, pack.target_ids[:, None])[:, 0]).abs().mean())
+
+
+# ---- 3. packed and padded ----
+
+
+def compare_packed_with_padded(
+    model, run: Callable, cases: list[Case], long_case: Case, padded: list[Tensor], max_tokens: int
+) -> float:
+    """Switch to the packed layout; returns the largest error of its results in packs that are full."""
+    has_gradients = not is_sharded(model)
+    expected = embedding_gradients(model, run, cases) if has_gradients else None
+    set_attention(model, "packed")
+    packed = run([*cases, long_case, make_filler(cases, long_case, max_tokens)])
+    error = largest_error(packed[: len(padded)], padded)  # all but the filler
+    if not error < TOLERANCE[model.dtype]:
+        raise PackingNotSupported(f"its log-probs change by {error:.1e} nats")
+    if has_gradients:
+        difference = embedding_gradients(model, run, cases) - expected
+        gradient_error = float(difference.norm() / expected.norm())
+        if not gradient_error < GRADIENT_TOLERANCE[model.dtype]:
+            raise PackingNotSupported(f"its gradients change by {gradient_error:.1e} of their norm")
+    return error
+
+
 @torch.enable_grad()
-def embedding_gradients(model, run: Callable, cases: Cases) -> Tensor:
+def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
     """Gradients (1024, H) of the squared results with respect to the input embeddings.
 
     They are added up by token id modulo 1024, because layouts have tokens in other places."""
@@ -216,94 +308,28 @@ def embedding_gradients(model, run: Callable, cases: Cases) -> Tensor:
     return table
 
 
-def compare_with_generate(model, cases: Cases, samples: bool) -> list[str]:
-    """Compare padded log-probs of greedy tokens with those of generate. Exits, or returns a warning."""
-    for prompt, responses in cases:
-        try:
-            error = generate_error(model, extend_prompt(prompt, responses[0]))
-            if error < TOLERANCE[model.dtype]:
-                continue
-            problem = f"the model's generate and its forward differ by {error:.1e} nats per token"
-        except ModelError as model_error:
-            problem = f"the model's generate fails: {model_error}"
-        if samples:
-            packing.stop(f"row {prompt.row_id}: {problem}")
-        return [f"warning: row {prompt.row_id}: {problem}, so don't sample from this model"]
-    return []
+def measure_logit_factor(model, case: Case) -> float:
+    """c if logits = c * head(hidden states) before a softcap: Cohere, Granite and MiniCPM have such a factor.
 
-
-def generate_error(model, sequence: Prompt) -> float:
-    """Mean difference of log-probs, large if the inputs of response tokens are not those of generate, or
-    if the model is not causal.
-
-    The sequence ends in text, because generate mis-positions tokens that follow an image."""
-    count = PROBE_LENGTHS[0]
-    suppressed = packing.media_token_ids(model.config)
-    out = run_model(
-        model.generate,
-        **packing.to_device(sequence.inputs, model),
-        do_sample=False,
-        num_beams=1,
-        max_new_tokens=count,
-        min_new_tokens=count,
-        suppress_tokens=suppressed or None,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    response = continue_prompt(sequence, out.sequences[0, sequence.length :].cpu())
-    pack = packing.to_device(packing.build_padded([(0, [0])], [sequence], [response]), model)
-    logprobs, _ = packing.response_logprobs(model, pack)
-    expected = packing.scaled_log_softmax(torch.cat(out.logits), 1.0, suppressed)  # (R, V)
-    return float((logprobs - expected.gather(1, pack.target_ids[:, None])[:, 0]).abs().mean())
-
-
-@contextlib.contextmanager
-def recorded_head(model) -> Iterator[dict[str, Tensor]]:
-    """Hidden states, input and output of the head, and logits, of the last forward."""
-    records = {}
-
-    def record_hidden(module, args, output) -> None:
-        records["hidden"] = getattr(output, "last_hidden_state", None)
-
-    def record_head(module, args, output: Tensor) -> None:
-        records.update(head_input=args[0], head_output=output)
-
-    def record_logits(module, args, output) -> None:
-        records["logits"] = output.logits
-
-    hooks = []
-    if head := model.get_output_embeddings():
-        hooks.append(model.base_model.register_forward_hook(record_hidden))
-        hooks.append(head.register_forward_hook(record_head))
-        hooks.append(model.register_forward_hook(record_logits))
-    try:
-        yield records
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def measure_logit_factor(records: dict[str, Tensor], softcap: float | None) -> float:
-    """c if logits = c * head(hidden) before a softcap: Cohere, Granite and MiniCPM have such a factor."""
-    if "logits" not in records:  # a critic or a reward model
+    Packed log-probs are computed from hidden states and the head's weights, so they need to know c."""
+    head = model.get_output_embeddings()
+    if head is None:  # a critic or a reward model
         return 1.0
-    if records.get("hidden") is None:
-        raise PackingNotSupported("its backbone is not a module of its own")
-    head_input = records["head_input"]
-    hidden = records["hidden"][:, -head_input.shape[1] :]  # with logits_to_keep, the head runs for a few
-    output, logits = records["head_output"].float(), records["logits"].float()
-    if softcap:
+    pack = one_row(model, case.prompt, case.responses[0])
+    logits = packing.padded_logits(model, pack).float()  # (R, V)
+    unscaled = head(packing.forward_hidden(model, pack)).float()  # (R, V)
+    if softcap := packing.logit_options(model)["softcap"]:
         is_small = logits.abs() < softcap / 2
-        output, logits = output[is_small], softcap * (logits[is_small] / softcap).atanh()
-    return constant_ratio(head_input.float(), hidden.float()) * constant_ratio(logits, output)
-
-
-def constant_ratio(x: Tensor, y: Tensor) -> float:
-    """c if x = c * y."""
-    ratio = float((x * y).sum() / y.square().sum())
-    if not (x - ratio * y).abs().max() < 1e-2 * x.abs().max():
+        logits, unscaled = softcap * (logits[is_small] / softcap).atanh(), unscaled[is_small]
+    factor = float((logits * unscaled).sum() / unscaled.square().sum())
+    if not (logits - factor * unscaled).abs().max() < 1e-2 * logits.abs().max():
         raise PackingNotSupported("its logits are not its head's output times a constant")
-    return ratio
+    return factor
+
+
+def is_sharded(model) -> bool:
+    """Whether DeepSpeed's ZeRO-3 distributes the weights over ranks."""
+    return hasattr(next(model.parameters()), "ds_id")
 
 
 def all_ranks_agree(is_exact: bool, device) -> bool:
