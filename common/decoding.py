@@ -83,7 +83,8 @@ def generate(
     axes = prompts[0].position_ids.shape[:-1]  # (3,) for M-RoPE
     rows = torch.arange(len(position), device=device)  # (B,): unfinished responses
     for t in range(max_new_tokens):
-        token_logprobs = next_logprobs(model, hidden, temperature or 1.0)  # (B, V)
+        logits = model.get_output_embeddings()(hidden)  # (B, V)
+        token_logprobs = scaled_log_softmax(logits, temperature or 1.0, **logit_options(model))  # (B, V)
         if temperature:
             token = sample_token(token_logprobs, uniforms[rows, t])  # (B,)
         else:
@@ -147,12 +148,6 @@ def prefill(
         values = torch.cat([cache.layers[i].values for cache in caches], dim=2)[0]
         row_cache.update(keys[:, index].transpose(0, 1), values[:, index].transpose(0, 1), i)
     return torch.cat(hidden_of_packs)[index[:, -1]], row_cache, mask
-
-
-def next_logprobs(model, hidden: Tensor, temperature: float) -> Tensor:
-    """Log-probs (B, V) of the next token, from the hidden states (B, H) of the backbone."""
-    logits = model.get_output_embeddings()(hidden)
-    return scaled_log_softmax(logits, temperature, **logit_options(model))
 
 
 def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:

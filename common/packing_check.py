@@ -164,12 +164,11 @@ def run_cases(
 ) -> list[Tensor]:
     """What `forward` returns for each response. own_positions: let the model compute position_ids."""
     prompts = [replace(case.prompt, row_id=i) for i, case in enumerate(cases)]
-    responses = [response for case in cases for response in case.responses]
     groups = []
-    first = 0  # index of the case's first response
+    responses = []
     for i, case in enumerate(cases):
-        groups.append((i, [*range(first, first + len(case.responses))]))
-        first += len(case.responses)
+        groups.append((i, [len(responses) + k for k in range(len(case.responses))]))
+        responses += case.responses
     packs = packing.iter_rank_packs(
         model=model,
         groups=groups,
@@ -191,6 +190,7 @@ def run_cases(
 
 
 def one_row(model, prompt: Prompt, response: Continuation) -> packing.Pack:
+    """[prompt; response] as a padded batch of one row."""
     return packing.to_device(packing.build_padded([(0, [0])], [prompt], [response]), model)
 
 
@@ -267,7 +267,7 @@ def generate_error(model, sequence: Prompt) -> float:
 def compare_packed_with_padded(
     model, run: Callable, cases: list[Case], long_case: Case, padded: list[Tensor], max_tokens: int
 ) -> float:
-    """Switch to the packed layout; returns the largest error of its results in packs that are full."""
+    """Switch to the packed layout; returns the largest error of its log-probs, or values, or scores."""
     has_gradients = not is_sharded(model)
     expected = embedding_gradients(model, run, cases) if has_gradients else None
     set_attention(model, "packed")
@@ -285,9 +285,9 @@ def compare_packed_with_padded(
 
 @torch.enable_grad()
 def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
-    """Gradients (1024, H) of the squared results with respect to the input embeddings.
+    """Gradients (1024, H) of the sum of squared results with respect to the input embeddings.
 
-    They are added up by token id modulo 1024, because layouts have tokens in other places."""
+    A token has another index in each layout, so gradients are added up by token id modulo 1024."""
     records = []  # token ids and embeddings of each forward
 
     def record(module, args, output: Tensor) -> Tensor:
