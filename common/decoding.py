@@ -68,7 +68,10 @@ def generate(
     if not is_packed(model):
         responses = []
         for prompt, limit in zip(prompts, limits):
-            responses += generate_padded(model, prompt, num_samples, limit, eos_ids, temperature)
+            try:
+                responses += generate_padded(model, prompt, num_samples, limit, eos_ids, temperature)
+            except ModelError as error:
+                stop(f"the model's generate fails at row {prompt.row_id}: {error}")
         return responses
     device, G = model.device, num_samples
     limits = torch.tensor(limits, device=device).repeat_interleave(G)  # (n * G,)
@@ -185,13 +188,13 @@ def generate_padded(
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(prompt.seed)
             out = run_model(model.generate, **to_device(inputs, model))
-    except ModelError as error:
-        stop(f"the model's generate fails at row {prompt.row_id}: {error}")
     finally:
         model.generation_config = own_config
-    logprobs = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True).cpu()
+    tokens = out.sequences[:, -len(out.scores) :]  # (G, R)
+    pairs = zip(out.scores, tokens.T)  # scores (G, V) and tokens (G,) of each step
+    logprobs = torch.stack([x.log_softmax(-1).gather(1, t[:, None])[:, 0] for x, t in pairs], dim=1)
     responses = []
-    for token_ids, token_logprobs in zip(out.sequences[:, -len(out.scores) :].cpu(), logprobs):  # (R,) each
+    for token_ids, token_logprobs in zip(tokens.cpu(), logprobs.cpu()):  # (R,), (R,)
         ends = torch.isin(token_ids, torch.tensor(eos_ids)).nonzero()[:, 0].tolist()
         R = ends[0] + 1 if ends else len(token_ids)
         responses.append(Response(token_ids[:R].clone(), token_logprobs[:R].clone(), truncated=not ends))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common import packing
 from common.attention import ModelError, PackingNotSupported, set_attention
+from common.decoding import generate_padded
 from common.packing import TOLERANCE, Continuation, Prompt, continue_prompt, extend_prompt, run_model
 
 SHORT_LENGTHS = (12, 7)  # tokens of the two short responses to each prompt
@@ -242,23 +243,11 @@ def generate_error(model, sequence: Prompt) -> float:
 
     It is large if response tokens have other inputs than in generate, or if the model is not causal. The
     sequence ends in text, because generate gives wrong positions to tokens that follow an image."""
-    count = SHORT_LENGTHS[0]
-    suppressed = packing.media_token_ids(model.config)
-    out = run_model(
-        model.generate,
-        **packing.to_device(sequence.inputs, model),
-        do_sample=False,
-        num_beams=1,
-        max_new_tokens=count,
-        min_new_tokens=count,
-        suppress_tokens=suppressed or None,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    pack = one_row(model, sequence, continue_prompt(sequence, out.sequences[0, sequence.length :].cpu()))
+    no_eos = [model.config.get_text_config().vocab_size]
+    [response] = generate_padded(model, sequence, 1, SHORT_LENGTHS[0], no_eos, temperature=0.0)
+    pack = one_row(model, sequence, continue_prompt(sequence, response.token_ids))
     logprobs, _ = packing.response_logprobs(model, pack)
-    expected = packing.scaled_log_softmax(torch.cat(out.logits), 1.0, suppressed)  # (R, V)
-    return float((logprobs - expected.gather(1, pack.target_ids[:, None])[:, 0]).abs().mean())
+    return float((logprobs.cpu() - response.logprobs).abs().mean())
 
 
 # ---- 3. packed and padded ----
