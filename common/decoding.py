@@ -175,6 +175,7 @@ def generate_padded(
     model.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         bos_token_id=own_config.bos_token_id,
+        decoder_start_token_id=own_config.decoder_start_token_id,
         eos_token_id=eos_ids,
         pad_token_id=eos_ids[0],
         do_sample=temperature > 0,
