@@ -52,22 +52,29 @@ class Response:
 
 @torch.no_grad()
 def generate(
-    model, prompts: list[Prompt], num_samples: int, max_new_tokens: int, eos_ids: list[int],
-    temperature: float, max_tokens: int,
-) -> list[Response]:  # fmt: skip
+    model,
+    prompts: list[Prompt],
+    num_samples: int,
+    max_new_tokens: int,
+    eos_ids: list[int],
+    temperature: float,
+    max_tokens: int,
+) -> list[Response]:
     """num_samples responses to each prompt, seeded with the prompt's seed; greedy at temperature 0.
 
     max_new_tokens: tokens per response, including EOS; a prompt may have a lower max_new_tokens.
-    max_tokens: per pack of prompts. Media tokens are never sampled, because log-probs mask them, too."""
+    max_tokens: per pack of prompts. Media tokens are never sampled, because training masks them, too."""
+    limits = [min(max_new_tokens, prompt.max_new_tokens or max_new_tokens) for prompt in prompts]
     if not is_packed(model):
         responses = []
-        for prompt in prompts:
-            limit = min(max_new_tokens, prompt.max_new_tokens or max_new_tokens)
-            responses += generate_padded(model, prompt, num_samples, limit, eos_ids, temperature)
+        for prompt, limit in zip(prompts, limits):
+            try:
+                responses += generate_padded(model, prompt, num_samples, limit, eos_ids, temperature)
+            except ModelError as error:
+                stop(f"the model's generate fails at row {prompt.row_id}: {error}")
         return responses
     device, G = model.device, num_samples
-    limits = [min(max_new_tokens, p.max_new_tokens or max_new_tokens) for p in prompts for _ in range(G)]
-    limits = torch.tensor(limits, device=device)  # (n * G,)
+    limits = torch.tensor(limits, device=device).repeat_interleave(G)  # (n * G,)
     uniforms = [np.random.default_rng(p.seed).random((G, max_new_tokens)) for p in prompts]
     uniforms = torch.tensor(np.concatenate(uniforms), device=device)  # (n * G, R)
     tokens = torch.full(uniforms.shape, -1, device=device)  # (n * G, R): -1 after the end
@@ -75,11 +82,12 @@ def generate(
     ends = torch.tensor(eos_ids, device=device)
 
     hidden, cache, prompt_mask = prefill(model, prompts, G, max_tokens)
-    position = torch.tensor([p.next_position for p in prompts for _ in range(G)], device=device)
+    position = torch.tensor([p.next_position for p in prompts], device=device).repeat_interleave(G)
     axes = prompts[0].position_ids.shape[:-1]  # (3,) for M-RoPE
     rows = torch.arange(len(position), device=device)  # (B,): unfinished responses
     for t in range(max_new_tokens):
-        token_logprobs = next_logprobs(model, hidden, temperature or 1.0)  # (B, V)
+        logits = model.get_output_embeddings()(hidden)  # (B, V)
+        token_logprobs = scaled_log_softmax(logits, temperature or 1.0, **logit_options(model))  # (B, V)
         if temperature:
             token = sample_token(token_logprobs, uniforms[rows, t])  # (B,)
         else:
@@ -145,12 +153,6 @@ def prefill(
     return torch.cat(hidden_of_packs)[index[:, -1]], row_cache, mask
 
 
-def next_logprobs(model, hidden: Tensor, temperature: float) -> Tensor:
-    """Log-probs (B, V) of the next token, from the hidden states (B, H) of the backbone."""
-    logits = model.get_output_embeddings()(hidden)
-    return scaled_log_softmax(logits, temperature, **logit_options(model))
-
-
 def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF sampling (B,): the token whose CDF interval contains `uniform` (B,)."""
     cdf = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # NaN log-probs stop the run after the update
@@ -163,33 +165,38 @@ def generate_padded(
     model, prompt: Prompt, num_samples: int, max_new_tokens: int, eos_ids: list[int], temperature: float
 ) -> list[Response]:
     """num_samples responses to a prompt by model.generate, seeded with the prompt's seed."""
-    torch.manual_seed(prompt.seed)
+    from transformers import GenerationConfig
+
     # num_return_sequences would repeat each image patch in place, not each list of images.
     inputs = {name: torch.cat([x] * num_samples) for name, x in prompt.inputs.items()}
+    own_config = model.generation_config
+    # generate fills what its arguments don't set, such as min_p, from the model's generation_config.
+    # Its log-probs would then differ from those of training, so the call gets a fresh one.
+    model.generation_config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        bos_token_id=own_config.bos_token_id,
+        decoder_start_token_id=own_config.decoder_start_token_id,
+        eos_token_id=eos_ids,
+        pad_token_id=eos_ids[0],
+        do_sample=temperature > 0,
+        temperature=temperature or 1.0,
+        top_k=0,
+        suppress_tokens=media_token_ids(model.config) or None,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
     try:
-        out = run_model(
-            model.generate,
-            **to_device(inputs, model),
-            max_new_tokens=max_new_tokens,
-            eos_token_id=eos_ids,
-            pad_token_id=eos_ids[0],
-            do_sample=temperature > 0,
-            temperature=temperature or 1.0,
-            top_p=1.0,
-            top_k=0,
-            repetition_penalty=1.0,
-            suppress_tokens=media_token_ids(model.config) or None,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
-    except ModelError as error:
-        stop(f"the model's generate fails at row {prompt.row_id}: {error}")
-    tokens = out.sequences[:, -len(out.scores) :].cpu()  # (G, R)
-    logprobs = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True).cpu()
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+            torch.manual_seed(prompt.seed)
+            out = run_model(model.generate, **to_device(inputs, model))
+    finally:
+        model.generation_config = own_config
+    tokens = out.sequences[:, -len(out.scores) :]  # (G, R)
+    pairs = zip(out.scores, tokens.T)  # scores (G, V) and tokens (G,) of each step
+    logprobs = torch.stack([x.log_softmax(-1).gather(1, t[:, None])[:, 0] for x, t in pairs], dim=1)
     responses = []
-    for token_ids, token_logprobs in zip(tokens, logprobs):  # (R,), (R,)
+    for token_ids, token_logprobs in zip(tokens.cpu(), logprobs.cpu()):  # (R,), (R,)
         ends = torch.isin(token_ids, torch.tensor(eos_ids)).nonzero()[:, 0].tolist()
-        length = ends[0] + 1 if ends else len(token_ids)
-        response = Response(token_ids[:length].clone(), token_logprobs[:length].clone(), not ends)
-        responses.append(response)
+        R = ends[0] + 1 if ends else len(token_ids)
+        responses.append(Response(token_ids[:R].clone(), token_logprobs[:R].clone(), truncated=not ends))
     return responses

@@ -94,48 +94,53 @@ class Trajectory:
         )
 
 
+@dataclass
 class EnvironmentSampler:
     """--environment: a sampler whose responses have up to max_turns turns and max_length tokens.
 
-    environment_class: see docs/recipes.md#tools-and-environments. Each response has its own
-    instance. update_weights and sleep are those of `sampler`, which generates the turns."""
+    Each response has its own instance of environment_class; docs/recipes.md#tools-and-environments has
+    the protocol. update_weights and sleep are those of `sampler`, which generates the turns."""
 
-    def __init__(
-        self, sampler, environment_class: type, model, processor,
-        eos_ids: list[int], max_turns: int, max_length: int, max_pixels: int | None = None,
-    ):  # fmt: skip
-        self.sampler = sampler
-        self.environment_class = environment_class
-        self.model = model
-        self.processor = processor
-        self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.eos_ids = torch.tensor(eos_ids)
-        self.max_turns = max_turns
-        self.max_length = max_length
-        self.max_pixels = max_pixels  # of an image in an observation
+    sampler: Any
+    environment_class: type
+    model: Any
+    processor: Any
+    eos_ids: list[int]
+    max_turns: int
+    max_length: int
+    max_pixels: int | None = None  # of an image in an observation
+
+    def __post_init__(self):
+        self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        self.update_weights = self.sampler.update_weights
+        self.sleep = self.sampler.sleep
+        self.eos_ids = torch.tensor(self.eos_ids)
         self.logged_values = {}  # metric name -> one value per response of the last call of generate
-        self.short_ids = encode_chat(processor, SHORT_CHAT)["input_ids"][0]
-        before = encode_chat(processor, SHORT_CHAT[:1], add_generation_prompt=True)["input_ids"][0]
-        self.num_eos = int(torch.isin(before, self.eos_ids).sum())  # before the assistant's EOS
         self.checked_template = False
-        self.update_weights = sampler.update_weights
-        self.sleep = sampler.sleep
+        self.short_ids = self.encode_ids(SHORT_CHAT)
+        before = self.encode_ids(SHORT_CHAT[:1], add_generation_prompt=True)
+        # EOS tokens up to the assistant's turn: many templates end every message with one.
+        self.num_eos = int(torch.isin(before, self.eos_ids).sum())
+
+    def encode_ids(self, messages: list[dict], **template) -> Tensor:
+        """Token ids of a chat, (P,)."""
+        return encode_chat(self.processor, messages, **template)["input_ids"][0]
 
     def generate(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
         """num_samples trajectories per prompt, in order of prompts; greedy if temperature is 0."""
         if prompts and not self.checked_template:
             self.check_template(prompts[0])
-        trajectories = []
-        for prompt in prompts:
-            for j in range(num_samples):
-                trajectory = Trajectory(
-                    prompt=prompt,
-                    environment=self.environment_class(),
-                    rng=np.random.default_rng([prompt.seed, j]),
-                    sequence=prompt,
-                    max_length=self.max_length,
-                )
-                trajectories.append(trajectory)
+        trajectories = [
+            Trajectory(
+                prompt=prompt,
+                environment=self.environment_class(),
+                rng=np.random.default_rng([prompt.seed, j]),
+                sequence=prompt,
+                max_length=self.max_length,
+            )
+            for prompt in prompts
+            for j in range(num_samples)
+        ]
         self.call_all(self.reset, trajectories)
         active = trajectories
         turns = self.sampler.generate(prompts, num_samples, temperature)
@@ -168,8 +173,10 @@ class EnvironmentSampler:
             raise
 
     def call_all(self, function: Callable, trajectories: list[Trajectory]) -> list:
-        """Results of a function for each trajectory. What is async runs concurrently; what is not runs
-        outside of the event loop, so that it may start a loop of its own."""
+        """Results of a function for each trajectory, which may be awaitables; these run concurrently.
+
+        The function is called outside of the event loop, so that an environment which is not async may
+        call asyncio.run."""
 
         async def wait(trajectory: Trajectory, result):
             with self.error_note(trajectory):
@@ -203,8 +210,9 @@ class EnvironmentSampler:
         """Append the observation unless it ends the episode or leaves no room for another turn."""
         if observation is None or trajectory.num_turns == self.max_turns:
             return
-        is_message = isinstance(observation, dict)
-        message = observation if is_message else {"role": "user", "content": observation}
+        message = observation
+        if not isinstance(message, dict):
+            message = {"role": "user", "content": observation}
         part = self.encode_message(trajectory.sequence, message)
         R = len(part.response_mask)
         if R >= trajectory.room:
@@ -227,25 +235,24 @@ class EnvironmentSampler:
         return continue_chat(self.model, sequence, chat, start)
 
     def check_template(self, prompt: Prompt) -> None:
-        """Warn if the template renders a whole chat differently from what is appended turn by turn."""
+        """Warn if the template renders a whole chat differently from what is appended turn by turn.
+
+        The sampler and the trainer see the same tokens, so only this check shows, for example, that a
+        server would render a chat without the <think> of earlier turns."""
         self.checked_template = True
         user, assistant = SHORT_CHAT
-        ids = encode_chat(self.processor, [user, assistant, user])["input_ids"][0]
+        ids = self.encode_ids([user, assistant, user])
         eos = ids[torch.isin(ids, self.eos_ids)][self.num_eos :][:1]  # empty if the template writes none
         text_ids = self.tokenizer(".", add_special_tokens=False, return_tensors="pt")["input_ids"][0]
         turn = continue_prompt(prompt, torch.cat([text_ids, eos]))
         sequence = extend_prompt(prompt, turn)
         sequence = extend_prompt(sequence, self.encode_message(sequence, user))
         appended = torch.cat([sequence.input_ids, text_ids])
-        chat = [*prompt.messages, assistant, user, assistant]
-        rendered = encode_chat(self.processor, chat)["input_ids"][0, : len(appended)]
+        rendered = self.encode_ids([*prompt.messages, assistant, user, assistant])[: len(appended)]
         if not torch.equal(appended, rendered):
-            texts = [self.tokenizer.decode(ids[prompt.length :]) for ids in (rendered, appended)]
-            warnings.warn(
-                f"the chat template renders two turns and an observation as {texts[0]!r}, "
-                f"but the model is trained on {texts[1]!r}",
-                stacklevel=2,
-            )
+            rendered, appended = (self.tokenizer.decode(x[prompt.length :]) for x in (rendered, appended))
+            text = f"the chat template renders two turns and an observation as {rendered!r}"
+            warnings.warn(f"{text}, but the model is trained on {appended!r}", stacklevel=2)
 
 
 def continue_chat(model, prompt: Prompt, chat: Prompt, start: int) -> Continuation:

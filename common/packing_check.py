@@ -4,6 +4,8 @@ It compares, on some rows of the dataset:
 1. padded rows with the same rows one at a time, for which the model computes its own positions,
 2. padded log-probs with those of the model's own generate,
 3. packed log-probs with padded ones, over all tokens, and gradients of the input embeddings.
+
+A *case* is a prompt with responses, which are pieces of the other prompts' text.
 """
 
 import functools
@@ -18,18 +20,22 @@ from torch import Tensor
 
 from common import packing
 from common.attention import ModelError, PackingNotSupported, set_attention
+from common.decoding import generate_padded
 from common.packing import TOLERANCE, Continuation, Prompt, continue_prompt, extend_prompt, run_model
 
-SHORT_LENGTHS = (12, 7)  # tokens of the two short responses to each probed prompt
-MAX_PROBE_LENGTH = 2048  # of the sequence with the long response
+SHORT_LENGTHS = (12, 7)  # tokens of the two short responses to each prompt
+MAX_LENGTH = 2048  # tokens of the sequence with the long response
 GRADIENT_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5}  # relative, of norms
 
 
 class Case(NamedTuple):
-    """A prompt with responses to compare."""
-
     prompt: Prompt
     responses: list[Continuation]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the case in a pack."""
+        return self.prompt.length + sum(len(response.response_mask) for response in self.responses)
 
 
 def choose_probe_rows(rows, count: int = 16) -> list[int]:
@@ -63,22 +69,26 @@ def choose_layout(
     forward: pack -> log-probs or values (M,), or scores (S,). max_length: maximum tokens of a prompt plus
     a response; max_tokens: maximum tokens of a pack. samples: exit if generate and forward disagree,
     instead of a warning. encode_observation: sequence so far -> observation, for trajectories."""
-    cases, notes = make_cases(model, prompts, max_length, max_tokens, encode_observation)
+    cases, long_case, notes = make_cases(model, prompts, max_length, max_tokens, encode_observation)
+    model.checked_media = {frozenset(extend_prompt(x.prompt, x.responses[0]).media_keys) for x in cases}
     run = functools.partial(run_cases, model, forward, max_tokens)
-    padded = compare_padded_with_single_rows(model, run, cases)
+    padded = compare_padded_with_single_rows(model, run, [*cases, long_case])
     if is_sharded(model):
         notes.append("not compared under ZeRO-3: the model's generate, gradients")
     elif model.can_generate():
-        notes += compare_with_generate(model, cases[:-1], samples)
+        notes += compare_padded_with_generate(model, cases, samples)
+
     attention = model.config.get_text_config()._attn_implementation
     reason = ""
     try:
+        if attention != "sdpa":
+            raise PackingNotSupported(f"its attention is {attention}, not sdpa")
         if max_length > (limit := packing.rope_limit(model)):
             raise PackingNotSupported(f"beyond {limit} tokens its RoPE depends on the sequence length")
-        error = compare_packed_with_padded(model, run, cases, padded, max_tokens)
+        model.logit_factor = measure_logit_factor(model, cases[0])
+        error = compare_packed_with_padded(model, run, cases, long_case, padded, max_tokens)
     except ModelError as problem:
         reason = str(problem)
-    model.checked_media = {frozenset(extend_prompt(prompt, xs[0]).media_keys) for prompt, xs in cases}
     if all_ranks_agree(not reason, model.device):
         message = f"packing enabled: log-probs match the unmodified model within {error:.0e} nats"
     else:
@@ -88,59 +98,15 @@ def choose_layout(
     return "; ".join([message, *notes])
 
 
-def compare_padded_with_single_rows(model, run: Callable, cases: list[Case]) -> list[Tensor]:
-    """Results of padded rows. Exits if single rows, for which the model computes positions, give others."""
-    try:
-        padded = run(cases)
-        rows = [Case(prompt, [response]) for prompt, responses in cases for response in responses]
-        single = run(rows, own_positions=True)
-    except ModelError as error:
-        packing.stop(f"the model can't run the dataset's prompts: {error}")
-    row_error = largest_error(padded, single)
-    if not row_error < TOLERANCE[model.dtype]:  # also if it is NaN
-        packing.stop(f"the model's outputs change by {row_error:.1e} in a batch of padded rows")
-    return padded
-
-
-def compare_packed_with_padded(
-    model, run: Callable, cases: list[Case], padded: list[Tensor], max_tokens: int
-) -> float:
-    """Switch to the packed layout; returns the largest error. Raises if packing is not exact."""
-    attention = model.config.get_text_config()._attn_implementation
-    if attention != "sdpa":
-        raise PackingNotSupported(f"its attention is {attention}, not sdpa")
-    model.logit_factor = measure_logit_factor(model, *cases[0])
-    if not is_sharded(model):
-        padded_gradients = embedding_gradients(model, run, cases[:-1])
-    set_attention(model, "packed")
-    packed = run([*cases, fill_pack(cases, max_tokens)])
-    error = largest_error(packed[: len(padded)], padded)
-    if not error < TOLERANCE[model.dtype]:
-        raise PackingNotSupported(f"its log-probs change by {error:.1e} nats")
-    if not is_sharded(model):
-        difference = embedding_gradients(model, run, cases[:-1]) - padded_gradients
-        gradient_error = float(difference.norm() / padded_gradients.norm())
-        if not gradient_error < GRADIENT_TOLERANCE[model.dtype]:
-            raise PackingNotSupported(f"its gradients change by {gradient_error:.1e} of their norm")
-    return error
-
-
-def is_sharded(model) -> bool:
-    """True under ZeRO-3."""
-    return hasattr(next(model.parameters()), "ds_id")
+# ---- cases ----
 
 
 def make_cases(
-    model,
-    prompts: list[Prompt],
-    max_length: int,
-    max_tokens: int,
-    encode_observation: Callable | None,
-) -> tuple[list[Case], list[str]]:
-    """The cases to compare, and notes on what they don't cover.
+    model, prompts: list[Prompt], max_length: int, max_tokens: int, encode_observation: Callable | None
+) -> tuple[list[Case], Case, list[str]]:
+    """Cases with short responses, a case with a long response, and what these don't cover.
 
-    The shortest and the longest prompt of each combination of media get short responses. With an environment,
-    a trajectory follows. The last case is the shortest prompt with a long response."""
+    The prompts are the shortest and the longest one of each combination of media."""
     by_media = defaultdict(list)
     for prompt in sorted(prompts, key=lambda prompt: prompt.length):
         by_media[prompt.media_keys].append(prompt)
@@ -148,92 +114,169 @@ def make_cases(
     notes = []
     for same_media in by_media.values():
         for prompt in same_media[:1] + same_media[1:][-1:]:
-            text = make_response_text(model, prompts, prompt)
+            text = text_of_other_prompts(model, prompts, prompt)
             cases.append(Case(prompt, [continue_prompt(prompt, text[R : 2 * R]) for R in SHORT_LENGTHS]))
     shortest, (turn, _) = cases[0]
-    text = make_response_text(model, prompts, shortest)
+    text = text_of_other_prompts(model, prompts, shortest)
     if encode_observation:
         observation = encode_observation(extend_prompt(shortest, turn))
         sequence = extend_prompt(extend_prompt(shortest, turn), observation)
         last_turn = continue_prompt(sequence, text[: SHORT_LENGTHS[0]])
-        if sequence.length + SHORT_LENGTHS[0] <= max_tokens:
-            cases.append(Case(shortest, [packing.join_continuations([turn, observation, last_turn])]))
+        case = Case(shortest, [packing.join_continuations([turn, observation, last_turn])])
+        if case.num_tokens <= max_tokens:
+            cases.append(case)
         else:
             notes.append("not compared: observations, which don't fit into a pack")
     max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
-    length = min(max_length, max_tokens, max_positions, MAX_PROBE_LENGTH)
+    length = min(max_length, max_tokens, max_positions, MAX_LENGTH)
     if length < max_length:
         notes.append(f"not compared: sequences of more than {length} tokens")
     R = max(1, length - shortest.length)
     long_response = continue_prompt(shortest, text.repeat(R // len(text) + 1)[:R])
-    return [*cases, Case(shortest, [long_response])], notes
+    return cases, Case(shortest, [long_response]), notes
 
 
-def make_response_text(model, prompts: list[Prompt], prompt: Prompt) -> Tensor:
-    """Token ids of a response to `prompt`: the text of all other prompts.
+def text_of_other_prompts(model, prompts: list[Prompt], prompt: Prompt) -> Tensor:
+    """Token ids for the responses to a prompt, from the text of all other prompts.
 
-    A trained model would copy the prompt's own text, whatever it sees. In bf16, log-probs of random tokens
-    would be twice as noisy."""
+    A trained model would copy the prompt's own text whether or not it sees the right tokens. Random
+    tokens would do, but in bf16 their log-probs are twice as noisy."""
     media_ids = torch.tensor(packing.media_token_ids(model.config), dtype=torch.long)
     others = [x.input_ids for x in prompts if x is not prompt] or [prompt.input_ids]
     ids = torch.cat(others)
     ids = ids[~torch.isin(ids, media_ids)]
     ids = ids if len(ids) > 0 else torch.arange(100)  # the prompts are images
-    return ids.repeat(2 * max(SHORT_LENGTHS)).roll(-(len(others[0]) // 2))  # not the template's beginning
+    # Start in the middle of a prompt: all prompts begin with the same words of the chat template.
+    return ids.repeat(2 * max(SHORT_LENGTHS)).roll(-(len(others[0]) // 2))
 
 
-def fill_pack(cases: list[Case], max_tokens: int) -> Case:
-    """Copies of the long response that fill a pack, so that errors of pack indices show.
+def make_filler(cases: list[Case], long_case: Case, max_tokens: int) -> Case:
+    """Copies of the long response that fill the rest of a pack. They are not compared themselves.
 
-    plan_packs puts the largest group first, so these copies push the other cases to the end of their pack.
-    The copies themselves are not compared."""
-    prompt, [response] = cases[-1]
-    tokens = prompt.length  # the copies repeat the prompt
-    for case in cases:
-        tokens += case.prompt.length + sum(len(x.response_mask) for x in case.responses)
+    plan_packs puts the largest group first, so the other cases lie at the end of a full pack, where
+    they show errors that only occur at large pack indices."""
+    tokens = sum(case.num_tokens for case in [*cases, long_case]) + long_case.prompt.length
+    prompt, [response] = long_case
     return Case(prompt, [response] * ((max_tokens - tokens) // len(response.response_mask)))
 
 
 def run_cases(
     model, forward: Callable, max_tokens: int, cases: list[Case], own_positions: bool = False
-) -> list:
-    """The results of all responses. own_positions: the model computes positions itself."""
-    prompts = [replace(prompt, row_id=i) for i, (prompt, _) in enumerate(cases)]
-    continuations = dict(enumerate(x for _, responses in cases for x in responses))
-    indices = iter(continuations)
+) -> list[Tensor]:
+    """What `forward` returns for each response. own_positions: let the model compute position_ids."""
+    prompts = [replace(case.prompt, row_id=i) for i, case in enumerate(cases)]
+    groups = []
+    responses = []
+    for i, case in enumerate(cases):
+        groups.append((i, [len(responses) + k for k in range(len(case.responses))]))
+        responses += case.responses
     packs = packing.iter_rank_packs(
-        model,
-        groups=[(i, [next(indices) for _ in responses]) for i, (_, responses) in enumerate(cases)],
+        model=model,
+        groups=groups,
         prompts=prompts,
         encode=prompts.__getitem__,
-        responses=[x.token_inputs["input_ids"][0] for x in continuations.values()],
+        responses=[response.token_inputs["input_ids"][0] for response in responses],
         max_tokens=max(max_tokens, max(prompt.length for prompt in prompts) + SHORT_LENGTHS[0]),
-        continuations=continuations,
+        continuations=dict(enumerate(responses)),
     )
-    results = {}
+    results = [None] * len(responses)
     for pack in packs:
         if own_positions:
             pack.model_inputs.pop("position_ids", None)
         values = forward(pack)
+        are_scores = len(values) == len(pack.response_index)
         for s, b in enumerate(pack.response_index.tolist()):
-            are_scores = len(values) == len(pack.response_index)
             results[b] = values[s : s + 1] if are_scores else values[pack.response_of_token == s]
-    return [results[b] for b in continuations]
+    return results
+
+
+def one_row(model, prompt: Prompt, response: Continuation) -> packing.Pack:
+    """[prompt; response] as a padded batch of one row."""
+    return packing.to_device(packing.build_padded([(0, [0])], [prompt], [response]), model)
+
+
+# ---- 1. padded rows and single rows ----
+
+
+def compare_padded_with_single_rows(model, run: Callable, cases: list[Case]) -> list[Tensor]:
+    """The results of padded rows. Exits if they are not those of one row at a time."""
+    single_rows = [Case(case.prompt, [response]) for case in cases for response in case.responses]
+    try:
+        padded = run(cases)
+        error = largest_error(padded, run(single_rows, own_positions=True))
+    except ModelError as problem:
+        packing.stop(f"the model can't run the dataset's prompts: {problem}")
+    if not error < TOLERANCE[model.dtype]:  # also if it is NaN
+        packing.stop(f"the model's outputs change by {error:.1e} in a batch of padded rows")
+    return padded
 
 
 def largest_error(results: list[Tensor], expected: list[Tensor]) -> float:
     """Largest difference from the expected results in a mean over about 64 tokens."""
     errors = []
-    for x, y in zip(results, expected):
+    for x, y in zip(results, expected, strict=True):
         errors += [part.mean() for part in (x - y).abs().tensor_split(max(1, len(y) // 64))]
     return float(torch.stack(errors).max())
 
 
+# ---- 2. padded rows and generate ----
+
+
+def compare_padded_with_generate(model, cases: list[Case], samples: bool) -> list[str]:
+    """Compare padded log-probs of greedy tokens with those of generate. Exits, or returns a warning."""
+    for case in cases:
+        try:
+            error = generate_error(model, extend_prompt(case.prompt, case.responses[0]))
+            if error < TOLERANCE[model.dtype]:
+                continue
+            problem = f"the model's generate and its forward differ by {error:.1e} nats per token"
+        except ModelError as model_error:
+            problem = f"the model's generate fails: {model_error}"
+        if samples:
+            packing.stop(f"row {case.prompt.row_id}: {problem}")
+        return [f"warning: row {case.prompt.row_id}: {problem}, so don't sample from this model"]
+    return []
+
+
+def generate_error(model, sequence: Prompt) -> float:
+    """Mean difference between log-probs of generate and of padded rows, in nats per token.
+
+    It is large if response tokens have other inputs than in generate, or if the model is not causal. The
+    sequence ends in text, because generate gives wrong positions to tokens that follow an image."""
+    no_eos = [model.config.get_text_config().vocab_size]
+    [response] = generate_padded(model, sequence, 1, SHORT_LENGTHS[0], no_eos, temperature=0.0)
+    pack = one_row(model, sequence, continue_prompt(sequence, response.token_ids))
+    logprobs, _ = packing.response_logprobs(model, pack)
+    return float((logprobs.cpu() - response.logprobs).abs().mean())
+
+
+# ---- 3. packed and padded ----
+
+
+def compare_packed_with_padded(
+    model, run: Callable, cases: list[Case], long_case: Case, padded: list[Tensor], max_tokens: int
+) -> float:
+    """Switch to the packed layout; returns the largest error of its log-probs, or values, or scores."""
+    has_gradients = not is_sharded(model)
+    expected = embedding_gradients(model, run, cases) if has_gradients else None
+    set_attention(model, "packed")
+    packed = run([*cases, long_case, make_filler(cases, long_case, max_tokens)])
+    error = largest_error(packed[: len(padded)], padded)  # all but the filler
+    if not error < TOLERANCE[model.dtype]:
+        raise PackingNotSupported(f"its log-probs change by {error:.1e} nats")
+    if has_gradients:
+        difference = embedding_gradients(model, run, cases) - expected
+        gradient_error = float(difference.norm() / expected.norm())
+        if not gradient_error < GRADIENT_TOLERANCE[model.dtype]:
+            raise PackingNotSupported(f"its gradients change by {gradient_error:.1e} of their norm")
+    return error
+
+
 @torch.enable_grad()
 def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
-    """Gradients (1024, H) of the squared results with respect to the input embeddings.
+    """Gradients (1024, H) of the sum of squared results with respect to the input embeddings.
 
-    They are added up by token id modulo 1024, because layouts have tokens in other places."""
+    A token has another index in each layout, so gradients are added up by token id modulo 1024."""
     records = []  # token ids and embeddings of each forward
 
     def record(module, args, output: Tensor) -> Tensor:
@@ -254,62 +297,28 @@ def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
     return table
 
 
-def compare_with_generate(model, cases: list[Case], samples: bool) -> list[str]:
-    """Compare padded log-probs of greedy tokens with those of generate. Exits, or returns a warning."""
-    for prompt, responses in cases:
-        try:
-            error = generate_error(model, extend_prompt(prompt, responses[0]))
-            if error < TOLERANCE[model.dtype]:
-                continue
-            problem = f"the model's generate and its forward differ by {error:.1e} nats per token"
-        except ModelError as model_error:
-            problem = f"the model's generate fails: {model_error}"
-        if samples:
-            packing.stop(f"row {prompt.row_id}: {problem}")
-        return [f"warning: row {prompt.row_id}: {problem}, so don't sample from this model"]
-    return []
+def measure_logit_factor(model, case: Case) -> float:
+    """c if logits = c * head(hidden states) before a softcap: Cohere, Granite and MiniCPM have such a factor.
 
-
-def generate_error(model, sequence: Prompt) -> float:
-    """Mean difference of log-probs, large if the inputs of response tokens are not those of generate, or
-    if the model is not causal.
-
-    The sequence ends in text, because generate mis-positions tokens that follow an image."""
-    count = SHORT_LENGTHS[0]
-    suppressed = packing.media_token_ids(model.config)
-    out = run_model(
-        model.generate,
-        **packing.to_device(sequence.inputs, model),
-        do_sample=False,
-        num_beams=1,
-        max_new_tokens=count,
-        min_new_tokens=count,
-        suppress_tokens=suppressed or None,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    response = continue_prompt(sequence, out.sequences[0, sequence.length :].cpu())
-    pack = packing.to_device(packing.build_padded([(0, [0])], [sequence], [response]), model)
-    logprobs, _ = packing.response_logprobs(model, pack)
-    expected = packing.scaled_log_softmax(torch.cat(out.logits), 1.0, suppressed)  # (R, V)
-    return float((logprobs - expected.gather(1, pack.target_ids[:, None])[:, 0]).abs().mean())
-
-
-def measure_logit_factor(model, prompt: Prompt, responses: list[Continuation]) -> float:
-    """c if logits = c * head(hidden) before a softcap: Cohere, Granite and MiniCPM have such a factor."""
+    Packed log-probs are computed from hidden states and the head's weights, so they need to know c."""
     head = model.get_output_embeddings()
     if head is None:  # a critic or a reward model
         return 1.0
-    pack = packing.to_device(packing.build_padded([(0, [0])], [prompt], responses), model)
-    logits = packing.padded_logits(model, pack).float()  # (M, V)
-    output = run_model(head, packing.forward_hidden(model, pack)).float()  # (M, V)
+    pack = one_row(model, case.prompt, case.responses[0])
+    logits = packing.padded_logits(model, pack).float()  # (R, V)
+    unscaled = head(packing.forward_hidden(model, pack)).float()  # (R, V)
     if softcap := packing.logit_options(model)["softcap"]:
         is_small = logits.abs() < softcap / 2
-        output, logits = output[is_small], softcap * (logits[is_small] / softcap).atanh()
-    factor = float((logits * output).sum() / output.square().sum())
-    if not (logits - factor * output).abs().max() < 1e-2 * logits.abs().max():
+        logits, unscaled = softcap * (logits[is_small] / softcap).atanh(), unscaled[is_small]
+    factor = float((logits * unscaled).sum() / unscaled.square().sum())
+    if not (logits - factor * unscaled).abs().max() < 1e-2 * logits.abs().max():
         raise PackingNotSupported("its logits are not its head's output times a constant")
     return factor
+
+
+def is_sharded(model) -> bool:
+    """Whether DeepSpeed's ZeRO-3 distributes the weights over ranks."""
+    return hasattr(next(model.parameters()), "ds_id")
 
 
 def all_ranks_agree(is_exact: bool, device) -> bool:
