@@ -14,7 +14,7 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
     "ppo_vl.py": (1865, 515, 190, 60, 15),
     "reward_bt.py": (1280, 310, 100, 58, 14),
     "grm_sft.py": (1485, 310, 100, 59, 14),
-    "common/*.py": (1860, 0, 0, 59, 15),
+    "common/*.py": (1885, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
