@@ -301,16 +301,6 @@ def test_temporary_errors_of_the_server_are_retried(odd_server, monkeypatch):
     assert len(requests) == 10 and waits[-6:] == [0, 1, 2, 4, 8, 16]
 
 
-def test_async_rewards_run_concurrently():
-    both_are_here = asyncio.Barrier(2)
-
-    async def meet(texts, **columns):
-        await asyncio.wait_for(both_are_here.wait(), timeout=30)
-        return [1.0] * len(texts)
-
-    assert score({"a": meet, "b": meet}, ["x"], answer=["x"])[0] == {"a": [1.0], "b": [1.0]}
-
-
 # ---- TRL's own functions, where TRL is installed ----
 
 
