@@ -25,15 +25,8 @@ START = r"(?:\w+=\S+ )*(?:python|torchrun|deepspeed|pip|pytest|vllm|sed|patch) "
 FOREIGN = "deps nproc_per_node standalone hostfile tensor-parallel-size n_samples_per_prompt init_kl_coef"
 FOREIGN += " advantage_estimator remote_rm_url port logprobs-mode max-model-len help"
 
-SHORT_RUN = {
-    "total_steps": 2,
-    "prompts_per_rollout": 4,
-    "train_batch_size": 8,
-    "num_samples_per_prompt": 4,
-    "eval_prompts": 4,
-    "eval_rows": 4,
-    "eval_num_samples": 2,
-}
+SHORT_RUN = {"total_steps": 2, "prompts_per_rollout": 4, "train_batch_size": 8, "num_samples_per_prompt": 4}
+SHORT_RUN |= {"eval_prompts": 4, "eval_rows": 4, "eval_num_samples": 2}
 # Names of other libraries.
 FOREIGN_NAMES = set(
     "save_to_disk AutoModel AutoProcessor AutoModelForImageTextToText trust_remote_code sync_ref_model DataProto loss_agg_mode compute_loss use_cpg_loss high_entropy_token_ratio vision_model vision_tower".split()
@@ -217,6 +210,14 @@ def test_every_block_says_what_it_is(page):
             compile(text, page.name, "exec")
         if language == "json":
             json.loads(text)
+
+
+def test_the_readme_links_every_page_and_every_image_is_shown():
+    text = README.read_text()
+    for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.html")]:
+        assert f"](docs/{page.name})" in text, page.name
+    linked = "".join(page.read_text() for page in MARKDOWN)
+    assert {path.name for path in (ROOT / "docs").glob("*.png")} == set(re.findall(r"(\w+\.png)\)", linked))
 
 
 def test_line_counts_of_the_readme():

@@ -447,16 +447,6 @@ def test_encoder_decoder_models_are_refused(name, tmp_path, capsys):
     assert f"{tmp_path}: encoder-decoder models are not supported" in capsys.readouterr().err
 
 
-def test_the_class_is_that_of_the_mapping(tmp_path):
-    """Emu3's config has no vision_config, and its text class would load random weights."""
-    vq = {"base_channels": 32, "channel_multiplier": (1, 1), "num_res_blocks": 1, "attn_resolutions": ()}
-    vq |= {"hidden_size": 32, "codebook_size": 64}
-    text = SMALL | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.Emu3Config(text_config=text, vq_config=vq, vocabulary_map={"<image>": 5})
-    transformers.Emu3ForConditionalGeneration(config).save_pretrained(tmp_path)
-    assert type(load_model(tmp_path)) is transformers.Emu3ForConditionalGeneration
-
-
 def bert():
     torch.manual_seed(0)
     config = transformers.BertConfig(**SMALL | {"num_hidden_layers": 2}, initializer_range=0.5)
@@ -510,17 +500,6 @@ def test_only_errors_of_the_model_lead_to_padded_batches(monkeypatch, capsys):
     monkeypatch.setattr(mlp, "forward", lambda self, x: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         check(policy, [prompt])
-
-
-def test_sparse_attention_is_seen_in_a_long_response(tmp_path):
-    """Nothing is decoded for a reward model, and short sequences are dense."""
-    family = "minimax_m3_vl_text (sparse beyond 96 tokens)"
-    families.save_model(family, families.make_processor(family), tmp_path)
-    reward_model = reward_bt.RewardModel(load_model(tmp_path).base_model)
-    prompt = packing.make_prompt(reward_model.model, {"input_ids": torch.arange(10, 70)[None]})
-    lengths = {"max_length": 200, "max_tokens": 600}
-    message = packing_check.choose_layout(reward_model.model, reward_model, [prompt], **lengths)
-    assert message.startswith("warning: batches are padded")
 
 
 def test_an_image_with_as_many_patches_as_the_prompt_has_tokens():

@@ -541,12 +541,7 @@ def evaluate(tiny_vl, rows, tmp_path, monkeypatch):
 
 # verdicts in both orders: accuracy, swap consistency, parse rate, tie rate, first rate
 VERDICTS = {("1", "2"): (1, 1, 1, 0, 0.5), ("1", "1"): (0.5, 0, 1, 0, 1), ("2", "1"): (0, 1, 1, 0, 0.5)}
-VERDICTS |= {
-    ("tie", "tie"): (0, 1, 1, 1, 0),
-    (None, None): (0, 0, 0, 0, 0),
-    ("1", None): (0.5, 0, 0.5, 0, 0.5),
-}
-VERDICTS |= {("2", "2"): (0.5, 0, 1, 0, 0)}
+VERDICTS |= {("tie", "tie"): (0, 1, 1, 1, 0), ("1", None): (0.5, 0, 0.5, 0, 0.5)}
 
 
 @pytest.mark.parametrize("verdicts", VERDICTS)
@@ -680,12 +675,8 @@ def test_rows_that_can_not_be_used_are_skipped_and_counted(grm, rows, tmp_path, 
 
 def test_a_bad_row_does_not_end_a_run_with_small_batches(grm, rows, tmp_path):
     """At 1893fe5, it was more than half of a batch of one."""
-    chats_of_rows = [
-        rows[7],
-        rows[7],
-        {"messages": [message("user", "no answer")]},
-    ]  # seed 3 begins at the end
-    source = write_jsonl(tmp_path / "rows.jsonl", chats_of_rows)
+    bad = {"messages": [message("user", "no answer")]}
+    source = write_jsonl(tmp_path / "rows.jsonl", [rows[7], rows[7], bad])
     run_dir = grm(dataset=source, total_steps=3, train_batch_size=1, eval_dataset=None)
     steps = metrics_of(run_dir)
     assert sorted(m["train/rows_skipped"] for m in steps) == [0, 0, 1]
@@ -722,30 +713,26 @@ def test_verdicts_may_be_numbers(verdicts, tiny_vl, rows, tmp_path):
     assert labels == [None if x is None else str(x)[:3].removesuffix(".0") for x in verdicts]
 
 
-CASES = {
-    "micro batch": (
-        ["--micro-batch-tokens must be at least --max-length (2048)"],
-        {"micro_batch_tokens": 100},
-    ),
-    "counts": (["--max-num-seqs (0)"], {"max_num_seqs": 0}),
-    "columns": (["has columns text", "verdict"], {"dataset": "columns"}),
-    "labels 0 and 1": (["a verdict must be 1", "not 0"], {"dataset": "labels"}),
-    "other labels": (["a verdict must be 1", "not 'a'"], {"dataset": "letters"}),
+BAD_FLAGS = {
+    "--micro-batch-tokens must be at least --max-length (2048)": {"micro_batch_tokens": 100},
+    "--max-num-seqs (0)": {"max_num_seqs": 0},
+}
+BAD_ROWS = {  # words of the message: rows
+    "has columns text": [{"text": "a"}],
+    "not 0": [{"prompt": "?", "answer_1": "a", "answer_2": "b", "verdict": x} for x in (0, 1)],
+    "not 'a'": [{"prompt": "?", "answer_1": "a", "answer_2": "b", "verdict": x} for x in "a1"],
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_invalid_input_ends_with_one_sentence(case, argv, judged, rows, tmp_path, capsys):
-    words, flags = CASES[case]
-    files = {"columns": [{"text": "a"}], "labels": [rows[3] | {"verdict": x} for x in (0, 1)]}
-    files["letters"] = [rows[3] | {"verdict": x} for x in "a1"]
-    names = {name: write_jsonl(tmp_path / f"{name}.jsonl", lines) for name, lines in files.items()}
-    flags = flags_for(judged) | {name: names.get(value, value) for name, value in flags.items()}
+@pytest.mark.parametrize("words", [*BAD_FLAGS, *BAD_ROWS])
+def test_invalid_input_ends_with_one_sentence(words, argv, judged, tmp_path, capsys):
+    source = write_jsonl(tmp_path / "bad.jsonl", BAD_ROWS[words]) if words in BAD_ROWS else judged
+    flags = flags_for(source) | BAD_FLAGS.get(words, {})
     with pytest.raises(SystemExit) as stopped:
         grm_sft.main(cli(grm_sft.Args, args=argv("grm_sft", **flags)))
     assert stopped.value.code == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert all(word in line for word in words), line
+    assert words in line
 
 
 # --- examples ---

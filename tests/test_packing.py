@@ -15,8 +15,7 @@ import transformers
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_families import TEMPERATURE, build, folder_of, load_data, load_model  # noqa: F401
-from test_families import unmodified_logprobs
+from test_families import TEMPERATURE, build, folder_of, load_data, load_model, unmodified_logprobs  # noqa: F401
 
 import rloo
 from common import attention, chats, decoding, environments, packing, packing_check
@@ -145,26 +144,14 @@ def test_gradient_checkpointing(batch_of):
     assert len(calls) == 2  # forward, and again in backward
 
 
-def test_padded_rows_need_few_logits(batch_of, monkeypatch):
+def test_padded_rows_need_few_logits(batch_of):
     """Models that can return logits of the last tokens only are asked for the responses'."""
     batch = batch_of("llama")
     shapes = []
-    hook = batch.model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
-    expected, _, packs = run_packs(batch)
+    batch.model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+    run_packs(batch)
     lengths = [[len(batch.responses[b]) for b in response_indices] for _, response_indices in batch.groups]
     assert sorted(tuple(shape[:2]) for shape in shapes) == sorted((len(x), max(x) + 1) for x in lengths)
-    hook.remove()
-    whole = copy.deepcopy(batch.model)
-    forward = type(whole).forward
-
-    def without_logits_to_keep(self, input_ids, attention_mask, **kwargs):
-        return forward(self, input_ids, attention_mask, use_cache=False)
-
-    monkeypatch.setattr(type(whole), "forward", without_logits_to_keep)
-    for pack in packs:
-        logprobs, _ = response_logprobs(whole, pack, TEMPERATURE)
-        for s, b in enumerate(pack.response_index.tolist()):
-            torch.testing.assert_close(logprobs[pack.response_of_token == s], expected[b], atol=1e-5, rtol=0)
 
 
 # ---- the check at startup ----

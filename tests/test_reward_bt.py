@@ -12,14 +12,22 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, assert_same_run, chat, filled_args, metrics_of, read_jsonl, weights_of
-from conftest import write_jsonl
+from conftest import (
+    ROOT,
+    TINY,
+    assert_same_run,
+    chat,
+    filled_args,
+    metrics_of,
+    read_jsonl,
+    weights_of,
+    write_jsonl,
+)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_families import VISION, folder_of  # noqa: F401
 
 import reward_bt
-from common import packing
 from common.packing import PromptInfo
 from reward_bt import Args, Ranking, RankingDataset, compute_bt_loss, make_pairs, ranking_metrics
 
@@ -475,36 +483,6 @@ def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_p
             assert (gradient - exact).abs().max() < 1e-4 * max(1, exact.abs().max())
 
 
-@torch.no_grad()
-def test_a_conversation_with_images_in_later_turns(folder_of):  # noqa: F811
-    """The images of two turns; the rewards are those of the unmodified model on the whole conversation."""
-    folder = folder_of("qwen2_5_vl")
-    row = {"messages": chat("<image>Good?", "No.", "<image>And this?"), "images": ["0.png", "1.png"]}
-    row |= {"responses": ["yes", "not at all"]}
-    args = filled_args("reward_bt", model=str(folder))
-    processor = transformers.AutoProcessor.from_pretrained(folder)
-    module = reward_bt.RewardModel(reward_bt.load_backbone(args).eval())
-    source = write_jsonl(folder / "chat.jsonl", [row])
-    data = RankingDataset(args, source, "train", 0, module.model, processor)
-    ranking = data.encode(0)
-    images = [Image.open(folder / name).convert("RGB") for name in row["images"]]
-    expected = []
-    for response in row["responses"]:
-        messages = []
-        for k, text in enumerate(["Good?", "No.", "And this?", response]):
-            image = [{"type": "image"}] if k in (0, 2) else []
-            parts = [*image, {"type": "text", "text": text}]
-            messages.append({"role": ("user", "assistant")[k % 2], "content": parts})
-        text = processor.apply_chat_template(messages, tokenize=False)
-        inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
-        expected.append(module.model(**inputs).last_hidden_state[0, -1] @ module.score.weight[0])
-    packing.set_attention(module.model, "packed")
-    run = SimpleNamespace(reward_model=SimpleNamespace(module=module))
-    [pack], _ = reward_bt.make_packs(args, run, data, [ranking])
-    assert module(pack).tolist() == pytest.approx(torch.stack(expected).tolist(), abs=1e-5)
-    assert abs(expected[0] - expected[1]) > 1e-3
-
-
 # --- runs ---
 
 
@@ -626,16 +604,6 @@ def test_exported_classifier_gives_the_same_rewards_with_any_padding(template, t
         with torch.no_grad():
             logits = loaded(**batch).logits
         assert logits.shape == (8, 1) and logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("template", ["a template", None])
-def test_a_tokenizer_without_a_free_special_token_can_not_be_exported(template):
-    special = {7: transformers.AddedToken("<|end|>", special=True), 8: transformers.AddedToken("x")}
-    tokenizer = SimpleNamespace(pad_token_id=7, eos_token_id=7, added_tokens_decoder=special)
-    tokenizer.apply_chat_template = lambda chat, return_dict: [1, 2, 7]
-    tokenizer.chat_template = template
-    with pytest.raises(SystemExit, match="all special tokens end chats"):
-        EXPORT["choose_pad_token"](tokenizer)
 
 
 def test_a_head_on_the_hub_is_loaded_and_never_replaced_by_a_random_one(
