@@ -155,10 +155,8 @@ def documented(script: str) -> set[str]:
     pages = {"rloo", script} if script in ("rloo", "ppo_vl") else {script}  # ppo_vl.md has only what differs
     texts = [(ROOT / "docs" / f"{page}.md").read_text() for page in pages]
     section = "\n".join(text.split("\n## Metrics")[1].split("\n## ")[0] for text in texts)
-    keys = re.findall(
-        r"`((?:objective|reward|reward_metrics|policy|loss|value|rollout|sampling|train|time|eval|rm)/[^`]+)`",
-        section,
-    )
+    groups = "objective|reward|reward_metrics|policy|loss|value|rollout|sampling|train|time|eval|rm"
+    keys = re.findall(rf"`((?:{groups})/[^`]+)`", section)
     return {re.sub(r"<[^>]*>|[A-Z]+|\.\.\.", "*", key) for key in keys}
 
 

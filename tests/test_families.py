@@ -24,7 +24,7 @@ from PIL import Image
 import grm_sft
 import reward_bt
 import rloo
-from common import attention, chats, decoding, packing, packing_check
+from common import chats, decoding, packing, packing_check
 from tools import families
 
 QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -254,13 +254,10 @@ def test_logprobs_and_greedy_responses_equal_the_unmodified_model(family, folder
     packed = {}
     groups = [(i, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(len(prompts))]
     with torch.no_grad():
-        for pack in packing.iter_rank_packs(
-            model, groups, prompts, data.encode, response_ids, max_tokens=250
-        ):
+        for pack in packing.iter_rank_packs(model, groups, prompts, data.encode, response_ids, 250):
             logprobs = packing.response_logprobs(model, pack, TEMPERATURE)[0]
-            packed |= {
-                int(b): logprobs[pack.response_of_token == s] for s, b in enumerate(pack.response_index)
-            }
+            for s, b in enumerate(pack.response_index.tolist()):
+                packed[b] = logprobs[pack.response_of_token == s]
         for b, response in enumerate(responses):
             expected = unmodified_logprobs(unmodified, inputs[b // 3], response.token_ids, TEMPERATURE)
             torch.testing.assert_close(packed[b], expected, atol=1e-4, rtol=0)
@@ -470,23 +467,14 @@ def test_a_bidirectional_model_is_refused_where_we_sample_and_padded_where_not(c
     assert message.startswith("warning: batches are padded")
 
 
-def test_only_errors_of_the_model_lead_to_padded_batches(monkeypatch, capsys):
-    """A bug in a script, a fork or common/ shows its traceback."""
+def test_only_errors_of_the_model_lead_to_padded_batches(monkeypatch):
+    """A bug in a script or a fork shows its traceback."""
     model = build("llama")[0]
     prompt = packing.make_prompt(model, {"input_ids": torch.arange(5, 30)[None]})
     policy = lambda pack: packing.response_logprobs(model, pack)[0]  # noqa: E731
     check = functools.partial(packing_check.choose_layout, model, max_length=64, max_tokens=128)
     with pytest.raises(KeyError, match="pixel_values"):
         check(lambda pack: model(pack.model_inputs["pixel_values"]), [prompt])
-    namespace = {}
-    bug = "def buggy(*args, **kwargs): raise TypeError('a bug')"
-    exec(compile(bug, attention.__file__, "exec"), namespace)
-    for module, name in ((attention, "attend"), (packing, "make_packed_indices")):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, namespace["buggy"])
-            with pytest.raises(TypeError, match="a bug"):
-                check(policy, [prompt])
-        packing.set_attention(model, "sdpa")
     mlp = type(model.model.layers[0].mlp)
     forward = mlp.forward
 
@@ -594,19 +582,11 @@ def test_responses_of_a_shared_prompt_have_the_inputs_of_the_processor(family, t
     turns = [("user", "Is <image> like <image> ?"), ("assistant", "no")]
     chat = [{"role": role, "content": text} for role, text in turns]
     row = {"messages": chat, "images": ["0.png", "1.png"]}
-    data = grm_sft.ExampleDataset(
-        args=grm_sft.Args(max_length=512),
-        source="rows",
-        rows=[row],
-        groups=[[0]],
-        data_dir=tmp_path,
-        model=model,
-        processor=processor,
-        training=True,
-    )
+    args = grm_sft.Args(max_length=512)
+    data = grm_sft.ExampleDataset(args, "rows", [row], [[0]], tmp_path, model, processor, training=True)
     example = data.encode(0)
     P, ids = example.prefix.length, example.suffix.token_inputs["input_ids"][0]
-    messages = grm_sft.build_messages(data.args, row | {"prompt": chat}, tmp_path, processor.tokenizer)
+    messages = grm_sft.build_messages(args, row | {"prompt": chat}, tmp_path, processor.tokenizer)
     whole = dict(chats.encode_chat(processor, messages))
     assert 4 == len(ids) == whole["input_ids"].shape[1] - P + 1  # the template writes no EOS
     pack = packing.build_padded([(0, [0])], {0: example.prefix}, {0: example.suffix})
@@ -620,8 +600,9 @@ def test_responses_of_a_shared_prompt_have_the_inputs_of_the_processor(family, t
     torch.testing.assert_close(logprobs[:-1], expected[is_trained[:-1]], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("error", [KeyError("eos_token_id"), RuntimeError("sizes differ")])
-def test_a_generate_that_fails_ends_the_run_in_one_sentence(folder_of, monkeypatch, capsys, error):
+def test_a_generate_that_fails_ends_the_run_in_one_sentence(folder_of, monkeypatch, capsys):
+    error = RuntimeError("sizes differ")
+
     def fail(*arguments, **options):
         raise error
 

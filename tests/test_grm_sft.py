@@ -192,16 +192,11 @@ def test_swapping_changes_candidates_verdict_and_reasoning(rows):
 
 
 SWAPS = {
-    "Image 1 is dark.": "Image 2 is dark.",
     "IMAGE 2 is dark, the first image isn't.": "IMAGE 1 is dark, the second image isn't.",
     "First image: dark. Second image: bright.": "Second image: dark. First image: bright.",
-    "Both images are good, but image 1 is sharp, the other one is not.": (
-        "Both images are good, but image 2 is sharp, the other one is not."
-    ),
+    "Both are good, but image 1 is sharp.": "Both are good, but image 2 is sharp.",
     "1. Image 1 gets 8/10 or 1.5.\n2) Image 2 gets 1/2.": "1. Image 2 gets 8/10 or 1.5.\n2) Image 1 gets 1/2.",
-    "Image 12 is not a candidate, and 21 is no number of one.": (
-        "Image 12 is not a candidate, and 21 is no number of one."
-    ),
+    "Image 12 is no candidate, 21 is no number.": "Image 12 is no candidate, 21 is no number.",
     "A cat is on a box.": "A cat is on a box.",
     "": "",
 }
@@ -778,6 +773,7 @@ def asked(vqa_rows, answers: list[str]) -> dict:
     return columns | {"completions": [f"<answer>{a}</answer>" for a in answers] * 2}
 
 
+@pytest.mark.slow
 def test_a_judge_is_a_reward(judge_reward, vqa_rows):
     one = judge_reward.score(**asked(vqa_rows, ["red", "blue"]))
     other = judge_reward.score(**asked(vqa_rows, ["blue", "red"]))

@@ -203,11 +203,8 @@ def let_responses_see_each_other(monkeypatch, batch) -> None:
 
 def shift_positions_after_images(monkeypatch, batch) -> None:
     for prompt in batch.prompts:
-        after = (
-            torch.arange(prompt.length)
-            > (prompt.input_ids == batch.model.config.image_token_id).nonzero().max()
-        )
-        prompt.position_ids = prompt.position_ids + after
+        last_image = (prompt.input_ids == batch.model.config.image_token_id).nonzero().max()
+        prompt.position_ids = prompt.position_ids + (torch.arange(prompt.length) > last_image)
 
 
 def shorten_windows(monkeypatch, batch) -> None:

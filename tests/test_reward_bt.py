@@ -198,18 +198,14 @@ def test_unusable_rows_are_skipped_with_a_reason(encode, capsys):
 
 
 CALLS = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1 2"}]}
-PARTS = {"image": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "bad"}]}
+IMAGE = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "bad"}]
 UNUSABLE_CHATS = {
     "at least two": {"prompt": "q", "responses": ["alone"]},
     "needs a list": {"prompt": "q", "responses": "good"},
     "prompt is empty": {"responses": ["good", "bad"]},
     "tool_calls": {"prompt": "q", "chosen": [CALLS | {"content": None}], "rejected": chat("", "b")[1:]},
     "with tool_calls": {"chosen": [*chat("q"), CALLS | {"content": "a"}], "rejected": chat("q", "b")},
-    "images or videos": {
-        "prompt": "q",
-        "chosen": chat("", PARTS["image"])[1:],
-        "rejected": chat("", "b")[1:],
-    },
+    "images or videos": {"prompt": "q", "chosen": chat("", IMAGE)[1:], "rejected": chat("", "b")[1:]},
     "beginning of another": {"chosen": chat("q", "a"), "rejected": chat("q", "a", "so?")},
 }
 
@@ -313,13 +309,8 @@ def test_a_block_of_long_rows_does_not_end_an_evaluation(text, tmp_path, capsys)
 def test_columns_of_the_dataset_replace_nothing_of_ours(text, tmp_path):
     """Columns named as metrics or as entries of records leave both as they are."""
     args, model, tokenizer = text
-    theirs = {
-        "accuracy": "high",
-        "rm/accuracy": 7,
-        "reward_diff": "a lot",
-        "chosen_reward": 9,
-        "phase": "new",
-    }
+    theirs = {"accuracy": "high", "rm/accuracy": 7, "reward_diff": "a lot", "chosen_reward": 9}
+    theirs |= {"phase": "new"}
     runs = []
     for extra in ({}, theirs):
         source = write_jsonl(tmp_path / "data.jsonl", [GOOD | extra] * 3)
@@ -465,9 +456,8 @@ def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_p
         assert ("batches are padded" in capsys.readouterr().out) == (family == "gptj")
         assert (max(num_packs) == 1) == (budget == 8192 and family != "gptj")
         assert {*splits} == {budget == longest}, "GradCache is needed only if a ranking is split"
-        assert {name: metrics[name] for name in expected_metrics} == pytest.approx(
-            expected_metrics, rel=1e-4, abs=1e-4
-        )
+        found = {name: metrics[name] for name in expected_metrics}
+        assert found == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)
         records = read_jsonl(tmp_path / str(budget) / "samples.jsonl")
         assert len(records) == 2 * len(expected_pairs), "before and after the step"
         for record, (chosen, rejected) in zip(records, expected_pairs * 2):
