@@ -36,9 +36,8 @@ def test_cases_are_valid_flags_and_the_same_work_for_trl():
 
 def test_tables_and_seconds_to_a_level():
     points = [bench.Point(0, 0.0, 0.5), bench.Point(3, 10.0, 0.7), bench.Point(6, 20.0, 0.9)]
-    assert bench.seconds_to(points, 0.8) == pytest.approx(15) and bench.seconds_to(points, 0.95) == float(
-        "inf"
-    )
+    assert bench.seconds_to(points, 0.8) == pytest.approx(15)
+    assert bench.seconds_to(points, 0.95) == float("inf")
     steps = [[{"seconds": x} for x in side] for side in ((1.0, 2.0), (3.0, 4.0))]
     results = [{"part": "rloo vlm_64", **bench.ratios(*steps, "seconds", "step")}]
     assert "| rloo vlm_64 | 1.50 | 3.50 | 2.50 |" in bench.report({"commit": "abc"}, results)

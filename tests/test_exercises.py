@@ -14,51 +14,41 @@ WRONG = {  # function: replacements in its code, each of which makes it wrong
     "compute_advantages": [
         ("(count - 1).clamp(min=1)", "count"),
         ("/ count) * kept_responses", "/ G) * kept_responses".replace("G", "rewards.shape[1]")),
-        ("if normalize:", "if not normalize:"),
     ],
     "kl_estimate": [
         ("logprobs.float() - ref_logprobs.float()", "ref_logprobs.float() - logprobs.float()"),
-        ("d.square() / 2", "d.square()"),
         ("torch.expm1(-d) + d", "torch.expm1(d) - d"),
     ],
     "compute_rloo_loss": [
         ("torch.maximum", "torch.minimum"),
         ("1 + clip_high)", "1 + clip_low)"),
-        ("new_logprobs - old_logprobs", "new_logprobs - new_logprobs.detach()"),
     ],
     "compute_token_rewards": [
         ("- kl_penalty", "+ kl_penalty"),
         ("mask.sum(1, keepdim=True)", "1"),
-        (" * mask", ""),
     ],
     "compute_gae": [
         ("gamma * gae_lambda * next_advantage", "gae_lambda * next_advantage"),
-        ("+ gamma * next_value", "+ next_value"),
         ("torch.where(mask[:, t], advantage, next_advantage)", "advantage * mask[:, t]"),
     ],
     "whiten": [
         ("correction=0", "correction=1"),
         ("x[mask]", "x.flatten()"),
-        (".masked_fill(~mask, 0.0)", ""),
     ],
     "compute_value_loss": [
         ("clipped_losses > losses", "clipped_losses < losses"),
-        ("(new_values - returns).square() / 2", "(new_values - returns).square()"),
         ("old_values + change.clamp", "new_values + change.clamp"),
     ],
     "compute_bt_loss": [
         ("- margins", "+ margins"),
-        ("label_smoothing * F.logsigmoid(-d)", "label_smoothing * F.logsigmoid(d)"),
         ("(chosen_rewards + rejected_rewards) ** 2", "(chosen_rewards - rejected_rewards) ** 2"),
     ],
     "sample_token": [
         ("shape[-1] - 1)", "shape[-1] - 2)"),
-        (".exp()", ""),
         ("uniform[:, None] * cdf[:, -1:]", "uniform[:, None].square() * cdf[:, -1:]"),
     ],
     "plan_packs": [  # whole bodies
         ("", "return [[list(groups)]] * world_size"),
-        ("", "return [[[group] for group in groups], [[]]]"),
         ("", "return [[[group] for group in groups[rank::world_size]] for rank in range(world_size)]"),
         ("", "return [[[(i, [b])] for i, bs in groups for b in bs][rank::2] for rank in range(2)]"),
     ],

@@ -24,21 +24,21 @@ from PIL import Image
 import grm_sft
 import reward_bt
 import rloo
-from common import attention, chats, decoding, packing, packing_check
+from common import chats, decoding, packing, packing_check
 from tools import families
 
-QWEN_VL, TEXT_ONLY = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("llama", "qwen2", "qwen3")
-SEVEN = (*QWEN_VL, "llava", *TEXT_ONLY)
-MASKS = ("gemma3", "mistral", "idefics3", "internvl", "phi", "llava_onevision", "mistral3", "paligemma")
-PACKED = (*SEVEN, "granite", "cohere", "gpt2", *MASKS, "llama dynamic")
+QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VISION = (*QWEN_VL, "llava", "gemma3", "idefics3", "internvl", "paligemma")
+VIDEO = (*QWEN_VL, "internvl")
+# One family per mechanism: M-RoPE, deepstack, image blocks, tiles, windows, learned positions, a factor of logits
+PACKED = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "idefics3", "internvl", "paligemma", "llama")
+PACKED += ("llama dynamic", "mistral", "gpt2", "granite")
 # Softcaps and sinks of eager attention, RoPE that depends on the length, another interface, recurrent state
 PADDED = ("gemma2", "gpt_oss", "phi3 longrope", "gptj", "qwen3_next")
 FAMILIES = (*PACKED, *PADDED)
-VISION = (*QWEN_VL, "llava", "gemma3", "idefics3", "internvl", "llava_onevision", "mistral3", "paligemma")
-VIDEO = (*QWEN_VL, "internvl", "llava_onevision")
+QUICK = ("qwen2_5_vl", "gemma3", "internvl", "paligemma", "llama", "gpt2", "gemma2", "gpt_oss", "qwen3_next")
 NAMES = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>", "video_token": "<video>"}
 NAMES |= {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<context>"}
-SLOW = [pytest.param(x, marks=() if x in ("gemma3", "internvl") else pytest.mark.slow) for x in VISION]
 TEMPERATURE = 0.7
 EOS_IDS = [*range(4, 500, 8), 500]  # with these, some responses end at once, some later, some never
 
@@ -72,7 +72,6 @@ def text_config(family: str, V: int) -> dict:
         "gemma3": gemma | {"layer_types": ["sliding_attention", "full_attention"]},
         "mistral": {"sliding_window": 8},
         "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
-        "cohere": {"logit_scale": 0.3},
         "llama dynamic": dynamic,
         "phi3 longrope": {"rope_parameters": rope | factors, "original_max_position_embeddings": 200},
         "gpt_oss": {"num_local_experts": 3} | experts,
@@ -137,22 +136,6 @@ def build_vision(family: str, tokenizer, text: dict):
         images = t.GotOcr2ImageProcessor(size=square, crop_to_patches=True, max_patches=4)
         parts |= {"image_processor": images, "video_processor": t.InternVLVideoProcessor(size=square)}
         processor = t.InternVLProcessor(**parts, image_seq_length=4)
-    elif family == "llava_onevision":
-        text |= {"model_type": "qwen2"}
-        sizes = {"image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64]]}
-        fields |= sizes | {"video_token_id": ids("<video>"), "vision_feature_layer": -1}
-        config = t.LlavaOnevisionConfig(**fields)
-        images = t.LlavaOnevisionImageProcessor(size=square, **sizes)
-        parts |= {"image_processor": images, "video_processor": t.LlavaOnevisionVideoProcessor(size=square)}
-        how = {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}
-        processor = t.LlavaOnevisionProcessor(**parts, **how)
-    elif family == "mistral3":
-        text |= {"model_type": "mistral", "sliding_window": 8}
-        tower |= {"model_type": "pixtral", "image_size": 64}
-        config = t.Mistral3Config(**fields, vision_feature_layer=-1)
-        images = t.PixtralImageProcessor(size={"longest_edge": 64}, patch_size=8)
-        names = {"image_token": "<image>", "image_break_token": "<boi>", "image_end_token": "<eoi>"}
-        processor = t.PixtralProcessor(images, **parts, **names, patch_size=8, spatial_merge_size=2)
     elif family == "paligemma":
         images = t.SiglipImageProcessor(size=square, image_seq_length=16)
         processor = t.PaliGemmaProcessor(images, **parts)  # adds tokens
@@ -246,21 +229,9 @@ def unmodified_logprobs(model, inputs: dict, response: torch.Tensor, temperature
     return logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
 
 
-OFTEN = (
-    "qwen2_5_vl",
-    "gemma3",
-    "internvl",
-    "llava",
-    "cohere",
-    "gpt2",
-    "gemma2",
-    "phi3 longrope",
-    "qwen3_next",
+@pytest.mark.parametrize(
+    "family", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in FAMILIES]
 )
-RARELY = [pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES if x not in OFTEN]
-
-
-@pytest.mark.parametrize("family", [*OFTEN, *RARELY])
 def test_logprobs_and_greedy_responses_equal_the_unmodified_model(family, folder_of):
     folder = folder_of(family)
     model, unmodified = (load_model(folder) for _ in range(2))
@@ -283,13 +254,10 @@ def test_logprobs_and_greedy_responses_equal_the_unmodified_model(family, folder
     packed = {}
     groups = [(i, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(len(prompts))]
     with torch.no_grad():
-        for pack in packing.iter_rank_packs(
-            model, groups, prompts, data.encode, response_ids, max_tokens=250
-        ):
+        for pack in packing.iter_rank_packs(model, groups, prompts, data.encode, response_ids, 250):
             logprobs = packing.response_logprobs(model, pack, TEMPERATURE)[0]
-            packed |= {
-                int(b): logprobs[pack.response_of_token == s] for s, b in enumerate(pack.response_index)
-            }
+            for s, b in enumerate(pack.response_index.tolist()):
+                packed[b] = logprobs[pack.response_of_token == s]
         for b, response in enumerate(responses):
             expected = unmodified_logprobs(unmodified, inputs[b // 3], response.token_ids, TEMPERATURE)
             torch.testing.assert_close(packed[b], expected, atol=1e-4, rtol=0)
@@ -305,25 +273,6 @@ def test_logprobs_and_greedy_responses_equal_the_unmodified_model(family, folder
         assert response.token_ids.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_5_vl"])
-def test_long_responses(family, folder_of):
-    """80 tokens without an EOS: windows end inside the response."""
-    folder = folder_of(family)
-    model, unmodified = (load_model(folder) for _ in range(2))
-    processor = transformers.AutoProcessor.from_pretrained(folder)
-    data = load_data(folder, model, processor)
-    packing.set_attention(model, "packed")
-    prompts = [data.encode(1), data.encode(len(data.rows) - 1)]
-    responses = decoding.generate(model, prompts, 2, 80, [-1], TEMPERATURE, max_tokens=600)
-    for b, response in enumerate(responses):
-        assert len(response.token_ids) == 80 and response.truncated
-        with torch.no_grad():
-            expected = unmodified_logprobs(
-                unmodified, prompts[b // 2].inputs, response.token_ids, TEMPERATURE
-            )
-        torch.testing.assert_close(response.logprobs, expected, atol=1e-4, rtol=0)
-
-
 @pytest.fixture
 def on_family(folder_of, any_score):
     """Family -> flags of a short run on its rows."""
@@ -332,7 +281,7 @@ def on_family(folder_of, any_score):
 
 
 @pytest.mark.parametrize(
-    "family", SLOW + [pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES if x not in VISION]
+    "family", ["internvl", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", *PADDED))]
 )
 def test_two_steps(family, on_family, folder_of, run, capsys):
     folder = run("rloo", **on_family(family))
@@ -347,7 +296,7 @@ def test_two_steps(family, on_family, folder_of, run, capsys):
     assert sum(changed) > len(changed) / 2
 
 
-@pytest.mark.parametrize("family", [*SLOW, "llama"])
+@pytest.mark.parametrize("family", ["internvl", pytest.param("gemma3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("script", [reward_bt, grm_sft], ids=["reward_bt", "grm_sft"])
 def test_one_step_is_the_same_packed_and_padded(script, family, folder_of, tmp_path, monkeypatch, capsys):
     """Metrics and weights after a step on all rows. One of the three answers is a prefix of another."""
@@ -370,14 +319,14 @@ def test_one_step_is_the_same_packed_and_padded(script, family, folder_of, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["internvl", "gpt_oss"])  # packed, padded
-def test_two_ranks_with_zero_3_train_as_one(family, on_family, run, start, tmp_path):
-    flags = on_family(family)
+def test_two_ranks_with_zero_3_train_as_one_on_padded_batches(on_family, run, start, tmp_path):
+    """Packed batches are those of the tiny model, in test_rloo_runs.py."""
+    flags = on_family("gpt_oss")
     one = run("rloo", **flags, run_name="one")
     process = start("rloo", ranks=2, **flags, run_name="two", zero_stage=3)
     code = process.wait(timeout=300)
     output = (tmp_path / "log").read_text()
-    assert code == 0 and ("packing enabled" in output) == (family in PACKED), output[-3000:]
+    assert code == 0 and "warning: batches are padded" in output, output[-3000:]
     assert_same_run(one, one.parent / "two", 1e-4, of_weights=1e-4)
 
 
@@ -421,10 +370,7 @@ def test_common_uses_public_interfaces():
     assert sum(text.count("model_type") for text in texts.values()) == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["gptj", *(pytest.param(x, marks=pytest.mark.slow) for x in ("idefics3", "qwen3_5"))]
-)
-def test_the_page_on_models_has_what_its_tool_measures(name):
+def test_the_page_on_models_has_what_its_tool_measures():
     page = (ROOT / "docs/models.md").read_text().partition(families.MARK)[2]
     names = {}  # headline -> families
     for section in page.split("\n## ")[1:]:
@@ -434,8 +380,8 @@ def test_the_page_on_models_has_what_its_tool_measures(name):
     expected = {*families.IMAGE_TEXT, *families.DECODERS, *families.CONFIGS["families"]}
     assert sorted(sum(names.values(), [])) == sorted(expected)
     assert len(names["Packed"]) >= 130 and len(names["Padded"]) >= 60
-    result = families.measure(name)
-    assert name in names[families.HEADLINES[result.path]]
+    result = families.measure("gptj")
+    assert "gptj" in names[families.HEADLINES[result.path]]
     assert max(result.errors[key] for key in ("training", "sampling", "gradient")) < 1e-4
     assert result.errors["ratio"] < 1e-5
 
@@ -468,16 +414,11 @@ class Marker:
         return open, (str(self.path), "w")
 
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 320,
-}
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL |= {"vocab_size": 320}
 
 
-@pytest.mark.parametrize("case", ["no head", "another shape", "encoder and decoder", "vision tower"])
+@pytest.mark.parametrize("case", ["no head", "another shape", "vision tower"])
 def test_models_that_would_be_random_or_are_no_decoders_are_refused(case, folder_of, tmp_path, capsys):
     t, weights = transformers, None
     model = build("llava")[0]
@@ -486,9 +427,6 @@ def test_models_that_would_be_random_or_are_no_decoders_are_refused(case, folder
     elif case == "another shape":
         weights = {name: x[:4] if "q_proj" in name else x for name, x in model.state_dict().items()}
         message = "weights are missing or have other shapes: "
-    elif case == "encoder and decoder":
-        config = t.T5Config(d_model=8, d_kv=8, d_ff=8, num_layers=1, vocab_size=320)
-        model, message = t.T5ForConditionalGeneration(config), "encoder-decoder models are not supported"
     elif case == "vision tower":
         model = t.CLIPVisionModel(t.CLIPVisionConfig(**SMALL))
         message = "clip_vision_model is not a text or image-text-to-text model"
@@ -498,22 +436,12 @@ def test_models_that_would_be_random_or_are_no_decoders_are_refused(case, folder
     assert re.search(f"error: .*{tmp_path / 'model'}: .*{re.escape(message)}", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["t5gemma", "moonshine", "bart", "florence2"])
+@pytest.mark.parametrize("name", ["bart", "florence2"])
 def test_encoder_decoder_models_are_refused(name, tmp_path, capsys):
     transformers.CONFIG_MAPPING[name]().save_pretrained(tmp_path)
     with pytest.raises(SystemExit):
         load_model(tmp_path)
     assert f"{tmp_path}: encoder-decoder models are not supported" in capsys.readouterr().err
-
-
-def test_the_class_is_that_of_the_mapping(tmp_path):
-    """Emu3's config has no vision_config, and its text class would load random weights."""
-    vq = {"base_channels": 32, "channel_multiplier": (1, 1), "num_res_blocks": 1, "attn_resolutions": ()}
-    vq |= {"hidden_size": 32, "codebook_size": 64}
-    text = SMALL | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.Emu3Config(text_config=text, vq_config=vq, vocabulary_map={"<image>": 5})
-    transformers.Emu3ForConditionalGeneration(config).save_pretrained(tmp_path)
-    assert type(load_model(tmp_path)) is transformers.Emu3ForConditionalGeneration
 
 
 def bert():
@@ -539,23 +467,14 @@ def test_a_bidirectional_model_is_refused_where_we_sample_and_padded_where_not(c
     assert message.startswith("warning: batches are padded")
 
 
-def test_only_errors_of_the_model_lead_to_padded_batches(monkeypatch, capsys):
-    """A bug in a script, a fork or common/ shows its traceback."""
+def test_only_errors_of_the_model_lead_to_padded_batches(monkeypatch):
+    """A bug in a script or a fork shows its traceback."""
     model = build("llama")[0]
     prompt = packing.make_prompt(model, {"input_ids": torch.arange(5, 30)[None]})
     policy = lambda pack: packing.response_logprobs(model, pack)[0]  # noqa: E731
     check = functools.partial(packing_check.choose_layout, model, max_length=64, max_tokens=128)
     with pytest.raises(KeyError, match="pixel_values"):
         check(lambda pack: model(pack.model_inputs["pixel_values"]), [prompt])
-    namespace = {}
-    bug = "def buggy(*args, **kwargs): raise TypeError('a bug')"
-    exec(compile(bug, attention.__file__, "exec"), namespace)
-    for module, name in ((attention, "attend"), (packing, "make_packed_indices")):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, namespace["buggy"])
-            with pytest.raises(TypeError, match="a bug"):
-                check(policy, [prompt])
-        packing.set_attention(model, "sdpa")
     mlp = type(model.model.layers[0].mlp)
     forward = mlp.forward
 
@@ -571,17 +490,6 @@ def test_only_errors_of_the_model_lead_to_padded_batches(monkeypatch, capsys):
         check(policy, [prompt])
 
 
-def test_sparse_attention_is_seen_in_a_long_response(tmp_path):
-    """Nothing is decoded for a reward model, and short sequences are dense."""
-    family = "minimax_m3_vl_text (sparse beyond 96 tokens)"
-    families.save_model(family, families.make_processor(family), tmp_path)
-    reward_model = reward_bt.RewardModel(load_model(tmp_path).base_model)
-    prompt = packing.make_prompt(reward_model.model, {"input_ids": torch.arange(10, 70)[None]})
-    lengths = {"max_length": 200, "max_tokens": 600}
-    message = packing_check.choose_layout(reward_model.model, reward_model, [prompt], **lengths)
-    assert message.startswith("warning: batches are padded")
-
-
 def test_an_image_with_as_many_patches_as_the_prompt_has_tokens():
     """Gemma 4's positions of patches then look like an input with one entry per token."""
     with torch.device("meta"):
@@ -593,14 +501,10 @@ def test_an_image_with_as_many_patches_as_the_prompt_has_tokens():
     assert prompt.next_inputs.keys() == inputs.keys() and prompt.media_inputs.keys() == image.keys()
 
 
-@pytest.mark.parametrize("form", ["paths", "lists"])
-def test_rare_types_of_rows_are_probed(form, tmp_path):
+def test_rare_types_of_rows_are_probed(tmp_path):
     """Of 101 rows, only the 59th has an image."""
-    rows = [{"prompt": "a", "image": None}] * 101
-    with_image = {"prompt": "a", "image": "missing.png"}
-    if form == "lists":
-        rows = [{"prompt": "a", "images": []}] * 101
-        with_image = {"prompt": "a", "images": ["x.png", "y.png"]}
+    rows = [{"prompt": "a", "images": []}] * 101
+    with_image = {"prompt": "a", "images": ["x.png", "y.png"]}
     source = write_jsonl(tmp_path / "rows.jsonl", [*rows[:59], with_image, *rows[60:]])
     load = lambda source: rloo.load_rows(rloo.Args(rewards=()), source, "train")  # noqa: E731
     chosen = packing_check.choose_probe_rows(load(source))
@@ -611,12 +515,9 @@ def test_rare_types_of_rows_are_probed(form, tmp_path):
 
 
 def test_media_that_the_check_has_not_seen_are_reported(folder_of):
-    family = "llava"
-    model, processor = (
-        load_model(folder_of(family)),
-        transformers.AutoProcessor.from_pretrained(folder_of(family)),
-    )
-    data = load_data(folder_of(family), model, processor)
+    folder = folder_of("llava")
+    model, processor = load_model(folder), transformers.AutoProcessor.from_pretrained(folder)
+    data = load_data(folder, model, processor)
     prompts = [data.encode(i) for i in range(len(data.rows))]
     policy = lambda pack: packing.response_logprobs(model, pack)[0]  # noqa: E731
     packing_check.choose_layout(model, policy, prompts[:2], max_length=128, max_tokens=256)
@@ -634,12 +535,10 @@ def test_lora_is_on_the_language_model_only():
     small = SMALL | {"num_key_value_heads": 2, "pad_token_id": 0}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    idefics = t.Idefics2Config(text_config=small, vision_config=vision)
     omni = t.CONFIG_MAPPING["qwen2_5_omni_thinker"](text_config=small | rope, vision_config={"depth": 1})
     git = t.GitConfig(**SMALL, vision_config=vision)
-    first = t.IdeficsConfig(num_hidden_layers=1, vision_config=vision)
     kosmos = t.Kosmos2Config(text_config={"layers": 1}, vision_config=vision)
-    for config, count in ((idefics, 7), (omni, 7), (git, 6), (first, 14), (kosmos, 6)):
+    for config, count in ((omni, 7), (git, 6), (kosmos, 6)):
         with torch.device("meta"):
             model = t.AutoModelForImageTextToText.from_config(config)
             rloo.add_lora(rloo.Args(lora_rank=2), model)
@@ -657,7 +556,7 @@ BLOCK_REASON = "its attention has the input block_indices"
     "family, fields, path, reason",
     [
         ("hyperclovax", {"logits_scaling": 3.0}, "packed", ""),  # multiplies, where others divide
-        ("minicpm3", {}, "packed", ""),  # divides hidden states
+        pytest.param("minicpm3", {}, "packed", "", marks=pytest.mark.slow),  # divides hidden states
         # output_multiplier, and then a softcap:
         pytest.param("muse_glimmer", {}, "packed", "", marks=pytest.mark.slow),
         pytest.param("minimax_m3_vl_text", BLOCKS, "padded", BLOCK_REASON, marks=pytest.mark.slow),
@@ -683,19 +582,11 @@ def test_responses_of_a_shared_prompt_have_the_inputs_of_the_processor(family, t
     turns = [("user", "Is <image> like <image> ?"), ("assistant", "no")]
     chat = [{"role": role, "content": text} for role, text in turns]
     row = {"messages": chat, "images": ["0.png", "1.png"]}
-    data = grm_sft.ExampleDataset(
-        args=grm_sft.Args(max_length=512),
-        source="rows",
-        rows=[row],
-        groups=[[0]],
-        data_dir=tmp_path,
-        model=model,
-        processor=processor,
-        training=True,
-    )
+    args = grm_sft.Args(max_length=512)
+    data = grm_sft.ExampleDataset(args, "rows", [row], [[0]], tmp_path, model, processor, training=True)
     example = data.encode(0)
     P, ids = example.prefix.length, example.suffix.token_inputs["input_ids"][0]
-    messages = grm_sft.build_messages(data.args, row | {"prompt": chat}, tmp_path, processor.tokenizer)
+    messages = grm_sft.build_messages(args, row | {"prompt": chat}, tmp_path, processor.tokenizer)
     whole = dict(chats.encode_chat(processor, messages))
     assert 4 == len(ids) == whole["input_ids"].shape[1] - P + 1  # the template writes no EOS
     pack = packing.build_padded([(0, [0])], {0: example.prefix}, {0: example.suffix})
@@ -709,8 +600,9 @@ def test_responses_of_a_shared_prompt_have_the_inputs_of_the_processor(family, t
     torch.testing.assert_close(logprobs[:-1], expected[is_trained[:-1]], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("error", [KeyError("eos_token_id"), RuntimeError("sizes differ")])
-def test_a_generate_that_fails_ends_the_run_in_one_sentence(folder_of, monkeypatch, capsys, error):
+def test_a_generate_that_fails_ends_the_run_in_one_sentence(folder_of, monkeypatch, capsys):
+    error = RuntimeError("sizes differ")
+
     def fail(*arguments, **options):
         raise error
 

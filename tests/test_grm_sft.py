@@ -192,16 +192,11 @@ def test_swapping_changes_candidates_verdict_and_reasoning(rows):
 
 
 SWAPS = {
-    "Image 1 is dark.": "Image 2 is dark.",
     "IMAGE 2 is dark, the first image isn't.": "IMAGE 1 is dark, the second image isn't.",
     "First image: dark. Second image: bright.": "Second image: dark. First image: bright.",
-    "Both images are good, but image 1 is sharp, the other one is not.": (
-        "Both images are good, but image 2 is sharp, the other one is not."
-    ),
+    "Both are good, but image 1 is sharp.": "Both are good, but image 2 is sharp.",
     "1. Image 1 gets 8/10 or 1.5.\n2) Image 2 gets 1/2.": "1. Image 2 gets 8/10 or 1.5.\n2) Image 1 gets 1/2.",
-    "Image 12 is not a candidate, and 21 is no number of one.": (
-        "Image 12 is not a candidate, and 21 is no number of one."
-    ),
+    "Image 12 is no candidate, 21 is no number.": "Image 12 is no candidate, 21 is no number.",
     "A cat is on a box.": "A cat is on a box.",
     "": "",
 }
@@ -262,13 +257,6 @@ def test_both_orders_and_rows_with_the_same_image_form_a_group(tiny_vl, monkeypa
     assert len(ids) == 20 and ids == sum(evaluations[1].groups, [])
     labels = [[data.encode(i).label for i in ids] for data in evaluations]
     assert labels[0] == labels[1], "the evaluation set does not depend on the seed"
-
-
-def test_all_rows_of_a_file_are_used(tiny_vl, tmp_path):
-    """1b599b4 kept 8,000 random rows."""
-    row = {"messages": [message("user", "a"), message("assistant", "b")]}
-    data = load(tiny_vl, write_jsonl(tmp_path / "many.jsonl", [row] * 8001), training=True)
-    assert data.groups == [[2 * i] for i in range(8001)]
 
 
 # --- loss masks ---
@@ -343,23 +331,22 @@ def test_turns_are_located_in_templates_with_and_without_eos(tiny_text_model):
 # --- prompts and packs ---
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_examples_have_the_inputs_and_positions_of_the_processor(training, tiny_vl, rows):
-    for example_id in (0, 1):
-        for row in rows:
-            example = encode(tiny_vl, row, example_id, training)
-            inputs = encode_whole(tiny_vl, row, swapped=example_id == 1)
-            whole = packing.extend_prompt(example.prefix, example.suffix)
-            ids = whole.input_ids.tolist()
-            assert ids == inputs["input_ids"][0][: len(ids)].tolist()
-            assert len(inputs["input_ids"][0]) - len(ids) <= 1, "except the newline after the last EOS"
-            mask = assistant_tokens(tiny_vl[2], ids)[example.prefix.length :]
-            assert example.suffix.response_mask.tolist() == mask
-            expected = packing.make_prompt(tiny_vl[0], inputs)
-            assert torch.equal(whole.position_ids, expected.position_ids[..., : len(ids)])
-            for name, x in whole.inputs.items():
-                other = inputs[name][:, : len(ids)] if name in whole.token_inputs else inputs[name]
-                assert torch.equal(torch.as_tensor(x), other), name
+@pytest.mark.parametrize("swapped", [False, True])
+def test_examples_have_the_inputs_and_positions_of_the_processor(swapped, tiny_vl, rows):
+    for row in rows:
+        example = encode(tiny_vl, row, int(swapped), training=True)
+        inputs = encode_whole(tiny_vl, row, swapped)
+        whole = packing.extend_prompt(example.prefix, example.suffix)
+        ids = whole.input_ids.tolist()
+        assert ids == inputs["input_ids"][0][: len(ids)].tolist()
+        assert len(inputs["input_ids"][0]) - len(ids) <= 1, "except the newline after the last EOS"
+        mask = assistant_tokens(tiny_vl[2], ids)[example.prefix.length :]
+        assert example.suffix.response_mask.tolist() == mask
+        expected = packing.make_prompt(tiny_vl[0], inputs)
+        assert torch.equal(whole.position_ids, expected.position_ids[..., : len(ids)])
+        for name, x in whole.inputs.items():
+            other = inputs[name][:, : len(ids)] if name in whole.token_inputs else inputs[name]
+            assert torch.equal(torch.as_tensor(x), other), name
 
 
 def test_equal_prefixes_go_through_the_processor_once_in_any_order(tiny_vl, rows, monkeypatch):
@@ -505,23 +492,6 @@ def test_soft_accuracy_skips_a_truncated_reasoning(tiny_vl, rows, write):
         assert metrics["eval/num_soft_skipped"] == 1 - is_scored
 
 
-def test_chats_are_scored_by_their_reference_only(tiny_vl, rows, write, monkeypatch):
-    scored, sum_logprobs = [], grm_sft.sum_logprobs
-
-    def spy(args, model, prefixes, responses):
-        scored.extend(i for i, _ in responses)
-        return sum_logprobs(args, model, prefixes, responses)
-
-    monkeypatch.setattr(grm_sft, "sum_logprobs", spy)
-    examples = [encode(tiny_vl, rows[i]) for i in (7, 4, 6)]
-    write("a", "b", "c")
-    records = grm_sft.judge_examples(ARGS, make_judge().model, tiny_vl[2], examples)
-    assert scored == [0, 1, 2, 1, 1, 1]
-    for example, record in zip(examples, records):
-        loss = -sum_logprob(tiny_vl[0], example.prefix, example.suffix_ids)
-        assert record["loss"] == pytest.approx(loss, abs=1e-3)
-
-
 def test_reasoning_may_grow_when_it_is_tokenized_again(tiny_vl, rows, write, monkeypatch):
     """Bytes that form no character decode to replacement characters of three tokens each."""
     example = encode(tiny_vl, rows[3])
@@ -566,12 +536,7 @@ def evaluate(tiny_vl, rows, tmp_path, monkeypatch):
 
 # verdicts in both orders: accuracy, swap consistency, parse rate, tie rate, first rate
 VERDICTS = {("1", "2"): (1, 1, 1, 0, 0.5), ("1", "1"): (0.5, 0, 1, 0, 1), ("2", "1"): (0, 1, 1, 0, 0.5)}
-VERDICTS |= {
-    ("tie", "tie"): (0, 1, 1, 1, 0),
-    (None, None): (0, 0, 0, 0, 0),
-    ("1", None): (0.5, 0, 0.5, 0, 0.5),
-}
-VERDICTS |= {("2", "2"): (0.5, 0, 1, 0, 0)}
+VERDICTS |= {("tie", "tie"): (0, 1, 1, 1, 0), ("1", None): (0.5, 0, 0.5, 0, 0.5)}
 
 
 @pytest.mark.parametrize("verdicts", VERDICTS)
@@ -596,11 +561,8 @@ def test_both_orders_count_and_columns_of_the_data_do_not(verdicts, evaluate):
 # --- runs ---
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [700, pytest.param(4096, marks=pytest.mark.slow)])
-def test_the_loss_is_the_mean_over_the_trained_tokens_of_the_step(
-    micro_batch_tokens, grm, tiny_vl, rows, monkeypatch, capsys
-):
-    """Compared with the unmodified model, whatever the packs; the last pack ends the optimizer step."""
+def test_the_loss_is_the_mean_over_the_trained_tokens_of_the_step(grm, tiny_vl, rows, monkeypatch, capsys):
+    """Compared with the unmodified model, over several packs; the last pack ends the optimizer step."""
     boundaries, init = [], grm_sft.init_deepspeed_engine
 
     def spy(*args, **keywords):
@@ -610,7 +572,7 @@ def test_the_loss_is_the_mean_over_the_trained_tokens_of_the_step(
         return engine
 
     monkeypatch.setattr(grm_sft, "init_deepspeed_engine", spy)
-    sizes = {"max_length": 700, "micro_batch_tokens": micro_batch_tokens}
+    sizes = {"max_length": 700, "micro_batch_tokens": 700}
     run_dir = grm(total_steps=1, train_batch_size=14, eval_dataset=None, **sizes)
     (metrics,) = metrics_of(run_dir)
     logprobs = [
@@ -620,11 +582,11 @@ def test_the_loss_is_the_mean_over_the_trained_tokens_of_the_step(
     assert metrics["train/trained_tokens"] == num_tokens and metrics["train/rows_skipped"] == 0
     assert metrics["loss/sft"] == pytest.approx(-sum(x.sum().item() for x in logprobs) / num_tokens, abs=1e-4)
     assert boundaries == [False] * (len(boundaries) - 1) + [True]
-    assert (len(boundaries) > 1) == (micro_batch_tokens == 700)
+    assert len(boundaries) > 1
     assert "14 examples" in capsys.readouterr().out
 
 
-BEST = {"accuracy": [0.1, 0.9, 0.3], "loss": [5.0, 1.0, 3.0]}  # before the first step, after steps 2 and 4
+BEST = {"accuracy": [0.1, 0.9, 0.3], "loss": [5.0, 1.0, 3.0]}  # before the first step, after steps 1 and 2
 
 
 @pytest.mark.parametrize("best_metric", ["accuracy", pytest.param("loss", marks=pytest.mark.slow)])
@@ -637,18 +599,15 @@ def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch, capsys):
         return {name: x for name, x in metrics.items() if best_metric in name or name != "eval/accuracy"}
 
     monkeypatch.setattr(grm_sft, "compute_judge_metrics", changed)
-    flags = {"total_steps": 4, "eval_steps": 2, "save_steps": 2, "learning_rate": 2e-3}
-    run_dir = grm(**flags, train_batch_size=14)
-    first, *steps = metrics_of(run_dir)
-    assert [m["train/step"] for m in steps] == [1, 2, 3, 4]
-    assert steps[-1]["loss/sft"] < 0.8 * steps[0]["loss/sft"]
-    assert best_metric == "loss" or steps[-1]["eval/loss"] < first["eval/loss"]
-    saved = {n: weights_of(run_dir / f"checkpoint-{n}") for n in ("2", "4", "best")}
-    assert conftest.largest_difference(saved["best"], saved["2"]) == 0
-    assert conftest.largest_difference(saved["best"], saved["4"]) > 0
+    run_dir = grm(total_steps=2, eval_steps=1, learning_rate=2e-3, train_batch_size=14, eval_rows=3)
+    _, *steps = metrics_of(run_dir)
+    assert [m["train/step"] for m in steps] == [1, 2]
+    assert steps[1]["loss/sft"] < 0.9 * steps[0]["loss/sft"]
+    assert sorted(path.name for path in run_dir.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-best"]
     assert not (run_dir / "checkpoint-best/state").exists()
-    initial = weights_of(Path(TINY))
-    moved = {name for name, w in saved["2"].items() if not torch.equal(w, initial[name])}
+    initial, best, last = map(weights_of, (Path(TINY), run_dir / "checkpoint-best", run_dir / "checkpoint-2"))
+    assert conftest.largest_difference(best, last) > 0, "the best weights are those after step 1"
+    moved = {name for name, w in best.items() if not torch.equal(w, initial[name])}
     assert moved and not any("visual" in name for name in moved), "the vision tower is frozen"
     record = read_jsonl(run_dir / "samples.jsonl")[0]
     assert {"phase", "prompt", "response", "swapped_response", "predicted_verdict"} <= record.keys()
@@ -657,20 +616,12 @@ def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch, capsys):
     assert re.search(r"freezes 54 weights: model\.model\.visual\.", output)
 
 
-@pytest.mark.slow
-def test_a_new_best_does_not_save_everything(grm):
-    """At 1893fe5, each new best also wrote a whole checkpoint, although --save-steps was 0."""
-    run_dir = grm(total_steps=3, eval_steps=1, train_batch_size=14)
-    assert sorted(path.name for path in run_dir.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-best"]
-
-
-@pytest.mark.parametrize("freeze", ["patch_embed", pytest.param("", marks=pytest.mark.slow)])
-def test_what_is_frozen_is_printed(freeze, grm, capsys):
-    run_dir = grm(total_steps=1, freeze=freeze, eval_dataset=None)
+def test_what_is_frozen_is_printed(grm, capsys):
+    run_dir = grm(total_steps=1, freeze="patch_embed", eval_dataset=None)
     initial, saved = weights_of(Path(TINY)), weights_of(run_dir / "checkpoint-1")
     unchanged = {name for name, w in saved.items() if torch.equal(w, initial[name])}
-    assert unchanged == {name for name in initial if freeze and freeze in name}
-    assert ("--freeze patch_embed freezes 1 weights: " in capsys.readouterr().out) == bool(freeze)
+    assert unchanged == {name for name in initial if "patch_embed" in name}
+    assert "--freeze patch_embed freezes 1 weights: " in capsys.readouterr().out
 
 
 def test_a_text_model_has_nothing_to_freeze(tiny_text_model):
@@ -688,11 +639,12 @@ def test_the_default_run_learns_to_write_judgments(tmp_path):
 
 @pytest.mark.slow
 def test_training_does_not_depend_on_ranks_or_zero(grm, start, tmp_path, judged):
-    flags = flags_for(judged) | {"train_batch_size": 14}
-    one = grm(run_name="one", train_batch_size=14)
-    process = start("grm_sft", 2, zero_stage=3, run_name="two", **flags)  # test_rloo_runs.py has all stages
+    """Tests of rloo.py and ppo_vl.py have the other stages."""
+    flags = {"train_batch_size": 14, "eval_rows": 4}
+    one = grm(run_name="one", **flags)
+    process = start("grm_sft", 2, zero_stage=3, run_name="zero3", **flags_for(judged) | flags)
     assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-2000:]
-    assert_same_run(one, tmp_path / "runs/two", 1e-4, of_weights=1e-4)
+    assert_same_run(one, tmp_path / "runs/zero3", 1e-4, of_weights=1e-4)
 
 
 # --- invalid input ---
@@ -707,7 +659,7 @@ def test_rows_that_can_not_be_used_are_skipped_and_counted(grm, rows, tmp_path, 
     ]  # fmt: skip
     words = ("nope.png", "max-length", "marker", "assistant turn", "of 0 types", "of 2 types")
     source = write_jsonl(tmp_path / "bad.jsonl", rows + bad)
-    run_dir = grm(dataset=source, total_steps=1, train_batch_size=24)
+    run_dir = grm(dataset=source, total_steps=1, train_batch_size=24, eval_dataset=None)
     assert metrics_of(run_dir)[-1]["train/rows_skipped"] == 6
     captured = capsys.readouterr()
     for row, word in zip(range(8, 14), words, strict=True):
@@ -718,12 +670,8 @@ def test_rows_that_can_not_be_used_are_skipped_and_counted(grm, rows, tmp_path, 
 
 def test_a_bad_row_does_not_end_a_run_with_small_batches(grm, rows, tmp_path):
     """At 1893fe5, it was more than half of a batch of one."""
-    chats_of_rows = [
-        rows[7],
-        rows[7],
-        {"messages": [message("user", "no answer")]},
-    ]  # seed 3 begins at the end
-    source = write_jsonl(tmp_path / "rows.jsonl", chats_of_rows)
+    bad = {"messages": [message("user", "no answer")]}
+    source = write_jsonl(tmp_path / "rows.jsonl", [rows[7], rows[7], bad])
     run_dir = grm(dataset=source, total_steps=3, train_batch_size=1, eval_dataset=None)
     steps = metrics_of(run_dir)
     assert sorted(m["train/rows_skipped"] for m in steps) == [0, 0, 1]
@@ -760,30 +708,26 @@ def test_verdicts_may_be_numbers(verdicts, tiny_vl, rows, tmp_path):
     assert labels == [None if x is None else str(x)[:3].removesuffix(".0") for x in verdicts]
 
 
-CASES = {
-    "micro batch": (
-        ["--micro-batch-tokens must be at least --max-length (2048)"],
-        {"micro_batch_tokens": 100},
-    ),
-    "counts": (["--max-num-seqs (0)"], {"max_num_seqs": 0}),
-    "columns": (["has columns text", "verdict"], {"dataset": "columns"}),
-    "labels 0 and 1": (["a verdict must be 1", "not 0"], {"dataset": "labels"}),
-    "other labels": (["a verdict must be 1", "not 'a'"], {"dataset": "letters"}),
+BAD_FLAGS = {
+    "--micro-batch-tokens must be at least --max-length (2048)": {"micro_batch_tokens": 100},
+    "--max-num-seqs (0)": {"max_num_seqs": 0},
+}
+BAD_ROWS = {  # words of the message: rows
+    "has columns text": [{"text": "a"}],
+    "not 0": [{"prompt": "?", "answer_1": "a", "answer_2": "b", "verdict": x} for x in (0, 1)],
+    "not 'a'": [{"prompt": "?", "answer_1": "a", "answer_2": "b", "verdict": x} for x in "a1"],
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_invalid_input_ends_with_one_sentence(case, argv, judged, rows, tmp_path, capsys):
-    words, flags = CASES[case]
-    files = {"columns": [{"text": "a"}], "labels": [rows[3] | {"verdict": x} for x in (0, 1)]}
-    files["letters"] = [rows[3] | {"verdict": x} for x in "a1"]
-    names = {name: write_jsonl(tmp_path / f"{name}.jsonl", lines) for name, lines in files.items()}
-    flags = flags_for(judged) | {name: names.get(value, value) for name, value in flags.items()}
+@pytest.mark.parametrize("words", [*BAD_FLAGS, *BAD_ROWS])
+def test_invalid_input_ends_with_one_sentence(words, argv, judged, tmp_path, capsys):
+    source = write_jsonl(tmp_path / "bad.jsonl", BAD_ROWS[words]) if words in BAD_ROWS else judged
+    flags = flags_for(source) | BAD_FLAGS.get(words, {})
     with pytest.raises(SystemExit) as stopped:
         grm_sft.main(cli(grm_sft.Args, args=argv("grm_sft", **flags)))
     assert stopped.value.code == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert all(word in line for word in words), line
+    assert words in line
 
 
 # --- examples ---
@@ -817,7 +761,7 @@ def test_data_sets_are_converted(tmp_path, tiny_vl):
 def judge_reward(monkeypatch):
     """A judge that knows nothing, but loads and writes like any other."""
     monkeypatch.setenv("JUDGE", TINY)
-    monkeypatch.setenv("JUDGE_TOKENS", "16")
+    monkeypatch.setenv("JUDGE_TOKENS", "4")
     monkeypatch.syspath_prepend(ROOT / "examples")
     return importlib.import_module("judge_reward")
 

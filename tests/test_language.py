@@ -40,17 +40,6 @@ sampler_is_exact: sampling/logprob_diff_mean
 segment_ids: response_of_token
 packs_of: iter_packs
 """
-# "old: new". Not allowed as an identifier of the code; in comments and strings they are ordinary words.
-IDENTIFIERS = """
-Layout: PackedIndices
-fail: stop
-cut: truncated
-shown: postfix
-infos: prompts
-owner: response_of_token
-gap: logprob_diff, reward_diff
-entry: row, prompt_index, response_index
-"""
 # Regular expressions, for names that are too general to be forbidden alone.
 PATTERNS = {
     r"(rollout|[Rr]esponse|[Cc]ontinuation|observation)\.loss_mask": "response_mask",
@@ -72,24 +61,19 @@ EXCEPTIONS = {
 }
 
 
-def table(text: str) -> dict[str, str]:
-    return dict(line.split(": ", 1) for line in text.strip().splitlines())
+NEW_NAMES = dict(line.split(": ", 1) for line in NAMES.strip().splitlines())
 
 
-NEW_NAMES, NEW_IDENTIFIERS = table(NAMES), table(IDENTIFIERS)
-
-
-def as_words(patterns) -> re.Pattern:
-    """One of the patterns as a whole word; hyphens join words. A space also matches a line break in a comment."""
-    pattern = "|".join(patterns).replace(" ", r"[\s#]+")
+def as_words(pattern: str) -> re.Pattern:
+    """The pattern as a whole word; hyphens join words. A space also matches a line break in a comment."""
+    pattern = pattern.replace(" ", r"[\s#]+")
     return re.compile(rf"(?<!\w)(?<!\w-)(?:{pattern})(?!\w)(?!-\w)", re.IGNORECASE)
 
 
-def split_python(source: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """Prose and identifiers of a Python file, each with its first line.
-
-    Prose is comments and strings that contain a space; the others are names of files, columns and the like."""
-    prose, identifiers = [], []
+def prose_of_python(source: str) -> list[tuple[int, str]]:
+    """Comments and strings that contain a space, each with its first line. Other strings are names of files,
+    columns and the like."""
+    prose = []
     last_comment = -1  # line
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         token_type, line = tokenize.tok_name[token.type], token.start[0]
@@ -97,10 +81,8 @@ def split_python(source: str) -> tuple[list[tuple[int, str]], list[tuple[int, st
             prose[-1] = prose[-1][0], f"{prose[-1][1]}\n{token.string}"
         elif token_type == "COMMENT" or (token_type in ("STRING", "FSTRING_MIDDLE") and " " in token.string):
             prose.append((line, token.string))
-        elif token_type == "NAME":
-            identifiers.append((line, token.string))
         last_comment = line if token_type == "COMMENT" else last_comment
-    return prose, identifiers
+    return prose
 
 
 def blank(match: re.Match) -> str:
@@ -109,11 +91,10 @@ def blank(match: re.Match) -> str:
 
 
 def problems(path: str, text: str) -> list[tuple[int, str, str]]:
-    """(line, old, new) of old identifiers, flags and metric names, and of words to avoid in prose."""
+    """(line, old, new) of old names anywhere, and of words to avoid in prose."""
     results = []
-    prose, identifiers = [(1, text)], []
     if path.endswith(".py"):
-        prose, identifiers = split_python(text)
+        prose = prose_of_python(text)
     elif path.endswith(".md"):
         text = re.sub(r"(?m)^\|.*", blank, text)
         prose = [(1, re.sub(r"(?ms)^```.*?^```$|`[^`\n]*`", blank, text))]
@@ -124,11 +105,9 @@ def problems(path: str, text: str) -> list[tuple[int, str, str]]:
             if new := NEW_NAMES.get(name.replace("-", "_")):
                 results.append((number, name, new))
         results += [(number, m[0], new) for x, new in PATTERNS.items() for m in re.finditer(x, line)]
-    if not path.startswith("tests/"):
-        results += [(n, x, NEW_IDENTIFIERS[x]) for n, x in identifiers if x in NEW_IDENTIFIERS]
     for first_line, part in prose:
         for pattern, better in WORDS.items():
-            for match in as_words([pattern]).finditer(part):
+            for match in as_words(pattern).finditer(part):
                 number = first_line + part.count("\n", 0, match.start())
                 results.append((number, re.sub(r"[\s#]+", " ", match[0]), better))
     return sorted({result for result in results if (path, result[1]) not in EXCEPTIONS})
@@ -140,9 +119,8 @@ def paths() -> list[str]:
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     names = listed.stdout.split() or [str(x.relative_to(ROOT)) for p in FILES.split() for x in ROOT.glob(p)]
     # fnmatch's * also matches a slash, but the scripts are those of the top folder
-    known = {
-        n for n in names for p in FILES.split() if fnmatch.fnmatch(n, p) and n.count("/") == p.count("/")
-    }
+    found = [(n, p) for n in names for p in FILES.split() if n.count("/") == p.count("/")]
+    known = {name for name, pattern in found if fnmatch.fnmatch(name, pattern)}
     return sorted(name for name in known - NOT_CHECKED if (ROOT / name).is_file())
 
 
@@ -154,17 +132,9 @@ def test_names_and_words(path):
 
 
 def test_the_checks_themselves():
-    source = (
-        'cut = "cut"  # a cut colour\n# asked\n# again\n"""is unpacked,\nlicence."""\nx = rollout.loss_mask\n'
-    )
-    found = [(1, "colour"), (1, "cut"), (2, "asked again"), (4, "unpacked"), (5, "licence")]
-    assert [(n, old) for n, old, _ in problems("x.py", source)] == [*found, (6, "rollout.loss_mask")]
-    page = (
-        "a `learnt` learnt\n```bash\nf --warmup-steps 2 # learnt\n```\n| `warmup_steps` |\nlearnt `val/x`\n"
-    )
+    source = 'x = "colour"  # a colour\n# but\n# for\n"""is unpacked,\nlicence."""\nf(warmup_steps)\n'
+    found = [(1, "colour"), (2, "but for"), (4, "unpacked"), (5, "licence"), (6, "warmup_steps")]
+    assert [(n, old) for n, old, _ in problems("x.py", source)] == found
+    page = "a `learnt` learnt\n```bash\nf --warmup-steps 2\n```\n| `warmup_steps` |\nlearnt `val/x`\n"
     found = [(1, "learnt"), (3, "warmup-steps"), (6, "`val/"), (6, "learnt")]
     assert [(n, old) for n, old, _ in problems("x.md", page)] == found
-    assert [old for _, old, _ in problems("x.sh", "f --warmup-steps 2 --no-x=zero_std")] == [
-        "warmup-steps",
-        "zero_std",
-    ]

@@ -10,29 +10,18 @@ from types import SimpleNamespace
 
 import common  # noqa: F401  before transformers # isort: skip
 import pytest
-import test_properties
 import torch
 import transformers
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_families import (  # noqa: F401
-    QWEN_VL,
-    SEVEN,
-    TEMPERATURE,
-    build,
-    folder_of,
-    load_data,
-    load_model,
-    unmodified_logprobs,
-)
+from test_families import TEMPERATURE, build, folder_of, load_data, load_model, unmodified_logprobs  # noqa: F401
 
 import rloo
 from common import attention, chats, decoding, environments, packing, packing_check
 from common.packing import iter_rank_packs, plan_packs, response_logprobs
 
 EOS = 500
-OTHERS = "mistral gemma3 idefics3 internvl granite cohere gpt2 phi paligemma".split()
 
 
 @pytest.fixture
@@ -121,7 +110,7 @@ def assert_same(result, expected) -> None:
 # ---- packed and padded ----
 
 
-@pytest.mark.parametrize("family", [x for x in (*SEVEN, *OTHERS) if x not in test_properties.FAMILIES])
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava", "internvl", "gpt2", "paligemma"])
 def test_packed_and_padded_equal_the_unmodified_model(family, batch_of):
     batch = batch_of(family)
     expected = run_unmodified(batch)
@@ -132,7 +121,6 @@ def test_packed_and_padded_equal_the_unmodified_model(family, batch_of):
     assert len(packs) > len(batch.groups)
     assert_same(padded, expected)
     packing.set_attention(batch.model, "packed")
-    batch.model.logit_factor = {"granite": 1 / 3, "cohere": 0.3}.get(family, 1.0)
     *whole, packs = run_packs(batch)
     assert len(packs) == 1  # text, images, an image twice, and a video in one sequence
     assert_same(whole, expected)
@@ -142,9 +130,8 @@ def test_packed_and_padded_equal_the_unmodified_model(family, batch_of):
     assert_same(split, expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
-def test_gradient_checkpointing(family, batch_of):
-    batch = batch_of(family)
+def test_gradient_checkpointing(batch_of):
+    batch = batch_of("qwen3_vl")
     calls = []
     expected = run_unmodified(batch)
     packing.set_attention(batch.model, "packed")
@@ -157,26 +144,14 @@ def test_gradient_checkpointing(family, batch_of):
     assert len(calls) == 2  # forward, and again in backward
 
 
-def test_padded_rows_need_few_logits(batch_of, monkeypatch):
+def test_padded_rows_need_few_logits(batch_of):
     """Models that can return logits of the last tokens only are asked for the responses'."""
     batch = batch_of("llama")
     shapes = []
-    hook = batch.model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
-    expected, _, packs = run_packs(batch)
+    batch.model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+    run_packs(batch)
     lengths = [[len(batch.responses[b]) for b in response_indices] for _, response_indices in batch.groups]
     assert sorted(tuple(shape[:2]) for shape in shapes) == sorted((len(x), max(x) + 1) for x in lengths)
-    hook.remove()
-    whole = copy.deepcopy(batch.model)
-    forward = type(whole).forward
-
-    def without_logits_to_keep(self, input_ids, attention_mask, **kwargs):
-        return forward(self, input_ids, attention_mask, use_cache=False)
-
-    monkeypatch.setattr(type(whole), "forward", without_logits_to_keep)
-    for pack in packs:
-        logprobs, _ = response_logprobs(whole, pack, TEMPERATURE)
-        for s, b in enumerate(pack.response_index.tolist()):
-            torch.testing.assert_close(logprobs[pack.response_of_token == s], expected[b], atol=1e-5, rtol=0)
 
 
 # ---- the check at startup ----
@@ -204,15 +179,8 @@ def observe(batch):
     processor = batch.processor
     sampler = SimpleNamespace(update_weights=None, sleep=None)
     image = [p for m in batch.prompts[-1].messages for p in m["content"] if p["type"] == "image"]
-    encoder = environments.EnvironmentSampler(
-        sampler=sampler,
-        environment_class=None,
-        model=batch.model,
-        processor=processor,
-        eos_ids=[500],
-        max_turns=3,
-        max_length=200,
-    )
+    parts = {"sampler": sampler, "environment_class": None, "model": batch.model, "processor": processor}
+    encoder = environments.EnvironmentSampler(**parts, eos_ids=[500], max_turns=3, max_length=200)
     message = {"role": "user", "content": [*image, {"type": "text", "text": "And now?"}]}
     return functools.partial(encoder.encode_message, message=message)
 
@@ -235,11 +203,8 @@ def let_responses_see_each_other(monkeypatch, batch) -> None:
 
 def shift_positions_after_images(monkeypatch, batch) -> None:
     for prompt in batch.prompts:
-        after = (
-            torch.arange(prompt.length)
-            > (prompt.input_ids == batch.model.config.image_token_id).nonzero().max()
-        )
-        prompt.position_ids = prompt.position_ids + after
+        last_image = (prompt.input_ids == batch.model.config.image_token_id).nonzero().max()
+        prompt.position_ids = prompt.position_ids + (torch.arange(prompt.length) > last_image)
 
 
 def shorten_windows(monkeypatch, batch) -> None:
@@ -280,16 +245,12 @@ def shift_positions_after_observations(monkeypatch, batch) -> None:
 
 
 BREAKAGES = [
-    ("responses that see each other", "llama", let_responses_see_each_other),
     ("responses that see each other", "qwen2_5_vl", let_responses_see_each_other),
     ("positions after an image", "qwen2_5_vl", shift_positions_after_images),
-    ("positions after an image", "qwen3_vl", shift_positions_after_images),
     ("a short window", "mistral", shorten_windows),
     ("token types of responses", "paligemma", swap_token_types),
-    ("images in the wrong order", "llava", reverse_media),
     ("images in the wrong order", "gemma3", reverse_media),
     ("positions after an observation", "qwen2_5_vl", shift_positions_after_observations),
-    ("positions after an observation", "llama", shift_positions_after_observations),
 ]
 
 
@@ -490,7 +451,7 @@ def to_segments(groups: list) -> list:
 
 
 @pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [2, 4])
 def test_on_a_gpu_sdpa_never_gets_a_mask_and_grouped_heads(queries, kv_heads, monkeypatch):
     """It would fall back to the kernel that stores all scores. One query has few scores."""
     calls = []
@@ -502,39 +463,10 @@ def test_on_a_gpu_sdpa_never_gets_a_mask_and_grouped_heads(queries, kv_heads, mo
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", spy)
     with torch.device("meta"):  # any device but the CPU
-        q, k, mask = (
-            torch.empty(2, 4, queries, 8),
-            torch.empty(2, kv_heads, 7, 8),
-            torch.empty(2, 1, queries, 7),
-        )
+        q, k = torch.empty(2, 4, queries, 8), torch.empty(2, kv_heads, 7, 8)
+        mask = torch.empty(2, 1, queries, 7)
         attention.attend(q, k, k, mask, None)
     assert calls == [(kv_heads, kv_heads < 4) if queries == 1 else (4, False)]
-
-
-def test_sequence_positions_of_the_docstring():
-    """A window of 3 over "abc" with the responses "de" and "fg", and an image block of b and c."""
-    indices = attention.make_packed_indices(
-        to_segments([[torch.arange(3), torch.tensor([3, 4]), torch.tensor([5, 6])]])
-    )
-    assert indices.seq_positions.tolist() == [0, 1, 2, 3, 4, 3, 4]
-    window = transformers.masking_utils.sliding_window_causal_mask_function(3)
-    image_block = torch.tensor([[-1, 0, 0, -1, -1, -1, -1]])
-
-    def attended(function) -> dict[str, str]:
-        mask = attention.ModelMask(mask_function=function)
-        sees = {}
-        for i, bucket in enumerate(indices.buckets):
-            attn_mask = mask.bucket_mask(indices, i)[:, 0]  # (S, Q, K)
-            for s, q in bucket.queries_valid.nonzero().tolist():
-                keys = bucket.keys[s, attn_mask[s, q]]
-                sees["abcdefg"[bucket.queries[s, q]]] = "".join("abcdefg"[k] for k in keys)
-        return sees
-
-    expected = {"a": "a", "b": "ab", "c": "abc", "d": "bcd", "e": "cde", "f": "bcf", "g": "cfg"}
-    assert attended(window) == expected
-    is_block = lambda b, q, k: (image_block[b, q] == image_block[b, k]) & (image_block[b, q] >= 0)  # noqa: E731
-    with_block = attended(lambda batch, head, q, k: window(batch, head, q, k) | is_block(batch, q, k))
-    assert with_block == expected | {"b": "abc"}  # b sees c, which comes later
 
 
 # ---- planning ----
@@ -561,7 +493,7 @@ def plans(draw):
 
 
 @given(plans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_plan(case):
     groups, prompt_lengths, response_lengths, max_tokens, world_size, packed, max_rows = case
     before = copy.deepcopy(case)

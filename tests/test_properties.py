@@ -1,5 +1,5 @@
 """Random sizes of everything that has boundaries: chunks, packs, ranks, token limits, windows, responses. The
-quick half tries a few cases of each, the slow half thousands."""
+quick half tries a few cases of each, the slow half hundreds."""
 
 import copy
 from dataclasses import replace
@@ -49,7 +49,7 @@ def dense(hidden, weight, bias, targets, temperature, softcap, factor, suppresse
     return logp.gather(1, column[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-@cases(quick=100, slow=1000)
+@cases(quick=50, slow=1000)
 def test_head(examples, monkeypatch):
     def property_(case: dict) -> None:
         M, V, chunk, random = case["M"], case["V"], case["chunk"], seeded(case["seed"])
@@ -75,9 +75,8 @@ def test_head(examples, monkeypatch):
             sum((w * x).sum() for w, x in zip(weights, results)).backward()
         pairs = [*zip(computed, expected), *((x.grad, y.grad) for x, y in zip((hidden, weight, bias), exact))]
         for x, y in pairs:
-            in_bf16 = 0.05 / min(
-                1.0, case["temperature"]
-            )  # a low temperature magnifies the rounding of logits
+            # a low temperature magnifies the rounding of logits
+            in_bf16 = 0.05 / min(1.0, case["temperature"])
             precision = 1e-4 if case["dtype"] == torch.float32 else in_bf16
             assert (x is None and case["frozen"]) or (x - y).norm() <= precision * (1 + y.norm())
 
@@ -123,7 +122,7 @@ def gradients(model) -> dict:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@cases(quick=12, slow=100)
+@cases(quick=5, slow=100)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packs(family, examples, pool_of):
     pool = pool_of(family)
@@ -175,7 +174,7 @@ def test_packs(family, examples, pool_of):
     check(examples, property_, groups=st.lists(GROUP, min_size=1, max_size=5), **fields)
 
 
-@cases(quick=20, slow=100)
+@cases(quick=8, slow=100)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoder(family, examples, pool_of):
     """Log-probs of sampled tokens equal teacher forcing, and responses end at an EOS or the limit."""

@@ -87,19 +87,11 @@ def test_a_policy(tmp_path):
 
 def test_turns_and_observations_are_separate_blocks(tmp_path):
     turns = {"turn/1": "=2+2", "observation/1": "4\nturn 2", "turn/2": EVIL}
-    record = {
-        "train/step": 1,
-        "phase": "eval_greedy",
-        "row": 7,
-        "prompt": "2 + 2?",
-        "response": EVIL,
-        **turns,
-    }
+    record = {"train/step": 1, "phase": "eval_greedy", "row": 7, "prompt": "2 + 2?", "response": EVIL}
+    record |= turns
     text = report(make_run(tmp_path / "a", [{"train/step": 1}], [record]))
-    blocks = [
-        attrs["class"] for attrs in Page(text).all("div") if attrs.get("class") in ("turn", "observation")
-    ]
-    assert blocks == ["turn", "observation", "turn"]
+    classes = [attrs.get("class") for attrs in Page(text).all("div")]
+    assert [x for x in classes if x in ("turn", "observation")] == ["turn", "observation", "turn"]
     assert Page(text).text.count(EVIL[:8]) == 1 and not Page(text).all("script")
     assert '<p class="muted">observation 1</p><p class="text">4\nturn 2</p>' in text
 
@@ -117,14 +109,11 @@ def test_a_reward_model(tmp_path):
     """Differences 2, -2, 0: confidences .881, .881, .5; calibration error (2 * |.5 - .881| + 0) / 3 = .254."""
     bins = report_tool.reliability([2.0, -2.0, 0.0])
     assert bins == [pytest.approx((0.5, 0.5, 1 / 3)), pytest.approx((0.8808, 0.5, 2 / 3), abs=1e-4)]
-    pairs = [
-        {"train/step": 0, "phase": "eval_mine", "reward_diff": 1.0, "rejected": "of an older evaluation"}
-    ]
+    old = "of an older evaluation"
+    pairs = [{"train/step": 0, "phase": "eval_mine", "reward_diff": 1.0, "rejected": old}]
     for row, diff in ((1, 2.0), (2, -2.0), (3, 0.0)):
-        pairs.append(
-            {"train/step": 2, "phase": "eval_mine", "row": row, "prompt": "why?", "reward_diff": diff + 1}
-        )
-        pairs[-1] |= {"chosen": "good", "rejected": f"bad {row}"}
+        pairs.append({"train/step": 2, "phase": "eval_mine", "row": row, "prompt": "why?"})
+        pairs[-1] |= {"reward_diff": diff + 1, "chosen": "good", "rejected": f"bad {row}"}
         pairs[-1] |= {"chosen_reward": diff + 1, "rejected_reward": 0.0, "margin": 1.0}
     run = make_run(tmp_path / "a", [{"train/step": 2, "eval/mine/accuracy": 0.5}], pairs)
     page = Page(report(run))

@@ -1,16 +1,13 @@
 """reward_bt.py: the loss in closed form, every data format, rewards and gradients against the unmodified model, runs
 on one and two ranks, learning, and what a saved checkpoint gives."""
 
-import json
-import os
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 from itertools import combinations
 from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -25,13 +22,12 @@ from conftest import (
     read_jsonl,
     weights_of,
     write_jsonl,
-)  # fmt: skip
+)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_families import VISION, folder_of  # noqa: F401
 
 import reward_bt
-from common import packing
 from common.packing import PromptInfo
 from reward_bt import Args, Ranking, RankingDataset, compute_bt_loss, make_pairs, ranking_metrics
 
@@ -115,7 +111,7 @@ def test_the_bt_loss_is_that_of_the_model_without_smoothing_and_centering():
 
 
 def test_the_accuracy_of_a_perfect_model_is_exactly_1():
-    for n in range(1, 1200, 7):
+    for n in (1, 3, 7, 49, 100, 603):
         sizes = [2 + k % 3 for k in range(n)]
         rewards = [float(-j) for K in sizes for j in range(K)]
         assert metrics_by_hand(rewards, sizes)["rm/accuracy"] == 1
@@ -202,18 +198,14 @@ def test_unusable_rows_are_skipped_with_a_reason(encode, capsys):
 
 
 CALLS = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1 2"}]}
-PARTS = {"image": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "bad"}]}
+IMAGE = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "bad"}]
 UNUSABLE_CHATS = {
     "at least two": {"prompt": "q", "responses": ["alone"]},
     "needs a list": {"prompt": "q", "responses": "good"},
     "prompt is empty": {"responses": ["good", "bad"]},
     "tool_calls": {"prompt": "q", "chosen": [CALLS | {"content": None}], "rejected": chat("", "b")[1:]},
     "with tool_calls": {"chosen": [*chat("q"), CALLS | {"content": "a"}], "rejected": chat("q", "b")},
-    "images or videos": {
-        "prompt": "q",
-        "chosen": chat("", PARTS["image"])[1:],
-        "rejected": chat("", "b")[1:],
-    },
+    "images or videos": {"prompt": "q", "chosen": chat("", IMAGE)[1:], "rejected": chat("", "b")[1:]},
     "beginning of another": {"chosen": chat("q", "a"), "rejected": chat("q", "a", "so?")},
 }
 
@@ -317,13 +309,8 @@ def test_a_block_of_long_rows_does_not_end_an_evaluation(text, tmp_path, capsys)
 def test_columns_of_the_dataset_replace_nothing_of_ours(text, tmp_path):
     """Columns named as metrics or as entries of records leave both as they are."""
     args, model, tokenizer = text
-    theirs = {
-        "accuracy": "high",
-        "rm/accuracy": 7,
-        "reward_diff": "a lot",
-        "chosen_reward": 9,
-        "phase": "new",
-    }
+    theirs = {"accuracy": "high", "rm/accuracy": 7, "reward_diff": "a lot", "chosen_reward": 9}
+    theirs |= {"phase": "new"}
     runs = []
     for extra in ({}, theirs):
         source = write_jsonl(tmp_path / "data.jsonl", [GOOD | extra] * 3)
@@ -342,10 +329,6 @@ BAD_FLAGS = {
     "--label-smoothing (0.5) must be below 0.5": {"label_smoothing": 0.5},
     "--micro-batch-tokens must be at least --max-length (1024)": {"micro_batch_tokens": 100},
     "--train-batch-size (0) must be at least 1": {"train_batch_size": 0},
-    "--save-total-limit (0) must be at least 1": {"save_total_limit": 0},
-    "--warmup-updates (-1) must be at least 0": {"warmup_updates": -1},
-    "--dtype bfloat16 needs --zero-stage 2 or 3": {"dtype": "bfloat16", "zero_stage": 1},
-    "--offload-optimizer requires": {"offload_optimizer": True},
 }
 
 
@@ -425,7 +408,7 @@ def by_transformers(row: dict, folder, model, processor, weight) -> list[torch.T
     return rewards
 
 
-@pytest.mark.parametrize("family", "qwen2_5_vl qwen3_vl llava gemma3 llama gptj gpt2 mistral".split())
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llama", "gptj"])
 def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_path, monkeypatch, capsys):  # noqa: F811
     """Packed where the family allows it, one response at a time, and with rankings that don't fit into a pack.
 
@@ -473,9 +456,8 @@ def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_p
         assert ("batches are padded" in capsys.readouterr().out) == (family == "gptj")
         assert (max(num_packs) == 1) == (budget == 8192 and family != "gptj")
         assert {*splits} == {budget == longest}, "GradCache is needed only if a ranking is split"
-        assert {name: metrics[name] for name in expected_metrics} == pytest.approx(
-            expected_metrics, rel=1e-4, abs=1e-4
-        )
+        found = {name: metrics[name] for name in expected_metrics}
+        assert found == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)
         records = read_jsonl(tmp_path / str(budget) / "samples.jsonl")
         assert len(records) == 2 * len(expected_pairs), "before and after the step"
         for record, (chosen, rejected) in zip(records, expected_pairs * 2):
@@ -491,47 +473,10 @@ def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_p
             assert (gradient - exact).abs().max() < 1e-4 * max(1, exact.abs().max())
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_a_conversation_with_images_in_later_turns(family, folder_of, tmp_path):  # noqa: F811
-    """The images of two turns; the rewards are those of the unmodified model on the whole conversation."""
-    folder = folder_of(family)
-    row = {"messages": chat("<image>Good?", "No.", "<image>And this?"), "images": ["0.png", "1.png"]}
-    row |= {"responses": ["yes", "not at all"]}
-    args = filled_args("reward_bt", model=str(folder))
-    processor = transformers.AutoProcessor.from_pretrained(folder)
-    module = reward_bt.RewardModel(reward_bt.load_backbone(args).eval())
-    source = write_jsonl(folder / "chat.jsonl", [row])
-    data = RankingDataset(args, source, "train", 0, module.model, processor)
-    ranking = data.encode(0)
-    images = [Image.open(folder / name).convert("RGB") for name in row["images"]]
-    expected = []
-    for response in row["responses"]:
-        messages = []
-        for k, text in enumerate(["Good?", "No.", "And this?", response]):
-            image = [{"type": "image"}] if k in (0, 2) else []
-            parts = [*image, {"type": "text", "text": text}]
-            messages.append({"role": ("user", "assistant")[k % 2], "content": parts})
-        text = processor.apply_chat_template(messages, tokenize=False)
-        inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
-        expected.append(module.model(**inputs).last_hidden_state[0, -1] @ module.score.weight[0])
-    packing.set_attention(module.model, "packed")
-    run = SimpleNamespace(reward_model=SimpleNamespace(module=module))
-    [pack], _ = reward_bt.make_packs(args, run, data, [ranking])
-    assert module(pack).tolist() == pytest.approx(torch.stack(expected).tolist(), abs=1e-5)
-    assert abs(expected[0] - expected[1]) > 1e-3
-
-
 # --- runs ---
 
 
-FLAGS = {
-    "run_name": "run",
-    "total_steps": 4,
-    "train_batch_size": 8,
-    "warmup_updates": 0,
-    "learning_rate": 1e-3,
-}
+FLAGS = {"run_name": "run", "train_batch_size": 8, "warmup_updates": 0, "learning_rate": 1e-3}
 FLAGS |= {"eval_rows": 8, "eval_steps": 0, "seed": 3}
 
 
@@ -556,7 +501,7 @@ def test_the_default_learns_within_30_steps(tmp_path):
 
 @pytest.mark.slow
 def test_frozen_weights_are_printed_and_stay(tmp_path, capsys):
-    run(tmp_path, freeze="visual", total_steps=1, eval_rows=2)
+    run(tmp_path, freeze="visual", total_steps=1, eval_rows=2, train_batch_size=2)
     before = reward_bt.load_backbone(filled_args("reward_bt")).state_dict()
     after = weights_of(tmp_path / "run/checkpoint-1")
     changed = {name.startswith("visual.") for name in before if not torch.equal(before[name], after[name])}
@@ -652,21 +597,13 @@ def test_exported_classifier_gives_the_same_rewards_with_any_padding(template, t
         assert logits.shape == (8, 1) and logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("template", ["a template", None])
-def test_a_tokenizer_without_a_free_special_token_can_not_be_exported(template):
-    special = {7: transformers.AddedToken("<|end|>", special=True), 8: transformers.AddedToken("x")}
-    tokenizer = SimpleNamespace(pad_token_id=7, eos_token_id=7, added_tokens_decoder=special)
-    tokenizer.apply_chat_template = lambda chat, return_dict: [1, 2, 7]
-    tokenizer.chat_template = template
-    with pytest.raises(SystemExit, match="all special tokens end chats"):
-        EXPORT["choose_pad_token"](tokenizer)
-
-
-@pytest.mark.slow
-def test_a_head_on_the_hub_is_loaded_and_never_replaced_by_a_random_one(tiny_text_model, tmp_path):
-    """Offline: a checkpoint in the Hub's cache, the same without its head, and a model that never had one."""
+def test_a_head_on_the_hub_is_loaded_and_never_replaced_by_a_random_one(
+    tiny_text_model, tmp_path, monkeypatch, capsys
+):
+    """A checkpoint in the Hub's cache, the same without its head, and a model that never had one."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     source = write_jsonl(tmp_path / "d.jsonl", [GOOD])
-    run(tmp_path, model=tiny_text_model, dataset=source, total_steps=1)
+    run(tmp_path, model=tiny_text_model, dataset=source, eval_datasets=(f"x={source}",), total_steps=1)
     checkpoint = tmp_path / "run" / "checkpoint-1"
     for name, folder in {"whole": checkpoint, "lost": checkpoint, "plain": tiny_text_model}.items():
         repository = tmp_path / "hub" / f"models--me--{name}"
@@ -674,17 +611,15 @@ def test_a_head_on_the_hub_is_loaded_and_never_replaced_by_a_random_one(tiny_tex
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text("a" * 40)
     (tmp_path / "hub/models--me--lost/snapshots" / ("a" * 40) / "score.safetensors").unlink()
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-    code += "import reward_bt, transformers\n"
-    code += "for name in ('me/whole', 'me/plain', 'me/lost'):\n"
-    code += "    head = reward_bt.load_head(name, transformers.AutoConfig.from_pretrained(name))\n"
-    code += "    print(head if head is None else head[0].tolist())\n"
-    env = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    whole, plain = done.stdout.splitlines()
-    saved = load_file(checkpoint / "score.safetensors")["score.weight"][0]
-    assert json.loads(whole) == saved.tolist() and plain == "None"
-    assert done.returncode == 2 and "me/lost has a trained head, but" in done.stderr
+
+    def load_head(name: str):
+        return reward_bt.load_head(name, transformers.AutoConfig.from_pretrained(name))
+
+    saved = load_file(checkpoint / "score.safetensors")["score.weight"]
+    assert torch.equal(load_head("me/whole"), saved) and load_head("me/plain") is None
+    with pytest.raises(SystemExit):
+        load_head("me/lost")
+    assert "me/lost has a trained head, but" in capsys.readouterr().err
 
 
 def test_a_classifier_is_refused(tiny_text_model, tmp_path, capsys):
