@@ -265,16 +265,3 @@ def words_of_the_code() -> set[str]:
     files = [*PYTHON, *(ROOT / "forks").glob("*.diff")]
     files += [*(ROOT / "common").glob("*.py"), *(ROOT / "tests").glob("*.py")]
     return {word for file in files for word in re.findall(r"\w+", file.read_text())}
-
-
-def test_memory_of_the_recipes_is_what_the_formula_gives():
-    text, names = (ROOT / "docs/recipes.md").read_text(), {}
-    exec([code for _, code in fences(ROOT / "docs/recipes.md") if "def memory" in code][0], names)
-    lines = re.findall(r"^\| (.* \| `(?!memory).*) \|$", text.split("## Will it")[1], re.M)
-    rows = [line.split(" | ") for line in lines]
-    assert len(rows) >= 6
-    for recipe, call, states, others, peak in rows:
-        gb = eval(f"memory(**{call.strip('`')})", names)
-        parts = "weights gradients optimizer critic reference pack step vllm peak".split()
-        numbers = [*states.split(" + "), *others.split(", "), peak]
-        assert [float(x) for x in numbers] == [gb[part] for part in parts] and gb["peak"] < 0.85 * 80, recipe
