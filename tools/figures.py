@@ -3,7 +3,7 @@
     python ppo_vl.py --run-name readme
     python tools/figures.py readme runs            # docs/readme.png: rewards, and responses before and after
     python tools/figures.py environments runs      # docs/environments.png: scores with and without tools
-    python tools/figures.py variance runs          # prints the table of docs/theory.md, about a minute
+    python tools/figures.py variance runs          # prints the table of docs/theory.md, about two minutes
 
 For environments, run the commands of examples/guess_number.py and examples/zoom.py with --seed 1, 2 and 3 and --run-name
 guess1, ..., zoom3, then once with --max-turns 1 and --run-name guess_without or zoom_without. With one turn, the model
@@ -150,6 +150,7 @@ def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: in
     scores = rollout.scores.view(-1, G)  # (n * num_groups, G)
     advantages = {
         "none": scores,
+        "none, if each reward were higher by 1": scores + 1,
         "mean of the group": scores - scores.mean(1, keepdim=True),
         "leave-one-out": rloo.compute_advantages(scores, torch.ones_like(scores).bool(), normalize=False),
     }
