@@ -1,8 +1,9 @@
-"""Draw the figures of README.md and docs/recipes.md from runs.
+"""Draw the figures of README.md and docs/recipes.md from runs, and measure what docs/theory.md says of variance.
 
     python ppo_vl.py --run-name readme
     python tools/figures.py readme runs            # docs/readme.png: rewards, and responses before and after
     python tools/figures.py environments runs      # docs/environments.png: scores with and without tools
+    python tools/figures.py variance runs          # prints the table of docs/theory.md, about two minutes
 
 For environments, run the commands of examples/guess_number.py and examples/zoom.py with --seed 1, 2 and 3 and --run-name
 guess1, ..., zoom3, then once with --max-turns 1 and --run-name guess_without or zoom_without. With one turn, the model
@@ -10,10 +11,12 @@ sees no observation.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Literal
 
 import matplotlib
+import torch
 import tyro
 
 matplotlib.use("Agg")
@@ -131,10 +134,52 @@ def draw_environments(runs: Path):
     return figure
 
 
+# ---- the table of docs/theory.md ----
+
+
+def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: int = 8) -> None:
+    """Variance of the first gradient of a prompt with G responses, summed over all weights, for three baselines:
+    over num_groups groups of responses to each prompt, averaged over prompts."""
+    sys.path.insert(0, str(DOCS.parent))
+    import rloo
+
+    args = rloo.Args(output_dir=str(runs), prompts_per_rollout=num_prompts, kl_coef=0)
+    run = rloo.setup(args)
+    rows = rloo.shuffled_rows(args, 1, len(run.train_data.rows))
+    rollout = rloo.collect_rollout(args, run, run.train_data, rows, num_groups * G, 1.0, step=1)
+    scores = rollout.scores.view(-1, G)  # (n * num_groups, G)
+    advantages = {
+        "none": scores,
+        "none, if each reward were higher by 1": scores + 1,
+        "mean of the group": scores - scores.mean(1, keepdim=True),
+        "leave-one-out": rloo.compute_advantages(scores, torch.ones_like(scores).bool(), normalize=False),
+    }
+    weights = list(run.actor.module.parameters())
+    variances = {name: 0.0 for name in advantages}
+    for i in range(num_prompts):
+        gradients = {name: [] for name in advantages}
+        for group in range(i * num_groups, (i + 1) * num_groups):
+            kept = torch.zeros_like(scores, dtype=torch.bool)
+            kept[group] = True
+            (pack,) = rloo.iter_packs(args, run, rollout, [i], kept.view(num_prompts, -1))
+            logprobs, _ = run.actor.module(pack)
+            for name, values in advantages.items():
+                objective = (logprobs * values[group][pack.response_of_token]).sum() / G
+                parts = torch.autograd.grad(objective, weights, retain_graph=True, allow_unused=True)
+                gradients[name].append(torch.cat([x.flatten() for x in parts if x is not None]))
+        for name, estimates in gradients.items():
+            variances[name] += float(torch.stack(estimates).var(0).sum()) / num_prompts
+    for name, variance in variances.items():
+        print(f"| {name} | {variance:.1f} |")
+
+
 def main(
-    name: tyro.conf.Positional[Literal["readme", "environments"]], runs: tyro.conf.Positional[Path]
+    name: tyro.conf.Positional[Literal["readme", "environments", "variance"]],
+    runs: tyro.conf.Positional[Path],
 ) -> None:
-    """name: figure to draw. runs: directory with the runs."""
+    """name: figure to draw, or variance. runs: directory with the runs."""
+    if name == "variance":
+        return print_variance(runs)
     plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
     draw = {"readme": draw_readme, "environments": draw_environments}[name]
     draw(runs).savefig(DOCS / f"{name}.png")

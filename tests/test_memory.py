@@ -1,0 +1,141 @@
+"""tools/memory.py predicts what autograd keeps, and docs/recipes.md has the numbers that it prints."""
+
+import shlex
+import sys
+from functools import cache
+
+import pytest
+import torch
+import tyro
+from conftest import ROOT
+
+from common import packing
+
+sys.path.insert(0, str(ROOT / "tools"))
+import memory
+
+QWEN = {  # text and vision configs of Qwen2.5-VL, as on the Hub
+    "Qwen/Qwen2.5-VL-3B-Instruct": (
+        {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2}
+        | {"intermediate_size": 11008, "vocab_size": 151936, "tie_word_embeddings": True},
+        {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048},
+    ),
+    "Qwen/Qwen2.5-VL-7B-Instruct": (
+        {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+        | {"intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False},
+        {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+    ),
+    "Qwen/Qwen2.5-VL-32B-Instruct": (
+        {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8}
+        | {"intermediate_size": 27648, "vocab_size": 152064, "tie_word_embeddings": False},
+        {"depth": 32, "hidden_size": 1280, "intermediate_size": 3456, "out_hidden_size": 5120},
+    ),
+}
+
+
+def make_config(text: dict, vision: dict):
+    from transformers import Qwen2_5_VLConfig
+
+    sections = [16, 24, 24]  # of a head of 128
+    text = text | {"rope_scaling": {"type": "mrope", "mrope_section": sections}}
+    tied = text["tie_word_embeddings"]
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+
+
+@cache
+def config_of(name: str):
+    return make_config(*QWEN[name])
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The proportions of Qwen2.5-VL-7B, seven times as narrow."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    text = {"hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1}
+    text |= {"intermediate_size": 2688, "vocab_size": 152_000, "tie_word_embeddings": True}
+    vision = {"depth": 4, "hidden_size": 256, "num_heads": 4, "intermediate_size": 684}
+    vision |= {"out_hidden_size": 512, "fullatt_block_indexes": [1, 3]}
+    model = Qwen2_5_VLForConditionalGeneration(make_config(text, vision)).bfloat16().eval()
+    packing.set_attention(model, "packed")
+    return model
+
+
+def make_pack(model, P: int, R: int, side: int = 0) -> packing.Pack:
+    """A prompt of P tokens, with an image of side x side pixels, and four responses of R tokens."""
+    ids = torch.randint(0, 900, (1, P))
+    media = {}
+    if side:
+        rows = side // 14
+        image = torch.full((1, rows * rows // 4), model.config.image_token_id)
+        ids = torch.cat([image, ids], dim=1)
+        media = {"pixel_values": torch.randn(rows * rows, 1176).bfloat16()}
+        media |= {"image_grid_thw": torch.tensor([[1, rows, rows]])}
+        media |= {"mm_token_type_ids": (ids == model.config.image_token_id).long()}
+    prompt = packing.make_prompt(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), **media})
+    responses = [torch.randint(0, 900, (R,)) for _ in range(4)]
+    packs = packing.iter_rank_packs(
+        model=model,
+        groups=[(0, [0, 1, 2, 3])],
+        prompts=[prompt],
+        encode=lambda row: prompt,
+        responses=responses,
+        max_tokens=10**6,
+        rank=0,
+        world_size=1,
+    )
+    return next(iter(packs))
+
+
+def saved_bytes(model, pack: packing.Pack) -> int:
+    """Bytes that autograd keeps in a forward pass, without weights; each storage counts once."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(x):
+        if x.untyped_storage().data_ptr() not in weights:
+            kept[x.untyped_storage().data_ptr()] = x  # alive, so that no address is used twice
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        packing.forward_hidden(model, pack)
+    return sum(x.untyped_storage().nbytes() for x in kept.values())
+
+
+def predicted_bytes(model, P: int, R: int, side: int = 0) -> int:
+    P += side**2 // 28**2
+    text, vision = model.config.get_text_config(), model.config.vision_config
+    keys, scores = P + 4 * (P + R), P * P + 4 * R * (P + R)
+    language = memory.language_activations(text, P + 4 * R, keys, scores, checkpointing=False)
+    return language + (memory.vision_activations(vision, side**2, checkpointing=False) if side else 0)
+
+
+@pytest.mark.parametrize(
+    "small, large",
+    [((100, 25), (800, 200)), ((100, 25, 224), (100, 25, 896))],
+    ids=["200 and 1,600 tokens", "224 and 896 pixels"],
+)
+def test_predicted_differences_are_what_autograd_keeps(model, small, large):
+    measured = saved_bytes(model, make_pack(model, *large)) - saved_bytes(model, make_pack(model, *small))
+    predicted = predicted_bytes(model, *large) - predicted_bytes(model, *small)
+    print(f"{predicted / 1e6:.1f} MB predicted, {measured / 1e6:.1f} MB measured")
+    assert abs(predicted / measured - 1) < 0.15
+
+
+def test_parameters_are_those_of_the_hub():
+    """The model cards' sizes, in billions: all, and the vision tower."""
+    sizes = {"3B": (3.75, 0.67), "7B": (8.29, 0.68), "32B": (33.45, 0.69)}
+    for name, (total, vision) in sizes.items():
+        count = memory.count_parameters(config_of(f"Qwen/Qwen2.5-VL-{name}-Instruct"), lora_rank=16)
+        num = sum(count.values()) - count["adapters"]
+        assert abs(num / 1e9 - total) < 0.01 and abs(count["vision"] / 1e9 - vision) < 0.015, name
+
+
+def test_table_of_the_recipes_is_what_the_tool_prints():
+    text = (ROOT / "docs/recipes.md").read_text().split("## Will it fit")[1].split("\n## ")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| `--script")]
+    assert len(rows) >= 8
+    for row in rows:
+        flags, numbers = row[2:].split("` | ", 1)
+        args = tyro.cli(memory.Args, args=shlex.split(flags.strip("`")))
+        assert f"| {numbers}" == memory.markdown_row(memory.estimate(args, config_of(args.model))), flags

@@ -1,0 +1,64 @@
+"""Each command of docs/recipes.md that runs a script does a step on a CPU. What is replaced: the model (by the bundled
+one), the data, the output directory, batch sizes, the number of processes and vLLM. All other flags are the page's."""
+
+import importlib
+
+import pytest
+import tyro
+from conftest import ROOT, SCRIPTS, TINY, write_jsonl
+from test_docs import commands
+
+BATCH_SIZES = {"prompts_per_rollout": 2, "num_samples_per_prompt": 2, "train_batch_size": 4}
+BATCH_SIZES |= {"total_steps": 1, "eval_prompts": 2, "eval_rows": 2}
+
+
+def recipes() -> list[tuple[str, list[str]]]:
+    """(script, its flags) of each command."""
+    found = []
+    for words in commands(ROOT / "docs/recipes.md"):
+        scripts = [word for word in words if word.removesuffix(".py") in SCRIPTS]
+        if scripts:
+            found.append((scripts[0].removesuffix(".py"), words[words.index(scripts[0]) + 1 :]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def data(vqa_rows, tmp_path_factory) -> dict[str, str]:
+    """One file per script, in the format that the page describes."""
+    rows = vqa_rows[:8]
+    media = [{"prompt": row["prompt"], "image": row["image"]} for row in rows]
+    pairs = [x | {"chosen": row["answer"], "rejected": "purple"} for x, row in zip(media, rows)]
+    judged = [
+        x | {"answer_1": row["answer"], "answer_2": "purple", "verdict": 1} for x, row in zip(media, rows)
+    ]
+    tables = {"rloo": rows, "ppo_vl": rows, "reward_bt": pairs, "grm_sft": judged}
+    folder = tmp_path_factory.mktemp("recipes")
+    return {script: write_jsonl(folder / f"{script}.jsonl", tables[script]) for script in SCRIPTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, flags", recipes(), ids=[script for script, _ in recipes()])
+def test_command_runs_for_a_step(script, flags, data, tmp_path):
+    module = importlib.import_module(script)
+    args = tyro.cli(module.Args, args=flags)
+    total_steps = args.total_steps
+    for name, size in BATCH_SIZES.items():
+        if hasattr(args, name):
+            setattr(args, name, size)
+    args.total_steps = min(1, total_steps)  # 0 evaluates a checkpoint
+    args.model, args.dataset, args.output_dir = TINY, data[script], str(tmp_path)
+    if hasattr(args, "eval_datasets"):
+        args.eval_datasets = tuple(f"{x.partition('=')[0]}={data[script]}" for x in args.eval_datasets)
+    elif args.eval_dataset:
+        args.eval_dataset = data[script]
+    if hasattr(args, "sampler"):
+        args.sampler = "hf"
+    module.main(args)
+    (run_dir,) = tmp_path.iterdir()
+    assert (run_dir / "metrics.jsonl").exists()
+    assert (run_dir / "checkpoint-1").exists() == (args.total_steps == 1)
+
+
+def test_commands_are_found():
+    scripts = [script for script, _ in recipes()]
+    assert set(scripts) == {*SCRIPTS} and len(scripts) >= 8
