@@ -65,17 +65,31 @@ def generate(
     max_new_tokens: tokens per response, including EOS; a prompt may have a lower max_new_tokens.
     max_tokens: per pack of prompts. Media tokens are never sampled, because training masks them, too."""
     limits = [min(max_new_tokens, prompt.max_new_tokens or max_new_tokens) for prompt in prompts]
-    if not is_packed(model):
-        responses = []
-        for prompt, limit in zip(prompts, limits):
-            try:
-                responses += generate_padded(model, prompt, num_samples, limit, eos_ids, temperature)
-            except ModelError as error:
-                stop(f"the model's generate fails at row {prompt.row_id}: {error}")
-        return responses
+    if is_packed(model):
+        return generate_packed(model, prompts, num_samples, limits, eos_ids, temperature, max_tokens)
+    responses = []
+    for prompt, limit in zip(prompts, limits):
+        try:
+            responses += generate_padded(model, prompt, num_samples, limit, eos_ids, temperature)
+        except ModelError as error:
+            stop(f"the model's generate fails at row {prompt.row_id}: {error}")
+    return responses
+
+
+def generate_packed(
+    model,
+    prompts: list[Prompt],
+    num_samples: int,
+    limits: list[int],
+    eos_ids: list[int],
+    temperature: float,
+    max_tokens: int,
+) -> list[Response]:
+    """num_samples responses to each prompt, all of which grow together. limits: tokens, by prompt."""
     device, G = model.device, num_samples
+    R = max(limits, default=0)
     limits = torch.tensor(limits, device=device).repeat_interleave(G)  # (n * G,)
-    uniforms = [np.random.default_rng(p.seed).random((G, max_new_tokens)) for p in prompts]
+    uniforms = [np.random.default_rng(p.seed).random((G, R)) for p in prompts]
     uniforms = torch.tensor(np.concatenate(uniforms), device=device)  # (n * G, R)
     tokens = torch.full(uniforms.shape, -1, device=device)  # (n * G, R): -1 after the end
     logprobs = torch.zeros(uniforms.shape, device=device)  # (n * G, R)
@@ -85,7 +99,7 @@ def generate(
     position = torch.tensor([p.next_position for p in prompts], device=device).repeat_interleave(G)
     axes = prompts[0].position_ids.shape[:-1]  # (3,) for M-RoPE
     rows = torch.arange(len(position), device=device)  # (B,): unfinished responses
-    for t in range(max_new_tokens):
+    for t in range(R):
         logits = model.get_output_embeddings()(hidden)  # (B, V)
         token_logprobs = scaled_log_softmax(logits, temperature or 1.0, **logit_options(model))  # (B, V)
         if temperature:

@@ -36,10 +36,10 @@ def message(role: str, content) -> dict:
 
 
 def make_rows(video: str) -> list[dict]:
-    """Pairs of images, texts and videos; chats, with an image in a later turn and of text only."""
+    """Pairs of images, texts and videos; chats, with two images and of text only."""
     turns = [
-        message("system", "You judge."), message("user", "<image>Good?"),
-        message("assistant", "<answer>8</answer>"), message("user", "<image>And this?"),
+        message("system", "You judge."), message("user", "<image><image>Good?"),
+        message("assistant", "<answer>8</answer>"), message("user", "And this?"),
         message("assistant", "<think>less</think>"), message("user", "sure?"), message("assistant", "yes"),
     ]  # fmt: skip
     reasoning = "Image 1 shows a ball, Image 2 a box. The first image fits."
@@ -274,12 +274,11 @@ def test_assistant_turns_are_trained(training, tiny_vl, rows):
     answer = f"<think>red</think><answer>Answer 1 is better</answer>{EOS}"
     assert trained(tiny_vl, row, training=training) == answer
     turns = f"<answer>8</answer>{EOS}<think>less</think>{EOS}yes{EOS}" if training else f"yes{EOS}"
-    assert trained(tiny_vl, rows[6], training=training) == turns  # a turn, an image, two turns
+    assert trained(tiny_vl, rows[6], training=training) == turns
     chat = encode(tiny_vl, rows[6], training=training)
     assert len(chat.prefix.media_inputs["image_grid_thw"]) == 2
     text = tiny_vl[2].decode(chat.suffix_ids)
-    assert text.startswith("<answer>8" if training else "yes") and ("And this?" in text) == training
-    assert (chat.prefix_key is None) == training, "a later image can't be shared"
+    assert ("And this?" in text) == training and text.startswith("Good?" if training else "yes")
     text_only = [turn | {"content": turn["content"].replace("<image>", "")} for turn in rows[6]["messages"]]
     assert trained(tiny_vl, {"messages": text_only}, training=training) == turns
     # Data can't end a turn.
@@ -375,7 +374,6 @@ def make_run(judge, **known) -> grm_sft.Run:
 
 
 def test_packs_share_images_and_predict_the_trained_tokens(tiny_vl, rows, judged):
-    """Also of a chat with an image in a later turn."""
     judge = make_judge()
     run = make_run(judge, train_data=load(tiny_vl, judged, training=True))
     examples = grm_sft.gather_examples(run.train_data, [8, 9, 10, 11])  # one image
@@ -656,16 +654,18 @@ def test_rows_that_can_not_be_used_are_skipped_and_counted(grm, rows, tmp_path, 
         {"messages": [message("user", "<image>?"), message("assistant", "a")]},
         {"messages": [message("user", "hello")]}, {"prompt": "no candidates", "verdict": "1"},
         rows[0] | {"answer_1": "a", "answer_2": "b"},
+        {"messages": [*chat_of("a", "b"), *chat_of("<image>?", "c")], "image": f"{IMAGES}/small.png"},
     ]  # fmt: skip
     words = ("nope.png", "max-length", "marker", "assistant turn", "of 0 types", "of 2 types")
+    words += ("after the first assistant turn",)
     source = write_jsonl(tmp_path / "bad.jsonl", rows + bad)
     run_dir = grm(dataset=source, total_steps=1, train_batch_size=24, eval_dataset=None)
-    assert metrics_of(run_dir)[-1]["train/rows_skipped"] == 6
+    assert metrics_of(run_dir)[-1]["train/rows_skipped"] == 7
     captured = capsys.readouterr()
-    for row, word in zip(range(8, 14), words, strict=True):
+    for row, word in zip(range(8, 15), words, strict=True):
         (line, *_) = [x for x in captured.err.splitlines() if f"row {row} is skipped" in x]
         assert word in line, line
-    assert "24 examples" in captured.out
+    assert "25 examples" in captured.out
 
 
 def test_a_bad_row_does_not_end_a_run_with_small_batches(grm, rows, tmp_path):
