@@ -51,7 +51,7 @@ class Servers:
             stop(f"vLLM server {url}{path}: {error} {details}; restart it, then continue with --resume")
 
     def update_weights(self) -> None:
-        """Send the policy's weights through a file, and clear all caches of the old ones."""
+        """Send the policy's weights to all servers, through a file."""
         from safetensors.torch import save_file
 
         weights = {}
@@ -61,12 +61,16 @@ class Servers:
         if dist.get_rank() == 0:
             self.weights_dir.mkdir(parents=True, exist_ok=True)
             save_file(weights, self.weights_dir / "model.safetensors")
-            call = {"method": "reload_weights", "kwargs": {"weights_path": str(self.weights_dir)}}
-            for url in self.urls:
-                self.request(url, "POST", "/collective_rpc", call)
-                for cache in ("prefix", "mm", "encoder"):
-                    self.request(url, "POST", f"/reset_{cache}_cache")
+            with ThreadPoolExecutor() as pool:  # all servers load at the same time
+                list(pool.map(self.load_weights, self.urls))
         dist.barrier()
+
+    def load_weights(self, url: str) -> None:
+        """Let a server load the weights from the file, and clear its caches."""
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(self.weights_dir)}}
+        self.request(url, "POST", "/collective_rpc", call)
+        for cache in ("prefix", "mm", "encoder"):
+            self.request(url, "POST", f"/reset_{cache}_cache")
 
     def sleep(self) -> None:
         """The servers stay awake, because they have their own GPUs."""
