@@ -359,7 +359,8 @@ def print0(message: str) -> None:
 def catch_signals() -> list[int]:
     """Collect SIGTERM and SIGINT in the returned list. A second signal ends the process.
 
-    torchrun repeats signals, so under a launcher only its own timeout, SIGKILL, ends the process."""
+    torchrun forwards a signal more than once, so under a launcher repeats are ignored; torchrun sends
+    SIGKILL after a timeout of its own."""
     received_signals = []
 
     def handler(number, frame):
@@ -1120,9 +1121,9 @@ def load_model(args: Args, source: str, auto_class=None):
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
         stop(f"can't load the model {source}: {error}")
     mismatched = [name for name, *_ in info["mismatched_keys"]]
-    lost = sorted({*info["missing_keys"], *mismatched})  # transformers would train them from random numbers
+    lost = sorted({*info["missing_keys"], *mismatched})  # transformers would initialize them randomly
     require(not lost, f"{source}: {len(lost)} weights are missing or have other shapes: {lost[:3]}")
-    # Gradient checkpointing puts layers in train mode, where they would apply dropout.
+    # Some layers call dropout with a rate of their own, which gradient checkpointing would switch on.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -1193,7 +1194,7 @@ def init_distributed() -> None:
     single_process = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(
         backend="nccl" if DEVICE.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(hours=2),  # ranks wait for slow rewards, and while rank 0 saves
+        timeout=datetime.timedelta(hours=2),  # ranks may have to wait, such as while rank 0 saves
         **single_process,
     )
     os.environ |= {"LOCAL_RANK": str(LOCAL_RANK), "DS_ACCELERATOR": DEVICE.type}
@@ -1228,7 +1229,7 @@ def init_deepspeed_engine(
         "zero_force_ds_cpu_optimizer": False,  # it needs a compiler; torch's AdamW does not
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
-        # packing.py uses these weights outside of the head's forward, where ZeRO-3 gathers them.
+        # ZeRO-3 gathers these weights only in the head's own forward, but packing.py uses them elsewhere.
         for parameter in head.parameters():
             deepspeed.zero.register_external_parameter(module, parameter)
     optimizer = schedule = None
@@ -1254,8 +1255,8 @@ def init_deepspeed_engine(
 def set_gradient_checkpointing(module: nn.Module, enabled: bool) -> None:
     """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
 
-    transformers checkpoints only layers in train mode, and those ignore the KV cache. The rest of the
-    model stays in eval mode, because train mode could change its output (dropout, router noise)."""
+    transformers checkpoints only layers in train mode, in which they don't use a KV cache. Only the layer
+    itself is put into train mode: in its submodules, dropout and router noise would change the output."""
     for layer in module.modules():
         is_layer = isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer)
         if is_layer and layer.gradient_checkpointing:
@@ -1370,7 +1371,8 @@ def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> di
 def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: int) -> None:
     """Write args.json, and start metrics.jsonl and samples.jsonl with the lines up to the checkpoint.
 
-    If a run is continued, lines of later steps, which it repeats, move to *.repeated.jsonl."""
+    If a run is continued, it redoes the steps after its checkpoint; their old lines move to
+    *.repeated.jsonl."""
     if RANK > 0:
         return
     is_continued = (run_dir / "args.json").exists()

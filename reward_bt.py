@@ -6,14 +6,15 @@ reward of the better of two responses over that of the other:
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
 Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md compares with TRL's and EasyDeL's
-RewardTrainer. Read to the end of `main`; the functions that it calls follow in order of use.
+RewardTrainer. Read to the end of `main`. What it calls follows by topic: setup, data, forward,
+evaluation, model, DeepSpeed, files.
 
 A ranking is a dataset row: a prompt with two or more responses, best first.
 Shapes: a step has B responses and Q pairs of them. A pack (common/packing.py) is the input of one
 forward pass: some prompts and S of their responses.
 
     python reward_bt.py           # default: a tiny VLM on easy-VQA, minutes on two CPU cores
-    python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl
+    python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --max-length 4096
     torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...    # or: deepspeed ...
 """
 
@@ -216,9 +217,9 @@ def main(args: Args) -> dict[str, float]:
     reward_model, state = run.reward_model, run.state
     received_signals = catch_signals()  # after a signal, the run saves and exits once the step ends
     metrics = {}
-    if run.eval_sets and (state["step"] == 0 or args.total_steps == 0):  # a resumed run has it in its state
+    if run.eval_sets and (state["step"] == 0 or args.total_steps == 0):  # resumed runs have it in their state
         state["initial_eval"], eval_records = evaluate(args, run)
-        log(args, run, {"train/step": 0, **state["initial_eval"]}, eval_records)
+        log(args, run, {"train/step": state["step"], **state["initial_eval"]}, eval_records)
 
     steps = range(state["step"] + 1, args.total_steps + 1)
     disable = None if RANK == 0 else True  # None: tqdm hides the bar off a TTY; we print a line per step
@@ -227,13 +228,14 @@ def main(args: Args) -> dict[str, float]:
         # --- 2. data: the next rankings, all pairs within them, and packs of their responses ---
         step_start = time.perf_counter()
         skipped_before = run.train_data.rows_skipped
-        rankings = next_rankings(args, run)  # of all ranks
+        rankings = next_rankings(args, run)  # the same on all ranks
         pairs = make_pairs(rankings)
         B = sum(len(ranking.response_ids) for ranking in rankings)
-        packs, is_split = make_packs(args, run, run.train_data, rankings)  # this rank's
+        packs, is_split = make_packs(args, run, run.train_data, rankings)  # packs of this rank
         # GradCache (arXiv:2101.06983): if a ranking is split over packs, first compute all rewards
         # without gradients. Each pack then takes the rewards of the others as constants, and the
-        # gradients of all packs add up to that of the loss.
+        # gradients of all packs add up to that of the loss. Otherwise a pair is either in this pack, or
+        # consists of constants, which may be 0.
         cached_rewards = torch.zeros(B, device=DEVICE)
         if is_split:
             cached_rewards = compute_rewards(run, packs, B)
@@ -253,10 +255,10 @@ def main(args: Args) -> dict[str, float]:
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            loss = (pairs.weights * losses).sum()  # pairs outside of this pack have no gradient
+            loss = (pairs.weights * losses).sum()  # pairs without a response in this pack have no gradient
             # DeepSpeed averages gradients over ranks; we want a sum.
             reward_model.backward(loss * WORLD_SIZE)
-        grad_norm = optimizer_step(reward_model)  # NaN: not finite, the step was skipped
+        grad_norm = optimizer_step(reward_model)  # NaN if not finite: the update was skipped
         set_gradient_checkpointing(reward_model.module, False)
         rewards = all_reduce_sum(rewards)  # (B,): each rank has filled in its own
         seconds = time.perf_counter() - step_start
@@ -411,7 +413,8 @@ def print0(message: str) -> None:
 def catch_signals() -> list[int]:
     """Collect SIGTERM and SIGINT in the returned list. A second signal ends the process.
 
-    torchrun repeats signals, so under a launcher only its own timeout, SIGKILL, ends the process."""
+    torchrun forwards a signal more than once, so under a launcher repeats are ignored; torchrun sends
+    SIGKILL after a timeout of its own."""
     received_signals = []
 
     def handler(number, frame):
@@ -468,13 +471,13 @@ class RankingDataset:
         messages = build_messages(self.args, row | {"prompt": prompt_chat}, self.data_dir, self.tokenizer)
         responses = [build_response(chat, self.tokenizer) for chat in response_chats]
         try:
+            margin = float(row.get("margin") or 0.0)
             prompt, response_ids = encode_ranking(self.model, self.processor, messages, responses, index)
-        except (ValueError, jinja2.TemplateError) as error:  # of the image processor or the chat template
+        except (ValueError, jinja2.TemplateError) as error:  # raised by float, processor or chat template
             raise RowError(str(error)) from error
         length = prompt.length + max(map(len, response_ids))
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")
-        margin = float(row.get("margin") or 0.0)
         if not math.isfinite(margin):
             raise RowError(f"its margin is {margin}")
         return Ranking(
@@ -511,7 +514,7 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
         raise RowError("its prompt is empty")
     if not all(responses):
         raise RowError("a response is empty, or the beginning of another one")
-    # Without their text, responses that differ in tool calls would be equal.
+    # Tool calls are not rendered, so responses that differ only in them would be equal.
     if any(message.get("tool_calls") for chat in (prompt, *responses) for message in chat):
         raise RowError("messages with tool_calls are not supported")
     return prompt, responses
@@ -533,8 +536,8 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
         parts = message.get("content")
         if isinstance(parts, str):
             parts = [{"type": "text", "text": parts}]
-        if parts is None or any(part["type"] != "text" for part in parts):
-            raise RowError("a response has a message without text, or with images or videos")
+        if "role" not in message or parts is None or any(part["type"] != "text" for part in parts):
+            raise RowError("a response has a message without role or text, or with images or videos")
         text = chats.escape_special_tokens("".join(part["text"] for part in parts), special_tokens)
         messages.append({"role": message["role"], "content": [{"type": "text", "text": text}]})
     return messages
@@ -766,7 +769,7 @@ def all_gather_list(items: list) -> list:
 def make_packs(
     args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]
 ) -> tuple[list[packing.Pack], bool]:
-    """This rank's packs of some rankings, and whether a ranking is split over packs (of any rank)."""
+    """This rank's packs of some rankings, and whether any ranking is split over several packs."""
     ranking_of = [i for i, ranking in enumerate(rankings) for _ in ranking.response_ids]  # length B
     groups = [(i, [b for b, k in enumerate(ranking_of) if k == i]) for i in range(len(rankings))]
     packs = packing.iter_rank_packs(
@@ -781,6 +784,7 @@ def make_packs(
         separate_media=args.zero_stage > 0,
     )
     packs = list(packs)
+    # A ranking counts once per pack that has some of its responses.
     num_parts = sum(len({ranking_of[b] for b in pack.response_index.tolist()}) for pack in packs)
     return packs, sum(all_gather_list([num_parts])) > len(rankings)
 
@@ -921,9 +925,9 @@ def load_backbone(args: Args):
         )
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
         stop(f"can't load the model {args.model}: {error}")
-    lost = sorted(info["missing_keys"])  # transformers would train them from random numbers
+    lost = sorted(info["missing_keys"])  # transformers would initialize them randomly
     require(not lost, f"{args.model}: {len(lost)} weights are missing: {lost[:3]}")
-    # Gradient checkpointing puts layers in train mode, where they would apply dropout.
+    # Some layers call dropout with a rate of their own, which gradient checkpointing would switch on.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -1006,7 +1010,7 @@ def init_distributed() -> None:
     single_process = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(
         backend="nccl" if DEVICE.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(hours=2),  # ranks wait for slow rewards, and while rank 0 saves
+        timeout=datetime.timedelta(hours=2),  # ranks may have to wait, such as while rank 0 saves
         **single_process,
     )
     os.environ |= {"LOCAL_RANK": str(LOCAL_RANK), "DS_ACCELERATOR": DEVICE.type}
@@ -1059,8 +1063,8 @@ def init_reward_engine(args: Args, module: nn.Module):
 def set_gradient_checkpointing(module: nn.Module, enabled: bool) -> None:
     """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
 
-    transformers checkpoints only layers in train mode, and those ignore the KV cache. The rest of the
-    model stays in eval mode, because train mode could change its output (dropout, router noise)."""
+    transformers checkpoints only layers in train mode, in which they don't use a KV cache. Only the layer
+    itself is put into train mode: in its submodules, dropout and router noise would change the output."""
     for layer in module.modules():
         is_layer = isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer)
         if is_layer and layer.gradient_checkpointing:
@@ -1175,7 +1179,8 @@ def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> di
 def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: int) -> None:
     """Write args.json, and start metrics.jsonl and samples.jsonl with the lines up to the checkpoint.
 
-    If a run is continued, lines of later steps, which it repeats, move to *.repeated.jsonl."""
+    If a run is continued, it redoes the steps after its checkpoint; their old lines move to
+    *.repeated.jsonl."""
     if RANK > 0:
         return
     is_continued = (run_dir / "args.json").exists()

@@ -165,13 +165,15 @@ def test_noise_that_depends_on_the_pack_does_not_reach_the_first_ratios(run, any
 
 def test_packs_do_not_change_the_result(run, any_score, monkeypatch):
     """A mini-batch in several packs has the same loss as in one, and gradients are reduced after the last pack."""
-    boundaries = []
+    boundaries, losses = [], []
     init_deepspeed_engine = rloo.init_deepspeed_engine
 
     def init_recording_engine(*arguments, **keywords):
         engine = init_deepspeed_engine(*arguments, **keywords)
         set_boundary = engine.set_gradient_accumulation_boundary
         engine.set_gradient_accumulation_boundary = lambda last: boundaries.append(last) or set_boundary(last)
+        backward = engine.backward
+        engine.backward = lambda loss: losses.append(loss.item()) or backward(loss)
         return engine
 
     flags = {"eval_dataset": None, "max_prompt_length": 48, "total_steps": 1, **any_score}
@@ -179,6 +181,8 @@ def test_packs_do_not_change_the_result(run, any_score, monkeypatch):
     monkeypatch.setattr(rloo, "init_deepspeed_engine", init_recording_engine)
     several = run("rloo", run_name="several", micro_batch_tokens=64, **flags)
     assert len(boundaries) >= 8 and sum(boundaries) == 4 and boundaries[-1]  # four updates
+    mean = metrics_of(several)[0]["loss/policy"]  # over all responses; each update takes the mean over half of them
+    assert sum(losses) / 4 == pytest.approx(mean, rel=1e-4) != pytest.approx(0)
     assert_same_run(one, several, 1e-4, of_weights=2e-5)
 
 
