@@ -106,8 +106,7 @@ class Args:
     max_grad_norm: float = 1.0  # Maximum gradient norm; larger gradients are scaled down.
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
-    # ZeRO: shard optimizer (1), gradients (2), parameters (3). Default: 2 with bfloat16, else 0.
-    zero_stage: Literal[0, 1, 2, 3] | None = None
+    zero_stage: Literal[0, 1, 2, 3] | None = None  # ZeRO stage. Default: 2 with bfloat16, else 0.
     offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
     gradient_checkpointing: bool = False  # Recompute activations to save memory; about a third slower.
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
