@@ -9,7 +9,7 @@ the judge can't rely on their order. Papers: https://arxiv.org/abs/2408.15240, 2
 examples/judge_reward.py turns the probabilities of a judge's verdicts into a reward.
 It does what LightRFT's GRMTrainerVL does; docs/grm_sft.md lists the differences.
 
-Read to the end of `main`. What it calls follows by topic: setup, data, forward, evaluation, model,
+Start with `main`. What it calls follows by topic: setup, data, forward, evaluation, model,
 DeepSpeed, files. Terms:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
@@ -80,7 +80,7 @@ class Args:
     resume: str | None = None  # auto: continue --run-name. A checkpoint: branch off from it in a new run.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id of a VLM or text model.
-    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a dataset directory or a Hub id.
+    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or a Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
     eval_dataset: str | None = None  # Evaluation data. Default: for easy-vqa its test split, else none.
@@ -831,9 +831,9 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
             raise RowError(f"{len(placeholders)} <{kind}> markers, but {len(media)} {kind}s")
         for part, source in zip(placeholders, media):
             part[kind] = source
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     for part in [part for message in messages for part in message["content"]]:
         if part["type"] == "text":
-            special_tokens = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
             part["text"] = chats.escape_special_tokens(part["text"], special_tokens)
         elif part["type"] == "image":
             part["image"] = load_image(part["image"], data_dir, args.max_pixels)

@@ -6,7 +6,7 @@ reward of the better of two responses over that of the other:
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
 Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md compares with TRL's and EasyDeL's
-RewardTrainer. Read to the end of `main`. What it calls follows by topic: setup, data, forward,
+RewardTrainer. Start with `main`. What it calls follows by topic: setup, data, forward,
 evaluation, model, DeepSpeed, files.
 
 A ranking is a dataset row: a prompt with two or more responses, best first.
@@ -71,7 +71,7 @@ class Args:
     resume: str | None = None  # auto: continue --run-name. A checkpoint: branch off from it in a new run.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id; a saved head is kept.
-    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a dataset directory or a Hub id.
+    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or a Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
     eval_datasets: tuple[str, ...] = ()  # Evaluation sets, as NAME=DATASET. Default: easy-vqa's, or none.
@@ -663,9 +663,9 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
             raise RowError(f"{len(placeholders)} <{kind}> markers, but {len(media)} {kind}s")
         for part, source in zip(placeholders, media):
             part[kind] = source
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     for part in [part for message in messages for part in message["content"]]:
         if part["type"] == "text":
-            special_tokens = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
             part["text"] = chats.escape_special_tokens(part["text"], special_tokens)
         elif part["type"] == "image":
             part["image"] = load_image(part["image"], data_dir, args.max_pixels)

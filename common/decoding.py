@@ -126,7 +126,9 @@ def generate_packed(
     truncated = ~torch.isin(tokens, ends).any(1)
     responses = []
     for b, length in enumerate((tokens >= 0).sum(1).tolist()):
-        responses.append(Response(tokens[b, :length].cpu(), logprobs[b, :length].cpu(), bool(truncated[b])))
+        # Copies, because pickling a view for another rank would send the whole table.
+        ids, values = (x[b, :length].cpu().clone() for x in (tokens, logprobs))
+        responses.append(Response(ids, values, bool(truncated[b])))
     return responses
 
 

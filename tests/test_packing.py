@@ -270,6 +270,18 @@ def test_the_check_notices(name, family, break_it, batch_of, monkeypatch, capsys
         assert "change by" in error or "differ by" in error, error
 
 
+def test_the_check_compares_logprobs_and_not_only_gradients(batch_of, monkeypatch):
+    """A constant hardly changes the gradients."""
+    batch, logprobs_from_hidden = batch_of("llama"), packing.logprobs_from_hidden
+
+    def shifted(*args, **keywords):
+        logprobs, entropies = logprobs_from_hidden(*args, **keywords)
+        return logprobs + 0.005, entropies
+
+    monkeypatch.setattr(packing, "logprobs_from_hidden", shifted)  # used by the packed layout only
+    assert "its log-probs change by 5.0e-03 nats" in check(batch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, family, break_it", [x for x in BREAKAGES if x[1] == "qwen2_5_vl"])
 def test_the_check_notices_with_the_bundled_model_in_bf16(name, family, break_it, vqa, monkeypatch, capsys):

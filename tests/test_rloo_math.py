@@ -127,7 +127,8 @@ def test_accuracy_and_format():
     texts = ["<answer>Blue </answer>", "<answer>a</answer> <answer>blue</answer>", "blue"]
     texts += ["<answer>red</answer>"]
     assert accuracy_reward(texts, ["blue"] * 4) == [1, 1, 0, 0]
-    assert accuracy_reward(["<answer>3</answer>"], [3]) == [1]
+    assert accuracy_reward(["<answer>3</answer>"] * 2, [3, 3.0]) == [1, 1]
+    assert accuracy_reward(["<answer>1234567</answer>", "<answer>0.12345678</answer>"], [1234567.0, 0.12345678]) == [1, 1]
     good = ["<answer>x</answer>", " <think>a\nb</think>\n<answer>x</answer>\n"]
     bad = ["x", "<answer>x", "<answer>x</answer> y", "<answer>x</answer>" * 2, "<think>a</think>"]
     assert format_reward(good + bad) == [1] * 2 + [0] * 5
@@ -257,6 +258,9 @@ def test_only_errors_of_a_row_skip_a_row(fake, capsys, tiny_text_model, tmp_path
         assert load().encode(0) is None and f"row 0 is skipped: {error}" in capsys.readouterr().err
         with pytest.raises(SystemExit):
             rloo.encode_probes(load())
+    answered = [{"role": role, "content": [{"type": "text", "text": "x"}]} for role in ("user", "assistant")]
+    monkeypatch.setattr(rloo, "build_messages", lambda *arguments: answered)
+    assert load().encode(0) is None and "ends with an assistant turn" in capsys.readouterr().err
     monkeypatch.setattr(rloo, "build_messages", lambda *arguments: broken(ValueError("a bug of a fork")))
     with pytest.raises(ValueError, match="a bug of a fork"):
         load().encode(0)
