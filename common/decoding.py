@@ -185,26 +185,26 @@ def generate_padded(
 
     # num_return_sequences would repeat each image patch in place, not each list of images.
     inputs = {name: torch.cat([x] * num_samples) for name, x in prompt.inputs.items()}
-    own_config = model.generation_config
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "eos_token_id": eos_ids,
+        "pad_token_id": eos_ids[0],
+        "do_sample": temperature > 0,
+        "temperature": temperature or 1.0,
+        "top_k": 0,
+        "suppress_tokens": media_token_ids(model.config) or None,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
     # generate fills what its arguments don't set, such as min_p, from the model's generation_config.
     # Its log-probs would then differ from those of training, so the call gets a fresh one.
-    model.generation_config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        bos_token_id=own_config.bos_token_id,
-        decoder_start_token_id=own_config.decoder_start_token_id,
-        eos_token_id=eos_ids,
-        pad_token_id=eos_ids[0],
-        do_sample=temperature > 0,
-        temperature=temperature or 1.0,
-        top_k=0,
-        suppress_tokens=media_token_ids(model.config) or None,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
+    own_config = model.generation_config
+    ids = {name: getattr(own_config, name) for name in ("bos_token_id", "decoder_start_token_id")}
+    model.generation_config = GenerationConfig(**settings, **ids)
     try:
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(prompt.seed)
-            out = run_model(model.generate, **to_device(inputs, model))
+            out = run_model(model.generate, **to_device(inputs, model), **settings)
     finally:
         model.generation_config = own_config
     tokens = out.sequences[:, -len(out.scores) :]  # (G, R)
