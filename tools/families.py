@@ -405,7 +405,8 @@ def main(words: list[str]) -> None:
     chosen = [family for family in families if not words or any(word in family for word in words)]
     results = [measure(family) for family in chosen]
     if not words:
-        PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + summary(results))
+        page = PAGE.read_text().partition(MARK)[0] + MARK + summary(results)
+        PAGE.write_text(f"{page.rstrip()}\n\n</details>\n")
 
 
 if __name__ == "__main__":
