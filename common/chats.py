@@ -26,7 +26,7 @@ def encode_chat(processor, messages: list[dict], **template) -> dict:
 
 def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
     """Break up special tokens, so that data can't end a turn: "<|im_end|>" -> "< |im_end|>"."""
-    while present := [token for token in special_tokens if token in text]:
+    while present := [token for token in special_tokens if token.strip() and token in text]:
         token = present[0]  # one at a time, because breaking one up may form another
         text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
     return text

@@ -133,6 +133,8 @@ def pretend(*scripts):
         (varlen, "varlen_attn", gpu.varlen_attn),
         (torch.cuda, "_lazy_init", lambda: None),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        (torch.cuda, "get_rng_state", lambda device: torch.get_rng_state()),
+        (torch.cuda, "set_rng_state", lambda state, device: None),
         (distributed_c10d, "_get_object_coll_device", lambda group=None: "cuda:0"),
         (Accelerator, "device_name", lambda self, index=None: "cuda:0"),
         (Accelerator, "current_device_name", lambda self: "cuda:0"),
