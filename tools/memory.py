@@ -125,7 +125,6 @@ def estimate(args: Args, config) -> dict[str, float]:
     parts["update"] = max(language + vision + parts["logits"], parts["optimizer step"])
     parts["reserve"] = 3e9 + 2e9 * (args.zero_stage == 3) + 0.1 * (language + vision)
     parts["peak"] = parts["states"] + max(parts["update"], parts["vLLM"]) + parts["reserve"]
-
     ranks = min(args.gpus, 8)
     offloaded = 16 * trained_by_all * shard * ranks * args.offload_optimizer
     parts["CPU per node"] = max(2 * (backbone + head) * ranks, 2 * (backbone + head) + offloaded)
@@ -142,9 +141,12 @@ def markdown_row(gb: dict[str, float]) -> str:
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     config = transformers.AutoConfig.from_pretrained(args.model)
-    for name, gb in estimate(args, config).items():
-        print(f"{name:28}{gb:8.1f} GB")
-    for stage in (2, 3):
-        peak = estimate(replace(args, zero_stage=stage), config)["peak"]
-        print(f"ZeRO-{stage} {'fits' if peak < args.gpu_memory else 'does not fit'}: {peak:.1f} GB")
+    for name, size in estimate(args, config).items():
+        print(f"{name:28}{size:8.1f} GB")
+    for stage in (3, 2):
+        gb = estimate(replace(args, zero_stage=stage), config)
+        fits = "fits" if gb["peak"] < args.gpu_memory else "does not fit"
+        print(f"ZeRO-{stage} {fits}: {gb['peak']:.1f} GB")
+    if 0 < gb["vLLM"] < 1.1 * gb["weights"]:  # of ZeRO-2: a whole copy
+        print(f"vLLM's share does not hold the weights ({gb['weights']:.0f} GB): use --sampler server")
     print(markdown_row(estimate(args, config)))
