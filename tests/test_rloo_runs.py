@@ -680,7 +680,7 @@ BAD = [  # flags, part of the message
     ({"resume": "nowhere"}, "--resume nowhere is not a checkpoint"),
     ({"model": "nowhere/at-all"}, "can't load the model nowhere/at-all"),
     ({"dataset": "nowhere.jsonl"}, "can't load the dataset nowhere.jsonl"),
-    ({"dataset": "{tmp}/broken.jsonl"}, "(split train): JSON parse error"),
+    ({"dataset": "{tmp}/broken.jsonl"}, "broken.jsonl (split train): "),
     ({"dataset": "{tmp}/header.csv"}, "header.csv (split train): Instruction"),
     ({"dataset": "{tmp}/no_answer.jsonl"}, "has columns prompt: rename yours"),
     ({"dataset": "{tmp}/listed.jsonl"}, "needs a string or a number as answer, not ['a']"),
