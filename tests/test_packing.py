@@ -270,6 +270,12 @@ def test_the_check_notices(name, family, break_it, batch_of, monkeypatch, capsys
         assert "change by" in error or "differ by" in error, error
 
 
+def test_attention_that_can_not_be_replaced_is_not_called_packed(batch_of, monkeypatch):
+    """Falcon ignores set_attn_implementation, and would compare padded rows with themselves."""
+    monkeypatch.setattr(packing_check, "set_attention", lambda model, name: None)
+    assert "its attention can't be replaced" in check(batch_of("llama"))
+
+
 def test_the_check_compares_logprobs_and_not_only_gradients(batch_of, monkeypatch):
     """A constant hardly changes the gradients."""
     batch, logprobs_from_hidden = batch_of("llama"), packing.logprobs_from_hidden
