@@ -384,13 +384,13 @@ def check_args(args: Args) -> None:
         is_valid = not isinstance(value, int | float) or value >= minimum
         require(is_valid, f"--{name.replace('_', '-')} ({value}) must be at least {minimum}")
     require(args.label_smoothing < 0.5, f"--label-smoothing ({args.label_smoothing}) must be below 0.5")
-    fits = args.micro_batch_tokens >= args.max_length
-    require(fits, f"--micro-batch-tokens must be at least --max-length ({args.max_length})")
+    if args.micro_batch_tokens < args.max_length:
+        stop(f"--micro-batch-tokens must be at least --max-length ({args.max_length})")
     names = {x.partition("=")[0] for x in args.eval_datasets if "=" in x}
-    is_valid = len(names) == len(args.eval_datasets)
-    require(is_valid, "--eval-datasets must be NAME=DATASET, with different names")
-    adds_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2
-    require(adds_in_fp32, "--dtype bfloat16 needs --zero-stage 2 or 3; 0 and 1 add gradients in bfloat16")
+    if len(names) != len(args.eval_datasets):
+        stop("--eval-datasets must be NAME=DATASET, with different names")
+    if args.dtype == "bfloat16" and args.zero_stage < 2:
+        stop("--dtype bfloat16 needs --zero-stage 2 or 3; 0 and 1 add gradients in bfloat16")
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage 1 to 3")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
@@ -1162,12 +1162,13 @@ def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> di
         engine.optimizer.clip_grad = args.max_grad_norm
         factor = engine.lr_scheduler.lr_lambdas[0](engine.lr_scheduler.last_epoch)
         for group, new in zip(engine.optimizer.param_groups, groups):
-            group |= {"lr": base_lrs[0] * factor, "weight_decay": new["weight_decay"]}
+            group["lr"] = base_lrs[0] * factor
+            group["weight_decay"] = new["weight_decay"]
     ignored = {"resume", "run_name", "output_dir"}
     flags = {name: value for name, value in asdict(args).items() if name not in ignored}
     changed = [name for name, value in flags.items() if saved["args"].get(name) != value]
-    if args.lora_rank or args.freeze:
-        for name in {"model", "critic_model"} & {*changed}:
+    for name in ("model", "critic_model"):
+        if name in changed and (args.lora_rank or args.freeze):
             stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {saved['args'].get(name)}")
     if changed:
         changes = [f"--{x.replace('_', '-')} {flags[x]} (was {saved['args'].get(x)})" for x in changed]
@@ -1248,17 +1249,12 @@ def save_checkpoint(args: Args, run: Run, suffix: str = "") -> Path:
     head = {f"score.{name}": weight.cpu() for name, weight in iter_full_weights(module.score)}
     if RANK == 0:
         safetensors.torch.save_file(head, temporary / "score.safetensors")
-    finish_checkpoint(args, temporary, checkpoint)
-    return checkpoint
-
-
-def finish_checkpoint(args: Args, temporary: Path, checkpoint: Path) -> None:
-    """Give a complete checkpoint its name, and delete the oldest ones. Call on all ranks."""
     if RANK == 0:
         temporary.rename(checkpoint)
-        for old in list_checkpoints(checkpoint.parent)[: -args.save_total_limit]:
+        for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
             shutil.rmtree(old)
     dist.barrier()
+    return checkpoint
 
 
 def export_model(args: Args, model, processor, folder: Path) -> None:
