@@ -4,10 +4,10 @@ A judge reads a question and two candidates (images, videos or texts) and writes
 
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
-It learns this by next-token prediction. Each pair of candidates is shown in both orders, so that
-the judge can't rely on their order. Papers: https://arxiv.org/abs/2408.15240, 2505.03318.
-examples/judge_reward.py turns the probabilities of a judge's verdicts into a reward.
-It does what LightRFT's GRMTrainerVL does; docs/grm_sft.md lists the differences.
+It learns this by next-token prediction. Each pair of candidates is shown in both orders, so
+that the judge can't rely on their order. Papers: https://arxiv.org/abs/2408.15240, 2505.03318.
+examples/judge_reward.py turns the probabilities of a judge's verdicts into a reward. It does
+what LightRFT's GRMTrainerVL does; docs/grm_sft.md lists the differences.
 
 Start with `main`. What it calls follows by topic: setup, data, forward, evaluation, model,
 DeepSpeed, files. Terms:
@@ -20,8 +20,8 @@ DeepSpeed, files. Terms:
     label       the verdict of the dataset, for the order in which the example shows its candidates
     judgment    what the model generates for an example of the evaluation set
 
-Shapes: B examples per step, R tokens in a suffix. A pack (common/packing.py) is one forward pass
-over several examples, with M trained tokens.
+Shapes: B examples per step, R tokens in a suffix. A pack (common/packing.py) is one forward
+pass over several examples, with M trained tokens.
 
     python grm_sft.py                # default: a tiny VLM on easy-VQA, minutes on two CPU cores
     python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset my.jsonl --lora-rank 8
@@ -126,8 +126,8 @@ class Args:
 def compute_sft_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
     """Next-token loss L = -sum of logprobs / num_tokens, in nats per token.
 
-    logprobs (M,): of a pack's trained tokens. num_tokens: trained tokens of the whole step, so that
-    the losses of all packs on all ranks add up to the mean.
+    logprobs (M,): of a pack's trained tokens. num_tokens: trained tokens of the whole step, so
+    that the losses of all packs on all ranks add up to the mean.
 
     logprobs [-1, -3], num_tokens 8 -> 0.5
     """
@@ -358,8 +358,8 @@ def print0(message: str) -> None:
 def catch_signals() -> list[int]:
     """Collect SIGTERM and SIGINT in the returned list. A second signal ends the process.
 
-    torchrun forwards a signal more than once, so under a launcher repeats are ignored; torchrun sends
-    SIGKILL after a timeout of its own."""
+    torchrun forwards a signal more than once, so under a launcher repeats are ignored;
+    torchrun sends SIGKILL after a timeout of its own."""
     received_signals = []
 
     def handler(number, frame):
@@ -392,8 +392,8 @@ def choose_layouts(args: Args, judge, data: "ExampleDataset", samples: bool) -> 
 
 
 def find_training_problem(state: dict) -> str | None:
-    """Why the run must stop, or None. Skipped rows are counted over the whole run, because a single bad row
-    can be half of a small batch."""
+    """Why the run must stop, or None. Skipped rows are counted over the whole run, because a
+    single bad row can be half of a small batch."""
     if state["consecutive_skipped_updates"] >= 5:
         return "no finite gradients in 5 steps"
     if state["examples"] >= 100 and state["skipped_examples"] * 2 > state["examples"]:
@@ -525,8 +525,8 @@ def make_easy_vqa_pairs(rows, indices: np.ndarray, seed: int):
 
 
 def group_examples(args: Args, source: str, rows) -> list[list[int]]:
-    """Example ids of all rows; a group is shuffled as a whole. Both orders of a pair are in one group,
-    and with --group-by-image all rows with the same paths of images and videos."""
+    """Example ids of all rows; a group is shuffled as a whole. Both orders of a pair are in
+    one group, and with --group-by-image all rows with the same paths of images and videos."""
     table = rows.with_format("arrow")[:]  # does not decode images
     columns = {}
     for name, column in zip(table.column_names, table.columns):
@@ -1164,8 +1164,8 @@ def add_lora(args: Args, model) -> None:
 def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
     """Names and weights of the model, unsharded and with LoRA merged. Call on all ranks.
 
-    LoRA is merged into copies: merging in place and undoing it would change bf16 weights by rounding.
-    Tied weights appear under each of their names."""
+    LoRA is merged into copies: merging in place and undoing it would change bf16 weights by
+    rounding. Tied weights appear under each of their names."""
     import deepspeed
 
     saved_names = set(model.state_dict())
@@ -1254,8 +1254,9 @@ def init_deepspeed_engine(
 def set_gradient_checkpointing(module: nn.Module, enabled: bool) -> None:
     """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
 
-    transformers checkpoints only layers in train mode, in which they don't use a KV cache. Only the layer
-    itself is put into train mode: in its submodules, dropout and router noise would change the output."""
+    transformers checkpoints only layers in train mode, in which they don't use a KV cache.
+    Only the layer itself is put into train mode: in its submodules, dropout and router noise
+    would change the output."""
     for layer in module.modules():
         is_layer = isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer)
         if is_layer and layer.gradient_checkpointing:
@@ -1282,8 +1283,8 @@ def optimizer_step(engine) -> float:
 def zero_stale_gradients(optimizer) -> None:
     """Zero the buffers in which DeepSpeed 0.19 keeps gradients under ZeRO-3 and CPU offload.
 
-    Otherwise parameters without a new gradient (a vision tower's, in a batch of texts) would be updated
-    with the previous one. DeepSpeed has no public call for this."""
+    Otherwise parameters without a new gradient (a vision tower's, in a batch of texts) would
+    be updated with the previous one. DeepSpeed has no public call for this."""
     buffers = [getattr(optimizer, "grad_partitions_flat_buffer", None)]  # ZeRO-3
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # offload
         buffers += [partition.grad for partition in getattr(optimizer, name, [])]
@@ -1298,8 +1299,8 @@ def zero_stale_gradients(optimizer) -> None:
 def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
     """Create the directory of this run; returns it and the checkpoint to resume from.
 
-    --resume auto continues --run-name. --resume CHECKPOINT starts a new run and only reads the old one.
-    Rank 0 decides, since other ranks may see other times and files."""
+    --resume auto continues --run-name. --resume CHECKPOINT starts a new run and only reads the
+    old one. Rank 0 decides, since other ranks may see other times and files."""
     paths = [None, None]
     if RANK == 0:
         now = time.strftime("%Y%m%d-%H%M%S")
@@ -1414,8 +1415,8 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
 
 
 def save_checkpoint(args: Args, run: Run, name: str) -> Path:
-    """Save the judge as a Hugging Face model (LoRA is merged; adapter/ has the adapter), and unless it is
-    checkpoint-best, state/ for --resume. Call on all ranks."""
+    """Save the judge as a Hugging Face model (LoRA is merged; adapter/ has the adapter), and
+    unless it is checkpoint-best, state/ for --resume. Call on all ranks."""
     checkpoint = run.run_dir / name
     temporary = checkpoint.with_suffix(".tmp")  # renamed once it is complete
     if RANK == 0:

@@ -1,7 +1,7 @@
 """Bradley-Terry reward model, for vision-language and text models.
 
-A linear head on the hidden state of a response's last token gives its reward. Training raises the
-reward of the better of two responses over that of the other:
+A linear head on the hidden state of a response's last token gives its reward. Training raises
+the reward of the better of two responses over that of the other:
 
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
@@ -9,9 +9,9 @@ Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md compares with TRL's a
 RewardTrainer. Start with `main`. What it calls follows by topic: setup, data, forward,
 evaluation, model, DeepSpeed, files.
 
-A ranking is a dataset row: a prompt with two or more responses, best first.
-Shapes: a step has B responses and Q pairs of them. A pack (common/packing.py) is the input of one
-forward pass: some prompts and S of their responses.
+A ranking is a dataset row: a prompt with two or more responses, best first. Shapes: a step has
+B responses and Q pairs of them. A pack (common/packing.py) is the input of one forward pass:
+some prompts and S of their responses.
 
     python reward_bt.py           # default: a tiny VLM on easy-VQA, minutes on two CPU cores
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --max-length 4096
@@ -231,10 +231,10 @@ def main(args: Args) -> dict[str, float]:
         pairs = make_pairs(rankings)
         B = sum(len(ranking.response_ids) for ranking in rankings)
         packs, is_split = make_packs(args, run, run.train_data, rankings)  # packs of this rank
-        # GradCache (arXiv:2101.06983): if a ranking is split over packs, first compute all rewards
-        # without gradients. Each pack then takes the rewards of the others as constants, and the
-        # gradients of all packs add up to that of the loss. Otherwise a pair is either in this pack, or
-        # consists of constants, which may be 0.
+        # GradCache (arXiv:2101.06983): if a ranking is split over packs, first compute all
+        # rewards without gradients. Each pack then takes the rewards of the others as
+        # constants, and the gradients of all packs add up to that of the loss. Otherwise a
+        # pair is either in this pack, or consists of constants, which may be 0.
         cached_rewards = torch.zeros(B, device=DEVICE)
         if is_split:
             cached_rewards = compute_rewards(run, packs, B)
@@ -412,8 +412,8 @@ def print0(message: str) -> None:
 def catch_signals() -> list[int]:
     """Collect SIGTERM and SIGINT in the returned list. A second signal ends the process.
 
-    torchrun forwards a signal more than once, so under a launcher repeats are ignored; torchrun sends
-    SIGKILL after a timeout of its own."""
+    torchrun forwards a signal more than once, so under a launcher repeats are ignored;
+    torchrun sends SIGKILL after a timeout of its own."""
     received_signals = []
 
     def handler(number, frame):
@@ -491,8 +491,8 @@ class RankingDataset:
 def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
     """The messages of the prompt, and those of each response, best first.
 
-    Responses are strings, messages that follow the prompt, or chats that begin with the prompt.
-    With q for a user's message, and a and b for an assistant's:
+    Responses are strings, messages that follow the prompt, or chats that begin with the
+    prompt. With q for a user's message, and a and b for an assistant's:
 
     prompt "q", chosen "a", rejected "b"       -> prompt [q], responses [[a], [b]]
     prompt [q], chosen [a], rejected [b]       -> prompt [q], responses [[a], [b]]
@@ -545,17 +545,17 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
 def encode_ranking(
     model, processor, messages: list[dict], responses: list[list[dict]], index: int
 ) -> tuple[Prompt, list[Tensor]]:
-    """Split the rendered chats at their longest common token prefix: it becomes the Prompt, the rest
-    of each chat its response ids (R,). At least one token per response stays outside of the prefix,
-    because the head reads the last one.
+    """Split the rendered chats at their longest common token prefix: it becomes the Prompt,
+    the rest of each chat its response ids (R,). At least one token per response stays outside
+    of the prefix, because the head reads the last one.
 
         user <image> Color ? assistant red              num_shared = 5
         user <image> Color ? assistant dark blue        response_ids = [red], [dark blue]
     """
     inputs = chats.encode_chat(processor, messages + responses[0])
     input_ids = inputs["input_ids"][0].tolist()
-    # The tokenizer, for which an image is one token, finds where the chats differ. The processor
-    # expands images, but tokenizes the text after them in the same way.
+    # The tokenizer, for which an image is one token, finds where the chats differ. The
+    # processor expands images, but tokenizes the text after them in the same way.
     ids = [tokenize_chat(processor, messages + response) for response in responses]
     num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])
     suffix = ids[0][num_shared:]
@@ -980,8 +980,8 @@ def add_lora(args: Args, model) -> None:
 def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
     """Names and weights of the model, unsharded and with LoRA merged. Call on all ranks.
 
-    LoRA is merged into copies: merging in place and undoing it would change bf16 weights by rounding.
-    Tied weights appear under each of their names."""
+    LoRA is merged into copies: merging in place and undoing it would change bf16 weights by
+    rounding. Tied weights appear under each of their names."""
     import deepspeed
 
     saved_names = set(model.state_dict())
@@ -1062,8 +1062,9 @@ def init_reward_engine(args: Args, module: nn.Module):
 def set_gradient_checkpointing(module: nn.Module, enabled: bool) -> None:
     """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
 
-    transformers checkpoints only layers in train mode, in which they don't use a KV cache. Only the layer
-    itself is put into train mode: in its submodules, dropout and router noise would change the output."""
+    transformers checkpoints only layers in train mode, in which they don't use a KV cache.
+    Only the layer itself is put into train mode: in its submodules, dropout and router noise
+    would change the output."""
     for layer in module.modules():
         is_layer = isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer)
         if is_layer and layer.gradient_checkpointing:
@@ -1090,8 +1091,8 @@ def optimizer_step(engine) -> float:
 def zero_stale_gradients(optimizer) -> None:
     """Zero the buffers in which DeepSpeed 0.19 keeps gradients under ZeRO-3 and CPU offload.
 
-    Otherwise parameters without a new gradient (a vision tower's, in a batch of texts) would be updated
-    with the previous one. DeepSpeed has no public call for this."""
+    Otherwise parameters without a new gradient (a vision tower's, in a batch of texts) would
+    be updated with the previous one. DeepSpeed has no public call for this."""
     buffers = [getattr(optimizer, "grad_partitions_flat_buffer", None)]  # ZeRO-3
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # offload
         buffers += [partition.grad for partition in getattr(optimizer, name, [])]
@@ -1106,8 +1107,8 @@ def zero_stale_gradients(optimizer) -> None:
 def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
     """Create the directory of this run; returns it and the checkpoint to resume from.
 
-    --resume auto continues --run-name. --resume CHECKPOINT starts a new run and only reads the old one.
-    Rank 0 decides, since other ranks may see other times and files."""
+    --resume auto continues --run-name. --resume CHECKPOINT starts a new run and only reads the
+    old one. Rank 0 decides, since other ranks may see other times and files."""
     paths = [None, None]
     if RANK == 0:
         now = time.strftime("%Y%m%d-%H%M%S")
@@ -1228,8 +1229,8 @@ def save_and_stop(args: Args, run: Run, problem: str) -> NoReturn:
 
 
 def save_checkpoint(args: Args, run: Run, suffix: str = "") -> Path:
-    """Save checkpoint-N: the backbone as a Hugging Face model (LoRA is merged; adapter/ has the adapter),
-    the head in score.safetensors, and state/ for --resume. Call on all ranks."""
+    """Save checkpoint-N: the backbone as a Hugging Face model (LoRA is merged; adapter/ has
+    the adapter), the head in score.safetensors, and state/ for --resume. Call on all ranks."""
     module = run.reward_model.module
     checkpoint = run.run_dir / f"checkpoint-{run.state['step']}{suffix}"
     if checkpoint.exists():

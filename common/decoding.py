@@ -62,8 +62,9 @@ def generate(
 ) -> list[Response]:
     """num_samples responses to each prompt, seeded with the prompt's seed; greedy at temperature 0.
 
-    max_new_tokens: tokens per response, including EOS; a prompt may have a lower max_new_tokens.
-    max_tokens: per pack of prompts. Media tokens are never sampled, because training masks them, too."""
+    max_new_tokens: tokens per response, including EOS; a prompt may have a lower
+    max_new_tokens. max_tokens: per pack of prompts. Media tokens are never sampled, because
+    training masks them, too."""
     limits = [min(max_new_tokens, prompt.max_new_tokens or max_new_tokens) for prompt in prompts]
     if is_packed(model):
         return generate_packed(model, prompts, num_samples, limits, eos_ids, temperature, max_tokens)
@@ -138,9 +139,10 @@ def prefill(
 ) -> tuple[Tensor, "DynamicCache", Tensor]:
     """Run each prompt once, and copy its keys and values to the rows of its responses.
 
-    Returns the hidden states (n * G, H) that predict the first token of each response, the cache with
-    keys and values (n * G, kv_heads, P, D) per layer, and its mask (n * G, P), False at padding.
-    Prompts are padded on the left, so that all responses continue in the same column of the cache."""
+    Returns the hidden states (n * G, H) that predict the first token of each response, the
+    cache with keys and values (n * G, kv_heads, P, D) per layer, and its mask (n * G, P),
+    False at padding. Prompts are padded on the left, so that all responses continue in the
+    same column of the cache."""
     from transformers import DynamicCache
 
     lengths = torch.tensor([prompt.length for prompt in prompts])  # (n,)

@@ -2,9 +2,9 @@
 
     [prompt][turn 1][observation 1][turn 2]...      one response, a *trajectory*
 
-Turns are kept as token ids and are never tokenized again. An observation consists of the tokens
-that the chat template writes after an assistant's EOS: the rest of that message (often a newline),
-the observation's message, and the generation prompt.
+Turns are kept as token ids and are never tokenized again. An observation consists of the
+tokens that the chat template writes after an assistant's EOS: the rest of that message (often
+a newline), the observation's message, and the generation prompt.
 """
 
 import asyncio
@@ -98,8 +98,9 @@ class Trajectory:
 class EnvironmentSampler:
     """--environment: a sampler whose responses have up to max_turns turns and max_length tokens.
 
-    Each response has its own instance of environment_class; docs/recipes.md#tools-and-environments has
-    the protocol. update_weights and sleep are those of `sampler`, which generates the turns."""
+    Each response has its own instance of environment_class;
+    docs/recipes.md#tools-and-environments has the protocol. update_weights and sleep are those
+    of `sampler`, which generates the turns."""
 
     sampler: Any
     environment_class: type
@@ -175,8 +176,8 @@ class EnvironmentSampler:
     def call_all(self, function: Callable, trajectories: list[Trajectory]) -> list:
         """Results of a function for each trajectory, which may be awaitables; these run concurrently.
 
-        The function is called outside of the event loop, so that an environment which is not async may
-        call asyncio.run."""
+        The function is called outside of the event loop, so that an environment which is not
+        async may call asyncio.run."""
 
         async def wait(trajectory: Trajectory, result):
             with self.error_note(trajectory):
@@ -237,8 +238,8 @@ class EnvironmentSampler:
     def check_template(self, prompt: Prompt) -> None:
         """Warn if the template renders a whole chat differently from what is appended turn by turn.
 
-        The sampler and the trainer see the same tokens, so only this check shows, for example, that a
-        server would render a chat without the <think> of earlier turns."""
+        The sampler and the trainer see the same tokens, so only this check shows, for example,
+        that a server would render a chat without the <think> of earlier turns."""
         self.checked_template = True
         user, assistant = SHORT_CHAT
         ids = self.encode_ids([user, assistant, user])

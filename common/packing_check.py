@@ -139,8 +139,8 @@ def make_cases(
 def text_of_other_prompts(model, prompts: list[Prompt], prompt: Prompt) -> Tensor:
     """Token ids for the responses to a prompt, from the text of all other prompts.
 
-    A trained model would copy the prompt's own text whether or not it sees the right tokens. Random
-    tokens would do, but in bf16 their log-probs are twice as noisy."""
+    A trained model would copy the prompt's own text whether or not it sees the right tokens.
+    Random tokens would do, but in bf16 their log-probs are twice as noisy."""
     media_ids = torch.tensor(packing.media_token_ids(model.config), dtype=torch.long)
     others = [x.input_ids for x in prompts if x is not prompt] or [prompt.input_ids]
     ids = torch.cat(others)
@@ -153,8 +153,8 @@ def text_of_other_prompts(model, prompts: list[Prompt], prompt: Prompt) -> Tenso
 def make_filler(cases: list[Case], long_case: Case, max_tokens: int) -> Case:
     """Copies of the long response that fill the rest of a pack. They are not compared themselves.
 
-    plan_packs puts the largest group first, so the other cases lie at the end of a full pack, where
-    they show errors that only occur at large pack indices."""
+    plan_packs puts the largest group first, so the other cases lie at the end of a full pack,
+    where they show errors that only occur at large pack indices."""
     tokens = sum(case.num_tokens for case in [*cases, long_case]) + long_case.prompt.length
     prompt, [response] = long_case
     return Case(prompt, [response] * ((max_tokens - tokens) // len(response.response_mask)))
