@@ -8,11 +8,9 @@ a newline), the observation's message, and the generation prompt.
 """
 
 import asyncio
-import contextlib
 import inspect
 import itertools
 import warnings
-from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,11 +36,14 @@ SHORT_CHAT = [{"role": "user", "content": TEXT}, {"role": "assistant", "content"
 RUNNER = asyncio.Runner()  # one event loop for environments and rewards: async clients belong to a loop
 
 
-def await_all(awaitables: Iterable[Awaitable]) -> list:
-    """Results of awaitables, which run concurrently."""
+def await_all(results: list) -> list:
+    """Wait for the results that are awaitable, all at the same time; the others stay as they are."""
+
+    async def wait(result):
+        return await result if inspect.isawaitable(result) else result
 
     async def gather() -> list:
-        return await asyncio.gather(*awaitables)
+        return await asyncio.gather(*map(wait, results))
 
     return RUNNER.run(gather())
 
@@ -142,17 +143,16 @@ class EnvironmentSampler:
             for prompt in prompts
             for j in range(num_samples)
         ]
-        self.call_all(self.reset, trajectories)
+        await_all([x.environment.reset(**reset_arguments(x.prompt)) for x in trajectories])
         active = trajectories
         turns = self.sampler.generate(prompts, num_samples, temperature)
         while active:
             for trajectory, turn in zip(active, turns):
                 self.append_turn(trajectory, turn)
             active = [trajectory for trajectory in active if not trajectory.truncated]
-            observations = self.call_all(self.step, active)
+            observations = await_all([x.environment.step(x.messages[-1]["content"]) for x in active])
             for trajectory, observation in zip(active, observations):
-                with self.error_note(trajectory):
-                    self.append_observation(trajectory, observation)
+                self.append_observation(trajectory, observation)
             active = [x for x in active if len(x.messages) % 2 == 0]  # those that end in an observation
             if active:
                 turns = self.sampler.generate([x.next_prompt() for x in active], 1, temperature)
@@ -161,43 +161,6 @@ class EnvironmentSampler:
             "rollout/observation_overflow_frac": [x.observation_overflow for x in trajectories],
         }
         return [trajectory.to_response() for trajectory in trajectories]
-
-    @contextlib.contextmanager
-    def error_note(self, trajectory: Trajectory) -> Iterator[None]:
-        """Add the environment, the turn and the dataset row to an error."""
-        try:
-            yield
-        except Exception as error:
-            name = self.environment_class.__name__
-            row = trajectory.prompt.row_id
-            error.add_note(f"In turn {trajectory.num_turns} of environment {name}, dataset row {row}.")
-            raise
-
-    def call_all(self, function: Callable, trajectories: list[Trajectory]) -> list:
-        """Results of a function for each trajectory, which may be awaitables; these run concurrently.
-
-        The function is called outside of the event loop, so that an environment which is not
-        async may call asyncio.run."""
-
-        async def wait(trajectory: Trajectory, result):
-            with self.error_note(trajectory):
-                return await result if inspect.isawaitable(result) else result
-
-        results = []
-        for trajectory in trajectories:
-            with self.error_note(trajectory):
-                results.append(function(trajectory))
-        return await_all([wait(*pair) for pair in zip(trajectories, results)])
-
-    def reset(self, trajectory: Trajectory) -> Awaitable | None:
-        """Start an episode with the prompt and the columns of its dataset row."""
-        prompt = trajectory.prompt
-        keywords = {**prompt.row, "chat": prompt.messages}  # tree_map copies lists and dicts, not media
-        return trajectory.environment.reset(**tree_map(lambda x: x, keywords))
-
-    def step(self, trajectory: Trajectory):
-        """Pass the last turn to the environment."""
-        return trajectory.environment.step(trajectory.messages[-1]["content"])
 
     def append_turn(self, trajectory: Trajectory, turn: Response) -> None:
         """Append a turn; a sampler may ignore max_new_tokens."""
@@ -254,6 +217,12 @@ class EnvironmentSampler:
             rendered, appended = (self.tokenizer.decode(x[prompt.length :]) for x in (rendered, appended))
             text = f"the chat template renders two turns and an observation as {rendered!r}"
             warnings.warn(f"{text}, but the model is trained on {appended!r}", stacklevel=2)
+
+
+def reset_arguments(prompt: Prompt) -> dict:
+    """The columns of the dataset row, and the chat. Lists and dicts are copies, because environments may
+    change them, and the responses to a prompt share its row."""
+    return tree_map(lambda leaf: leaf, {**prompt.row, "chat": prompt.messages})
 
 
 def continue_chat(model, prompt: Prompt, chat: Prompt, start: int) -> Continuation:

@@ -345,16 +345,8 @@ def test_special_tokens_in_observations_are_text():
     )
 
 
-def test_errors_name_the_environment_the_row_and_the_turn():
+def test_an_observation_of_another_type_is_an_error():
     model, processor, prompt = tiny()
-
-    class Broken(Scripted):
-        async def step(self, response):
-            raise KeyError("page")
-
-    with pytest.raises(KeyError) as error:
-        make_sampler(model, processor, environment=Broken).generate([prompt], 2, 1.0)
-    assert error.value.__notes__ == ["In turn 1 of environment Broken, dataset row 7."]
     environment = type("Gym", (Scripted,), {"observations": [("obs", 1.0, True)]})
     with pytest.raises(TypeError, match="a list of parts or a message, not tuple"):
         make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
