@@ -4,11 +4,15 @@ requirements hold."""
 import importlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
 from pretend_device import pretend
+
+import rloo
+from common.packing import Prompt
 
 PAIRS = {"dataset": "easy-vqa", "eval_dataset": None, "micro_batch_tokens": 8192}
 FLAGS = {"rloo": {}, "ppo_vl": {}, "reward_bt": PAIRS, "grm_sft": PAIRS}
@@ -34,6 +38,43 @@ def test_mixed_devices_fail():
         (here.to("cuda:0", non_blocking=True) * weight.view(3) * torch.tensor(2.0)).sum().backward()
         assert weight.grad.is_cuda and weight.grad.cpu().tolist() == [0, 2, 4]
         assert there[torch.tensor([0, 1])].is_cuda and there.sum().item() == 6
+
+
+def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tmp_path):
+    """With a fake engine, whose completion g of the prompt [i] is the token 10 * i + g."""
+
+    class FakeEngine:
+        def __init__(self, **keywords):
+            pass
+
+        def generate(self, inputs, params, use_tqdm):
+            assert [x["seed"] for x in params] == [7, 8]
+            return [self.answer(x["prompt_token_ids"], params[0]["n"]) for x in inputs]
+
+        def answer(self, prompt_ids, n):
+            outputs = []
+            for token in range(10 * prompt_ids[0], 10 * prompt_ids[0] + n):
+                logprobs = [{token: SimpleNamespace(logprob=-token / 10)}]
+                reason = "length" if token % 2 else "stop"
+                outputs.append(SimpleNamespace(token_ids=[token], logprobs=logprobs, finish_reason=reason))
+            return SimpleNamespace(prompt_token_ids=[*prompt_ids], outputs=outputs)
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeEngine, SamplingParams=dict))
+    args = rloo.Args()
+    rloo.fill_defaults(args)
+    model = rloo.load_model(args, args.model)
+    sampler = rloo.VLLMSampler(args, model, [500], tmp_path)
+    prompts = []
+    for i, seed in ((3, 7), (5, 8)):
+        ids = {"input_ids": torch.tensor([[i]])}
+        prompts.append(Prompt(0, 1, (), ids, {}, torch.arange(1), {}, seed=seed))
+    responses = sampler.generate(prompts, 2, 1.0)
+    assert [x.token_ids.tolist() for x in responses] == [[30], [31], [50], [51]]
+    assert [x.truncated for x in responses] == [False, True, False, True]
+    assert responses[3].logprobs.tolist() == pytest.approx([-5.1])
+    monkeypatch.setattr(FakeEngine, "answer", lambda self, ids, n: SimpleNamespace(prompt_token_ids=[1]))
+    with pytest.raises(SystemExit):  # vLLM has tokenized the chat differently
+        sampler.generate(prompts, 2, 1.0)
 
 
 RUNS = [
