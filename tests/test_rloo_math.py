@@ -227,6 +227,8 @@ def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     assert rollout.truncated.tolist() == [[False, True, False]] * 3
     records = [(record["row"], record["response"]) for record in rollout.sample_records]
     assert records == [(2, "12 20"), (1, "11 20"), (0, "10 20")]  # not the dataset's column named row
+    ratings = [record["reward/rating"] for record in rollout.sample_records]
+    assert ratings == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
     assert rollout.logged_metrics == {"reward_metrics/m": 11.0}
     run.rewards["own"] = run.rewards["rating"]
     scores = rloo.collect_rollout(args, run, data, [1, 2], num_samples=1, temperature=1.0, step=1).scores
