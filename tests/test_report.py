@@ -71,11 +71,11 @@ def test_a_policy(tmp_path):
     run = policy_run(tmp_path / "a", "noise.png", response="after it", dataset=str(tmp_path / "d.jsonl"))
     page = Page(text := report(run))
     assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "samples", "args"]
-    assert not page.all("script") and "url(" not in text and "@import" not in text
+    assert not page.all("script") and "url(http" not in text and "@import" not in text
     for _, attrs in page.tags:
         assert all((attrs.get(name) or "#").startswith(("#", "data:")) for name in ("src", "href"))
     [image] = page.all("img")
-    assert (image["width"], image["height"], image["alt"]) == ("160", "120", "noise.png") and len(text) < 1e5
+    assert (image["width"], image["height"], image["alt"]) == ("160", "120", "noise.png") and len(text) < 3e5
     section = text[text.index('id="samples"') : text.index('id="args"')]
     assert section.index("before: step 0") < section.index("after: step 3")
     assert section.count("before it") == section.count("after it") == 2 and "in training" not in section
@@ -148,7 +148,7 @@ def test_seeds_are_averaged_with_a_band(tmp_path):
     assert report_tool.curve(group, "objective/scores") == [pytest.approx(p) for p in points]
     long = report_tool.curve([{"metrics": {"x": {t: t for t in range(n)}}} for n in (1000, 1200)], "x")
     assert len(long) == 100 and long[0] == (4.5, 4.5, 4.5, 4.5) and long[-1][0] == 994.5
-    assert 'opacity=".2"' in report(a, b) and 'opacity=".2"' not in report(a)
+    assert 'id="band"' in report(a, b) and 'id="band"' not in report(a)
     c = policy_run(tmp_path / "c", lr=3e-4)
     groups = report_tool.group_runs([*runs, report_tool.load_run(c)])
     assert [label for label, _ in groups] == ["a, b (mean)", "c"]

@@ -20,7 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import matplotlib
 import tyro
+from matplotlib.figure import Figure
+
+matplotlib.rcParams |= {"svg.fonttype": "none", "font.size": 8, "font.family": "sans-serif"}
+GRAY = "#7a828c"  # legible on a light and on a dark page
+matplotlib.rcParams |= dict.fromkeys(("text.color", "axes.edgecolor", "xtick.color", "ytick.color"), GRAY)
 
 IMAGE_SIDE = 160  # maximum side of an embedded image, in pixels
 MAX_ROWS = 12  # rows of a table, per run
@@ -28,7 +34,7 @@ MAX_CHARACTERS = 1200  # of a prompt or response
 MAX_POINTS = 100  # per curve; longer curves are averaged in bins
 IGNORED_FLAGS = {"seed", "run_name", "output_dir", "resume"}  # runs that differ only in these are averaged
 COLORS = ("#2878c0", "#d4691c", "#1f9d76", "#b5539a", "#9a7b0a", "#4fa3c7", "#d0405a", "#7a828c")
-DASHES = ("", "6 3", "2 3", "9 3 2 3")
+DASHES = ("solid", "dashed", "dotted", "dashdot")
 PANELS = [
     ("score", ["objective/scores", "eval/sampled_score", "eval/greedy_score"]),
     ("evaluation accuracy", ["eval/sampled_reward_accuracy", "eval/greedy_reward_accuracy", "eval/pass@*"]),
@@ -226,58 +232,29 @@ def curve(runs: list[dict], key: str) -> list[tuple[float, ...]]:
     return [tuple(sum(column) / len(part) for column in zip(*part)) for part in bins]
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from low to high: ticks(0, 1) -> 0, 0.2, 0.4 ... 1."""
-    step = 10 ** math.floor(math.log10((high - low) / count))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count)
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def stroke(color: str, dash: int, path: str) -> str:
-    return f'<path class="line" stroke="{color}" stroke-dasharray="{DASHES[dash % 4]}" d="{path}"/>'
-
-
-def panel(title: str, series: list[tuple[str, int, int, list[tuple]]], show_colors: bool = False) -> str:
-    """One SVG of lines (label, color, dash, points). Points are (x, y) or (x, mean, minimum, maximum)."""
-    series = [s for s in series if s[3]]
+def panel(title: str, series: list[tuple[str, int, int, list[tuple]]]) -> str:
+    """An inline SVG of lines (label, color, dash, points). Points are (x, y) or (x, mean, minimum, maximum)."""
+    series = [line for line in series if line[3]]
     if not series:
         return ""
-    W, H, left, right, top, bottom = 360, 210, 52, 10, 10, 26
-    xs = [p[0] for *_, points in series for p in points]
-    ys = [y for *_, points in series for p in points for y in p[1:]]
-    x0, x1, y0, y1 = min(xs), max(max(xs), min(xs) + 1e-9), min(ys), max(ys)
-    pad = (y1 - y0) * 0.06 or abs(y1) * 0.1 or 0.5
-    y0, y1 = y0 - pad, y1 + pad
-
-    def at(x: float, y: float) -> str:
-        u, v = (x - x0) / (x1 - x0), (y - y0) / (y1 - y0)
-        return f"{left + u * (W - left - right):.1f},{H - bottom - v * (H - top - bottom):.1f}"
-
-    parts = []
-    for y in ticks(y0, y1):
-        v = at(x0, y).split(",")[1]
-        parts.append(f'<path class="grid" d="M{left},{v}H{W - right}"/>')
-        parts.append(f'<text x="{left - 6}" y="{v}" class="y">{y:.4g}</text>')
-    for x in ticks(x0, x1) if len({*xs}) > 1 else xs[:1]:
-        parts.append(f'<text x="{at(x, y0).split(",")[0]}" y="{H - 8}" class="x">{x:.6g}</text>')
-    for _, c, _, points in series:
-        if any(len(p) > 2 and p[2] < p[3] for p in points):  # the band between seeds
-            edge = [at(p[0], p[3]) for p in points] + [at(p[0], p[2]) for p in reversed(points)]
-            parts.append(f'<path fill="{COLORS[c % 8]}" opacity=".2" d="M{"L".join(edge)}Z"/>')
-    for label, c, dash, points in series:
-        parts.append(stroke(COLORS[c % 8], dash, "M" + "L".join(at(*p[:2]) for p in points)))
-        for p in points if len(points) <= 30 else points[-1:]:
-            x, y = at(*p[:2]).split(",")
-            about = f"<title>{escape(label)}, {number(p[0])}: {number(p[1])}</title>"
-            parts.append(f'<circle fill="{COLORS[c % 8]}" cx="{x}" cy="{y}" r="2.6">{about}</circle>')
-    summary = "; ".join(f"{label}: {number(p[0][1])} to {number(p[-1][1])}" for label, _, _, p in series)
-    keys = {(s[0].rpartition(": ")[2], COLORS[s[1] % 8] if show_colors else "gray", s[2]) for s in series}
-    lines = [(name, stroke(color, dash, "M1,4H25")) for name, color, dash in sorted(keys)]
-    legend = "".join(f'<span><svg width="26" height="8">{x}</svg>{escape(name)}</span>' for name, x in lines)
-    return (
-        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {W} {H}" role="img" '
-        f'aria-label="{escape(summary)}">{"".join(parts)}</svg><div class="legend">{legend}</div></figure>\n'
-    )
+    figure = Figure(figsize=(4.4, 2.6), layout="constrained")
+    axes = figure.subplots()
+    for label, color, dash, points in series:
+        name = label.rpartition(": ")[2]  # without the run, which the page's legend shows by color
+        if name in axes.get_legend_handles_labels()[1]:
+            name = None
+        style = {"color": COLORS[color % 8], "linestyle": DASHES[dash % 4], "label": name}
+        x, y, *band = zip(*points)
+        axes.plot(x, y, marker="." if len(x) <= 30 else None, **style)
+        if band and band[0] != band[1]:  # between seeds
+            axes.fill_between(x, *band, color=style["color"], alpha=0.2, linewidth=0, gid="band")
+    axes.grid(linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=7)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    return f"<figure><figcaption>{escape(title)}</figcaption>{svg[svg.index('<svg') :]}</figure>\n"
 
 
 def curves_section(runs: list[dict]) -> str:
@@ -437,10 +414,8 @@ def pairs_section(run: dict) -> str:
             rows.append([*cells, number(record["reward_diff"])])
         parts.append(
             f'<h3>{escape(name)}, step {records[0]["train/step"]}, {len(records)} pairs</h3><div class="panels">'
-            + panel(
-                f"accuracy by confidence, sigmoid(|r - margin|); calibration error {error:.3f}", lines, True
-            )
-            + panel("number of responses by reward", counts, True)
+            + panel(f"accuracy by confidence, sigmoid(|r - margin|); calibration error {error:.3f}", lines)
+            + panel("number of responses by reward", counts)
             + "</div><p>Pairs with the lowest difference r = reward of chosen - reward of rejected:</p>"
             + table(["image", "prompt", "chosen", "rejected", "r"], rows, "samples")
         )
@@ -510,12 +485,7 @@ img { max-width: 100%; height: auto; min-width: 64px; border-radius: 4px; margin
 .panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)); gap: 1rem }
 figure { margin: .5rem 0 0; padding: .7rem; background: var(--card); border-radius: 8px }
 figcaption { font-weight: 600; font-size: .93em; overflow-wrap: anywhere }
-figure svg[role] { width: 100%; height: auto; display: block }
-svg text { fill: var(--muted); font-size: 11px }
-.y { text-anchor: end; dominant-baseline: middle }
-.x { text-anchor: middle }
-.grid { stroke: var(--rule) }
-.line { fill: none; stroke-width: 1.8; stroke-linejoin: round }
+figure svg { width: 100%; height: auto; display: block }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; font-size: .82em; color: var(--muted) }
 .legend svg { margin-right: .35rem; vertical-align: middle }
 details { margin-top: 1rem }
