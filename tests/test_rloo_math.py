@@ -294,7 +294,7 @@ def test_evaluation_metrics_by_hand(fake, monkeypatch):
 
 def test_means_over_ranks_count_entries(monkeypatch):
     """A rank with more tokens counts more."""
-    monkeypatch.setattr(rloo, "all_gather_list", lambda items: [*items, ({"x": 6.0}, {"x": 1})])
+    monkeypatch.setattr(rloo, "all_gather_list", lambda items: [*items, {"x": (6.0, 1)}])
     assert rloo.all_reduce_mean({"x": [torch.tensor([1.0, 2.0])]}) == {"x": 3.0}
 
 
