@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -332,51 +333,19 @@ def test_models_are_in_eval_mode(run, monkeypatch):
 # --- the comparison of log-probs ---
 
 
-def shift_sampler(monkeypatch, shift: float, after: int = 0) -> None:
-    """Add a number to the log-probs that the sampler reports, from its call number `after` on."""
-    generate, calls = ppo_vl.HFSampler.generate, []
+def test_a_sampler_that_computes_other_logprobs_stops_the_run(run, monkeypatch, capsys, tmp_path):
+    generate = ppo_vl.HFSampler.generate
 
-    def shifted(self, *args, **kwargs):
-        calls.append(None)
-        responses = generate(self, *args, **kwargs)
-        for response in responses if len(calls) > after else ():
-            response.logprobs.add_(shift)
-        return responses
+    def shifted(self, *args):
+        return [replace(x, logprobs=x.logprobs + 0.01) for x in generate(self, *args)]
 
     monkeypatch.setattr(ppo_vl.HFSampler, "generate", shifted)
-
-
-@slow
-def test_a_sampler_that_computes_other_logprobs_stops_the_run(run, monkeypatch, capsys, tmp_path):
-    """The suspect step is saved, not counted by rotation and not picked by --resume auto."""
-    flags = {"save_steps": 1, "save_total_limit": 1, "total_steps": 3}
-    with monkeypatch.context() as patch:
-        shift_sampler(patch, 0.01, after=1)
-        with pytest.raises(SystemExit) as stopped:
-            run(**flags)
-    assert stopped.value.code == 2
-    assert "step 2: sampling/logprob_diff_mean is 0.01" in capsys.readouterr().err
-    run_dir = tmp_path / "runs/run"
-    saved = sorted(path.name for path in run_dir.glob("checkpoint-*"))
-    assert saved == ["checkpoint-1", "checkpoint-2-problem"]
-    assert {"actor", "critic"} == {path.name for path in (run_dir / saved[1] / "state").iterdir()}
-    with pytest.raises(SystemExit) as stopped:
-        run(**flags, resume="auto")
-    assert (
-        stopped.value.code == 2
-        and "checkpoint-2-problem was saved after a problem" in capsys.readouterr().err
-    )
-    (run_dir / saved[1]).rename(run_dir / "kept-for-inspection")
-    assert metrics_of(run(**flags, resume="auto"))[-1]["train/step"] == 3
-
-
-def test_logprobs_that_are_not_finite_stop_the_run_before_they_are_scored(run, monkeypatch, capsys):
-    calls = spy(monkeypatch, "score_responses")
-    shift_sampler(monkeypatch, math.nan)
     with pytest.raises(SystemExit) as stopped:
         run()
-    assert stopped.value.code == 2 and "log-probs are not finite" in capsys.readouterr().err
-    assert not calls
+    assert stopped.value.code == 2
+    assert "step 1: sampling/logprob_diff_mean is 0.01" in capsys.readouterr().err
+    state = tmp_path / "runs/run/checkpoint-1-problem/state"
+    assert {"actor", "critic"} == {path.name for path in state.iterdir()}
 
 
 def test_gradients_of_the_critic_that_are_not_finite_stop_the_run(run, monkeypatch, capsys, tmp_path):
@@ -393,19 +362,6 @@ def test_gradients_of_the_critic_that_are_not_finite_stop_the_run(run, monkeypat
     assert stopped.value.code == 2
     assert "all 4 updates were skipped" in capsys.readouterr().err
     assert (tmp_path / "runs/run/checkpoint-1-problem/critic").is_dir()
-
-
-def test_a_forward_that_differs_in_training_stops_the_run(run, monkeypatch, capsys):
-    forward = ppo_vl.Policy.forward
-
-    def noisy(self, pack, **options):
-        logprobs, entropy = forward(self, pack, **options)
-        return (logprobs - 0.01 if torch.is_grad_enabled() else logprobs), entropy
-
-    monkeypatch.setattr(ppo_vl.Policy, "forward", noisy)
-    with pytest.raises(SystemExit):
-        run(sampler="hf")
-    assert "logprob_diff_mean is 0.01" in capsys.readouterr().err
 
 
 # --- options ---
@@ -683,31 +639,13 @@ def test_a_step_without_responses_to_train_on_is_logged(run):
     assert largest_difference(weights_of(run_dir, 2), START) == 0
 
 
-def test_episodes_are_responses_not_skipped_rows(run, vqa_rows, tmp_path):  # B16
-    rows = [row | ({} if i % 4 else {"image": "gone.png"}) for i, row in enumerate(vqa_rows)]
-    metrics = metrics_of(run(dataset=write_jsonl(tmp_path / "rows.jsonl", rows)))
-    skipped = sum(step["rollout/prompts_skipped"] for step in metrics)
-    assert skipped > 0 and metrics[-1]["train/episode"] == 4 * (2 * 4 - skipped)
-
-
 # --- flags ---
 
 REFUSED = {
-    "--clip-coef (-1.0) must not be negative": [{"clip_coef": -1.0}],
     "--gamma (2.0) must be at most 1": [{"gamma": 2.0}],
     "--gae-lambda (1.5) must be at most 1": [{"gae_lambda": 1.5}],
     "--reward-clip (1.0 0.0)": [{"reward_clip": (1.0, 0.0)}],
-    "--temperature (0.0) must be positive": [{"temperature": 0.0}],
-    "--eval-steps (-1) must not be negative": [{"eval_steps": -1}],
-    "--train-batch-size": [{"train_batch_size": 100}, {"train_batch_size": 4}],
-    "--prompts-per-rollout": [{"prompts_per_rollout": 24}],
     "--num-samples-per-prompt (0)": [{"num_samples_per_prompt": 0}],
-    "--micro-batch-tokens": [{"micro_batch_tokens": 100}],
-    "--rewards must have different names": [{"rewards": ("a.py:score", "b.py:score")}],
-    "--reward-weights must have 2 numbers": [{"reward_weights": (1.0, 2.0, 3.0)}],
-    "--dtype bfloat16 needs --zero-stage 2 or 3": [{"dtype": "bfloat16", "zero_stage": 1}],
-    "--offload-optimizer requires": [{"offload_optimizer": True}],
-    "--resume auto requires": [{"resume": "auto"}],
 }
 
 
@@ -768,12 +706,6 @@ def test_results_do_not_depend_on_packs(run, monkeypatch):
     assert len(packs) == 4
     other = run(**flags, run_name="other", micro_batch_tokens=64)
     assert len(packs) == 4 + 8  # two per optimizer step
-    assert_same_run(one, other, 2e-4, of_weights=2e-5)
-
-
-@slow
-def test_results_do_not_depend_on_gradient_checkpointing(run):
-    one, other = run(total_steps=1), run(total_steps=1, run_name="other", gradient_checkpointing=True)
     assert_same_run(one, other, 2e-4, of_weights=2e-5)
 
 
