@@ -208,7 +208,9 @@ def main(args: Args) -> dict[str, float]:
             loss = compute_sft_loss(logprobs, num_tokens)
             judge.backward(loss * WORLD_SIZE)  # DeepSpeed averages gradients over ranks: undo it
             rank_loss += loss.detach()
-        grad_norm = optimizer_step(judge) if packs else 0.0  # NaN if not finite: the update was skipped
+        learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
+        # NaN if not finite: the update was skipped
+        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0
         set_gradient_checkpointing(judge.module, False)
         mean_loss = sum(all_gather_list([float(rank_loss)]))  # over the step's trained tokens
         seconds = time.perf_counter() - step_start
@@ -218,7 +220,7 @@ def main(args: Args) -> dict[str, float]:
         skipped_ids = set(example_ids) - {example.example_id for example in examples}
         metrics = {
             "train/step": step,
-            "train/learning_rate": judge.get_lr()[0],
+            "train/learning_rate": learning_rate,
             "train/grad_norm": grad_norm if is_finite else 0.0,
             "train/skipped_updates": int(not is_finite),
             "train/trained_tokens": num_tokens,
@@ -233,17 +235,17 @@ def main(args: Args) -> dict[str, float]:
         state["consecutive_skipped_updates"] = 0 if is_finite else state["consecutive_skipped_updates"] + 1
 
         # --- 5. evaluate, log, save ---
+        log(args, run, metrics, [])
         is_last_step = step == args.total_steps
-        eval_records = []
         if run.eval_data and (is_last_step or (args.eval_steps and step % args.eval_steps == 0)):
             eval_metrics, eval_records = evaluate(args, run)
+            log(args, run, {"train/step": step, **eval_metrics}, eval_records)
             metrics |= eval_metrics
             # Without pairs there is no accuracy, so the score is minus the loss.
             score = metrics.get("eval/accuracy", -metrics["eval/loss"])
             if score > state["best_score"]:
                 state["best_score"] = score
                 save_checkpoint(args, run, "checkpoint-best")
-        log(args, run, metrics, eval_records)
         names = ("loss/sft", "eval/loss", "eval/accuracy")
         postfix = {name: f"{metrics[name]:.3g}" for name in names if name in metrics}
         bar.set_postfix(postfix)
@@ -1082,7 +1084,7 @@ def load_judge(args: Args):
     if args.freeze is None:
         args.freeze = match_all_but_language_model(judge)
     prepare_for_training(args, judge)
-    engine = init_deepspeed_engine(args, judge, args.learning_rate, total_updates=args.total_steps)
+    engine = init_deepspeed_engine(args, judge)
     engine.eval()
     return engine
 
@@ -1204,10 +1206,8 @@ def init_distributed() -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False)
 
 
-def init_deepspeed_engine(
-    args: Args, module: nn.Module, learning_rate: float | None = None, total_updates: int = 0
-):
-    """Wrap a module in a DeepSpeed engine, with AdamW and a cosine schedule if it has a learning rate.
+def init_deepspeed_engine(args: Args, module: nn.Module):
+    """Wrap a module in a DeepSpeed engine, with AdamW unless all of its weights are frozen.
 
     The number of packs per optimizer step varies, so main marks the last one with
     set_gradient_accumulation_boundary."""
@@ -1231,22 +1231,15 @@ def init_deepspeed_engine(
         # ZeRO-3 gathers these weights only in the head's own forward, but packing.py uses them elsewhere.
         for parameter in head.parameters():
             deepspeed.zero.register_external_parameter(module, parameter)
-    optimizer = schedule = None
-    if learning_rate is not None:
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = None
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if trained:
         matrices = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
         vectors = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
         groups = [group for group in (matrices, vectors) if group["params"]]  # LoRA has no vectors
-        optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
-        schedule = transformers.get_scheduler(
-            "cosine_warmup_with_min_lr",
-            optimizer,
-            num_warmup_steps=args.warmup_updates,
-            num_training_steps=total_updates,
-            scheduler_specific_kwargs={"min_lr_rate": args.min_lr_ratio},
-        )
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     engine, *_ = deepspeed.initialize(
-        model=module, config=config, optimizer=optimizer, lr_scheduler=schedule, dist_init_required=False
+        model=module, config=config, optimizer=optimizer, dist_init_required=False
     )
     return engine
 
@@ -1263,10 +1256,26 @@ def set_gradient_checkpointing(module: nn.Module, enabled: bool) -> None:
             layer.training = enabled
 
 
-def optimizer_step(engine) -> float:
-    """Clip gradients, step, advance the schedule; returns the gradient norm before clipping.
+def lr_factor(args: Args, update: int, total_updates: int) -> float:
+    """The learning rate of an optimizer step (0 is the first) as a fraction of the peak.
+
+    Linear warmup, then half a cosine that ends at min_lr_ratio with the last update.
+
+    warmup_updates 2, min_lr_ratio 0, total_updates 5 -> 1/2, 1, 3/4, 1/4, 0
+    """
+    if update < args.warmup_updates:
+        return (update + 1) / args.warmup_updates
+    progress = (update + 1 - args.warmup_updates) / max(1, total_updates - args.warmup_updates)
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return args.min_lr_ratio + (1 - args.min_lr_ratio) * cosine
+
+
+def optimizer_step(engine, learning_rate: float) -> float:
+    """Clip gradients and step; returns the gradient norm before clipping.
 
     If the norm is not finite, all ranks skip the step and return NaN: they see the same norm."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate
     if engine.zero_optimization():
         engine.step()  # skips non-finite gradients
         zero_stale_gradients(engine.optimizer)
@@ -1345,23 +1354,19 @@ def find_last_checkpoint(run_dir: Path) -> Path | None:
 def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> dict:
     """Load the engines' states; returns run.state. Warns about flags that differ from the saved ones."""
     for name, engine in engines.items():
-        groups = [{**group} for group in engine.optimizer.param_groups]
-        base_lrs = engine.lr_scheduler.base_lrs
+        decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
         # Not strict: frozen weights aren't saved, they are those of --model.
         _, saved = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
-        # DeepSpeed also loads the old flags of optimizer and schedule; a branch may have others.
-        engine.lr_scheduler.base_lrs = base_lrs
+        # DeepSpeed also loads the old flags of the optimizer; a branch may have others.
         engine.optimizer.clip_grad = args.max_grad_norm
-        factor = engine.lr_scheduler.lr_lambdas[0](engine.lr_scheduler.last_epoch)
-        for group, new in zip(engine.optimizer.param_groups, groups):
-            group["lr"] = base_lrs[0] * factor
-            group["weight_decay"] = new["weight_decay"]
+        for group, decay in zip(engine.optimizer.param_groups, decays):
+            group["weight_decay"] = decay
     ignored = {"resume", "run_name", "output_dir"}
     flags = {name: value for name, value in asdict(args).items() if name not in ignored}
     changed = [name for name, value in flags.items() if saved["args"].get(name) != value]
-    for name in ("model", "critic_model"):
-        if name in changed and (args.lora_rank or args.freeze):
+    for name in changed:
+        if name.endswith("model") and (args.lora_rank or args.freeze):
             stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {saved['args'].get(name)}")
     if changed:
         changes = [f"--{x.replace('_', '-')} {flags[x]} (was {saved['args'].get(x)})" for x in changed]
@@ -1401,6 +1406,7 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
     if RANK > 0:
         return
     step = int(metrics["train/step"])
+    metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}  # NaN: nothing to take the mean of
     lines = [json.dumps({**record, "train/step": step}, default=str) for record in sample_records]
     for name, new_lines in {"metrics": [json.dumps(metrics)], "samples": lines}.items():
         with (run.run_dir / f"{name}.jsonl").open("a") as file:
