@@ -235,17 +235,17 @@ def main(args: Args) -> dict[str, float]:
         state["consecutive_skipped_updates"] = 0 if is_finite else state["consecutive_skipped_updates"] + 1
 
         # --- 5. evaluate, log, save ---
-        log(args, run, metrics, [])
         is_last_step = step == args.total_steps
+        eval_records = []
         if run.eval_data and (is_last_step or (args.eval_steps and step % args.eval_steps == 0)):
             eval_metrics, eval_records = evaluate(args, run)
-            log(args, run, {"train/step": step, **eval_metrics}, eval_records)
             metrics |= eval_metrics
             # Without pairs there is no accuracy, so the score is minus the loss.
             score = metrics.get("eval/accuracy", -metrics["eval/loss"])
             if score > state["best_score"]:
                 state["best_score"] = score
                 save_checkpoint(args, run, "checkpoint-best")
+        log(args, run, metrics, eval_records)
         names = ("loss/sft", "eval/loss", "eval/accuracy")
         postfix = {name: f"{metrics[name]:.3g}" for name in names if name in metrics}
         bar.set_postfix(postfix)

@@ -278,12 +278,12 @@ def main(args: Args) -> dict[str, float]:
         metrics |= ranking_metrics(args, rankings, rewards)
 
         # --- 5. evaluate, log, save ---
-        log(args, run, metrics, [])
         is_last_step = step == args.total_steps
+        eval_records = []
         if run.eval_sets and (is_last_step or (args.eval_steps and step % args.eval_steps == 0)):
             eval_metrics, eval_records = evaluate(args, run)
-            log(args, run, {"train/step": step, **eval_metrics}, eval_records)
             metrics |= eval_metrics
+        log(args, run, metrics, eval_records)
         names = ["rm/loss", "rm/accuracy", *(f"eval/{name}/accuracy" for name in run.eval_sets)]
         postfix = {name: f"{metrics[name]:.3f}" for name in names if name in metrics}
         bar.set_postfix(postfix)

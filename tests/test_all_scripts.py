@@ -45,10 +45,10 @@ def test_a_signal_saves_and_ends_the_run(script, run_script, capsys, monkeypatch
     module = importlib.import_module(script)
     optimizer_step = module.optimizer_step
 
-    def send_signal_once(engine):
+    def send_signal_once(engine, learning_rate):
         monkeypatch.setattr(module, "optimizer_step", optimizer_step)
         os.kill(os.getpid(), signal.SIGTERM)
-        return optimizer_step(engine)
+        return optimizer_step(engine, learning_rate)
 
     monkeypatch.setattr(module, "optimizer_step", send_signal_once)
     run_dir = run_script(script, total_steps=3)

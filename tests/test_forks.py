@@ -140,9 +140,7 @@ class Engine:
         self.after = after.detach().clone().requires_grad_()
         self.entropies = entropies
         self.module = SimpleNamespace(model=SimpleNamespace(dtype=torch.float32))
-        self.lr_scheduler = SimpleNamespace(step=lambda: None)
         self.set_gradient_accumulation_boundary = lambda is_boundary: None
-        self.get_lr = lambda: [0.1]
         self.losses = []
         self.num_updates = 0
 
@@ -215,6 +213,8 @@ def update(module, t, rollouts=None, greedy=None, **flags) -> SimpleNamespace:
     """Run main on the rollouts: its engines, its metrics, its state, and the rows that it sampled for."""
     n = flags.get("prompts_per_rollout", len(t.scores))
     args = module.Args(**FLAGS | {"prompts_per_rollout": n, "train_batch_size": n * G} | flags)
+    if hasattr(args, "critic_learning_rate"):
+        args.critic_learning_rate = 0.1
     actor, critic = Engine(t.old, t.new, t.entropy), Engine(t.old_values, t.new_values)
     state = {"step": 0, "episode": 0, "initial_eval": {}}
     result = SimpleNamespace(actor=actor, critic=critic, state=state, metrics=[], rows=[])
@@ -231,7 +231,7 @@ def update(module, t, rollouts=None, greedy=None, **flags) -> SimpleNamespace:
         result.rows.append(rows)
         return next(rollouts)
 
-    def optimizer_step(engine) -> float:
+    def optimizer_step(engine, learning_rate) -> float:
         engine.num_updates += 1
         return 1.0
 

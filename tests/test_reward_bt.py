@@ -362,7 +362,6 @@ class Engine:
     def __init__(self, module):
         self.module, self.eval = module, module.eval
         self.set_gradient_accumulation_boundary = lambda is_last: None
-        self.get_lr = lambda: [0.0]
 
     def __call__(self, pack):
         assert not any(module.training for module in self.module.modules())
@@ -444,7 +443,7 @@ def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_p
 
     monkeypatch.setattr(reward_bt, "make_packs", make_packs)
     monkeypatch.setattr(reward_bt, "init_reward_engine", lambda args, module: Engine(module))
-    monkeypatch.setattr(reward_bt, "optimizer_step", lambda engine: 0.0)
+    monkeypatch.setattr(reward_bt, "optimizer_step", lambda engine, learning_rate: 0.0)
     monkeypatch.setattr(
         reward_bt, "save_checkpoint", lambda args, run: modules.append(run.reward_model.module)
     )

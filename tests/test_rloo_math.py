@@ -241,9 +241,11 @@ def test_only_errors_of_a_row_skip_a_row(fake, capsys, tiny_text_model, tmp_path
     assert len(rollout.prompts) == 2
     with pytest.raises(TypeError, match="a bug in code"):
         rloo.collect_rollout(args, run, data, [2, 4, 1], 1, 1.0, step=1)
-    with pytest.raises(SystemExit):
-        rloo.collect_rollout(args, run, data, [3, 9, 1], 1, 1.0, step=1)
-    assert "more than half" in capsys.readouterr().err
+    assert len(rloo.collect_rollout(args, run, data, [3, 9, 1], 1, 1.0, step=1).prompts) == 1  # two bad rows
+    for rows in ([3, 9, 15], [3] * 17 + [1] * 15):
+        with pytest.raises(SystemExit):
+            rloo.collect_rollout(args, run, data, rows, 1, 1.0, step=1)
+        assert "more than half" in capsys.readouterr().err
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Q", "answer": "A"}))
     args = filled_args("rloo", model=tiny_text_model)
     model, processor = (
@@ -407,13 +409,13 @@ def steps_of(gradients: list[float], **flags) -> tuple[list, list, list]:
     """Gradient norms, learning rates and parameters after each optimizer step of a new DeepSpeed engine."""
     rloo.init_distributed()
     args = filled_args("rloo", **flags)
-    engine = rloo.init_deepspeed_engine(args, Two(), learning_rate=0.1, total_updates=len(gradients))
+    engine = rloo.init_deepspeed_engine(args, Two())
     norms, rates, values = [], [], []
-    for g in gradients:
+    for update, g in enumerate(gradients):
         engine.set_gradient_accumulation_boundary(True)
-        rates.append(engine.get_lr()[0])
+        rates.append(0.1 * rloo.lr_factor(args, update, len(gradients)))
         engine.backward(engine(g))
-        norms.append(rloo.optimizer_step(engine))
+        norms.append(rloo.optimizer_step(engine, rates[-1]))
         values.append([parameter.flatten()[0].item() for parameter in engine.module.parameters()])
     return norms, rates, values
 
@@ -439,11 +441,11 @@ def test_gradients_of_many_packs_are_added_in_fp32():
     """In bf16, 1 + 0.001 is 1, so 64 small gradients would be lost."""
     rloo.init_distributed()
     args = filled_args("rloo", dtype="bfloat16", max_grad_norm=9.0)
-    engine = rloo.init_deepspeed_engine(args, Two(), learning_rate=0.1, total_updates=1)
+    engine = rloo.init_deepspeed_engine(args, Two())
     for k, g in enumerate([1.0] + 64 * [0.001]):
         engine.set_gradient_accumulation_boundary(k == 64)
         engine.backward(engine(g))
-    assert rloo.optimizer_step(engine) == pytest.approx(math.sqrt(6) * 1.064, rel=1e-4)
+    assert rloo.optimizer_step(engine, 0.1) == pytest.approx(math.sqrt(6) * 1.064, rel=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def test_a_run_writes_what_the_page_says(run, any_reward, vqa_rows, tmp_path, ca
     assert [m["train/step"] for m in steps] == [1, 2] and [m["train/episode"] for m in steps] == [16, 32]
     assert steps[0]["eval/sampled_reward_score"] <= 1 != steps[0]["eval/sampled_score"]
     assert steps[0]["objective/kl"] == pytest.approx(0, abs=1e-5) and abs(steps[1]["objective/kl"]) > 1e-4
-    assert steps[1]["train/learning_rate"] == pytest.approx(1e-4 * (0.1 + 0.9 * 0.25))  # of update 9 of 8
+    assert [x["train/learning_rate"] for x in steps] == pytest.approx([0.8e-4, 1e-5])  # updates 4 and 8 of 8
     for step in steps:
         assert step["sampling/logprob_diff_mean"] < 1e-5 and step["policy/logprob_diff_mean"] < 1e-5
     sample_records = read_jsonl(run_dir / "samples.jsonl")
@@ -348,7 +348,7 @@ def test_nothing_to_train_on_is_no_error(run, any_score):
     flags = {"mask_truncated": True, "max_response_length": 1, "eval_dataset": None, "total_steps": 1}
     run_dir = run("rloo", **flags, **any_score)
     metrics = metrics_of(run_dir)[0]
-    assert metrics["rollout/truncated_frac"] == 1 and metrics["train/grad_norm"] == 0
+    assert metrics["rollout/truncated_frac"] == 1 and "train/grad_norm" not in metrics
     weights = weights_of(run_dir / "checkpoint-1")
     assert conftest.largest_difference(weights, weights_of(rloo.Path(conftest.TINY))) == 0
 
@@ -398,7 +398,7 @@ def test_few_responses_make_few_updates_and_the_schedule_counts_rollouts(run, vq
     )
     flags = {"rewards": (f"{tmp_path}/reward.py:rare",), "reward_weights": (1,), "eval_dataset": None}
     few = metrics_of(run("rloo", **flags))
-    assert few[-1]["train/learning_rate"] == pytest.approx(1e-4 * (0.1 + 0.9 * 0.25))  # of update 9 of 8
+    assert few[-1]["train/learning_rate"] == pytest.approx(1e-5)  # of update 8 of 8
     assert len(rloo.draw_mini_batches(rloo.Args(train_batch_size=8), 1, 0, torch.eye(4) > 0)) == 1
     sizes = [len(x) for x in rloo.draw_mini_batches(rloo.Args(), 1, 0, torch.ones(17, 8) > 0)]
     assert sizes == [9, 8]  # 17 prompts are not 16 and 1

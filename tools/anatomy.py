@@ -79,11 +79,17 @@ def take_step(args: rloo.Args) -> Step:
         clipped = metrics["policy/clipfrac_low"] + metrics["policy/clipfrac_high"]
         updates.append({
             "pack": pack,
-            "learning_rate": results["setup"].actor.get_lr()[0],
             "loss": metrics["loss/policy"].mean().item(),
             "ratio": dict(zip(b, metrics["policy/ratio"].tolist())),
             "clipped": dict(zip(b, clipped.tolist())),
         })  # fmt: skip
+
+    optimizer_step = rloo.optimizer_step
+
+    def step_and_record(engine, learning_rate: float) -> float:
+        norm = optimizer_step(engine, learning_rate)
+        updates[-1].update(norm=norm, learning_rate=learning_rate)
+        return norm
 
     def log(args, run, metrics, sample_records):
         results["metrics"] = metrics
@@ -97,7 +103,7 @@ def take_step(args: rloo.Args) -> Step:
         record("compute_logprobs"),
         record("compute_advantages"),
         record("compute_rloo_loss", record_update),
-        record("optimizer_step", lambda norm: updates[-1].update(norm=norm)),
+        mock.patch.object(rloo, "optimizer_step", step_and_record),
         mock.patch.object(packing, "response_logprobs", wraps=packing.response_logprobs) as forward,
         mock.patch.object(rloo, "log", log),
     ):
