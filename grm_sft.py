@@ -157,7 +157,7 @@ class Example:
 
 @dataclass
 class Run:
-    """What setup creates and all steps share."""
+    """Objects that setup creates and every step uses."""
 
     run_dir: Path
     processor: Any  # transformers processor, or the tokenizer of a text model
@@ -165,7 +165,7 @@ class Run:
     sampling_model: Any  # the trained model, or its unsharded copy under ZeRO-3
     train_data: "ExampleDataset"
     eval_data: "ExampleDataset | None"
-    state: dict  # saved in each checkpoint, see setup; add what must survive a resume
+    state: dict  # saved in each checkpoint; put what must survive a resume here
 
 
 # ---- main ----
@@ -184,7 +184,7 @@ def main(args: Args) -> dict[str, float]:
         log(args, run, {"train/step": state["step"], **state["initial_eval"]}, eval_records)
 
     steps = range(state["step"] + 1, args.total_steps + 1)
-    disable = None if RANK == 0 else True  # None: tqdm hides the bar off a TTY; we print a line per step
+    disable = None if RANK == 0 else True  # None: no bar if stderr is not a terminal; we print lines instead
     bar = tqdm(steps, "grm_sft", total=args.total_steps, initial=state["step"], disable=disable)
     for step in bar:
         # --- 2. data: the examples of all ranks, and this rank's packs ---
@@ -254,7 +254,7 @@ def main(args: Args) -> dict[str, float]:
         if problem := find_training_problem(state):
             checkpoint = save_checkpoint(args, run, f"checkpoint-{step}-problem")
             stop(f"step {step}: {problem}. The run is saved in {checkpoint}")
-        has_signal = len(all_gather_list(received_signals)) > 0  # of any rank
+        has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
             checkpoint = save_checkpoint(args, run, f"checkpoint-{step}")
         if has_signal and not is_last_step:
@@ -304,7 +304,7 @@ def setup(args: Args) -> Run:
     require(args.total_steps or eval_data, "--total-steps 0 only evaluates, which requires --eval-dataset")
     num_examples = sum(map(len, train_data.groups))
     print0(f"{run_dir}: {num_examples} examples, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
-    choose_layouts(args, judge, train_data, samples=eval_data is not None)
+    choose_layouts(args, judge, train_data, must_generate=eval_data is not None)
     sampling_model = model
     if args.zero_stage == 3 and eval_data:  # generation needs whole weights
         sampling_model = load_model(args, args.model).to(DEVICE)
@@ -374,7 +374,7 @@ def catch_signals() -> list[int]:
     return received_signals
 
 
-def choose_layouts(args: Args, judge, data: "ExampleDataset", samples: bool) -> None:
+def choose_layouts(args: Args, judge, data: "ExampleDataset", must_generate: bool) -> None:
     """Pack batches if packing reproduces the unmodified model on some rows; otherwise pad them."""
     rows = packing_check.choose_probe_rows(data.rows)
     prompts = [example.prefix for example in data.encode_all([2 * row for row in rows])]
@@ -386,7 +386,7 @@ def choose_layouts(args: Args, judge, data: "ExampleDataset", samples: bool) -> 
         prompts=prompts,
         max_length=args.max_length,
         max_tokens=args.micro_batch_tokens,
-        samples=samples,
+        must_generate=must_generate,
     )
     print0(message)
     if args.zero_stage == 3:  # a failed check can leave parameters gathered
@@ -620,7 +620,7 @@ class ExampleDataset:
             raise RowError("an assistant turn must have text, and nothing else")
         try:
             prefix, prefix_key, suffix = self.tokenize(messages)
-        except (ValueError, jinja2.TemplateError) as error:  # of the image processor or the chat template
+        except (ValueError, jinja2.TemplateError) as error:  # image processor or chat template
             raise RowError(str(error)) from error
         length = prefix.length + len(suffix.response_mask)
         if length > self.args.max_length:

@@ -196,14 +196,14 @@ def make_pairs(rankings: list[Ranking]) -> Pairs:
 
 @dataclass
 class Run:
-    """What setup creates and all steps share."""
+    """Objects that setup creates and every step uses."""
 
     run_dir: Path
     processor: Any  # transformers processor, or the tokenizer of a text model
     reward_model: Any  # DeepSpeed engine around the trained RewardModel
     train_data: "RankingDataset"
     eval_sets: dict[str, "RankingDataset"]  # by the names in --eval-datasets
-    state: dict  # saved in each checkpoint, see setup; add what must survive a resume
+    state: dict  # saved in each checkpoint; put what must survive a resume here
 
 
 # ---- main ----
@@ -221,7 +221,7 @@ def main(args: Args) -> dict[str, float]:
         log(args, run, {"train/step": state["step"], **state["initial_eval"]}, eval_records)
 
     steps = range(state["step"] + 1, args.total_steps + 1)
-    disable = None if RANK == 0 else True  # None: tqdm hides the bar off a TTY; we print a line per step
+    disable = None if RANK == 0 else True  # None: no bar if stderr is not a terminal; we print lines instead
     bar = tqdm(steps, "reward_bt", total=args.total_steps, initial=state["step"], disable=disable)
     for step in bar:
         # --- 2. data: the next rankings, all pairs within them, and packs of their responses ---
@@ -291,7 +291,7 @@ def main(args: Args) -> dict[str, float]:
             print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {postfix}")
         if state["consecutive_skipped_updates"] == 5:
             save_and_stop(args, run, f"step {step}: no finite gradients in 5 steps")
-        has_signal = len(all_gather_list(received_signals)) > 0  # of any rank
+        has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
             checkpoint = save_checkpoint(args, run)
         if has_signal and not is_last_step:
@@ -348,7 +348,7 @@ def setup(args: Args) -> Run:
         prompts=prompts,
         max_length=args.max_length,
         max_tokens=args.micro_batch_tokens,
-        samples=False,
+        must_generate=False,
     )
     print0(message)
     if args.zero_stage == 3:  # a failed check can leave parameters gathered

@@ -148,7 +148,7 @@ def prefill(
     lengths = torch.tensor([prompt.length for prompt in prompts])  # (n,)
     plan = plan_packs([(i, []) for i in range(len(prompts))], lengths.tolist(), [], max_tokens)[0]
     hidden_of_packs = []  # (tokens, H) each
-    caches = []  # of the packs; each layer has keys and values (1, kv_heads, tokens, D)
+    caches = []  # one per pack; each layer has keys and values (1, kv_heads, tokens, D)
     for groups in plan:
         pack = to_device(build_packed(groups, prompts, {}), model)
         cache = DynamicCache()
@@ -173,7 +173,7 @@ def prefill(
 
 def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF sampling (B,): the token whose CDF interval contains `uniform` (B,)."""
-    cdf = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # NaN log-probs stop the run after the update
+    cdf = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # the caller stops the run if log-probs are NaN
     tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
     return tokens.clamp(max=logprobs.shape[-1] - 1)
 

@@ -56,10 +56,10 @@ class Trajectory:
     environment: Any
     rng: np.random.Generator  # generates the seeds of turns 2, 3, ...
     sequence: Prompt  # the prompt and the response so far
-    max_length: int  # of the response
+    max_length: int  # limit of the response, in tokens
     messages: list[dict] = field(default_factory=list)  # turns and observations
     parts: list[Continuation] = field(default_factory=list)  # the tokens of each message
-    logprobs: list[Tensor] = field(default_factory=list)  # of each message, (R,): 0 for observations
+    logprobs: list[Tensor] = field(default_factory=list)  # per message (R,): 0 for observations
     truncated: bool = False
     observation_overflow: bool = False  # it ended because an observation did not fit
 
@@ -110,7 +110,7 @@ class EnvironmentSampler:
     eos_ids: list[int]
     max_turns: int
     max_length: int
-    max_pixels: int | None = None  # of an image in an observation
+    max_pixels: int | None = None  # limit of each image in an observation
 
     def __post_init__(self):
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)

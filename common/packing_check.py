@@ -61,13 +61,13 @@ def choose_layout(
     prompts: list[Prompt],
     max_length: int,
     max_tokens: int,
-    samples: bool = True,
+    must_generate: bool = True,
     encode_observation: Callable[[Prompt], Continuation] | None = None,
 ) -> str:
     """Switch to the packed layout if it is exact; returns a message. Call on all ranks, which decide alike.
 
     forward: pack -> log-probs or values (M,), or scores (S,). max_length: maximum tokens of a prompt plus
-    a response; max_tokens: maximum tokens of a pack. samples: exit if generate and forward disagree,
+    a response; max_tokens: maximum tokens of a pack. must_generate: exit if generate and forward disagree,
     instead of a warning. encode_observation: sequence so far -> observation, for trajectories."""
     cases, long_case, notes = make_cases(model, prompts, max_length, max_tokens, encode_observation)
     model.checked_media = {frozenset(extend_prompt(x.prompt, x.responses[0]).media_keys) for x in cases}
@@ -76,7 +76,7 @@ def choose_layout(
     if is_sharded(model):
         notes.append("not compared under ZeRO-3: the model's generate, gradients")
     elif model.can_generate():
-        notes += compare_padded_with_generate(model, cases, samples)
+        notes += compare_padded_with_generate(model, cases, must_generate)
 
     attention = model.config.get_text_config()._attn_implementation
     reason = ""
@@ -225,7 +225,7 @@ def largest_error(results: list[Tensor], expected: list[Tensor]) -> float:
 # ---- 2. padded rows and generate ----
 
 
-def compare_padded_with_generate(model, cases: list[Case], samples: bool) -> list[str]:
+def compare_padded_with_generate(model, cases: list[Case], must_generate: bool) -> list[str]:
     """Compare padded log-probs of greedy tokens with those of generate. Exits, or returns a warning."""
     for case in cases:
         try:
@@ -235,7 +235,7 @@ def compare_padded_with_generate(model, cases: list[Case], samples: bool) -> lis
             problem = f"the model's generate and its forward differ by {error:.1e} nats per token"
         except ModelError as model_error:
             problem = f"the model's generate fails: {model_error}"
-        if samples:
+        if must_generate:
             packing.stop(f"row {case.prompt.row_id}: {problem}")
         return [f"warning: row {case.prompt.row_id}: {problem}, so don't sample from this model"]
     return []

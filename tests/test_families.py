@@ -460,7 +460,7 @@ def test_a_bidirectional_model_is_refused_where_we_sample_and_padded_where_not(c
     with pytest.raises(SystemExit):
         packing_check.choose_layout(model, policy, [prompt], **lengths)
     assert "row 0: the model's generate and its forward differ by" in capsys.readouterr().err
-    message = packing_check.choose_layout(model, policy, [prompt], samples=False, **lengths)
+    message = packing_check.choose_layout(model, policy, [prompt], must_generate=False, **lengths)
     assert message.startswith("warning: batches are padded") and "warning: row 0: the model's gen" in message
     reward_model = reward_bt.RewardModel(model.base_model)
     message = packing_check.choose_layout(reward_model.model, reward_model, [prompt], **lengths)

@@ -387,7 +387,7 @@ def test_a_generate_that_differs_is_refused_only_where_we_sample(batch_of, monke
         return generate(self, **inputs, position_ids=position_ids)
 
     monkeypatch.setattr(type(batch.model), "generate", shifted)
-    message = check(batch, samples=False)
+    message = check(batch, must_generate=False)
     assert message.startswith(ENABLED) and "so don't sample from this model" in message
     with pytest.raises(SystemExit):
         check(batch)

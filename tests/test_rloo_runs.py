@@ -400,7 +400,7 @@ def test_few_responses_make_few_updates_and_the_schedule_counts_rollouts(run, vq
     few = metrics_of(run("rloo", **flags))
     assert few[-1]["train/learning_rate"] == pytest.approx(1e-5)  # of update 8 of 8
     assert len(rloo.draw_mini_batches(rloo.Args(train_batch_size=8), 1, 0, torch.eye(4) > 0)) == 1
-    sizes = [len(x) for x in rloo.draw_mini_batches(rloo.Args(), 1, 0, torch.ones(17, 8) > 0)]
+    sizes = [len(x) for x in rloo.draw_mini_batches(rloo.Args(train_batch_size=128), 1, 0, torch.ones(17, 8) > 0)]
     assert sizes == [9, 8]  # 17 prompts are not 16 and 1
 
 
@@ -420,6 +420,8 @@ def test_defaults_fit_the_model(tiny_text_model, capsys):
         rloo.fill_defaults(args)
     assert (bundled.learning_rate, bundled.max_response_length, bundled.max_prompt_length) == (1e-4, 24, 1024)
     assert (other.learning_rate, other.max_response_length, other.max_prompt_length) == (1e-6, 512, 2048)
+    assert (bundled.num_epochs, bundled.train_batch_size) == (2, 128)
+    assert (other.num_epochs, other.train_batch_size) == (1, 32 * 8)
     assert lora.learning_rate == 1e-5 and "learning_rate 1e-05" in capsys.readouterr().out
     half = rloo.Args(dtype="bfloat16")
     rloo.fill_defaults(half)

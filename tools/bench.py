@@ -314,7 +314,7 @@ def run_cleanrft(job: dict, directory: Path) -> None:
         watch(script.HFSampler, "generate", record_prompts)
         watch(script, "collect_rollout", record_responses)
     watch(script, "setup", finish_setup)
-    watch(script, "log" if hasattr(script, "log") else "write_log", finish_step)
+    watch(script, "log", finish_step)
     script.main(script.Args(**flags))
 
 
@@ -502,8 +502,11 @@ def learning_args(args: Args, seed: int, **flags):
     """rloo.Args, from which TRL's arguments are derived, too."""
     rloo = import_module("rloo")
     flags = {"output_dir": args.output, "eval_steps": 0, "seed": seed, **flags}
-    flags |= {"learning_rate": 1e-4, "max_response_length": 24}  # defaults for the tiny VLM
-    return rloo.Args(model=args.vlm, total_steps=args.rollouts, **flags)
+    flags |= {"num_epochs": 2, "train_batch_size": 128}  # defaults for the tiny VLM
+    flags |= {"learning_rate": 1e-4, "max_response_length": 24}
+    filled = rloo.Args(model=args.vlm, total_steps=args.rollouts, **flags)
+    rloo.fill_defaults(filled)
+    return filled
 
 
 def measure_learning(args: Args) -> Iterator[dict]:
