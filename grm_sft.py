@@ -1124,7 +1124,7 @@ def load_model(args: Args, source: str, auto_class=None):
     mismatched = [name for name, *_ in info["mismatched_keys"]]
     lost = sorted({*info["missing_keys"], *mismatched})  # transformers would initialize them randomly
     require(not lost, f"{source}: {len(lost)} weights are missing or have other shapes: {lost[:3]}")
-    # Some layers call dropout with a rate of their own, which gradient checkpointing would switch on.
+    # Gradient checkpointing needs train mode, in which dropout (GPT-2's, for example) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -1237,7 +1237,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
         matrices = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
         vectors = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
         groups = [group for group in (matrices, vectors) if group["params"]]  # LoRA has no vectors
-        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # as in LLM pretraining
     engine, *_ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, dist_init_required=False
     )

@@ -927,7 +927,7 @@ def load_backbone(args: Args):
         stop(f"can't load the model {args.model}: {error}")
     lost = sorted(info["missing_keys"])  # transformers would initialize them randomly
     require(not lost, f"{args.model}: {len(lost)} weights are missing: {lost[:3]}")
-    # Some layers call dropout with a rate of their own, which gradient checkpointing would switch on.
+    # Gradient checkpointing needs train mode, in which dropout (GPT-2's, for example) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -1046,7 +1046,7 @@ def init_reward_engine(args: Args, module: nn.Module):
     matrices = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
     vectors = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]  # LoRA has no vectors
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # as in LLM pretraining
     engine, *_ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, dist_init_required=False
     )
