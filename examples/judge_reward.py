@@ -68,7 +68,7 @@ def judge_pairs(pairs: list[dict]) -> list[float]:
             prompts=[examples[0].prefix],
             max_length=ARGS.max_length,
             max_tokens=ARGS.micro_batch_tokens,
-            samples=True,
+            must_generate=True,
         )
     wins = [[0.5, 0.5] for _ in pairs]  # probability that the first candidate is better, in each order
     for start in range(0, len(examples), ARGS.max_num_seqs):

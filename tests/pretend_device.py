@@ -132,6 +132,7 @@ def pretend(*scripts):
         (torch, "tensor", tensor),
         (varlen, "varlen_attn", gpu.varlen_attn),
         (torch.cuda, "_lazy_init", lambda: None),
+        (torch.cuda, "synchronize", lambda: None),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "get_rng_state", lambda device: torch.get_rng_state()),
         (torch.cuda, "set_rng_state", lambda state, device: None),

@@ -114,7 +114,7 @@ def policy_case(script, whole: Parts) -> Case:
     rollout = Parts(prompts=prompts, response_ids=responses, continuations=continuations)
     module = script.Policy(whole.model, 0.7)
     run = Parts(train_data=data, actor=Parts(module=module))
-    packs = script.iter_packs(args, run, rollout, range(4), torch.ones(4, 2, dtype=torch.bool))
+    packs = script.iter_packs(args, run, rollout, torch.arange(4), torch.ones(4, 2, dtype=torch.bool))
     select = lambda m, b, logp, hidden: logp[masks[b]]  # noqa: E731
     return Case(module, packs, sequences, lambda m, pack: m(pack)[0], select)
 
