@@ -4,9 +4,9 @@
     VLLM_URLS=http://localhost:8000 python rloo.py --model MODEL --sampler examples/vllm_server.py:Servers
 
 The servers load new weights from the run's directory, so they need read access to --output-dir. A sampler is
-any class with update_weights(), which sends the model's weights, and generate(), which returns num_samples
-responses per prompt (common/decoding.py). The `rloo` imported below is a second copy of the running script;
-only functions without state are used from it.
+any class with update_weights(step), which sends the weights that the step made, and generate(), which returns
+num_samples responses per prompt (common/decoding.py). The `rloo` imported below is a second copy of the
+running script; only functions without state are used from it.
 """
 
 import base64
@@ -45,15 +45,16 @@ class Servers:
     def request(self, url: str, method: str, path: str, body: dict | None = None) -> dict:
         try:
             reply = self.client.request(method, url + path, json=body).raise_for_status()
-            return reply.json() if path.startswith("/v1") else {}
+            return reply.json() if reply.content else {}
         except Exception as error:
             details = getattr(getattr(error, "response", None), "text", "")[:300]
             stop(f"vLLM server {url}{path}: {error} {details}; restart it, then continue with --resume")
 
-    def update_weights(self) -> None:
-        """Send the policy's weights to all servers, through a file."""
+    def update_weights(self, step: int) -> None:
+        """Send the policy's weights to all servers, through a file, and label them with run and step."""
         from safetensors.torch import save_file
 
+        self.version = f"step {step} of {self.weights_dir.parent.name}"
         weights = {}
         for name, weight in iter_full_weights(self.model):  # on all ranks, but only rank 0 keeps them
             if dist.get_rank() == 0:
@@ -71,16 +72,21 @@ class Servers:
         self.request(url, "POST", "/collective_rpc", call)
         for cache in ("prefix", "mm", "encoder"):
             self.request(url, "POST", f"/reset_{cache}_cache")
+        self.request(url, "POST", "/update_weight_version", {"new_version": self.version})
 
     def sleep(self) -> None:
         """The servers stay awake, because they have their own GPUs."""
+        self.version = None  # an answer before update_weights would be stale
 
     def generate(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
         bodies = [self.make_request(prompt, num_samples, temperature) for prompt in prompts]
         with ThreadPoolExecutor(32) as pool:
-            replies = pool.map(
-                lambda body: self.request(self.url, "POST", "/v1/chat/completions", body), bodies
+            replies = list(
+                pool.map(lambda body: self.request(self.url, "POST", "/v1/chat/completions", body), bodies)
             )
+        version = self.request(self.url, "GET", "/weight_info")["weight_version"]
+        if version != self.version:  # the server was restarted, or another run uses it
+            stop(f"vLLM server {self.url} has the weights of {version}, not of {self.version}")
         responses = []
         for prompt, reply in zip(prompts, replies):
             if reply["prompt_token_ids"] != prompt.input_ids.tolist():

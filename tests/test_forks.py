@@ -221,7 +221,7 @@ def update(module, t, rollouts=None, greedy=None, **flags) -> SimpleNamespace:
     known = {"run_dir": Path("run"), "actor": actor, "critic": critic, "state": state}
     known["reference"] = lambda pack: (t.ref[pack.token_index], None)
     known["train_data"] = SimpleNamespace(rows=range(40))
-    known["sampler"] = SimpleNamespace(sleep=lambda: None, update_weights=lambda: None)
+    known["sampler"] = SimpleNamespace(sleep=lambda: None, update_weights=lambda step: None)
     rollouts = iter(rollouts or [make_rollout(module, t)])
 
     def collect_rollout(args, run, data, rows, num_samples, temperature, step):

@@ -51,6 +51,9 @@ def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tm
             assert [x["seed"] for x in params] == [7, 8]
             return [self.answer(x["prompt_token_ids"], params[0]["n"]) for x in inputs]
 
+        def get_weight_version(self):
+            return "0"
+
         def answer(self, prompt_ids, n):
             outputs = []
             for token in range(10 * prompt_ids[0], 10 * prompt_ids[0] + n):
@@ -64,6 +67,7 @@ def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tm
     rloo.fill_defaults(args)
     model = rloo.load_model(args, args.model)
     sampler = rloo.VLLMSampler(args, model, [500], tmp_path)
+    sampler.step = 0
     prompts = []
     for i, seed in ((3, 7), (5, 8)):
         ids = {"input_ids": torch.tensor([[i]])}

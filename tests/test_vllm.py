@@ -87,7 +87,7 @@ def prepare(model: str, dataset: str, make_sampler, run_dir) -> SimpleNamespace:
     packing.set_attention(model.eval(), "packed")
     prompts = [replace(data.encode(row), seed=1000 + row) for row in range(len(data.rows))]
     sampler = make_sampler(args, model, EOS_IDS, run_dir)
-    sampler.update_weights()
+    sampler.update_weights(0)
     return SimpleNamespace(args=args, model=model, prompts=prompts, encode=data.encode, sampler=sampler)
 
 
@@ -208,7 +208,7 @@ def setup(request):
     """A sampler with the model's weights, which are restored after the test."""
     setup = request.getfixturevalue(request.param)
     before = copy.deepcopy(setup.model.state_dict())
-    setup.sampler.update_weights()
+    setup.sampler.update_weights(1)
     yield setup
     setup.model.load_state_dict(before)
 
@@ -231,7 +231,7 @@ def test_log_probs_follow_the_weights(setup):
                 p += 0.3 * p.abs().mean() * torch.randn(p.shape, generator=noise)
         stale = setup.sampler.generate(setup.prompts, 2, 0.7)
         assert token_lists(stale) == token_lists(responses) and logprob_diff(setup, stale) > 100 * TOLERANCE
-        setup.sampler.update_weights()
+        setup.sampler.update_weights(1)
         responses = setup.sampler.generate(setup.prompts, 2, 0.7)
         assert token_lists(stale) != token_lists(responses) and logprob_diff(setup, responses) < TOLERANCE
 
@@ -258,7 +258,7 @@ def test_turns_continue_from_token_ids(text):
             self.num_turns += 1
             return "again" if self.num_turns < 3 else None
 
-    text.sampler.update_weights()
+    text.sampler.update_weights(1)
     sampler = EnvironmentSampler(
         sampler=text.sampler,
         environment_class=Again,
