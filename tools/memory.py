@@ -57,10 +57,10 @@ def count_parameters(config, lora_rank: int) -> dict[str, int]:
     with torch.device("meta"):  # shapes without memory
         model = auto.from_config(config)
     decoder = model.get_decoder()
-    language = sum(parameter.numel() for parameter in decoder.parameters())
-    total = sum(parameter.numel() for parameter in model.parameters())  # tied weights count once
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    head = 0 if tied else model.get_output_embeddings().weight.numel()
+    language = decoder.num_parameters()
+    total = model.num_parameters()  # tied weights count once
+    output = model.get_output_embeddings().weight
+    head = 0 if output is model.get_input_embeddings().weight else output.numel()
     linear = [layer for layer in decoder.modules() if isinstance(layer, torch.nn.Linear)]
     adapters = lora_rank * sum(layer.in_features + layer.out_features for layer in linear)
     return {"language": language, "head": head, "vision": total - language - head, "adapters": adapters}
@@ -99,16 +99,15 @@ def estimate(args: Args, config) -> dict[str, float]:
     """GB by part."""
     count = count_parameters(config, args.lora_rank)
     text = config.get_text_config()
-    is_rl = args.script in ("rloo.py", "ppo_vl.py")
+    is_rl, has_critic = args.script in ("rloo.py", "ppo_vl.py"), args.script == "ppo_vl.py"
     trains_vision = not (args.freeze or args.lora_rank or args.script == "grm_sft.py")
     backbone = count["language"] + count["vision"]
     head = count["head"] * (args.script != "reward_bt.py")
     trained_backbone = count["adapters"] or count["language"] + trains_vision * count["vision"]
     trained = count["adapters"] or trained_backbone + head
-    has_critic = args.script == "ppo_vl.py"
     trained_by_all = trained + has_critic * trained_backbone
     shard = 1 / args.gpus
-    weight_shard = shard if args.zero_stage == 3 else 1
+    weight_shard = 1 if args.zero_stage == 2 else shard
     parts = {"weights": 2 * (backbone + head) * weight_shard}
     parts["critic's weights"] = 2 * backbone * weight_shard * has_critic
     parts["reference"] = parts["weights"] * (is_rl and args.kl_coef > 0 and args.lora_rank == 0)
@@ -120,12 +119,12 @@ def estimate(args: Args, config) -> dict[str, float]:
     logits = text.vocab_size * (16 * LOGITS_CHUNK + 4 * text.hidden_size * (args.lora_rank == 0))
     parts["logits"] = logits * (args.script != "reward_bt.py")
     parts["optimizer step"] = 4 * trained * shard
-    vllm = args.vllm_gpu_memory_utilization * args.gpu_memory * 1e9
-    parts["vLLM"] = vllm if is_rl and args.sampler == "vllm" else 0
+    has_vllm = is_rl and args.sampler == "vllm"
+    parts["vLLM"] = has_vllm * args.vllm_gpu_memory_utilization * args.gpu_memory * 1e9
     parts["update"] = max(language + vision + parts["logits"], parts["optimizer step"])
     parts["reserve"] = 3e9 + 2e9 * (args.zero_stage == 3) + 0.1 * (language + vision)
     parts["peak"] = parts["states"] + max(parts["update"], parts["vLLM"]) + parts["reserve"]
-    ranks = min(args.gpus, 8)
+    ranks = min(args.gpus, 8)  # of a node
     offloaded = 16 * trained_by_all * shard * ranks * args.offload_optimizer
     parts["CPU per node"] = max(2 * (backbone + head) * ranks, 2 * (backbone + head) + offloaded)
     parts["checkpoint"] = 2 * (backbone + head + has_critic * backbone) + 14 * trained_by_all
@@ -134,8 +133,8 @@ def estimate(args: Args, config) -> dict[str, float]:
 
 
 def markdown_row(gb: dict[str, float]) -> str:
-    parts = ("states", "update", "vLLM", "reserve", "peak", "CPU per node", "checkpoint", "disk")
-    return f"| {' | '.join(f'{gb[part]:.0f}' for part in parts)} |"
+    columns = "states, update, vLLM, reserve, peak, CPU per node, checkpoint, disk".split(", ")
+    return f"| {' | '.join(f'{gb[column]:.0f}' for column in columns)} |"
 
 
 if __name__ == "__main__":
@@ -145,8 +144,9 @@ if __name__ == "__main__":
         print(f"{name:28}{size:8.1f} GB")
     for stage in (3, 2):
         gb = estimate(replace(args, zero_stage=stage), config)
-        fits = "fits" if gb["peak"] < args.gpu_memory else "does not fit"
-        print(f"ZeRO-{stage} {fits}: {gb['peak']:.1f} GB")
+        print(
+            f"ZeRO-{stage} {'fits' if gb['peak'] < args.gpu_memory else 'does not fit'}: {gb['peak']:.1f} GB"
+        )
     if 0 < gb["vLLM"] < 1.1 * gb["weights"]:  # of ZeRO-2: a whole copy
         print(f"vLLM's share does not hold the weights ({gb['weights']:.0f} GB): use --sampler server")
     print(markdown_row(estimate(args, config)))
