@@ -3,7 +3,6 @@
     python tools/memory.py --model Qwen/Qwen2.5-VL-7B-Instruct --script rloo.py --gpus 8 --zero-stage 3 --freeze visual
 
 GB are 1e9 bytes. The last line is a row of the table in docs/recipes.md. What is assumed:
-
 - A trained parameter has bf16 weights (2 bytes), an fp32 gradient (4), an fp32 copy and AdamW's moments (12), and
   4 bytes more in the optimizer step. ZeRO-2 shards all but the weights, ZeRO-3 everything.
 - Reference and critic are as large as the policy, but the critic has no LM head. LoRA needs no reference.
@@ -144,9 +143,8 @@ if __name__ == "__main__":
         print(f"{name:28}{size:8.1f} GB")
     for stage in (3, 2):
         gb = estimate(replace(args, zero_stage=stage), config)
-        print(
-            f"ZeRO-{stage} {'fits' if gb['peak'] < args.gpu_memory else 'does not fit'}: {gb['peak']:.1f} GB"
-        )
+        fits = "fits" if gb["peak"] < args.gpu_memory else "does not fit"
+        print(f"ZeRO-{stage} {fits}: {gb['peak']:.1f} GB")
     if 0 < gb["vLLM"] < 1.1 * gb["weights"]:  # of ZeRO-2: a whole copy
         print(f"vLLM's share does not hold the weights ({gb['weights']:.0f} GB): use --sampler server")
     print(markdown_row(estimate(args, config)))
