@@ -10,11 +10,11 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1650, 405, 160, 60, 15),
-    "ppo_vl.py": (1870, 515, 190, 60, 15),
-    "reward_bt.py": (1300, 310, 100, 58, 14),
-    "grm_sft.py": (1475, 310, 100, 59, 14),
-    "common/*.py": (1905, 0, 0, 58, 14),
+    "rloo.py": (1660, 405, 160, 60, 14),
+    "ppo_vl.py": (1880, 515, 190, 60, 14),
+    "reward_bt.py": (1300, 310, 100, 58, 13),
+    "grm_sft.py": (1475, 310, 100, 59, 13),
+    "common/*.py": (1880, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
@@ -24,8 +24,8 @@ LINES = {  # of one file, or of all files that match together
     "docs/grm_sft.md": 190,
     "docs/models.md": 100,
     "docs/recipes.md": 280,
-    "tools/*.py": 3750,
-    "tests/*.py": 10320,
+    "tools/*.py": 3720,
+    "tests/*.py": 10030,
 }
 
 
