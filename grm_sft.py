@@ -76,46 +76,46 @@ class Args:
     # --- experiment ---
     seed: int = 1  # Random seed for data order and easy-VQA's pairs.
     output_dir: str = "runs"  # Directory that contains one directory per run.
-    run_name: str | None = None  # Subdirectory of --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
-    resume: str | None = None  # auto: continue --run-name. A checkpoint: branch off from it in a new run.
+    run_name: str | None = None  # Folder in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
+    resume: str | None = None  # auto: continue --run-name. A checkpoint: branch into a new run.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id of a VLM or text model.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or a Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
-    eval_dataset: str | None = None  # Evaluation data. Default: for easy-vqa its test split, else none.
+    eval_dataset: str | None = None  # Evaluation data. Default: easy-vqa's test split, or none.
     eval_dataset_split: str = "test"  # Split of --eval-dataset; ignored for files.
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
     video_fps: float = 2.0  # Frames per second to sample from videos.
-    max_length: int = 2048  # Maximum tokens per example, with its images; longer ones are skipped.
+    max_length: int = 2048  # Maximum tokens per example, with its images; longer: skipped.
     # Shuffle images, not rows: rows with the same image path stay together, and a pack runs the image once.
     # Faster if many rows share an image, but a batch then has fewer different images.
     group_by_image: bool = True
-    freeze: str | None = None  # Freeze parameters that match this regex. Default: all but the language model.
+    freeze: str | None = None  # Weights to freeze, as a regex. Default: all but the language model.
     lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
-    lora_alpha: float = 32.0  # LoRA scaling: the adapters' output is multiplied by alpha / rank.
+    lora_alpha: float = 32.0  # The adapters' output is multiplied by alpha / rank.
     # --- algorithm ---
     total_steps: int = 500  # Number of optimizer steps; 0 only evaluates.
-    train_batch_size: int = 32  # Examples per optimizer step, over all ranks; a pair is two examples.
+    train_batch_size: int = 32  # Examples per optimizer step, over all ranks; a pair is two.
     # --- optimizer ---
-    learning_rate: float | None = None  # Peak. Default: 1e-5, with LoRA 1e-4 (bundled model: 1e-3).
-    min_lr_ratio: float = 0.1  # Final learning rate of the cosine schedule, as a fraction of the peak.
+    learning_rate: float | None = None  # Peak. Default: 1e-5; LoRA: 1e-4; bundled model: 1e-3.
+    min_lr_ratio: float = 0.1  # Final learning rate of the cosine, as a fraction of the peak.
     warmup_updates: int = 20  # Optimizer steps of linear warmup.
     weight_decay: float = 0.0  # AdamW weight decay; not applied to biases and norm weights.
     max_grad_norm: float = 1.0  # Maximum gradient norm; larger gradients are scaled down.
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
-    zero_stage: Literal[0, 1, 2, 3] | None = None  # ZeRO stage. Default: 2 with bfloat16, else 0.
+    zero_stage: Literal[0, 1, 2, 3] | None = None  # Default: 2 with bfloat16, else 0.
     offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
-    gradient_checkpointing: bool = False  # Recompute activations to save memory; about a third slower.
+    gradient_checkpointing: bool = False  # Recompute activations: less memory, a third slower.
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
     # --- evaluation, logging and checkpoints ---
-    eval_steps: int = 100  # Evaluation interval in steps; 0 evaluates at the start and the end only.
-    eval_rows: int = 500  # Number of rows per evaluation set, a fixed random subset; 0 for all.
+    eval_steps: int = 100  # Evaluation interval in steps; 0: at the start and the end only.
+    eval_rows: int = 500  # Rows per evaluation set, a fixed random subset; 0 for all.
     max_num_seqs: int = 64  # Responses generated in parallel on a rank.
-    max_response_length: int | None = None  # Tokens per judgment, with EOS. Default: 512 (bundled model: 16).
-    save_steps: int = 0  # Interval in steps of checkpoints to resume from; 0 saves at the end only.
+    max_response_length: int | None = None  # Tokens per judgment. Default: 512 (bundled model: 16).
+    save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
     save_total_limit: int = 2  # Checkpoints to keep, at least 1; the oldest are deleted.
     track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
 
@@ -142,7 +142,7 @@ class Example:
     """A pair in one order of its candidates, or a chat; see ExampleDataset.encode_chat."""
 
     example_id: int  # 2 * row, plus 1 if the candidates are swapped
-    prefix: PromptInfo  # a Prompt from `encode`; in main without its tensors, which iter_packs gets again
+    prefix: PromptInfo  # a Prompt from `encode`; in main without tensors
     prefix_key: str  # examples with equal keys share their prefix
     suffix: Continuation  # R tokens; response_mask is True where they are trained
     row: dict  # dataset row
@@ -177,14 +177,14 @@ def main(args: Args) -> dict[str, float]:
     run = setup(args)
     judge = run.judge
     state = run.state
-    received_signals = catch_signals()  # after a signal, the run saves and exits once the step ends
+    received_signals = catch_signals()  # then the run saves and exits after the step
     metrics = {}
     if run.eval_data and (state["step"] == 0 or args.total_steps == 0):
         state["initial_eval"], eval_records = evaluate(args, run)
         log(args, run, {"train/step": state["step"], **state["initial_eval"]}, eval_records)
 
     steps = range(state["step"] + 1, args.total_steps + 1)
-    disable = None if RANK == 0 else True  # None: no bar if stderr is not a terminal; we print lines instead
+    disable = None if RANK == 0 else True  # None: no bar if stderr is not a terminal
     bar = tqdm(steps, "grm_sft", total=args.total_steps, initial=state["step"], disable=disable)
     for step in bar:
         # --- 2. data: the examples of all ranks, and this rank's packs ---
@@ -574,7 +574,7 @@ class ExampleDataset:
     data_dir: Path  # paths of images and videos are relative to it
     model: Any
     processor: Any
-    training: bool  # train all assistant turns; False: the suffix is the last one, which is judged
+    training: bool  # train all assistant turns; False: judge the last one
 
     def __post_init__(self):
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
@@ -1027,7 +1027,7 @@ def sum_logprobs(args: Args, model, prefixes: list[Prompt], responses: list[tupl
         prompts=[replace(prefix, row_id=i) for i, prefix in enumerate(prefixes)],
         encode=prefixes.__getitem__,
         responses=response_ids,
-        max_tokens=max(args.micro_batch_tokens, *lengths),  # a verdict can have more tokens than generated
+        max_tokens=max(args.micro_batch_tokens, *lengths),  # verdicts may be longer
     )
     shape = len(response_ids), max(map(len, response_ids))
     table = torch.zeros(shape, dtype=torch.float64, device=model.device)  # (B, R)
@@ -1122,7 +1122,7 @@ def load_model(args: Args, source: str, auto_class=None):
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
         stop(f"can't load the model {source}: {error}")
     mismatched = [name for name, *_ in info["mismatched_keys"]]
-    lost = sorted({*info["missing_keys"], *mismatched})  # transformers would initialize them randomly
+    lost = sorted({*info["missing_keys"], *mismatched})  # they would be random
     require(not lost, f"{source}: {len(lost)} weights are missing or have other shapes: {lost[:3]}")
     # Gradient checkpointing needs train mode, in which dropout (GPT-2's, for example) would be active.
     for module in model.modules():
@@ -1195,7 +1195,7 @@ def init_distributed() -> None:
     single_process = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(
         backend="nccl" if DEVICE.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(hours=2),  # ranks may have to wait, such as while rank 0 saves
+        timeout=datetime.timedelta(hours=2),  # ranks wait while rank 0 saves
         **single_process,
     )
     os.environ |= {"LOCAL_RANK": str(LOCAL_RANK), "DS_ACCELERATOR": DEVICE.type}
@@ -1217,7 +1217,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
-        "data_types": {"grad_accum_dtype": "fp32"},  # adding many packs in bf16 loses small gradients
+        "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
         "zero_optimization": {
             "stage": args.zero_stage,
             "overlap_comm": False,
@@ -1406,7 +1406,7 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}  # NaN: nothing to take the mean of
+    metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}  # JSON has no NaN
     lines = [json.dumps({**record, "train/step": step}, default=str) for record in sample_records]
     for name, new_lines in {"metrics": [json.dumps(metrics)], "samples": lines}.items():
         with (run.run_dir / f"{name}.jsonl").open("a") as file:

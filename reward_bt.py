@@ -67,42 +67,42 @@ class Args:
     # --- experiment ---
     seed: int = 1  # Random seed of the head, LoRA, data order and easy-VQA's rejected answers.
     output_dir: str = "runs"  # Directory that contains one directory per run.
-    run_name: str | None = None  # Subdirectory of --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
-    resume: str | None = None  # auto: continue --run-name. A checkpoint: branch off from it in a new run.
+    run_name: str | None = None  # Folder in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
+    resume: str | None = None  # auto: continue --run-name. A checkpoint: branch into a new run.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id; a saved head is kept.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or a Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
-    eval_datasets: tuple[str, ...] = ()  # Evaluation sets, as NAME=DATASET. Default: easy-vqa's, or none.
+    eval_datasets: tuple[str, ...] = ()  # Evaluation sets: NAME=DATASET. Default: easy-vqa's, or none.
     eval_dataset_split: str = "test"  # Split of each of --eval-datasets; ignored for files.
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
     video_fps: float = 2.0  # Frames per second to sample from videos.
-    max_length: int = 1024  # Maximum tokens of a prompt and one response; rows with longer ones are skipped.
-    freeze: str | None = None  # Freeze parameters whose names match this regex, such as visual.
+    max_length: int = 1024  # Maximum tokens of a prompt with one response; longer: skipped.
+    freeze: str | None = None  # Freeze weights whose names match this regex, such as visual.
     lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
-    lora_alpha: float = 32.0  # LoRA scaling: the adapters' output is multiplied by alpha / rank.
+    lora_alpha: float = 32.0  # The adapters' output is multiplied by alpha / rank.
     # --- algorithm ---
-    center_coef: float = 0.0  # Weight of (chosen + rejected)^2 in the loss (TRL: center_rewards_coefficient).
-    label_smoothing: float = 0.0  # Assumed probability that a pair's order is wrong (conservative DPO's).
+    center_coef: float = 0.0  # Weight of (chosen + rejected)^2 (TRL: center_rewards_coefficient).
+    label_smoothing: float = 0.0  # Assumed probability that a pair's order is wrong.
     total_steps: int = 400  # Number of optimizer steps; 0 only evaluates.
     train_batch_size: int = 32  # Dataset rows per optimizer step, over all ranks.
     # --- optimizer ---
-    learning_rate: float | None = None  # Peak. Default: 5e-6, with LoRA 1e-4 (bundled model: 3e-4).
-    min_lr_ratio: float = 0.1  # Final learning rate of the cosine schedule, as a fraction of the peak.
+    learning_rate: float | None = None  # Peak. Default: 5e-6; LoRA: 1e-4; bundled model: 3e-4.
+    min_lr_ratio: float = 0.1  # Final learning rate of the cosine, as a fraction of the peak.
     warmup_updates: int = 10  # Optimizer steps of linear warmup.
     weight_decay: float = 0.0  # AdamW weight decay; not applied to biases and norm weights.
     max_grad_norm: float = 1.0  # Maximum gradient norm; larger gradients are scaled down.
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
-    zero_stage: Literal[0, 1, 2, 3] | None = None  # ZeRO stage. Default: 2 with bfloat16, else 0.
+    zero_stage: Literal[0, 1, 2, 3] | None = None  # Default: 2 with bfloat16, else 0.
     offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
-    gradient_checkpointing: bool = False  # Recompute activations to save memory; about a third slower.
+    gradient_checkpointing: bool = False  # Recompute activations: less memory, a third slower.
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
     # --- logging and checkpoints ---
-    eval_steps: int = 200  # Evaluation interval in steps; 0 evaluates at the start and the end only.
-    eval_rows: int = 1000  # Number of rows per evaluation set, a fixed random subset; 0 for all.
+    eval_steps: int = 200  # Evaluation interval in steps; 0: at the start and the end only.
+    eval_rows: int = 1000  # Rows per evaluation set, a fixed random subset; 0 for all.
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
     save_total_limit: int = 2  # Checkpoints to keep, at least 1; the oldest are deleted.
     track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
@@ -154,7 +154,7 @@ def compute_bt_loss(
 class Ranking:
     """A dataset row: a prompt and its responses, best first."""
 
-    prompt: PromptInfo  # RankingDataset.encode returns a Prompt; gather_rankings keeps what all ranks need
+    prompt: PromptInfo  # a Prompt from `encode`; in main without tensors
     response_ids: list[Tensor]  # per response its token ids (R,)
     texts: list[str]  # per response its text, for samples.jsonl
     margin: float  # subtracted from the reward difference of each pair
@@ -214,14 +214,14 @@ def main(args: Args) -> dict[str, float]:
     run_start = time.perf_counter()
     run = setup(args)
     reward_model, state = run.reward_model, run.state
-    received_signals = catch_signals()  # after a signal, the run saves and exits once the step ends
+    received_signals = catch_signals()  # then the run saves and exits after the step
     metrics = {}
-    if run.eval_sets and (state["step"] == 0 or args.total_steps == 0):  # resumed runs have it in their state
+    if run.eval_sets and (state["step"] == 0 or args.total_steps == 0):  # else it is in the state
         state["initial_eval"], eval_records = evaluate(args, run)
         log(args, run, {"train/step": state["step"], **state["initial_eval"]}, eval_records)
 
     steps = range(state["step"] + 1, args.total_steps + 1)
-    disable = None if RANK == 0 else True  # None: no bar if stderr is not a terminal; we print lines instead
+    disable = None if RANK == 0 else True  # None: no bar if stderr is not a terminal
     bar = tqdm(steps, "reward_bt", total=args.total_steps, initial=state["step"], disable=disable)
     for step in bar:
         # --- 2. data: the next rankings, all pairs within them, and packs of their responses ---
@@ -254,7 +254,7 @@ def main(args: Args) -> dict[str, float]:
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            loss = (pairs.weights * losses).sum()  # pairs without a response in this pack have no gradient
+            loss = (pairs.weights * losses).sum()  # pairs elsewhere have no gradient
             # DeepSpeed averages gradients over ranks; we want a sum.
             reward_model.backward(loss * WORLD_SIZE)
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
@@ -473,7 +473,7 @@ class RankingDataset:
         try:
             margin = float(row.get("margin") or 0.0)
             prompt, response_ids = encode_ranking(self.model, self.processor, messages, responses, index)
-        except (ValueError, jinja2.TemplateError) as error:  # raised by float, processor or chat template
+        except (ValueError, jinja2.TemplateError) as error:  # float, processor or template
             raise RowError(str(error)) from error
         length = prompt.length + max(map(len, response_ids))
         if length > self.args.max_length:
@@ -925,7 +925,7 @@ def load_backbone(args: Args):
         )
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
         stop(f"can't load the model {args.model}: {error}")
-    lost = sorted(info["missing_keys"])  # transformers would initialize them randomly
+    lost = sorted(info["missing_keys"])  # they would be random
     require(not lost, f"{args.model}: {len(lost)} weights are missing: {lost[:3]}")
     # Gradient checkpointing needs train mode, in which dropout (GPT-2's, for example) would be active.
     for module in model.modules():
@@ -1010,7 +1010,7 @@ def init_distributed() -> None:
     single_process = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(
         backend="nccl" if DEVICE.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(hours=2),  # ranks may have to wait, such as while rank 0 saves
+        timeout=datetime.timedelta(hours=2),  # ranks wait while rank 0 saves
         **single_process,
     )
     os.environ |= {"LOCAL_RANK": str(LOCAL_RANK), "DS_ACCELERATOR": DEVICE.type}
@@ -1032,7 +1032,7 @@ def init_reward_engine(args: Args, module: nn.Module):
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
-        "data_types": {"grad_accum_dtype": "fp32"},  # adding many packs in bf16 loses small gradients
+        "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
         "zero_optimization": {
             "stage": args.zero_stage,
             "overlap_comm": False,
@@ -1215,7 +1215,7 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
     if RANK > 0:
         return
     step = int(metrics["train/step"])
-    metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}  # NaN: nothing to take the mean of
+    metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}  # JSON has no NaN
     lines = [json.dumps({**record, "train/step": step}, default=str) for record in sample_records]
     for name, new_lines in {"metrics": [json.dumps(metrics)], "samples": lines}.items():
         with (run.run_dir / f"{name}.jsonl").open("a") as file:

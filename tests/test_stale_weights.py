@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import ROOT
 
-import ppo_vl
 import rloo
 
 
@@ -54,14 +53,13 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(params=["rloo", "ppo_vl", "server"])
+@pytest.fixture(params=["in process", "server"])
 def setup(request, monkeypatch, tmp_path):
     """A sampler, and the (fake) vLLM from which it samples."""
     rloo.init_distributed()
     llm, model = LLM(), torch.nn.Linear(2, 2)
-    if request.param != "server":
-        module = {"rloo": rloo, "ppo_vl": ppo_vl}[request.param]
-        sampler = object.__new__(module.VLLMSampler)
+    if request.param == "in process":
+        sampler = object.__new__(rloo.VLLMSampler)
         sampler.llm, sampler.policy, sampler.on_cuda = llm, model, False
         yield sampler, llm
         return
