@@ -219,6 +219,16 @@ def test_a_reward_that_raises_loses_nothing_and_shows_its_traceback(run, tmp_pat
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
+def test_a_reward_that_raises_in_an_evaluation_loses_no_metrics(run, tmp_path, vqa):
+    code = FAILING.replace("global_step == 2", "global_step == 0 and 1 in steps or steps.append(trainer_state.global_step)")
+    (tmp_path / "reward.py").write_text(f"steps = []\n{code}")
+    flags = {"rewards": (f"{tmp_path}/reward.py:fails",), "reward_weights": (1,), "eval_steps": 1}
+    with pytest.raises(ZeroDivisionError):
+        run("rloo", **flags)
+    assert [metrics["train/step"] for metrics in metrics_of(tmp_path / "runs/run")] == [0, 1]
+    assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
+
+
 @pytest.mark.slow
 def test_a_reward_that_raises_on_one_rank_stops_all(start, tmp_path):
     code = FAILING.replace("global_step == 2", "global_step == 2 and __import__('os').environ['RANK'] == '1'")
