@@ -10,10 +10,10 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 UNRELATED = 10  # statements of a file that bind several unrelated names
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1660, 405, 160, 60, 14),
-    "ppo_vl.py": (1880, 515, 190, 60, 14),
-    "reward_bt.py": (1300, 310, 100, 58, 13),
-    "grm_sft.py": (1475, 310, 100, 59, 13),
+    "rloo.py": (1660, 405, 160, 59, 12),
+    "ppo_vl.py": (1880, 515, 190, 59, 11),
+    "reward_bt.py": (1300, 310, 100, 57, 11),
+    "grm_sft.py": (1475, 310, 100, 58, 11),
     "common/*.py": (1880, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
