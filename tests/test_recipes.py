@@ -54,6 +54,10 @@ def test_command_runs_for_a_step(script, flags, data, tmp_path):
     if hasattr(args, "sampler"):
         args.sampler = "hf"
     module.main(args)
+    if args.track == "wandb":
+        import wandb
+
+        wandb.finish()  # or the next test's run would be logged to this one
     (run_dir,) = tmp_path.iterdir()
     assert (run_dir / "metrics.jsonl").exists()
     assert (run_dir / "checkpoint-1").exists() == (args.total_steps == 1)
