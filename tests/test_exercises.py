@@ -47,10 +47,9 @@ WRONG = {  # function: replacements in its code, each of which makes it wrong
         ("shape[-1] - 1)", "shape[-1] - 2)"),
         ("uniform[:, None] * cdf[:, -1:]", "uniform[:, None].square() * cdf[:, -1:]"),
     ],
-    "plan_packs": [  # whole bodies
-        ("", "return [[list(groups)]] * world_size"),
-        ("", "return [[[group] for group in groups[rank::world_size]] for rank in range(world_size)]"),
-        ("", "return [[[(i, [b])] for i, bs in groups for b in bs][rank::2] for rank in range(2)]"),
+    "build_packed": [
+        ("torch.cat([prompt, response]))", "response)"),
+        ("prompt[-1:], response", "response[:1], response"),
     ],
 }
 
@@ -78,10 +77,7 @@ def test_wrong_solutions_fail(function, k, directory, tmp_path):
     assert right in code
     path = tmp_path / EXERCISES[function]
     path.parent.mkdir(exist_ok=True)
-    if right:
-        path.write_text(source.replace(code, code.replace(right, wrong)))
-    else:
-        path.write_text(exercises.without_body(source, function).replace("raise NotImplementedError", wrong))
+    path.write_text(source.replace(code, code.replace(right, wrong)))
     with pytest.raises((AssertionError, RuntimeError)):
         exercises.check(tmp_path, function)
 

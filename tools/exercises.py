@@ -30,7 +30,7 @@ EXERCISES = {  # function: file
     "compute_value_loss": "ppo_vl.py",
     "compute_bt_loss": "reward_bt.py",
     "sample_token": "common/decoding.py",
-    "plan_packs": "common/packing.py",
+    "build_packed": "common/packing.py",
 }
 
 
@@ -88,8 +88,8 @@ def run(function, inputs: dict) -> tuple[dict, torch.Tensor | None]:
 def check(directory: Path, function: str) -> None:
     """Compare a function of a directory with the original; raises AssertionError if they differ."""
     solution = load(directory / EXERCISES[function], function)
-    if function == "plan_packs":
-        return check_plan(solution)
+    if function == "build_packed":
+        return check_build_packed(solution)
     original = load(ROOT / EXERCISES[function], function)
     for seed in range(20):
         inputs = make_inputs(function, seed)
@@ -109,22 +109,49 @@ def check(directory: Path, function: str) -> None:
                 assert torch.allclose(value, right, rtol=1e-4, atol=1e-5), message
 
 
-def check_plan(plan_packs) -> None:
-    """A plan is right if it holds each response once, within the limit, as many packs on each rank."""
+def check_build_packed(solution) -> None:
+    """Compare the packs of two prompts and their responses with the original's, token by token."""
+    packing = importlib.import_module("common.packing")
     for seed in range(20):
-        lengths = torch.randint(1, 9, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
-        groups = [(i, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(4)]
-        plan = plan_packs(groups, [5, 2, 7, 4], lengths, max_tokens=16, world_size=2)
-        packs = [pack for rank in plan for pack in rank]
-        assert len(plan) == 2 and len(plan[0]) == len(plan[1]), "all ranks need the same number of packs"
-        placed = [(i, b) for pack in packs for i, response_indices in pack for b in response_indices]
-        assert sorted(placed) == [(b // 3, b) for b in range(12)], "each response must be in one pack, once"
-        sizes = [sum([5, 2, 7, 4][i] + sum(lengths[b] for b in bs) for i, bs in pack) for pack in packs]
-        assert max(sizes) <= 16, f"packs have {sizes} tokens, but the limit is 16"
-        for i, prompt_length in enumerate([5, 2, 7, 4]):
-            is_split = sum(i == other for pack in packs for other, _ in pack) > 1
-            fits = prompt_length + sum(lengths[3 * i : 3 * i + 3]) <= 16
-            assert not (is_split and fits), f"group {i} fits into one pack, but is split: {plan}"
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(1, 6, (2 + 3 + 2,), generator=generator).tolist()
+        ids = torch.randint(100, (sum(lengths),), generator=generator).split(lengths)
+        prompts = {}
+        for i, prompt_ids in enumerate(ids[:2]):
+            ones = torch.ones_like(prompt_ids)
+            prompts[i] = packing.Prompt(
+                row_id=i,
+                length=len(prompt_ids),
+                media_keys=(),
+                token_inputs={"input_ids": prompt_ids[None], "attention_mask": ones[None]},
+                media_inputs={},
+                position_ids=torch.arange(len(prompt_ids)),
+                next_inputs={"input_ids": ones[None, :1], "attention_mask": ones[None, :1]},
+            )
+        groups = [(0, [0, 1, 2]), (1, [3, 4])]
+        responses = {}
+        for i, response_indices in groups:
+            for b in response_indices:
+                responses[b] = packing.continue_prompt(prompts[i], ids[2 + b])
+        right = describe_pack(packing.build_packed(groups, prompts, responses))
+        for name, value in describe_pack(solution(groups, prompts, responses)).items():
+            assert value == right[name], f"build_packed: {name} is\n{value}\nbut should be\n{right[name]}"
+
+
+def describe_pack(pack) -> dict:
+    """What a pack of texts says about its tokens; "attends to" ignores the causal mask inside a part."""
+    described = {name: pack.model_inputs[name][0].tolist() for name in ("input_ids", "position_ids")}
+    indices = pack.model_inputs["packed_indices"]
+    attends_to = {}
+    for bucket in indices.buckets:
+        for queries, is_query, keys, is_key in zip(*bucket):
+            for query in queries[is_query].tolist():
+                attends_to[query] = keys[is_key].tolist()
+    described |= {f"what token {query} attends to": keys for query, keys in sorted(attends_to.items())}
+    described["sequence positions"] = indices.seq_positions.tolist()
+    for name in ("response_of_token", "target_ids", "logit_indices", "last_token_indices", "response_index"):
+        described[name] = getattr(pack, name).tolist()
+    return described | {"token_index": [x.tolist() for x in pack.token_index]}
 
 
 @pytest.mark.parametrize("function", EXERCISES)
