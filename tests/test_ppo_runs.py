@@ -103,26 +103,6 @@ START = load_weights(Path(TINY))
 # --- a run ---
 
 
-def test_a_run_leaves_metrics_samples_and_a_model(run, vqa, any_score):
-    run_dir = run(
-        eval_dataset=vqa, save_steps=1, save_total_limit=1,
-        rewards=("accuracy", "format", *any_score["rewards"]), reward_weights=(0.1, 0.1, 1.0),
-    )  # fmt: skip
-    metrics = metrics_of(run_dir)
-    assert [(m["train/step"], m["train/episode"]) for m in metrics] == [(1, 16), (2, 32)]
-    keys = "objective/scores reward/format reward/score policy/approx_kl loss/policy loss/value time/total"
-    keys += " value/clipfrac value/explained_variance train/grad_norm train/critic_grad_norm"
-    assert all({*keys.split()} <= m.keys() for m in metrics)
-    assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
-    assert "eval/sampled_score" in metrics[-1] and "eval/sampled_score" not in metrics[0]
-    phases = {record["phase"] for record in read_jsonl(run_dir / "samples.jsonl")}
-    assert phases == {"train", "eval_greedy", "eval_sampled"}
-    assert [path.name for path in run_dir.glob("checkpoint*")] == ["checkpoint-2"]
-    transformers.AutoModelForImageTextToText.from_pretrained(run_dir / "checkpoint-2")
-    assert largest_difference(weights_of(run_dir, 2), START) > 0
-    transformers.AutoProcessor.from_pretrained(run_dir / "checkpoint-2")
-
-
 # --- the wiring of main ---
 
 
@@ -694,18 +674,6 @@ def test_videos_images_and_text_in_one_batch(run, mixed, folder_of, monkeypatch,
 
 
 # --- packs, ranks and stages ---
-
-
-@slow
-def test_results_do_not_depend_on_packs(run, monkeypatch):
-    """Denominators are those of the whole optimizer step, however it is split."""
-    packs = spy(monkeypatch, "compute_value_loss")
-    flags = {"total_steps": 1, "max_prompt_length": 48, "learning_rate": 1e-5, "critic_learning_rate": 1e-5}
-    one = run(**flags)
-    assert len(packs) == 4
-    other = run(**flags, run_name="other", micro_batch_tokens=64)
-    assert len(packs) == 4 + 8  # two per optimizer step
-    assert_same_run(one, other, 2e-4, of_weights=2e-5)
 
 
 @slow

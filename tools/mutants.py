@@ -60,7 +60,7 @@ def run_tests(args: Args, tests: set[str], copy: Path) -> tuple[bool, str]:
     """Whether all tests pass, and the last lines that pytest prints."""
     words = [f"tests/{test}" for test in sorted(tests)]
     if args.all_tests:  # without tests that react to any change of the text
-        text_tests = ("consistency", "size", "docs", "language", "fork", "inline", "mutants", "install")
+        text_tests = ("consistency", "size", "docs", "language", "fork", "mutants", "install")
         words = ["tests", "-m", "not slow", *(f"--ignore=tests/test_{name}.py" for name in text_tests)]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *words]
     try:
