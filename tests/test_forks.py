@@ -50,14 +50,17 @@ def read_diff(name: str) -> tuple[str, str, str]:
     return text, start[1:] + diff, diff.partition("\n")[0]
 
 
-def patch(folder: Path, names: list[str], fuzz: int = 0) -> tuple[Path, str]:
+def run(*command) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def patch(folder: Path, names: list[str]) -> tuple[Path, str]:
     """The script with these diffs, one after the other, and what patch says if one fails."""
     path = folder / f"{'_'.join(names)}.py"
     path.write_text((ROOT / read_diff(names[0])[2]).read_text())
     for name in names:
-        options = ["--forward", f"--fuzz={fuzz}", "--no-backup-if-mismatch"]
-        command = ["patch", *options, path, FORKS / f"{name}.diff"]
-        result = subprocess.run(command, capture_output=True, text=True)
+        options = ["--forward", "--fuzz=0", "--no-backup-if-mismatch"]
+        result = run("patch", *options, path, FORKS / f"{name}.diff")
         if result.returncode:
             return path, result.stdout + result.stderr
     return path, ""
@@ -88,8 +91,7 @@ def read_table() -> dict[str, list[str]]:
 def test_every_diff_applies_and_passes_ruff(tmp_path):
     assert [error for name in NAMES if (error := patch(tmp_path, [name])[1])] == []
     for command in (["check"], ["format", "--check"]):
-        words = [sys.executable, "-m", "ruff", *command, "--config", ROOT / "pyproject.toml", tmp_path]
-        result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        result = run(sys.executable, "-m", "ruff", *command, "--config", ROOT / "pyproject.toml", tmp_path)
         assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -735,18 +737,21 @@ def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, a
 
 
 def renew() -> None:
-    """Write all diffs against the current scripts, and their numbers of lines."""
+    """Merge the changes of the scripts since the last commit into the forks; write their diffs and numbers of lines."""
     page = README.read_text()
     for name in NAMES:
         text, _, script = read_diff(name)
         with tempfile.TemporaryDirectory() as folder:
-            path, error = patch(Path(folder), [name], fuzz=2)
+            old, fork, new = (Path(folder) / x for x in ("old.py", "fork.py", "new.py"))
+            old.write_text(run("git", "-C", ROOT, "show", f"HEAD:{script}").stdout)
+            applied = run("patch", "--fuzz=0", "-o", fork, old, FORKS / f"{name}.diff")
+            merged = run("git", "merge-file", "-p", fork, old, ROOT / script)
+            if applied.returncode or merged.returncode:
+                print(f"{name}: {applied.stdout}{merged.stdout if merged.returncode else ''}")
+                continue
+            new.write_text(merged.stdout)
             labels = ["--label", script, "--label", script]
-            command = ["diff", "-U1", "-F", "^def ", *labels, ROOT / script, path]
-            diff = subprocess.run(command, capture_output=True, text=True).stdout
-        if error:
-            print(f"{name}: {error}")
-            continue
+            diff = run("diff", "-U1", "-F", "^def ", *labels, ROOT / script, new).stdout
         diff = re.sub(r"[ \t]+$", "", diff, flags=re.M)
         (FORKS / f"{name}.diff").write_text(f"{text}\n{diff}")
         row = re.escape(f"| [{name}]") + r"\(.*?\) \| .*? \| .*? \|"

@@ -1,11 +1,17 @@
 """Each command of docs/recipes.md that runs a script does a step on a CPU. What is replaced: the model (by the bundled
-one), the data, the output directory, batch sizes, the number of processes and vLLM. All other flags are the page's."""
+one), the data, the output directory, batch sizes and the number of processes. All other flags are the page's. vLLM is
+replaced by the training model, and used where it is installed."""
 
 import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import test_vllm
 import tyro
-from conftest import ROOT, SCRIPTS, TINY, write_jsonl
+from conftest import ROOT, SCRIPTS, TINY, to_argv, write_jsonl
 from test_docs import commands
 
 BATCH_SIZES = {"prompts_per_rollout": 2, "num_samples_per_prompt": 2, "train_batch_size": 4}
@@ -36,31 +42,55 @@ def data(vqa_rows, tmp_path_factory) -> dict[str, str]:
     return {script: write_jsonl(folder / f"{script}.jsonl", tables[script]) for script in SCRIPTS}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script, flags", recipes(), ids=[script for script, _ in recipes()])
-def test_command_runs_for_a_step(script, flags, data, tmp_path):
-    module = importlib.import_module(script)
-    args = tyro.cli(module.Args, args=flags)
+def short_args(script: str, flags: list[str], data: dict[str, str], folder: Path):
+    """The flags of a command with the tiny model, this data and small batches."""
+    args = tyro.cli(importlib.import_module(script).Args, args=flags)
     total_steps = args.total_steps
     for name, size in BATCH_SIZES.items():
         if hasattr(args, name):
             setattr(args, name, size)
     args.total_steps = min(1, total_steps)  # 0 evaluates a checkpoint
-    args.model, args.dataset, args.output_dir = TINY, data[script], str(tmp_path)
+    args.model, args.dataset, args.output_dir = TINY, data[script], str(folder)
     if hasattr(args, "eval_datasets"):
         args.eval_datasets = tuple(f"{x.partition('=')[0]}={data[script]}" for x in args.eval_datasets)
     elif args.eval_dataset:
         args.eval_dataset = data[script]
+    return args
+
+
+def assert_has_run(args) -> None:
+    (run_dir,) = Path(args.output_dir).iterdir()
+    assert (run_dir / "metrics.jsonl").exists()
+    assert (run_dir / "checkpoint-1").exists() == (args.total_steps == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, flags", recipes(), ids=[script for script, _ in recipes()])
+def test_command_runs_for_a_step(script, flags, data, tmp_path):
+    args = short_args(script, flags, data, tmp_path)
     if hasattr(args, "sampler"):
         args.sampler = "hf"
-    module.main(args)
+    importlib.import_module(script).main(args)
     if args.track == "wandb":
         import wandb
 
         wandb.finish()  # or the next test's run would be logged to this one
-    (run_dir,) = tmp_path.iterdir()
-    assert (run_dir / "metrics.jsonl").exists()
-    assert (run_dir / "checkpoint-1").exists() == (args.total_steps == 1)
+    assert_has_run(args)
+
+
+WITH_VLLM = [(script, flags) for script, flags in recipes() if "vllm" in flags]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(test_vllm.missing, reason=test_vllm.reason)
+@pytest.mark.parametrize("script, flags", WITH_VLLM, ids=[script for script, _ in WITH_VLLM])
+def test_command_runs_for_a_step_with_vllm(script, flags, data, tmp_path):
+    args = short_args(script, flags, data, tmp_path)
+    command = [sys.executable, ROOT / f"{script}.py", *to_argv(vars(args))]
+    result = subprocess.run(command, env=os.environ | test_vllm.ON_CPU, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert_has_run(args)
 
 
 def test_commands_are_found():

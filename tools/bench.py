@@ -1,12 +1,11 @@
 """Compare the scripts with TRL's trainers on one machine: step times, memory, learning curves.
 
     python tools/bench.py rloo --trl-python TRL/bin/python                  # one part, Markdown on stdout
-    python tools/bench.py rloo groups reward sft learning --trl-python TRL/bin/python \\
+    python tools/bench.py rloo reward sft learning --trl-python TRL/bin/python \\
         --text-model models/smollm2 --threads 1 --output runs/bench         # all: tables, JSON, plots
 
 rloo      rloo.py and RLOOTrainer: same model, prompts, G, lengths, reward, fp32, generation with the same model;
           prompts of 200 and 600 tokens on SmolLM2-135M, images on the tiny VLM
-groups    the same two with 2 to 32 responses per prompt
 reward    reward_bt.py and RewardTrainer on SmolLM2-135M: 16 pairs with prompts of 100 and of 300 words; and
           4 prompts with four ranked responses each, which are six pairs each for TRL
 sft       grm_sft.py and SFTTrainer on the tiny VLM: 64 questions about easy-VQA images, all different, and
@@ -55,13 +54,13 @@ import tyro  # noqa: E402
 
 SIDES = ("cleanrft", "trl")
 COLORS = {"trl": "#d9772b", "cleanrft": "#2b6cb0"}
-Part = Literal["rloo", "groups", "reward", "sft", "learning"]
+Part = Literal["rloo", "reward", "sft", "learning"]
 
 
 @dataclass
 class Args:
     parts: tyro.conf.Positional[tuple[Part, ...]] = ()  # Parts to measure.
-    cases: tuple[str, ...] = ()  # Measure only these cases, such as text_200, pairs_100 or vlm_G8.
+    cases: tuple[str, ...] = ()  # Measure only these cases, such as text_200 or pairs_100.
     trl_python: str = "python"  # Python of the environment that has TRL.
     text_model: str = "models/smollm2"  # Model directory made by tools/make_smollm2.py.
     vlm: str = "assets/tiny_vl"  # Directory of the vision-language model.
@@ -173,20 +172,7 @@ def sft_cases(args: Args) -> dict[str, dict]:
     return cases
 
 
-def group_cases(args: Args) -> dict[str, dict]:
-    """The same prompts with more and more responses."""
-    cases = {}
-    image_rows = easy_vqa_rows(16)
-    for G in (2, 8, 32):
-        cases[f"vlm_G{G}"] = rloo_case(args.vlm, image_rows, G)
-    rows = [{"prompt": prompt} for prompt in words(args, 1, 190)]
-    for G in (2, 8, 16):
-        how = {"R": 16, "full_length": True, "packs": 1024, "steps": 1, "micro_rows": min(G, 4)}
-        cases[f"text_G{G}"] = rloo_case(args.text_model, rows, G, **how)
-    return cases
-
-
-CASES = {"rloo": rloo_cases, "groups": group_cases, "reward": reward_cases, "sft": sft_cases}
+CASES = {"rloo": rloo_cases, "reward": reward_cases, "sft": sft_cases}
 
 
 # ---- two processes that alternate steps ----
