@@ -71,10 +71,7 @@ class PretendedGpu(TorchDispatchMode):
         for x in (query, key, value):
             assert on_gpu(x) and x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[-1] % 8 == 0
         bounds_q, bounds_k = TRUE_TOLIST(cu_seq_q), TRUE_TOLIST(cu_seq_k)
-        for cu, bounds, longest, x in (
-            (cu_seq_q, bounds_q, max_q, query),
-            (cu_seq_k, bounds_k, max_k, key),
-        ):
+        for cu, bounds, longest, x in ((cu_seq_q, bounds_q, max_q, query), (cu_seq_k, bounds_k, max_k, key)):
             assert on_gpu(cu) and cu.dtype == torch.int32 and cu.is_contiguous() and type(longest) is int
             assert longest == max(b - a for a, b in pairwise(bounds)) and bounds[-1] == len(x)
         assert window_size == (-1, 0)  # causal, aligned at the bottom right

@@ -19,22 +19,13 @@ WRONG = {  # function: replacements in its code, each of which makes it wrong
         ("logprobs.float() - ref_logprobs.float()", "ref_logprobs.float() - logprobs.float()"),
         ("torch.expm1(-d) + d", "torch.expm1(d) - d"),
     ],
-    "compute_rloo_loss": [
-        ("torch.maximum", "torch.minimum"),
-        ("1 + clip_high)", "1 + clip_low)"),
-    ],
-    "compute_token_rewards": [
-        ("- kl_penalty", "+ kl_penalty"),
-        ("mask.sum(1, keepdim=True)", "1"),
-    ],
+    "compute_rloo_loss": [("torch.maximum", "torch.minimum"), ("1 + clip_high)", "1 + clip_low)")],
+    "compute_token_rewards": [("- kl_penalty", "+ kl_penalty"), ("mask.sum(1, keepdim=True)", "1")],
     "compute_gae": [
         ("gamma * gae_lambda * next_advantage", "gae_lambda * next_advantage"),
         ("torch.where(mask[:, t], advantage, next_advantage)", "advantage * mask[:, t]"),
     ],
-    "whiten": [
-        ("correction=0", "correction=1"),
-        ("x[mask]", "x.flatten()"),
-    ],
+    "whiten": [("correction=0", "correction=1"), ("x[mask]", "x.flatten()")],
     "compute_value_loss": [
         ("clipped_losses > losses", "clipped_losses < losses"),
         ("old_values + change.clamp", "new_values + change.clamp"),

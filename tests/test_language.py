@@ -56,9 +56,7 @@ WORDS = {
     r"blazing\w*|seamless\w*|effortless\w*|state-of-the-art|cutting-edge": "what was measured",
 }
 # (file, word as printed): why it is right there.
-EXCEPTIONS = {
-    ("tools/bench.py", "warmup_steps"): "an argument of TRL's RLOOConfig",
-}
+EXCEPTIONS = {("tools/bench.py", "warmup_steps"): "an argument of TRL's RLOOConfig"}
 
 
 NEW_NAMES = dict(line.split(": ", 1) for line in NAMES.strip().splitlines())

@@ -241,10 +241,3 @@ def test_explained_variance():
 
 
 # --- mini-batches ---
-
-
-kept_tables = st.integers(1, 8).flatmap(
-    lambda G: st.lists(st.tuples(*[st.booleans()] * G), min_size=1, max_size=20)
-)
-
-

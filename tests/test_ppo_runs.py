@@ -12,14 +12,7 @@ import pytest
 import torch
 import transformers
 import tyro
-from conftest import (
-    SHORT,
-    TINY,
-    assert_same_run,
-    largest_difference,
-    read_jsonl,
-    write_jsonl,
-)
+from conftest import SHORT, TINY, assert_same_run, largest_difference, read_jsonl, write_jsonl
 from conftest import weights_of as load_weights
 from safetensors.torch import save_file
 from test_families import folder_of, write_video  # noqa: F401

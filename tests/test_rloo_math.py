@@ -128,7 +128,9 @@ def test_accuracy_and_format():
     texts += ["<answer>red</answer>"]
     assert accuracy_reward(texts, ["blue"] * 4) == [1, 1, 0, 0]
     assert accuracy_reward(["<answer>3</answer>"] * 2, [3, 3.0]) == [1, 1]
-    assert accuracy_reward(["<answer>1234567</answer>", "<answer>0.12345678</answer>"], [1234567.0, 0.12345678]) == [1, 1]
+    assert accuracy_reward(
+        ["<answer>1234567</answer>", "<answer>0.12345678</answer>"], [1234567.0, 0.12345678]
+    ) == [1, 1]
     good = ["<answer>x</answer>", " <think>a\nb</think>\n<answer>x</answer>\n"]
     bad = ["x", "<answer>x", "<answer>x</answer> y", "<answer>x</answer>" * 2, "<think>a</think>"]
     assert format_reward(good + bad) == [1] * 2 + [0] * 5

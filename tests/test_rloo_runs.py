@@ -159,7 +159,9 @@ def test_packs_do_not_change_the_result(run, any_score, monkeypatch):
     monkeypatch.setattr(rloo, "init_deepspeed_engine", init_recording_engine)
     several = run("rloo", run_name="several", micro_batch_tokens=64, **flags)
     assert len(boundaries) >= 8 and sum(boundaries) == 4 and boundaries[-1]  # four updates
-    mean = metrics_of(several)[0]["loss/policy"]  # over all responses; each update takes the mean over half of them
+    mean = metrics_of(several)[0][
+        "loss/policy"
+    ]  # over all responses; each update takes the mean over half of them
     assert sum(losses) / 4 == pytest.approx(mean, rel=1e-4) != pytest.approx(0)
     assert_same_run(one, several, 1e-4, of_weights=2e-5)
 
@@ -220,7 +222,9 @@ def test_a_reward_that_raises_loses_nothing_and_shows_its_traceback(run, tmp_pat
 
 
 def test_a_reward_that_raises_in_an_evaluation_loses_no_metrics(run, tmp_path, vqa):
-    code = FAILING.replace("global_step == 2", "global_step == 0 and 1 in steps or steps.append(trainer_state.global_step)")
+    code = FAILING.replace(
+        "global_step == 2", "global_step == 0 and 1 in steps or steps.append(trainer_state.global_step)"
+    )
     (tmp_path / "reward.py").write_text(f"steps = []\n{code}")
     flags = {"rewards": (f"{tmp_path}/reward.py:fails",), "reward_weights": (1,), "eval_steps": 1}
     with pytest.raises(ZeroDivisionError):
@@ -410,7 +414,9 @@ def test_few_responses_make_few_updates_and_the_schedule_counts_rollouts(run, vq
     few = metrics_of(run("rloo", **flags))
     assert few[-1]["train/learning_rate"] == pytest.approx(1e-5)  # of update 8 of 8
     assert len(rloo.draw_mini_batches(rloo.Args(train_batch_size=8), 1, 0, torch.eye(4) > 0)) == 1
-    sizes = [len(x) for x in rloo.draw_mini_batches(rloo.Args(train_batch_size=128), 1, 0, torch.ones(17, 8) > 0)]
+    sizes = [
+        len(x) for x in rloo.draw_mini_batches(rloo.Args(train_batch_size=128), 1, 0, torch.ones(17, 8) > 0)
+    ]
     assert sizes == [9, 8]  # 17 prompts are not 16 and 1
 
 

@@ -24,8 +24,8 @@ LINES = {  # of one file, or of all files that match together
     "docs/grm_sft.md": 190,
     "docs/models.md": 100,
     "docs/recipes.md": 280,
-    "tools/*.py": 3720,
-    "tests/*.py": 10030,
+    "tools/*.py": 3600,
+    "tests/*.py": 9870,
 }
 
 
@@ -81,15 +81,6 @@ def test_code_is_formatted():
 
 
 def test_scripts_share_nothing_else():
-    shared = {
-        "__init__.py",
-        "packing.py",
-        "packing_check.py",
-        "chats.py",
-        "decoding.py",
-        "attention.py",
-        "kl.py",
-        "environments.py",
-    }
-    assert {path.name for path in (ROOT / "common").glob("*.py")} == shared
+    shared = "__init__ attention chats decoding environments kl packing packing_check"
+    assert {path.stem for path in (ROOT / "common").glob("*.py")} == {*shared.split()}
     assert {path.name for path in ROOT.glob("*.py")} == {name for name in CODE if "/" not in name}
