@@ -221,7 +221,7 @@ def main(args: Args) -> dict[str, float]:
         metrics = {
             "train/step": step,
             "train/learning_rate": learning_rate,
-            "train/grad_norm": grad_norm if is_finite else 0.0,
+            "train/grad_norm": grad_norm,
             "train/skipped_updates": int(not is_finite),
             "train/trained_tokens": num_tokens,
             "train/rows_skipped": len({example_id // 2 for example_id in skipped_ids}),

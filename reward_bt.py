@@ -270,7 +270,7 @@ def main(args: Args) -> dict[str, float]:
         metrics = {
             "train/step": step,
             "train/learning_rate": learning_rate,
-            "train/grad_norm": 0.0 if is_skipped else grad_norm,
+            "train/grad_norm": grad_norm,
             "train/skipped_updates": int(is_skipped),
             "train/rows_skipped": run.train_data.rows_skipped - skipped_before,
             "time/total": seconds,

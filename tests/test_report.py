@@ -1,7 +1,6 @@
-"""tools/report.py: sections of each script's runs, escaping, a self-contained file, seeds, errors."""
+"""tools/report.py: sections of each script's runs, escaping, a self-contained file, seeds."""
 
 import json
-import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -85,17 +84,6 @@ def test_a_policy(tmp_path):
     assert "log-prob difference of sampler and trainer, nats per token" in text
 
 
-def test_turns_and_observations_are_separate_blocks(tmp_path):
-    turns = {"turn/1": "=2+2", "observation/1": "4\nturn 2", "turn/2": EVIL}
-    record = {"train/step": 1, "phase": "eval_greedy", "row": 7, "prompt": "2 + 2?", "response": EVIL}
-    record |= turns
-    text = report(make_run(tmp_path / "a", [{"train/step": 1}], [record]))
-    classes = [attrs.get("class") for attrs in Page(text).all("div")]
-    assert [x for x in classes if x in ("turn", "observation")] == ["turn", "observation", "turn"]
-    assert Page(text).text.count(EVIL[:8]) == 1 and not Page(text).all("script")
-    assert '<p class="muted">observation 1</p><p class="text">4\nturn 2</p>' in text
-
-
 def test_text_from_the_data_is_never_markup(tmp_path):
     text = report(policy_run(tmp_path / "<i>a&b", response=EVIL, system_prompt=EVIL))
     page = Page(text)
@@ -155,23 +143,3 @@ def test_seeds_are_averaged_with_a_band(tmp_path):
     text = report(a, b, c)
     differing = text[text.index("flags, different") : text.index("flags, equal")]
     assert "0.0003" in differing and "--model" not in differing
-
-
-def test_error_messages(tmp_path, capsys):
-    changes = [
-        (lambda run: (run / "metrics.jsonl").write_text("no JSON\n"), "a is not a run directory"),
-        (lambda run: (run / "metrics.jsonl").write_text(""), "a has no metrics yet"),
-        (lambda run: (run / "metrics.jsonl").unlink(), "a has no metrics yet"),
-        (lambda run: (run / "args.json").unlink(), "a is not a run directory"),
-        (lambda run: shutil.rmtree(run), "a: no such directory"),
-    ]
-    run = policy_run(tmp_path / "a")
-    with pytest.raises(SystemExit):
-        report_tool.main(report_tool.Args([str(run)], output=str(tmp_path)))
-    assert f"--output {tmp_path} is a directory" in capsys.readouterr().err
-    for change, message in changes:
-        change(run)
-        with pytest.raises(SystemExit) as stop:
-            report(run)
-        error = capsys.readouterr().err
-        assert stop.value.code == 2 and message in error and error.count("\n") == 1

@@ -1,6 +1,5 @@
-"""Libraries that are too old are refused; rows and code that fail are told apart; tools/versions.py (docs/runs.md, "Versions")."""
+"""Libraries that are too old are refused; rows and code that fail are told apart."""
 
-import json
 import re
 import sys
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from packaging.version import Version
 
 import common
 from common import attention, packing
-from tools import versions
 
 
 def older(oldest: str) -> str:
@@ -96,30 +94,3 @@ def test_a_dataset_without_a_usable_row_ends_the_run(script, run, tmp_path, caps
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and "row 0 is skipped" in error and "missing.png" in error
     assert re.search(r"^error: .*: none of 2 rows can be used; see the warnings", error, re.M)
-
-
-@pytest.mark.parametrize(
-    ("log", "loss", "cell"),
-    [
-        ("report: python tools/report.py", 4.0, "same"),
-        ("report: python tools/report.py", 4.002, "equal within 0.2, first loss within 0.0005"),
-        (
-            "warning: batches are padded, because packing is not supported (why)\ntools/report.py",
-            4.0,
-            "padded: why; same",
-        ),
-        ("error: torch 2.7.1 is too old (docs/runs.md)\n", 4.0, "refused: torch 2.7.1 is too old"),
-        ("Traceback\nKeyError: 'cache_position'", 4.0, "KeyError: 'cache_position'"),
-        ("Killed", 4.0, "failed"),
-    ],
-)
-def test_cells_of_the_table(log, loss, cell, tmp_path):
-    for environment, difference in {"pins": 0.0, "other": loss - 4.0}.items():
-        for script in versions.FLAGS:
-            losses = {1: 4.0 + difference, 2: 4.0 + 400 * difference}
-            steps = [{"train/step": i, "loss/sft": losses[i], "time/total": difference} for i in losses]
-            run_dir = tmp_path / environment / f"{script}-float32"
-            run_dir.mkdir(parents=True)
-            run_dir.with_suffix(".log").write_text(log)
-            (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    assert versions.summarize(tmp_path / "other", tmp_path / "pins", "float32") == cell
