@@ -747,7 +747,8 @@ def renew() -> None:
             applied = run("patch", "--fuzz=0", "-o", fork, old, FORKS / f"{name}.diff")
             merged = run("git", "merge-file", "-p", fork, old, ROOT / script)
             if applied.returncode or merged.returncode:
-                print(f"{name}: {applied.stdout}{merged.stdout if merged.returncode else ''}")
+                conflicts = re.findall(r"^<<<<<<<.*?^>>>>>>>", merged.stdout, re.M | re.S)
+                print(f"{name}: {applied.stdout}", *conflicts, sep="\n")
                 continue
             new.write_text(merged.stdout)
             labels = ["--label", script, "--label", script]

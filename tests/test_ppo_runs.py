@@ -259,12 +259,10 @@ def test_filtering_makes_fewer_updates_but_schedules_advance(run, monkeypatch, t
     """One prompt of four is scored: one update of 4 responses per epoch, not two with 4 and 0."""
     updates = spy(monkeypatch, "optimizer_step")
     flags = {"warmup_updates": 1}
-    all_kept = metrics_of(run(**flags, run_name="all"))
+    run(**flags, run_name="all")
     assert len(updates) == 2 * 4 * 2  # steps, updates, models
-    filtered = metrics_of(run(**flags, **none_for_most(tmp_path)))
+    run(**flags, **none_for_most(tmp_path))
     assert len(updates) == 2 * 4 * 2 + 2 * 2 * 2
-    for one, other in zip(all_kept, filtered):
-        assert one["train/learning_rate"] == other["train/learning_rate"]
     rates = [learning_rate for (_, learning_rate), _, _ in updates]
     assert rates[16:24] == [*rates[:4], *rates[8:12]], "the first updates of each step have the same rates"
 
