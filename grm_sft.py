@@ -318,8 +318,9 @@ def fill_defaults(args: Args) -> None:
     is_bundled = Path(args.model).resolve() == Path(BUNDLED_MODEL).resolve()  # tiny, so it learns fast
     if args.dtype == "auto":
         args.dtype = "bfloat16" if DEVICE.type == "cuda" else "float32"
+    pretrained_rate = 1e-4 if args.lora_rank else 1e-5
     if args.learning_rate is None:
-        args.learning_rate = 1e-3 if is_bundled else 1e-4 if args.lora_rank else 1e-5
+        args.learning_rate = 1e-3 if is_bundled else pretrained_rate
     if args.max_response_length is None:
         args.max_response_length = 16 if is_bundled else 512
     if args.zero_stage is None:
@@ -332,7 +333,7 @@ def check_args(args: Args) -> None:
     """Exit if flags contradict each other. tyro has checked types and choices."""
     positive = ("train_batch_size", "max_length", "max_response_length", "max_num_seqs", "save_total_limit")
     for name, value in vars(args).items():
-        minimum = int(name in positive)
+        minimum = 1 if name in positive else 0
         is_valid = not isinstance(value, int | float) or value >= minimum
         require(is_valid, f"--{name.replace('_', '-')} ({value}) must be at least {minimum}")
     if args.micro_batch_tokens < args.max_length:

@@ -370,7 +370,8 @@ def fill_defaults(args: Args) -> None:
         args.dtype = "bfloat16" if DEVICE.type == "cuda" else "float32"
     if args.learning_rate is None:
         is_bundled = Path(args.model).resolve() == Path(BUNDLED_MODEL).resolve()  # tiny, so it learns fast
-        args.learning_rate = 3e-4 if is_bundled else 1e-4 if args.lora_rank else 5e-6
+        pretrained_rate = 1e-4 if args.lora_rank else 5e-6
+        args.learning_rate = 3e-4 if is_bundled else pretrained_rate
     if args.zero_stage is None:
         args.zero_stage = 2 if args.dtype == "bfloat16" else 0
     if args.dataset == "easy-vqa" and not args.eval_datasets:
