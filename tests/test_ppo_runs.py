@@ -628,10 +628,11 @@ def test_flags_that_contradict_each_other_or_have_no_effect_are_refused(message,
         assert stopped.value.code == 2 and error.startswith(f"error: {message}") and error.count("\n") == 1
 
 
-def test_freeze_must_match_a_parameter(run, capsys):
+@pytest.mark.parametrize("freeze, problem", [("no such name", "matches no parameter"), (".", "leaves nothing")])
+def test_freeze_must_match_some_parameters(freeze, problem, run, capsys):
     with pytest.raises(SystemExit) as stopped:
-        run(freeze="no such name")
-    assert stopped.value.code == 2 and "--freeze no such name matches no parameter" in capsys.readouterr().err
+        run(freeze=freeze)
+    assert stopped.value.code == 2 and f"--freeze {freeze} {problem}" in capsys.readouterr().err
 
 
 # --- videos, images and text ---
