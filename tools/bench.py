@@ -631,7 +631,7 @@ def draw_learning(results: list[dict], path: Path) -> None:
             name = {"trl": "TRL's RLOOTrainer", "cleanrft": "rloo.py"}[result["side"]]
             axes.plot(*line, "o-", color=COLORS[result["side"]], markersize=3, label=name)
         axes.set(xlim=(0, None), xlabel=label)
-    panels[0].set_ylabel("held-out score, sampled")
+    panels[0].set_ylabel("evaluation score, sampled")
     lines, names = panels[0].get_legend_handles_labels()
     panels[0].legend(*zip(*{name: (line, name) for line, name in zip(lines, names)}.values()), frameon=False)
     figure.savefig(path)
