@@ -286,18 +286,23 @@ def test_both_models_follow_the_schedule(run, monkeypatch):
 
 
 def test_models_are_in_eval_mode(run, monkeypatch):
-    """In train mode, dropout and router noise would change log-probs and values."""
-    modes = []
+    """In train mode, dropout and router noise would change log-probs and values. Only checkpointed layers need it."""
+    compute_tables, compute_value_loss = ppo_vl.compute_logprobs_and_values, ppo_vl.compute_value_loss
+    runs, before, during = [], [], []
+
+    def modes() -> list[set]:
+        return [{m.training for m in e.module.modules()} for e in (runs[-1].actor, runs[-1].critic)]
 
     def watch(args, run, *rest):
-        modules = [*run.actor.module.modules(), *run.critic.module.modules()]
-        modes.append({module.training for module in modules})
+        runs.append(run)
+        before.append(modes())
         return compute_tables(args, run, *rest)
 
-    compute_tables = ppo_vl.compute_logprobs_and_values
     monkeypatch.setattr(ppo_vl, "compute_logprobs_and_values", watch)
+    watch_loss = lambda **keywords: during.append(modes()) or compute_value_loss(**keywords)  # noqa: E731
+    monkeypatch.setattr(ppo_vl, "compute_value_loss", watch_loss)
     run(gradient_checkpointing=True, num_epochs=1)
-    assert modes == [{False}] * 2
+    assert before == [[{False}, {False}]] * 2 and during == [[{True, False}, {True, False}]] * 4
 
 
 # --- the comparison of log-probs ---
@@ -628,7 +633,9 @@ def test_flags_that_contradict_each_other_or_have_no_effect_are_refused(message,
         assert stopped.value.code == 2 and error.startswith(f"error: {message}") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("freeze, problem", [("no such name", "matches no parameter"), (".", "leaves nothing")])
+@pytest.mark.parametrize(
+    "freeze, problem", [("no such name", "matches no parameter"), (".", "leaves nothing")]
+)
 def test_freeze_must_match_some_parameters(freeze, problem, run, capsys):
     with pytest.raises(SystemExit) as stopped:
         run(freeze=freeze)

@@ -413,7 +413,9 @@ def test_few_responses_make_few_updates_and_the_schedule_counts_rollouts(run, vq
     )
     flags = {"rewards": (f"{tmp_path}/reward.py:rare",), "reward_weights": (1,), "eval_dataset": None}
     few = metrics_of(run("rloo", **flags))
-    assert few[-1]["train/learning_rate"] == pytest.approx(7.75e-5)  # of update 6 of 8: updates 3, 4, 7, 8 are missing
+    assert few[-1]["train/learning_rate"] == pytest.approx(
+        7.75e-5
+    )  # of update 6 of 8: updates 3, 4, 7, 8 are missing
     assert len(rloo.draw_mini_batches(rloo.Args(train_batch_size=8), 1, 0, torch.eye(4) > 0)) == 1
     sizes = [
         len(x) for x in rloo.draw_mini_batches(rloo.Args(train_batch_size=128), 1, 0, torch.ones(17, 8) > 0)
