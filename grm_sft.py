@@ -1141,8 +1141,7 @@ def prepare_for_training(args: Args, module: nn.Module) -> None:
     require(frozen or not args.freeze, f"--freeze {args.freeze} matches no parameter name")
     for name in frozen:
         module.get_parameter(name).requires_grad_(False)
-    is_trained = any(parameter.requires_grad for parameter in module.parameters())
-    require(is_trained, f"--freeze {args.freeze} leaves nothing to train")
+    require(any(x.requires_grad for x in module.parameters()), f"--freeze {args.freeze} freezes everything")
     if frozen:
         print0(f"--freeze {args.freeze} freezes {len(frozen)} weights: {', '.join(frozen[:3])}, ...")
     if args.gradient_checkpointing:

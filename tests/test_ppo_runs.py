@@ -634,7 +634,7 @@ def test_flags_that_contradict_each_other_or_have_no_effect_are_refused(message,
 
 
 @pytest.mark.parametrize(
-    "freeze, problem", [("no such name", "matches no parameter"), (".", "leaves nothing")]
+    "freeze, problem", [("no such name", "matches no parameter"), (".", "freezes everything")]
 )
 def test_freeze_must_match_some_parameters(freeze, problem, run, capsys):
     with pytest.raises(SystemExit) as stopped:
