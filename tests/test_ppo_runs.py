@@ -200,6 +200,8 @@ def test_advantages_are_those_of_the_flags(run, monkeypatch, flags):
         expected = (expected - expected[mask].mean()) / expected[mask].std(correction=0) * mask
     assert_close(step.advantages, expected, atol=1e-5, rtol=1e-4)
     assert {(call["clip_low"], call["clip_high"]) for _, call, _ in losses} == {(0.2, 0.3)}
+    in_loss = torch.cat([call["old_logprobs"] for _, call, _ in losses])[-int(mask.sum()) :]  # in the last epoch
+    assert torch.equal(in_loss.sort()[0], step.old_logprobs[mask].sort()[0])
 
 
 def clip_fractions_with_noise(run, monkeypatch, run_name: str, whole_rollout: bool) -> list[float]:

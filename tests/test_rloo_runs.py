@@ -57,6 +57,7 @@ def test_a_run_writes_what_the_page_says(run, any_reward, vqa_rows, tmp_path, ca
     assert [x["train/learning_rate"] for x in steps] == pytest.approx([0.8e-4, 1e-5])  # updates 4 and 8 of 8
     for step in steps:
         assert step["sampling/logprob_diff_mean"] < 1e-5 and step["policy/logprob_diff_mean"] < 1e-5
+        assert min(seconds for name, seconds in step.items() if name.startswith("time/")) >= 0
     sample_records = read_jsonl(run_dir / "samples.jsonl")
     names = {"train/step", "row", "prompt", "image", "answer", "response", "reward/accuracy"}
     for record in sample_records:
