@@ -82,3 +82,19 @@ def test_a_run_without_finite_gradients_saves_and_stops(script, run_script, tmp_
         start = {name.removeprefix("model."): x for name, x in start.items()}
     shared = start.keys() & saved.keys()
     assert len(shared) > 50 and all(torch.equal(saved[name], start[name].float()) for name in shared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["reward_bt", "grm_sft"])
+def test_single_updates_without_finite_gradients_do_not_stop_a_run(script, run_script, monkeypatch):
+    module, norms = importlib.import_module(script), []
+    optimizer_step = module.optimizer_step
+
+    def fail_every_second_time(engine, learning_rate):
+        norms.append(optimizer_step(engine, learning_rate))
+        return norms[-1] if len(norms) % 2 else math.nan
+
+    monkeypatch.setattr(module, "optimizer_step", fail_every_second_time)
+    metrics = metrics_of(run_script(script, total_steps=11))
+    assert sum(step.get("train/skipped_updates", 0) for step in metrics) == 5
+    assert metrics[-1]["train/step"] == 11

@@ -281,12 +281,13 @@ def on_family(folder_of, any_score):
 
 
 @pytest.mark.parametrize(
-    "family", ["internvl", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", *PADDED))]
+    "family", ["internvl", "granite", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", *PADDED))]
 )
 def test_two_steps(family, on_family, folder_of, run, capsys):
     folder = run("rloo", **on_family(family))
     steps = metrics_of(folder)
     assert [step["train/step"] for step in steps] == [1, 2]
+    assert abs(steps[0]["objective/kl"]) < 1e-3, "the reference has the policy's layout and factor of logits"
     for step in steps:
         assert 0 < step["train/grad_norm"] < 1e4 and step["rollout/prompts_skipped"] == 0
         assert step["sampling/logprob_diff_mean"] < 1e-4 > abs(step["policy/ratio"] - 1)

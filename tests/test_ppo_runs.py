@@ -200,7 +200,9 @@ def test_advantages_are_those_of_the_flags(run, monkeypatch, flags):
         expected = (expected - expected[mask].mean()) / expected[mask].std(correction=0) * mask
     assert_close(step.advantages, expected, atol=1e-5, rtol=1e-4)
     assert {(call["clip_low"], call["clip_high"]) for _, call, _ in losses} == {(0.2, 0.3)}
-    in_loss = torch.cat([call["old_logprobs"] for _, call, _ in losses])[-int(mask.sum()) :]  # in the last epoch
+    in_loss = torch.cat([call["old_logprobs"] for _, call, _ in losses])[
+        -int(mask.sum()) :
+    ]  # in the last epoch
     assert torch.equal(in_loss.sort()[0], step.old_logprobs[mask].sort()[0])
 
 
@@ -352,6 +354,10 @@ def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
     assert end.keys() == START.keys()  # adapters are merged
     assert any("q_proj" in name for name in moved) and any("visual" in name for name in moved) == moving
     assert ("lora_rank" in flags) == (not any("norm" in name for name in moved))
+    state = torch.load(
+        run_dir / "checkpoint-1/state/actor/engine/mp_rank_00_model_states.pt", weights_only=False
+    )
+    assert any("visual" in name for name in state["module"]) == moving, "frozen weights are not saved"
 
 
 @slow

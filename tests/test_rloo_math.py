@@ -339,6 +339,10 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
     chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "see"}]
     chat = messages({"prompt": chat}, tokenizer, system_prompt="Be brief.")
     assert [m["role"] for m in chat] == ["system", "user", "assistant"]
+    with_system = messages(
+        {"prompt": [{"role": "system", "content": "Own."}, *chat]}, tokenizer, system_prompt="No."
+    )
+    assert [m["content"][0]["text"] for m in with_system if m["role"] == "system"] == ["Own.", "Be brief."]
     assert chat[1]["content"][1]["image"].tobytes() == b.tobytes()
     raw = messages({"prompt": "Q", "image": rloo.Path(vqa_rows[0]["image"]).read_bytes()}, tokenizer)
     assert raw[0]["content"][0]["image"].tobytes() == a.tobytes()
