@@ -63,14 +63,6 @@ def score(functions: dict, texts: list[str], ids=None, images=(), **columns) -> 
 # ---- functions ----
 
 
-def test_custom_reward():
-    ids = [torch.arange(n) for n in (3, 5)]
-    function = load("custom_reward.py")["short_and_right"]
-    results, metrics = score({"mine": function}, ["It is RED.", "blue"], ids, answer=["red", "red"])
-    assert results["mine"] == pytest.approx([0.97, -0.05])
-    assert metrics == {"reward_metrics/mentions_answer": [0.5]}
-
-
 def test_overlong():
     """The limit is 24 tokens: no penalty up to 19.2, -1 at 24."""
     function, ids = load("custom_reward.py")["overlong"], [torch.arange(n) for n in (19, 22, 24)]

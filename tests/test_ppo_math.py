@@ -1,12 +1,10 @@
 """The pure functions of ppo_vl.py against numbers computed by hand and against the formulas of the papers."""
 
 import math
-import runpy
 import statistics
 
 import pytest
 import torch
-from conftest import ROOT
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import tensor
@@ -220,13 +218,6 @@ def test_values_within_the_clip_range_never_count_as_clipped():
     assert ((old + (new - old) - returns).square() > (new - returns).square()).any()
     losses, metrics = ppo_vl.compute_value_loss(new, old, returns, 10.0)
     assert not metrics["value/clipfrac"].any() and torch.equal(losses, (new - returns).square() / 2)
-
-
-def test_overlong_is_dapos_penalty():
-    overlong = runpy.run_path(str(ROOT / "examples/custom_reward.py"))["overlong"]
-    overlong.__globals__["MAX_RESPONSE_LENGTH"] = 10
-    ids = [[], [1] * 8, [1] * 9, [1] * 10]
-    assert overlong(completion_ids=ids, answer=ids) == pytest.approx([0, 0, -0.5, -1])
 
 
 # --- explained variance ---
