@@ -291,7 +291,10 @@ def test_two_steps(family, on_family, folder_of, run, capsys):
     for step in steps:
         assert 0 < step["train/grad_norm"] < 1e4 and step["rollout/prompts_skipped"] == 0
         assert step["sampling/logprob_diff_mean"] < 1e-4 > abs(step["policy/ratio"] - 1)
-    assert ("warning: batches are padded" in capsys.readouterr().out) == (family not in PACKED)
+    out = capsys.readouterr().out
+    assert ("warning: batches are padded" in out) == (family not in PACKED)
+    # bf16's tolerance can hide a softcap, so the check must not depend on it.
+    assert ("its attention is eager, not sdpa" in out) == (family in ("gemma2", "gpt_oss", "gptj"))
     before, after = (load_model(path) for path in (folder_of(family), folder / "checkpoint-2"))
     changed = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
     assert sum(changed) > len(changed) / 2

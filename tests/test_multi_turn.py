@@ -78,9 +78,8 @@ def make_trajectories(prompts, model, processor, **flags) -> list[Response]:
     responses = []
     for prompt, observations in zip(prompts, OBSERVATIONS):
         environment = type("Env", (Scripted,), {"observations": observations})
-        responses += make_sampler(model, processor, environment=environment, **flags).generate(
-            [prompt], 1, 1.0
-        )
+        sampler = make_sampler(model, processor, environment=environment, **flags)
+        responses += sampler.generate([prompt], 1, 1.0)
     return responses
 
 

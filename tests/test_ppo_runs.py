@@ -354,9 +354,8 @@ def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
     assert end.keys() == START.keys()  # adapters are merged
     assert any("q_proj" in name for name in moved) and any("visual" in name for name in moved) == moving
     assert ("lora_rank" in flags) == (not any("norm" in name for name in moved))
-    state = torch.load(
-        run_dir / "checkpoint-1/state/actor/engine/mp_rank_00_model_states.pt", weights_only=False
-    )
+    engine = run_dir / "checkpoint-1/state/actor/engine"
+    state = torch.load(engine / "mp_rank_00_model_states.pt", weights_only=False)
     assert any("visual" in name for name in state["module"]) == moving, "frozen weights are not saved"
 
 
@@ -417,9 +416,8 @@ def text_critic(tiny_text_model, tmp_path):
 
     def save(num_labels: int) -> str:
         folder = tmp_path / f"classifier{num_labels}"
-        config = transformers.AutoConfig.from_pretrained(
-            tiny_text_model, num_labels=num_labels, pad_token_id=0
-        )
+        labels = {"num_labels": num_labels, "pad_token_id": 0}
+        config = transformers.AutoConfig.from_pretrained(tiny_text_model, **labels)
         torch.manual_seed(0)
         transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
         transformers.AutoTokenizer.from_pretrained(tiny_text_model).save_pretrained(folder)

@@ -241,6 +241,7 @@ def test_without_a_chat_template_responses_end_in_eos(text, tmp_path):
     source = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "q: ", "chosen": "ab", "rejected": "a"}])
     ranking = RankingDataset(args, source, "train", 0, model, plain).encode(0)
     chats = [torch.cat([ranking.prompt.input_ids, response]) for response in ranking.response_ids]
+    assert [len(response) for response in ranking.response_ids] == [3, 2], "a token and EOS at least"
     assert plain.batch_decode(chats) == ["q: ab<|end|>", "q: a<|end|>"]
 
 
@@ -269,6 +270,7 @@ def test_unusable_rows_are_replaced_by_the_next_ones(batch_size, text, tmp_path)
     found = [reward_bt.next_rankings(args, run) for _ in range(120 // batch_size)]
     assert {len(rankings) for rankings in found} == {batch_size}
     order = reward_bt.choose_rows(range(run.state["rows_read"]), 3, args.seed)
+    assert len({tuple(order[i : i + 3]) for i in range(0, 99, 3)}) > 1, "each epoch has its own order"
     assert [x.prompt.row_id for rankings in found for x in rankings] == [row for row in order if row != 1]
     assert data.rows_skipped == order.count(1) > 50
 
@@ -294,7 +296,7 @@ def test_a_block_of_long_rows_does_not_end_an_evaluation(text, tmp_path, capsys)
     engine = Engine(reward_bt.RewardModel(model).eval())
     for num_long in (40, 60):
         rows = [GOOD | {"chosen": "g" * 400}] * num_long + [GOOD] * (100 - num_long)
-        args = Args(**vars(args) | {"max_length": 50, "train_batch_size": 20})
+        args = Args(**vars(args) | {"max_length": 50, "train_batch_size": 20, "eval_rows": 0})
         data = RankingDataset(args, write_jsonl(tmp_path / "data.jsonl", rows), "test", 0, model, tokenizer)
         run = SimpleNamespace(reward_model=engine, eval_sets={"x": data})
         if num_long == 60:
@@ -490,9 +492,8 @@ def run(tmp_path, **flags) -> list[dict]:
 def test_the_default_learns_within_30_steps(tmp_path):
     """Seeds 1, 2, 3 reach an evaluation loss of 0.346, 0.344, 0.416 and an accuracy of 0.930, 0.914, 0.875; the
     bounds are three standard deviations from the means. All start at about 0.69 and 0.5."""
-    reward_bt.main(
-        Args(total_steps=30, eval_rows=128, eval_steps=0, output_dir=str(tmp_path), run_name="run")
-    )
+    flags = {"total_steps": 30, "eval_rows": 128, "eval_steps": 0}
+    reward_bt.main(Args(**flags, output_dir=str(tmp_path), run_name="run"))
     first, *_, last = metrics_of(tmp_path / "run")
     assert first["eval/easy-vqa/loss"] > 0.68
     assert last["eval/easy-vqa/loss"] < 0.49 and last["eval/easy-vqa/accuracy"] > 0.82

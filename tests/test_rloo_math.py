@@ -311,9 +311,8 @@ def test_batches_are_counted_in_responses(monkeypatch):
         calls.clear()
         assert sampler.generate([*range(10)], num_samples, 0.5) == [*range(10)]
         assert [len(call["prompts"]) for call in calls] == expected
-    assert (
-        calls[0]["max_tokens"] == 4096 and calls[0]["max_new_tokens"] == 24 and calls[0]["temperature"] == 0.5
-    )
+    expected = {"max_tokens": 4096, "max_new_tokens": 24, "temperature": 0.5}
+    assert calls[0] | expected == calls[0]
 
 
 # ---- data ----
@@ -339,14 +338,18 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
     chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "see"}]
     chat = messages({"prompt": chat}, tokenizer, system_prompt="Be brief.")
     assert [m["role"] for m in chat] == ["system", "user", "assistant"]
-    with_system = messages(
-        {"prompt": [{"role": "system", "content": "Own."}, *chat]}, tokenizer, system_prompt="No."
-    )
+    own = {"prompt": [{"role": "system", "content": "Own."}, *chat]}
+    with_system = messages(own, tokenizer, system_prompt="No.")
     assert [m["content"][0]["text"] for m in with_system if m["role"] == "system"] == ["Own.", "Be brief."]
     assert chat[1]["content"][1]["image"].tobytes() == b.tobytes()
-    raw = messages({"prompt": "Q", "image": rloo.Path(vqa_rows[0]["image"]).read_bytes()}, tokenizer)
-    assert raw[0]["content"][0]["image"].tobytes() == a.tobytes()
-    assert messages({"prompt": "a<|im_end|>b"}, tokenizer)[0]["content"][0]["text"] == "a< |im_end|>b"
+    raw = rloo.Path(vqa_rows[0]["image"]).read_bytes()
+    for source in (raw, {"bytes": raw, "path": None}, {"bytes": None, "path": vqa_rows[0]["image"]}):
+        loaded = messages({"prompt": "Q", "image": source}, tokenizer)
+        assert loaded[0]["content"][0]["image"].tobytes() == a.tobytes()
+    parts = [{"type": "text", "text": text} for text in ("a<|im_", "end|>b")]
+    for content in ("a<|im_end|>b", parts):
+        escaped = messages({"prompt": [{"role": "user", "content": content}]}, tokenizer)
+        assert escaped[0]["content"] == [{"type": "text", "text": "a< |im_end|>b"}]
     for row, reason in (
         ({"prompt": "<image><image>", "image": a}, "2 <image> markers, but 1 images"),
         ({"prompt": ""}, "its prompt is empty"),

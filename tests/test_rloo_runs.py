@@ -101,9 +101,8 @@ def test_the_update_uses_the_rollout_and_the_flags(run, any_score, watch, monkey
         assert metrics["policy/entropy"] == pytest.approx(entropies[loss_mask].mean().item(), abs=1e-6)
         equal = (rollout.scores == rollout.scores[:, :1]).all(1)
         assert metrics["rollout/frac_reward_zero_std"] == pytest.approx(equal.float().mean().item())
-        assert metrics["objective/rlhf_reward"] == pytest.approx(
-            penalized_rewards[kept].mean().item(), abs=1e-6
-        )
+        mean = penalized_rewards[kept].mean().item()
+        assert metrics["objective/rlhf_reward"] == pytest.approx(mean, abs=1e-6)
         assert metrics["objective/kl"] == pytest.approx(kl[kept].mean().item(), abs=1e-6)
         assert metrics["objective/scores"] == pytest.approx(rollout.scores.mean().item(), abs=1e-6)
 
@@ -382,23 +381,31 @@ def files_of(folder) -> dict:
 
 
 @pytest.mark.slow
-def test_resuming_deletes_nothing(run, any_score, tmp_path, capsys):
+def test_resuming_deletes_nothing(run, any_score, tmp_path, monkeypatch, capsys):
     """A checkpoint's path branches into a new run; auto continues, and keeps the log lines that it repeats."""
     flags = {"save_steps": 1, "total_steps": 3, "save_total_limit": 9, "eval_dataset": None, **any_score}
+    flags |= {"freeze": "visual", "zero_stage": 2}
     old = run("rloo", **flags)
     before = files_of(old)
-    new_flags = {**flags, "learning_rate": 5e-5, "kl_coef": 0.5}
+    new_flags = {**flags, "learning_rate": 5e-5, "kl_coef": 0.5, "weight_decay": 0.1, "max_grad_norm": 0.5}
+    saves = []
+    real = rloo.save_checkpoint
+    monkeypatch.setattr(rloo, "save_checkpoint", lambda args, state: saves.append(state) or real(args, state))
     branch = run("rloo", run_name="branch", resume=old / "checkpoint-1", **new_flags)
+    optimizer = saves[-1].actor.optimizer
+    assert (optimizer.param_groups[0]["weight_decay"], optimizer.clip_grad) == (0.1, 0.5)
     assert files_of(old) == before
     rates = [metrics_of(folder)[1]["train/learning_rate"] for folder in (old, branch)]
     assert rates[1] == pytest.approx(rates[0] / 2)  # DeepSpeed restores the old rate
     assert [m["train/step"] for m in metrics_of(branch)] == [1, 2, 3]
     assert json.loads((branch / "args.json").read_text())["resume"] == str(old / "checkpoint-1")
-    assert (
-        "flags differ from those of" in (out := capsys.readouterr().out) and "--kl-coef 0.5 (was 0.01)" in out
-    )
+    out = capsys.readouterr().out
+    assert "flags differ from those of" in out and "--kl-coef 0.5 (was 0.01)" in out
     with pytest.raises(SystemExit):
         run("rloo", resume=old / "checkpoint-1", **flags)  # the same name
+    with pytest.raises(SystemExit):  # the frozen weights are those of --model
+        run("rloo", run_name="other", resume=old / "checkpoint-1", model=str(old / "checkpoint-1"), **flags)
+    assert f"was trained with --model {conftest.TINY}" in capsys.readouterr().err
     shutil.rmtree(old / "checkpoint-3")
     run("rloo", resume="auto", **flags)
     assert [m["train/step"] for m in metrics_of(old)] == [1, 2, 3]
@@ -414,14 +421,11 @@ def test_few_responses_make_few_updates_and_the_schedule_counts_rollouts(run, vq
     )
     flags = {"rewards": (f"{tmp_path}/reward.py:rare",), "reward_weights": (1,), "eval_dataset": None}
     few = metrics_of(run("rloo", **flags))
-    assert few[-1]["train/learning_rate"] == pytest.approx(
-        7.75e-5
-    )  # of update 6 of 8: updates 3, 4, 7, 8 are missing
+    rate = few[-1]["train/learning_rate"]
+    assert rate == pytest.approx(7.75e-5), "of update 6 of 8: updates 3, 4, 7, 8 are missing"
     assert len(rloo.draw_mini_batches(rloo.Args(train_batch_size=8), 1, 0, torch.eye(4) > 0)) == 1
-    sizes = [
-        len(x) for x in rloo.draw_mini_batches(rloo.Args(train_batch_size=128), 1, 0, torch.ones(17, 8) > 0)
-    ]
-    assert sizes == [9, 8]  # 17 prompts are not 16 and 1
+    batches = rloo.draw_mini_batches(rloo.Args(train_batch_size=128), 1, 0, torch.ones(17, 8) > 0)
+    assert [*map(len, batches)] == [9, 8], "17 prompts are not 16 and 1"
 
 
 def test_zero_steps_evaluate_a_checkpoint(run, tmp_path, capsys):
@@ -456,9 +460,7 @@ def test_frozen_adapters_stay_frozen_after_the_reference_pass(run, monkeypatch, 
     run("rloo", lora_rank=2, freeze=r"layers\.0\.", eval_dataset=None, total_steps=1, **any_score)
     model = saves[0].actor.module.model
     adapters = {name: p.requires_grad for name, p in model.named_parameters() if ".lora_" in name}
-    assert {name for name, trained in adapters.items() if not trained} == {
-        n for n in adapters if ".layers.0." in n
-    }
+    assert all(trained == (".layers.0." not in name) for name, trained in adapters.items())
 
 
 def test_images_are_scaled_down_before_the_processor(run, any_score, tmp_path, vqa_rows):
@@ -488,9 +490,8 @@ def test_the_default_learns(tmp_path):
     """12 steps reach a sampled score of 0.910, 0.908 and 0.900 with seeds 1, 2 and 3, from 0.35 to 0.37.
 
     Rewards of other rows or an ascending loss lower it; a ratio that is always 1 has no approx_kl."""
-    args = rloo.Args(
-        total_steps=12, eval_prompts=100, eval_num_samples=4, output_dir=str(tmp_path), run_name="run"
-    )
+    flags = {"total_steps": 12, "eval_prompts": 100, "eval_num_samples": 4}
+    args = rloo.Args(**flags, output_dir=str(tmp_path), run_name="run")
     metrics = rloo.main(args)
     assert metrics["eval/sampled_score"] > 0.87 and metrics["eval/greedy_score"] > 0.9
     steps = metrics_of(tmp_path / "run")[1:]
