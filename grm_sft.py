@@ -359,10 +359,8 @@ def print0(message: str) -> None:
 
 
 def catch_signals() -> list[int]:
-    """Collect SIGTERM and SIGINT in the returned list. A second signal ends the process.
-
-    torchrun forwards a signal more than once, so under a launcher repeats are ignored;
-    torchrun sends SIGKILL after a timeout of its own."""
+    """Collect SIGTERM and SIGINT in the returned list. A second signal ends the process, but
+    not under torchrun, which sends a signal more than once (and SIGKILL after 30 s)."""
     received_signals = []
 
     def handler(number, frame):
@@ -812,7 +810,7 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
 
     The columns image(s) and video(s) fill the markers <image> and <video>, and parts of these types
-    without media, in order. Without either, media precede the text of the first user message."""
+    without media, in order. If there are none, media precede the text of the first user message."""
     chat = row["prompt"]
     if chat and isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
@@ -859,7 +857,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
         for piece in filter(None, re.split("(<image>|<video>)", part["text"])):
             if piece in ("<image>", "<video>"):
                 parts.append({"type": piece[1:-1]})
-            elif parts and parts[-1]["type"] == "text":  # together, parts could be a special token
+            elif parts and parts[-1]["type"] == "text":  # a special token may span both
                 parts[-1]["text"] += piece
             else:
                 parts.append({"type": "text", "text": piece})
@@ -881,8 +879,7 @@ def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
 def load_video(source: str, data_dir: Path, fps: float) -> tuple[np.ndarray, Any]:
     """Frames (F, height, width, 3) of a video, sampled at `fps`, and metadata with their times."""
     try:
-        path = str(data_dir / source)
-        return transformers.video_utils.load_video(path, fps=fps, backend="pyav")
+        return transformers.video_utils.load_video(str(data_dir / source), fps=fps, backend="pyav")
     except (TypeError, ValueError) as error:  # no such file, or not a video
         raise RowError(f"can't load the video {source}: {error}") from error
 
@@ -1125,7 +1122,7 @@ def load_model(args: Args, source: str, auto_class=None):
     mismatched = [name for name, *_ in info["mismatched_keys"]]
     lost = sorted({*info["missing_keys"], *mismatched})  # they would be random
     require(not lost, f"{source}: {len(lost)} weights are missing or have other shapes: {lost[:3]}")
-    # Gradient checkpointing needs train mode, in which dropout (GPT-2's, for example) would be active.
+    # Gradient checkpointing needs train mode, in which a layer's own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -1137,12 +1134,13 @@ def prepare_for_training(args: Args, module: nn.Module) -> None:
     """Apply --lora-rank, --freeze and --gradient-checkpointing to a module around a model."""
     if args.lora_rank > 0:
         add_lora(args, module.model)
-    frozen = [name for name, _ in module.named_parameters() if args.freeze and re.search(args.freeze, name)]
-    require(frozen or not args.freeze, f"--freeze {args.freeze} matches no parameter name")
-    for name in frozen:
-        module.get_parameter(name).requires_grad_(False)
-    require(any(x.requires_grad for x in module.parameters()), f"--freeze {args.freeze} freezes everything")
-    if frozen:
+    if args.freeze:
+        frozen = [x for x, _ in module.named_parameters() if re.search(args.freeze, x)]
+        require(frozen, f"--freeze {args.freeze} matches no parameter name")
+        for name in frozen:
+            module.get_parameter(name).requires_grad_(False)
+        is_trained = any(x.requires_grad for x in module.parameters())
+        require(is_trained, f"--freeze {args.freeze} freezes everything")
         print0(f"--freeze {args.freeze} freezes {len(frozen)} weights: {', '.join(frozen[:3])}, ...")
     if args.gradient_checkpointing:
         module.model.gradient_checkpointing_enable()
@@ -1158,7 +1156,7 @@ def add_lora(args: Args, model) -> None:
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules="all-linear",
-        # All names that don't begin with the prefix, and towers that some decoders contain.
+        # Names that don't begin with the prefix (none if it is ""), and towers inside of decoders.
         exclude_modules=rf"(?!{re.escape(prefix)}).*|.*(vision|visual|image|audio|perceiver).*",
     )
     model.add_adapter(config)
@@ -1358,20 +1356,22 @@ def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> di
     for name, engine in engines.items():
         decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
-        # Not strict: frozen weights aren't saved, they are those of --model.
-        _, saved = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
+        try:  # not strict: frozen weights aren't saved, they are those of --model
+            _, saved = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
+        except (RuntimeError, ValueError) as error:
+            stop(f"{checkpoint} needs the same --lora-rank, --freeze and --zero-stage: {error!s:.200}")
         # DeepSpeed also loads the old flags of the optimizer; a branch may have others.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
-    ignored = {"resume", "run_name", "output_dir"}
-    flags = {name: value for name, value in asdict(args).items() if name not in ignored}
-    changed = [name for name, value in flags.items() if saved["args"].get(name) != value]
+    old = saved["args"]
+    ignored = ("resume", "run_name", "output_dir")
+    changed = [x for x in vars(args) if x not in ignored and getattr(args, x) != old.get(x)]
     for name in changed:
         if name.endswith("model") and (args.lora_rank or args.freeze):
-            stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {saved['args'].get(name)}")
+            stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {old.get(name)}")
     if changed:
-        changes = [f"--{x.replace('_', '-')} {flags[x]} (was {saved['args'].get(x)})" for x in changed]
+        changes = [f"--{x.replace('_', '-')} {getattr(args, x)} (was {old.get(x)})" for x in changed]
         print0(f"warning: flags differ from those of {checkpoint}: {', '.join(changes)}")
     return saved["run_state"]
 

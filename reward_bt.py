@@ -6,12 +6,12 @@ the reward of the better of two responses over that of the other:
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
 Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md compares with TRL's and EasyDeL's
-RewardTrainer. Start with `main`. What it calls follows by topic: setup, data, forward,
-evaluation, model, DeepSpeed, files.
+RewardTrainer. Start with `main`. The functions that it calls are grouped by topic: setup,
+data, forward, evaluation, model, DeepSpeed, files.
 
-A ranking is a dataset row: a prompt with two or more responses, best first. Shapes: a step has
-B responses and Q pairs of them. A pack (common/packing.py) is the input of one forward pass:
-some prompts and S of their responses.
+A ranking is a dataset row: a prompt with two or more responses, best first. Shapes: the
+rankings of a step have B responses, which form Q pairs. A pack (common/packing.py) is the
+input of one forward pass: some prompts and S of their responses.
 
     python reward_bt.py           # default: a tiny VLM on easy-VQA, minutes on two CPU cores
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --max-length 4096
@@ -70,11 +70,11 @@ class Args:
     run_name: str | None = None  # Folder in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
     resume: str | None = None  # auto: continue --run-name. A checkpoint: branch into a new run.
     # --- model and data ---
-    model: str = BUNDLED_MODEL  # Path or Hub id; a saved head is kept.
+    model: str = BUNDLED_MODEL  # Path or Hub id. Its reward head is used if it has one.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or a Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
-    eval_datasets: tuple[str, ...] = ()  # Evaluation sets: NAME=DATASET. Default: easy-vqa's, or none.
+    eval_datasets: tuple[str, ...] = ()  # Evaluation sets: NAME=DATASET. Default: easy-vqa's or none.
     eval_dataset_split: str = "test"  # Split of each of --eval-datasets; ignored for files.
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
@@ -85,7 +85,7 @@ class Args:
     lora_alpha: float = 32.0  # The adapters' output is multiplied by alpha / rank.
     # --- algorithm ---
     center_coef: float = 0.0  # Weight of (chosen + rejected)^2 (TRL: center_rewards_coefficient).
-    label_smoothing: float = 0.0  # Assumed probability that a pair's order is wrong.
+    label_smoothing: float = 0.0  # Assumed probability that a pair's label is wrong.
     total_steps: int = 400  # Number of optimizer steps; 0 only evaluates.
     train_batch_size: int = 32  # Dataset rows per optimizer step, over all ranks.
     # --- optimizer ---
@@ -154,7 +154,7 @@ def compute_bt_loss(
 class Ranking:
     """A dataset row: a prompt and its responses, best first."""
 
-    prompt: PromptInfo  # a Prompt from `encode`; in main without tensors
+    prompt: PromptInfo  # without its inputs, which `encode` has
     response_ids: list[Tensor]  # per response its token ids (R,)
     texts: list[str]  # per response its text, for samples.jsonl
     margin: float  # subtracted from the reward difference of each pair
@@ -181,7 +181,7 @@ def make_pairs(rankings: list[Ranking]) -> Pairs:
     start = 0  # index of the ranking's first response among all B
     for ranking in rankings:
         K = len(ranking.response_ids)
-        weight = 1 / len(rankings) / (K * (K - 1) / 2)
+        weight = 1 / len(rankings) / math.comb(K, 2)
         for i, j in combinations(range(start, start + K), 2):
             pairs.append((i, j, ranking.margin, weight))
         start += K
@@ -216,7 +216,7 @@ def main(args: Args) -> dict[str, float]:
     reward_model, state = run.reward_model, run.state
     received_signals = catch_signals()  # then the run saves and exits after the step
     metrics = {}
-    if run.eval_sets and (state["step"] == 0 or args.total_steps == 0):  # else it is in the state
+    if run.eval_sets and (state["step"] == 0 or args.total_steps == 0):  # or resumed with it
         state["initial_eval"], eval_records = evaluate(args, run)
         log(args, run, {"train/step": state["step"], **state["initial_eval"]}, eval_records)
 
@@ -226,21 +226,20 @@ def main(args: Args) -> dict[str, float]:
     for step in bar:
         # --- 2. data: the next rankings, all pairs within them, and packs of their responses ---
         step_start = time.perf_counter()
-        skipped_before = run.train_data.rows_skipped
+        skipped_before = state["rows_skipped"]
         rankings = next_rankings(args, run)  # the same on all ranks
         pairs = make_pairs(rankings)
         B = sum(len(ranking.response_ids) for ranking in rankings)
         packs, is_split = make_packs(args, run, run.train_data, rankings)  # packs of this rank
-        # GradCache (arXiv:2101.06983): if a ranking is split over packs, first compute all
-        # rewards without gradients. Each pack then takes the rewards of the others as
-        # constants, and the gradients of all packs add up to that of the loss. Otherwise a
-        # pair is either in this pack, or consists of constants, which may be 0.
+        # Usually both responses of a pair are in the same pack. If a ranking is so long that it
+        # is split over packs, first compute all rewards without gradients (GradCache,
+        # arXiv:2101.06983). Each pack then computes its own rewards with gradients, takes the
+        # others from this cache, and the gradients of all packs add up to that of the loss.
         cached_rewards = torch.zeros(B, device=DEVICE)
         if is_split:
             cached_rewards = compute_rewards(run, packs, B)
 
         # --- 3. update: one optimizer step on all pairs ---
-        set_gradient_checkpointing(reward_model.module, True)
         rewards = torch.zeros(B, device=DEVICE)  # for the metrics
         for k, pack in enumerate(packs):  # each rank has the same number of packs
             reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
@@ -254,12 +253,11 @@ def main(args: Args) -> dict[str, float]:
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            loss = (pairs.weights * losses).sum()  # pairs elsewhere have no gradient
+            loss = (pairs.weights * losses).sum()  # pairs outside of this pack have no gradient
             # DeepSpeed averages gradients over ranks; we want a sum.
             reward_model.backward(loss * WORLD_SIZE)
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
-        grad_norm = optimizer_step(reward_model, learning_rate)  # NaN if not finite: it was skipped
-        set_gradient_checkpointing(reward_model.module, False)
+        grad_norm = optimizer_step(reward_model, learning_rate)  # NaN if the update was skipped
         rewards = all_reduce_sum(rewards)  # (B,): each rank has filled in its own
         seconds = time.perf_counter() - step_start
 
@@ -272,7 +270,7 @@ def main(args: Args) -> dict[str, float]:
             "train/learning_rate": learning_rate,
             "train/grad_norm": grad_norm,
             "train/skipped_updates": int(is_skipped),
-            "train/rows_skipped": run.train_data.rows_skipped - skipped_before,
+            "train/rows_skipped": state["rows_skipped"] - skipped_before,
             "time/total": seconds,
         }
         metrics |= ranking_metrics(args, rankings, rewards)
@@ -325,19 +323,22 @@ def setup(args: Args) -> Run:
         "step": 0,
         "initial_eval": {},  # metrics before the first step
         "rows_read": 0,  # position in the endless stream of shuffled epochs
+        "rows_skipped": 0,  # of these
         "consecutive_skipped_updates": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, {"reward": reward_model})
 
     processor = transformers.AutoProcessor.from_pretrained(args.model)
-    train_data = RankingDataset(args, args.dataset, args.dataset_split, args.seed, model, processor)
+    make_dataset = functools.partial(RankingDataset, args, model=model, processor=processor)
+    train_data = make_dataset(args.dataset, args.dataset_split, seed=args.seed)
     eval_sets = {}
     for name, _, source in (x.partition("=") for x in args.eval_datasets):
-        eval_sets[name] = RankingDataset(args, source, args.eval_dataset_split, 0, model, processor)
+        eval_sets[name] = make_dataset(source, args.eval_dataset_split, seed=0)
     require(args.total_steps or eval_sets, "--total-steps 0 only evaluates, which requires --eval-datasets")
     print0(f"{run_dir}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
 
+    # Pack batches if packing reproduces the unmodified model on some rows; otherwise pad them.
     rows = packing_check.choose_probe_rows(train_data.rows)
     prompts = [ranking.prompt for row in rows if (ranking := train_data.encode(row))]
     require(prompts, f"{args.dataset}: none of {len(rows)} rows can be used; see the warnings")
@@ -412,10 +413,8 @@ def print0(message: str) -> None:
 
 
 def catch_signals() -> list[int]:
-    """Collect SIGTERM and SIGINT in the returned list. A second signal ends the process.
-
-    torchrun forwards a signal more than once, so under a launcher repeats are ignored;
-    torchrun sends SIGKILL after a timeout of its own."""
+    """Collect SIGTERM and SIGINT in the returned list. A second signal ends the process, but
+    not under torchrun, which sends a signal more than once (and SIGKILL after 30 s)."""
     received_signals = []
 
     def handler(number, frame):
@@ -454,8 +453,6 @@ class RankingDataset:
         is_pair = "chosen" in columns and "rejected" in columns
         rule = "must have either chosen and rejected or responses; --columns chosen=... renames one"
         require(is_pair != ("responses" in columns), f"{source} has columns {', '.join(columns)}, but {rule}")
-        self.rows_read = 0  # by next_rankings
-        self.rows_skipped = 0
         # A step encodes a row once to plan the packs, and again to build them.
         self.encode = functools.lru_cache(maxsize=2 * args.train_batch_size)(self.encode)
 
@@ -472,14 +469,14 @@ class RankingDataset:
         messages = build_messages(self.args, row | {"prompt": prompt_chat}, self.data_dir, self.tokenizer)
         responses = [build_response(chat, self.tokenizer) for chat in response_chats]
         try:
-            margin = float(row.get("margin") or 0.0)
             prompt, response_ids = encode_ranking(self.model, self.processor, messages, responses, index)
-        except (ValueError, jinja2.TemplateError) as error:  # float, processor or template
+        except (ValueError, jinja2.TemplateError) as error:  # image processor or chat template
             raise RowError(str(error)) from error
         length = prompt.length + max(map(len, response_ids))
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")
-        if not math.isfinite(margin):
+        margin = row.get("margin") or 0.0
+        if not isinstance(margin, int | float) or not math.isfinite(margin):
             raise RowError(f"its margin is {margin}")
         return Ranking(
             prompt=prompt,
@@ -508,7 +505,7 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
         prompt = [{"role": "user", "content": prompt}]
     responses = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in sources]
     if responses[0] and responses[0][0].get("role") != "assistant":
-        num_shared = count_shared(responses)
+        num_shared = count_shared(responses)  # the chats contain the prompt
         prompt = responses[0][:num_shared]
         responses = [response[num_shared:] for response in responses]
     if not prompt:
@@ -549,15 +546,15 @@ def encode_ranking(
 ) -> tuple[Prompt, list[Tensor]]:
     """Split the rendered chats at their longest common token prefix: it becomes the Prompt,
     the rest of each chat its response ids (R,). At least one token per response stays outside
-    of the prefix, because the head reads the last one.
+    of the prefix, because the head reads the last one (with many templates, a newline after EOS).
 
         user <image> Color ? assistant red              num_shared = 5
         user <image> Color ? assistant dark blue        response_ids = [red], [dark blue]
     """
     inputs = chats.encode_chat(processor, messages + responses[0])
     input_ids = inputs["input_ids"][0].tolist()
-    # The tokenizer, for which an image is one token, finds where the chats differ. The
-    # processor expands images, but tokenizes the text after them in the same way.
+    # Images are slow to process, so the processor reads only the first chat. Where the chats differ
+    # is found with the tokenizer, for which an image is one token and the text after it is the same.
     ids = [tokenize_chat(processor, messages + response) for response in responses]
     num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])
     suffix = ids[0][num_shared:]
@@ -568,7 +565,7 @@ def encode_ranking(
         num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])
     length = len(input_ids) - len(ids[0]) + num_shared
     prompt = packing.make_prompt(model, inputs, row_id=index, length=length)
-    # Chat templates end a turn. Without one, the head would read the last word instead of EOS.
+    # Without a chat template nothing ends the response, and the head would read its last word.
     end = [] if processor.chat_template else [processor.eos_token_id]
     return prompt, [torch.tensor(chat_ids[num_shared:] + end) for chat_ids in ids]
 
@@ -643,7 +640,7 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
 
     The columns image(s) and video(s) fill the markers <image> and <video>, and parts of these types
-    without media, in order. Without either, media precede the text of the first user message."""
+    without media, in order. If there are none, media precede the text of the first user message."""
     chat = row["prompt"]
     if chat and isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
@@ -690,7 +687,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
         for piece in filter(None, re.split("(<image>|<video>)", part["text"])):
             if piece in ("<image>", "<video>"):
                 parts.append({"type": piece[1:-1]})
-            elif parts and parts[-1]["type"] == "text":  # together, parts could be a special token
+            elif parts and parts[-1]["type"] == "text":  # a special token may span both
                 parts[-1]["text"] += piece
             else:
                 parts.append({"type": "text", "text": piece})
@@ -712,8 +709,7 @@ def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
 def load_video(source: str, data_dir: Path, fps: float) -> tuple[np.ndarray, Any]:
     """Frames (F, height, width, 3) of a video, sampled at `fps`, and metadata with their times."""
     try:
-        path = str(data_dir / source)
-        return transformers.video_utils.load_video(path, fps=fps, backend="pyav")
+        return transformers.video_utils.load_video(str(data_dir / source), fps=fps, backend="pyav")
     except (TypeError, ValueError) as error:  # no such file, or not a video
         raise RowError(f"can't load the video {source}: {error}") from error
 
@@ -721,7 +717,7 @@ def load_video(source: str, data_dir: Path, fps: float) -> tuple[np.ndarray, Any
 def next_rankings(args: Args, run: Run) -> list[Ranking]:
     """The next --train-batch-size usable rows of an endless stream of shuffled epochs, on all ranks.
 
-    The run saves and stops once more than half of all rows, and of at least 100, were skipped."""
+    The run saves and stops if, after at least 100 rows, more than half were skipped."""
     data, state = run.train_data, run.state
     rankings = []
     while (missing := args.train_batch_size - len(rankings)) > 0:
@@ -729,10 +725,9 @@ def next_rankings(args: Args, run: Run) -> list[Ranking]:
         found = gather_rankings(data, choose_rows(positions, len(data.rows), args.seed))
         rankings += found
         state["rows_read"] += missing
-        data.rows_read += missing
-        data.rows_skipped += missing - len(found)
-        if data.rows_read >= 100 and data.rows_skipped > data.rows_read / 2:
-            counts = f"{data.rows_skipped} of {data.rows_read} rows were skipped"
+        state["rows_skipped"] += missing - len(found)
+        if state["rows_read"] >= 100 and state["rows_skipped"] > state["rows_read"] / 2:
+            counts = f"{state['rows_skipped']} of {state['rows_read']} rows were skipped"
             save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
     return rankings
 
@@ -746,7 +741,7 @@ def choose_rows(positions: range, num_rows: int, seed: int) -> list[int]:
 
 
 def gather_rankings(data: RankingDataset, rows: list[int]) -> list[Ranking]:
-    """The rankings of the usable rows. Each rank encodes its share, and keeps the prompts' inputs."""
+    """The rankings of the usable rows, without inputs of prompts. Each rank encodes its share."""
     rankings = []
     for row in np.array_split(np.array(rows), WORLD_SIZE)[RANK].tolist():
         if ranking := data.encode(row):
@@ -771,8 +766,12 @@ def make_packs(
     args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]
 ) -> tuple[list[packing.Pack], bool]:
     """This rank's packs of some rankings, and whether any ranking is split over several packs."""
-    ranking_of = [i for i, ranking in enumerate(rankings) for _ in ranking.response_ids]  # length B
-    groups = [(i, [b for b, k in enumerate(ranking_of) if k == i]) for i in range(len(rankings))]
+    groups = []  # (ranking, indices of its responses among all B)
+    ranking_of = []  # the ranking of each of the B responses
+    for i, ranking in enumerate(rankings):
+        start = len(ranking_of)
+        ranking_of += [i] * len(ranking.response_ids)
+        groups.append((i, list(range(start, len(ranking_of)))))
     packs = packing.iter_rank_packs(
         model=run.reward_model.module.model,
         groups=groups,
@@ -839,8 +838,8 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
             num_responses = sum(len(ranking.response_ids) for ranking in found)
             rewards.append(compute_rewards(run, packs, num_responses))
             rankings += found
-        is_usable = len(rankings) > len(rows) / 2
-        require(is_usable, f"{data.source}: only {len(rankings)} of {len(rows)} rows can be used")
+        if len(rankings) <= len(rows) / 2:
+            save_and_stop(args, run, f"{data.source}: only {len(rankings)} of {len(rows)} rows can be used")
         rewards = torch.cat(rewards)  # (B,)
         for key, value in ranking_metrics(args, rankings, rewards).items():
             metrics[key.replace("rm/", f"eval/{name}/")] = value
@@ -850,7 +849,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
 
 
 def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[dict]:
-    """A record of each pair for samples.jsonl. A column of the dataset can't replace an entry of ours."""
+    """A record of each pair for samples.jsonl, whose keys win over columns of the dataset."""
     records = []
     rewards_by_ranking = rewards.split([len(ranking.response_ids) for ranking in rankings])
     for ranking, ranking_rewards in zip(rankings, rewards_by_ranking):
@@ -888,7 +887,7 @@ class RewardModel(nn.Module):
         H = model.config.get_text_config().hidden_size
         self.model = model
         self.score = RewardHead(H, 1, bias=False, dtype=model.dtype)
-        # arxiv.org/abs/2009.01325; in fp32, because random bf16 numbers depend on torch's version
+        # arxiv.org/abs/2009.01325. Drawn in fp32: random bf16 numbers depend on torch's version.
         self.score.weight.data.copy_(torch.randn(1, H) * (H + 1) ** -0.5)
 
     def forward(self, pack: packing.Pack) -> Tensor:
@@ -906,6 +905,7 @@ def load_reward_model(args: Args):
     prepare_for_training(args, module)
     engine = init_reward_engine(args, module)
     engine.eval()
+    set_gradient_checkpointing(module, True)  # always, because nothing is generated
     return engine
 
 
@@ -928,7 +928,7 @@ def load_backbone(args: Args):
         stop(f"can't load the model {args.model}: {error}")
     lost = sorted(info["missing_keys"])  # they would be random
     require(not lost, f"{args.model}: {len(lost)} weights are missing: {lost[:3]}")
-    # Gradient checkpointing needs train mode, in which dropout (GPT-2's, for example) would be active.
+    # Gradient checkpointing needs train mode, in which a layer's own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -943,7 +943,7 @@ def load_head(source: str, config) -> Tensor | None:
     except OSError:  # no such file, or it can't be downloaded
         # A random head must not silently replace a trained one.
         has_head = hasattr(config, "reward_head") or "Classification" in str(config.architectures)
-        require(not has_head, f"{source} has a trained head, but its file score.safetensors is missing")
+        require(not has_head, f"{source} has a trained head, but no score.safetensors with it")
         return None
     return safetensors.torch.load_file(path)["score.weight"]
 
@@ -952,12 +952,13 @@ def prepare_for_training(args: Args, module: nn.Module) -> None:
     """Apply --lora-rank, --freeze and --gradient-checkpointing to a module around a model."""
     if args.lora_rank > 0:
         add_lora(args, module.model)
-    frozen = [name for name, _ in module.named_parameters() if args.freeze and re.search(args.freeze, name)]
-    require(frozen or not args.freeze, f"--freeze {args.freeze} matches no parameter name")
-    for name in frozen:
-        module.get_parameter(name).requires_grad_(False)
-    require(any(x.requires_grad for x in module.parameters()), f"--freeze {args.freeze} freezes everything")
-    if frozen:
+    if args.freeze:
+        frozen = [x for x, _ in module.named_parameters() if re.search(args.freeze, x)]
+        require(frozen, f"--freeze {args.freeze} matches no parameter name")
+        for name in frozen:
+            module.get_parameter(name).requires_grad_(False)
+        is_trained = any(x.requires_grad for x in module.parameters())
+        require(is_trained, f"--freeze {args.freeze} freezes everything")
         print0(f"--freeze {args.freeze} freezes {len(frozen)} weights: {', '.join(frozen[:3])}, ...")
     if args.gradient_checkpointing:
         module.model.gradient_checkpointing_enable()
@@ -973,7 +974,7 @@ def add_lora(args: Args, model) -> None:
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules="all-linear",
-        # All names that don't begin with the prefix, and towers that some decoders contain.
+        # Names that don't begin with the prefix (none if it is ""), and towers inside of decoders.
         exclude_modules=rf"(?!{re.escape(prefix)}).*|.*(vision|visual|image|audio|perceiver).*",
     )
     model.add_adapter(config)
@@ -1167,20 +1168,22 @@ def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> di
     for name, engine in engines.items():
         decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
-        # Not strict: frozen weights aren't saved, they are those of --model.
-        _, saved = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
+        try:  # not strict: frozen weights aren't saved, they are those of --model
+            _, saved = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
+        except (RuntimeError, ValueError) as error:
+            stop(f"{checkpoint} needs the same --lora-rank, --freeze and --zero-stage: {error!s:.200}")
         # DeepSpeed also loads the old flags of the optimizer; a branch may have others.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
-    ignored = {"resume", "run_name", "output_dir"}
-    flags = {name: value for name, value in asdict(args).items() if name not in ignored}
-    changed = [name for name, value in flags.items() if saved["args"].get(name) != value]
+    old = saved["args"]
+    ignored = ("resume", "run_name", "output_dir")
+    changed = [x for x in vars(args) if x not in ignored and getattr(args, x) != old.get(x)]
     for name in changed:
         if name.endswith("model") and (args.lora_rank or args.freeze):
-            stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {saved['args'].get(name)}")
+            stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {old.get(name)}")
     if changed:
-        changes = [f"--{x.replace('_', '-')} {flags[x]} (was {saved['args'].get(x)})" for x in changed]
+        changes = [f"--{x.replace('_', '-')} {getattr(args, x)} (was {old.get(x)})" for x in changed]
         print0(f"warning: flags differ from those of {checkpoint}: {', '.join(changes)}")
     return saved["run_state"]
 
@@ -1233,8 +1236,8 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
 
 def save_and_stop(args: Args, run: Run, problem: str) -> NoReturn:
     """Save as checkpoint-N-problem, which --resume auto does not pick, then exit. Call on all ranks."""
-    checkpoint = save_checkpoint(args, run, "-problem")
-    print0(f"saved {checkpoint}")
+    if run.state["step"] > 0:
+        print0(f"saved {save_checkpoint(args, run, '-problem')}")
     stop(problem)
 
 

@@ -403,9 +403,11 @@ def test_resuming_deletes_nothing(run, any_score, tmp_path, monkeypatch, capsys)
     assert "flags differ from those of" in out and "--kl-coef 0.5 (was 0.01)" in out
     with pytest.raises(SystemExit):
         run("rloo", resume=old / "checkpoint-1", **flags)  # the same name
-    with pytest.raises(SystemExit):  # the frozen weights are those of --model
-        run("rloo", run_name="other", resume=old / "checkpoint-1", model=str(old / "checkpoint-1"), **flags)
-    assert f"was trained with --model {conftest.TINY}" in capsys.readouterr().err
+    others = {f"trained with --model {conftest.TINY}": {"model": str(old / "checkpoint-1")}}  # frozen weights
+    for reason, wrong in (others | {"needs the same --lora-rank": {"lora_rank": 2}}).items():
+        with pytest.raises(SystemExit):
+            run("rloo", run_name=reason[:5], resume=old / "checkpoint-1", **flags | wrong)
+        assert reason in capsys.readouterr().err
     shutil.rmtree(old / "checkpoint-3")
     run("rloo", resume="auto", **flags)
     assert [m["train/step"] for m in metrics_of(old)] == [1, 2, 3]
@@ -421,8 +423,7 @@ def test_few_responses_make_few_updates_and_the_schedule_counts_rollouts(run, vq
     )
     flags = {"rewards": (f"{tmp_path}/reward.py:rare",), "reward_weights": (1,), "eval_dataset": None}
     few = metrics_of(run("rloo", **flags))
-    rate = few[-1]["train/learning_rate"]
-    assert rate == pytest.approx(7.75e-5), "of update 6 of 8: updates 3, 4, 7, 8 are missing"
+    assert few[-1]["train/learning_rate"] == pytest.approx(7.75e-5), "of update 6; 3, 4, 7, 8 are missing"
     assert len(rloo.draw_mini_batches(rloo.Args(train_batch_size=8), 1, 0, torch.eye(4) > 0)) == 1
     batches = rloo.draw_mini_batches(rloo.Args(train_batch_size=128), 1, 0, torch.ones(17, 8) > 0)
     assert [*map(len, batches)] == [9, 8], "17 prompts are not 16 and 1"
