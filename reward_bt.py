@@ -505,7 +505,7 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
         prompt = [{"role": "user", "content": prompt}]
     responses = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in sources]
     if responses[0] and responses[0][0].get("role") != "assistant":
-        num_shared = count_shared(responses)  # the chats contain the prompt
+        num_shared = common_prefix_length(responses)  # the chats contain the prompt
         prompt = responses[0][:num_shared]
         responses = [response[num_shared:] for response in responses]
     if not prompt:
@@ -518,7 +518,7 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
     return prompt, responses
 
 
-def count_shared(sequences: list[list]) -> int:
+def common_prefix_length(sequences: list[list]) -> int:
     """Length of the longest common prefix: [[1, 2, 3], [1, 2, 4]] -> 2."""
     for i, items in enumerate(zip(*sequences)):
         if any(item != items[0] for item in items):
@@ -556,13 +556,13 @@ def encode_ranking(
     # Images are slow to process, so the processor reads only the first chat. Where the chats differ
     # is found with the tokenizer, for which an image is one token and the text after it is the same.
     ids = [tokenize_chat(processor, messages + response) for response in responses]
-    num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])
+    num_shared = common_prefix_length([chat_ids[:-1] for chat_ids in ids])
     suffix = ids[0][num_shared:]
     if input_ids[-len(suffix) :] != suffix:
         # PaliGemma's processor appends tokens to any text, so it must tokenize all chats.
         encoded = [chats.encode_chat(processor, messages + response) for response in responses]
         ids = [x["input_ids"][0].tolist() for x in encoded]
-        num_shared = count_shared([chat_ids[:-1] for chat_ids in ids])
+        num_shared = common_prefix_length([chat_ids[:-1] for chat_ids in ids])
     length = len(input_ids) - len(ids[0]) + num_shared
     prompt = packing.make_prompt(model, inputs, row_id=index, length=length)
     # Without a chat template nothing ends the response, and the head would read its last word.
