@@ -122,9 +122,7 @@ def test_varlen_attention_equals_sdpa(heads, kv_heads, D, row, monkeypatch):
     sdpa_errors = [error(*pair) for pair in zip(run(torch.bfloat16, is_varlen=False), exact)]
     varlen_errors = [error(*pair) for pair in zip(run(torch.bfloat16, is_varlen=True), exact)]
     text = " · ".join(f"{a:.1e} ({b:.1e})" for a, b in zip(varlen_errors, sdpa_errors))
-    what = (
-        f"varlen (SDPA) in bf16 against fp32, {heads}/{kv_heads} heads of {D}: output, gradients of q, k, v"
-    )
+    what = f"varlen (SDPA) in bf16 against fp32, {heads}/{kv_heads} heads of {D}: output, grads of q, k, v"
     row(what, text)
     assert all(a < 2 * b + 1e-3 for a, b in zip(varlen_errors, sdpa_errors))
 
@@ -140,9 +138,8 @@ def test_bf16_against_fp32(vqa, row, monkeypatch):
     results = {}
     for name, dtype in (("fp32", "float32"), ("varlen", "bfloat16"), ("SDPA", "bfloat16")):
         is_varlen = name == "varlen"
-        monkeypatch.setattr(
-            attention, "can_use_varlen", can_use_varlen if is_varlen else lambda q, mask: False
-        )
+        usable = can_use_varlen if is_varlen else lambda q, mask: False
+        monkeypatch.setattr(attention, "can_use_varlen", usable)
         rloo.fill_defaults(args := rloo.Args(dtype=dtype))
         model = rloo.load_model(args, TINY).to(DEVICE)
         packing.set_attention(model, "packed")
@@ -262,9 +259,8 @@ def make_large_model(folder) -> None:
     vision |= {"out_hidden_size": 2048, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
     tiny = transformers.AutoConfig.from_pretrained(TINY)
     ids = {name: value for name, value in vars(tiny).items() if re.fullmatch(r"\w+_token_id", name)}
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=True, **ids
-    )
+    ids |= {"text_config": text, "vision_config": vision}
+    config = transformers.Qwen2_5_VLConfig(tie_word_embeddings=True, **ids)
     with torch.device("cuda"):
         model = transformers.Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)

@@ -547,6 +547,23 @@ def test_count_tokens():
     assert packing.count_tokens(5, [], packed=False) == packing.count_tokens(5, [], packed=True) == 5
 
 
+def test_groups_with_other_media_run_separately():
+    """Response 1 has an observation with an image."""
+    prompts, seen = [SimpleNamespace(media_keys=())], SimpleNamespace(media_inputs={"pixel_values": 0})
+    groups = {frozenset(): [(0, [0])], frozenset(["pixel_values"]): [(0, [1])]}
+    assert packing.group_by_media([(0, [0, 1])], prompts, {1: seen}) == groups
+
+
+def test_configs_of_other_families():
+    """Lists of media tokens, and RoPE that depends on the length in some layers only."""
+    rope = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}
+    text = SimpleNamespace(vocab_size=9, rope_parameters=rope, max_position_embeddings=64)
+    config = SimpleNamespace(get_text_config=lambda: text, eos_token_id=1, image_token_id=2)
+    config.vision_end_token_ids = [5, 99]
+    assert packing.media_token_ids(config) == [2, 5]
+    assert packing.rope_limit(SimpleNamespace(config=config)) == 64
+
+
 def test_plan_refuses_what_cannot_fit():
     with pytest.raises(AssertionError, match="response 1 never fits into 40 tokens"):
         plan_packs([(0, [0, 1])], [30], [10, 11], 40)

@@ -193,16 +193,20 @@ def test_advantages_are_those_of_the_flags(run, monkeypatch, flags):
     assert kl.abs().max() > 1e-3 and step.values.any()
     rewards = scores - args.kl_coef * kl.sum(1).view(scores.shape)
     assert metrics[1]["objective/rlhf_reward"] == pytest.approx(rewards[kept].mean().item(), abs=1e-5)
+    response_kl = kl.sum(1).view(scores.shape)[kept].mean().item()
+    assert metrics[1]["objective/kl"] == pytest.approx(response_kl, abs=1e-5)
+    assert metrics[1]["objective/scores"] == pytest.approx(step.rollout.scores.mean().item(), abs=1e-5)
     rewards = ppo_vl.compute_token_rewards(scores.flatten(), kl * args.kl_coef, mask)
     expected, returns = compute_gae(rewards, step.values, mask, args.gamma, args.gae_lambda)
     assert_close(step.returns, returns, atol=1e-5, rtol=1e-4)
+    explained = ppo_vl.explained_variance(step.values[mask], returns[mask]).item()
+    assert metrics[1]["value/explained_variance"] == pytest.approx(explained, abs=1e-4)
     if args.whiten_advantages:
         expected = (expected - expected[mask].mean()) / expected[mask].std(correction=0) * mask
     assert_close(step.advantages, expected, atol=1e-5, rtol=1e-4)
     assert {(call["clip_low"], call["clip_high"]) for _, call, _ in losses} == {(0.2, 0.3)}
-    in_loss = torch.cat([call["old_logprobs"] for _, call, _ in losses])[
-        -int(mask.sum()) :
-    ]  # in the last epoch
+    in_loss = torch.cat([call["old_logprobs"] for _, call, _ in losses])
+    in_loss = in_loss[-int(mask.sum()) :]  # in the last epoch
     assert torch.equal(in_loss.sort()[0], step.old_logprobs[mask].sort()[0])
 
 
@@ -403,9 +407,8 @@ def test_the_trained_critic_is_exported(run):
     args = filled(critic_model=str(run_dir / "checkpoint-1/critic"))
     trained, initial = ppo_vl.load_critic(args), ppo_vl.load_critic(filled())
     assert trained.value_head.weight.any() and not initial.value_head.weight.any()
-    moved = [
-        name for name, x in trained.state_dict().items() if not torch.equal(x, initial.state_dict()[name])
-    ]
+    before = initial.state_dict()
+    moved = [name for name, x in trained.state_dict().items() if not torch.equal(x, before[name])]
     assert any("q_proj" in name for name in moved) and not any("visual" in name for name in moved)
     run(**ONE_UPDATE, run_name="next", critic_model=args.critic_model)
 

@@ -250,11 +250,13 @@ def test_media_of_a_saved_dataset_are_in_its_directory(tmp_path):
 
     Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
     (tmp_path / "saved").mkdir()
-    datasets.Dataset.from_list([GOOD | {"image": "b.png"}]).save_to_disk(tmp_path / "saved")
+    splits = {"train": GOOD, "test": GOOD | {"image": "b.png"}}
+    splits = {name: datasets.Dataset.from_list([row]) for name, row in splits.items()}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     Image.new("RGB", (56, 56), "red").save(tmp_path / "saved" / "b.png")
     args = filled_args("reward_bt")
     processor = transformers.AutoProcessor.from_pretrained(TINY)
-    data = RankingDataset(args, str(tmp_path / "saved"), "train", 0, reward_bt.load_backbone(args), processor)
+    data = RankingDataset(args, str(tmp_path / "saved"), "test", 0, reward_bt.load_backbone(args), processor)
     assert data.encode(0).prompt.media_inputs
 
 
@@ -446,9 +448,8 @@ def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_p
     monkeypatch.setattr(reward_bt, "make_packs", make_packs)
     monkeypatch.setattr(reward_bt, "init_reward_engine", lambda args, module: Engine(module))
     monkeypatch.setattr(reward_bt, "optimizer_step", lambda engine, learning_rate: 0.0)
-    monkeypatch.setattr(
-        reward_bt, "save_checkpoint", lambda args, run: modules.append(run.reward_model.module)
-    )
+    save = lambda args, run: modules.append(run.reward_model.module)  # noqa: E731
+    monkeypatch.setattr(reward_bt, "save_checkpoint", save)
     for budget in (8192, longest):
         num_packs.clear()
         splits.clear()
@@ -624,9 +625,8 @@ def test_a_head_on_the_hub_is_loaded_and_never_replaced_by_a_random_one(
 
 def test_a_classifier_is_refused(tiny_text_model, tmp_path, capsys):
     """Its head is in model.safetensors; a reward model that starts from it would get a random one."""
-    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(
-        tiny_text_model, num_labels=1
-    )
+    auto_class = transformers.AutoModelForSequenceClassification
+    classifier = auto_class.from_pretrained(tiny_text_model, num_labels=1)
     classifier.save_pretrained(tmp_path)
     with pytest.raises(SystemExit):
         reward_bt.load_head(str(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path))

@@ -133,9 +133,8 @@ def test_the_second_pass_favors_what_was_rewarded(run, any_score, watch):
     gains = []
     for keywords, _ in losses:
         difference = (keywords["new_logprobs"] - keywords["old_logprobs"]).detach()
-        logratio = torch.zeros_like(keywords["advantages"]).index_add(
-            0, keywords["response_of_token"], difference
-        )
+        zeros = torch.zeros_like(keywords["advantages"])
+        logratio = zeros.index_add(0, keywords["response_of_token"], difference)
         gains.append(float((logratio * keywords["advantages"]).sum()))
     assert abs(gains[0]) < 1e-4 and gains[1] > 0.05
     metrics = metrics_of(run_dir)[0]
@@ -467,9 +466,8 @@ def test_frozen_adapters_stay_frozen_after_the_reference_pass(run, monkeypatch, 
 def test_images_are_scaled_down_before_the_processor(run, any_score, tmp_path, vqa_rows):
     data = write_jsonl(tmp_path / "rows.jsonl", vqa_rows[:4])
     args = rloo.Args(max_pixels=1024)
-    messages = rloo.build_messages(
-        args, vqa_rows[0], ROOT, rloo.transformers.AutoTokenizer.from_pretrained(conftest.TINY)
-    )
+    tokenizer = rloo.transformers.AutoTokenizer.from_pretrained(conftest.TINY)
+    messages = rloo.build_messages(args, vqa_rows[0], ROOT, tokenizer)
     image = messages[0]["content"][0]["image"]
     assert image.size == (32, 32)  # of 64 x 64
     run("rloo", max_pixels=1024, dataset=data, eval_dataset=None, total_steps=1, **any_score)

@@ -345,7 +345,6 @@ def test_a_stopped_server_ends_the_run(vqa_file, tmp_path, servers, started):
     """This must be the last test, because it stops the server."""
     started.stop()
     result = run(tmp_path, SERVERS, dataset=vqa_file)
-    assert result.returncode == 2 and f"error: vLLM server {started.url}" in result.stderr, result.stderr[
-        -3000:
-    ]
+    error = result.stderr[-3000:]
+    assert result.returncode == 2 and f"error: vLLM server {started.url}" in error, error
     assert "Traceback" not in result.stderr
