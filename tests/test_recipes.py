@@ -35,9 +35,8 @@ def data(vqa_rows, tmp_path_factory) -> dict[str, str]:
     rows = vqa_rows[:8]
     media = [{"prompt": row["prompt"], "image": row["image"]} for row in rows]
     pairs = [x | {"chosen": row["answer"], "rejected": "purple"} for x, row in zip(media, rows)]
-    judged = [
-        x | {"answer_1": row["answer"], "answer_2": "purple", "verdict": 1} for x, row in zip(media, rows)
-    ]
+    wrong = {"answer_2": "purple", "verdict": 1}
+    judged = [x | wrong | {"answer_1": row["answer"]} for x, row in zip(media, rows)]
     tables = {"rloo": rows, "ppo_vl": rows, "reward_bt": pairs, "grm_sft": judged}
     folder = tmp_path_factory.mktemp("recipes")
     return {script: write_jsonl(folder / f"{script}.jsonl", tables[script]) for script in SCRIPTS}
