@@ -142,9 +142,8 @@ def test_packs(family, examples, pool_of):
         model = packed if case["packed"] else unmodified
         arguments = model, groups, prompts, pool.__getitem__, responses, max_tokens
         split = {name: case[name] for name in ("world_size", "separate_media")}
-        ranks = [
-            list(packing.iter_rank_packs(*arguments, rank, **split)) for rank in range(case["world_size"])
-        ]
+        each_rank = range(case["world_size"])
+        ranks = [list(packing.iter_rank_packs(*arguments, rank, **split)) for rank in each_rank]
         for packs in zip(*ranks, strict=True):  # all ranks run the same vision towers at the same time
             if case["separate_media"]:
                 assert len({frozenset(pack.model_inputs) for pack in packs}) == 1

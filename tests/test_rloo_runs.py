@@ -298,9 +298,8 @@ def test_what_is_trained_without_a_sampler_is_what_was_checked(
     """These scripts have no policy/ratio: at each training forward, another one in eval mode gives the same."""
     rows = [{"prompt": f"Say {i}", "chosen": f"{i}", "rejected": "no"} for i in range(4)]
     if script == "grm_sft":
-        rows = [
-            {"prompt": f"Say {i}", "answer_1": f"{i}", "answer_2": "no", "verdict": "1"} for i in range(4)
-        ]
+        wrong = {"answer_2": "no", "verdict": "1"}
+        rows = [{"prompt": f"Say {i}", "answer_1": f"{i}"} | wrong for i in range(4)]
     module_class = getattr(importlib.import_module(script), network)
     forward, errors = module_class.forward, []
 
