@@ -1358,15 +1358,15 @@ def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> di
         folder = str(checkpoint / "state" / name)
         try:  # not strict: frozen weights aren't saved, they are those of --model
             _, saved = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
-        except (RuntimeError, ValueError) as error:
-            stop(f"{checkpoint} needs the same --lora-rank, --freeze and --zero-stage: {error!s:.200}")
+        except Exception as error:  # DeepSpeed raises many types
+            rule = "--zero-stage, --lora-rank, --freeze and the number of ranks must be the same"
+            stop(f"can't resume {checkpoint}: {rule} ({error!r:.200})")
         # DeepSpeed also loads the old flags of the optimizer; a branch may have others.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
-    old = saved["args"]
-    ignored = ("resume", "run_name", "output_dir")
-    changed = [x for x in vars(args) if x not in ignored and getattr(args, x) != old.get(x)]
+    old = saved["args"] | {name: getattr(args, name) for name in ("resume", "run_name", "output_dir")}
+    changed = [name for name, value in vars(args).items() if value != old.get(name)]
     for name in changed:
         if name.endswith("model") and (args.lora_rank or args.freeze):
             stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {old.get(name)}")
