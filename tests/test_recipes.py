@@ -54,7 +54,7 @@ def test_my_reward(tmp_path):
     reward = runpy.run_path(my_reward(tmp_path))["accuracy"]
     texts = ["Four legs. Answer: a **cat**", "Answer: dog\nNo.\nAnswer: Cat.", "cat"]
     reported = []
-    assert reward(texts, ["a cat", "cat", "cat"], lambda *x: reported.append(x)) == [0.0, 1.0, 0.0]
+    assert reward(texts, ["a cat", "cat", 3], lambda *x: reported.append(x)) == [0.0, 1.0, 0.0]
     assert reported == [("answered", 2 / 3)]
 
 
