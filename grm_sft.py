@@ -7,10 +7,10 @@ A judge reads a question and two candidates (images, videos or texts) and writes
 It learns this by next-token prediction. Each pair of candidates is shown in both orders, so
 that the judge can't rely on their order. Papers: https://arxiv.org/abs/2408.15240, 2505.03318.
 examples/judge_reward.py turns the probabilities of a judge's verdicts into a reward. It does
-what LightRFT's GRMTrainerVL does; docs/grm_sft.md lists the differences.
+what LightRFT's GRMTrainerVL does; docs/lightrft.md lists the differences.
 
-Start with `main`. What it calls follows by topic: setup, data, forward, evaluation, model,
-DeepSpeed, files. Terms:
+Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
+evaluation, model, DeepSpeed, files. Terms:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
     example     what the model reads: a pair in one order of its candidates, or a chat
@@ -206,10 +206,10 @@ def main(args: Args) -> dict[str, float]:
             judge.set_gradient_accumulation_boundary(k == len(packs) - 1)
             logprobs = judge(pack)  # (M,)
             loss = compute_sft_loss(logprobs, num_tokens)
-            judge.backward(loss * WORLD_SIZE)  # DeepSpeed averages gradients over ranks: undo it
+            judge.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             rank_loss += loss.detach()
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
-        # NaN if not finite: the update was skipped
+        # NaN if the update was skipped
         grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0
         set_gradient_checkpointing(judge.module, False)
         mean_loss = sum(all_gather_list([float(rank_loss)]))  # over the step's trained tokens

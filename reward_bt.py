@@ -5,7 +5,7 @@ the reward of the better of two responses over that of the other:
 
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
-Paper: https://arxiv.org/abs/2203.02155. docs/reward_bt.md compares with TRL's and EasyDeL's
+Paper: https://arxiv.org/abs/2203.02155. docs/trl.md compares TRL's and EasyDeL's
 RewardTrainer. Start with `main`. The functions that it calls are grouped by topic: setup,
 data, forward, evaluation, model, DeepSpeed, files.
 
