@@ -29,7 +29,7 @@ SHORT_RUN = {"total_steps": 2, "prompts_per_rollout": 4, "train_batch_size": 8, 
 SHORT_RUN |= {"eval_prompts": 4, "eval_rows": 4, "eval_num_samples": 2}
 # Names of other libraries.
 FOREIGN_NAMES = set(
-    "save_to_disk AutoModel AutoProcessor AutoModelForImageTextToText trust_remote_code sync_ref_model DataProto loss_agg_mode compute_loss use_cpg_loss high_entropy_token_ratio vision_model vision_tower".split()
+    "rollout_batch_size save_to_disk AutoModel AutoProcessor AutoModelForImageTextToText trust_remote_code sync_ref_model DataProto loss_agg_mode compute_loss use_cpg_loss high_entropy_token_ratio vision_model vision_tower".split()
 )
 
 each_page = pytest.mark.parametrize("page", [*MARKDOWN, *PYTHON], ids=lambda p: str(p.relative_to(ROOT)))
