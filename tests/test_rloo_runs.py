@@ -456,7 +456,9 @@ def test_frozen_adapters_stay_frozen_after_the_reference_pass(run, monkeypatch, 
     saves = []
     real = rloo.save_checkpoint
     monkeypatch.setattr(rloo, "save_checkpoint", lambda args, state: saves.append(state) or real(args, state))
-    run("rloo", lora_rank=2, freeze=r"layers\.0\.", eval_dataset=None, total_steps=1, **any_score)
+    flags = {"freeze": r"layers\.0\.", "zero_stage": 2, "offload_optimizer": True} | any_score
+    run("rloo", lora_rank=2, eval_dataset=None, total_steps=1, **flags)
+    assert saves[0].actor.zero_cpu_offload()
     model = saves[0].actor.module.model
     adapters = {name: p.requires_grad for name, p in model.named_parameters() if ".lora_" in name}
     assert all(trained == (".layers.0." not in name) for name, trained in adapters.items())
