@@ -175,8 +175,7 @@ def main(args: Args) -> dict[str, float]:
     # --- 1. setup ---
     run_start = time.perf_counter()
     run = setup(args)
-    judge = run.judge
-    state = run.state
+    judge, state = run.judge, run.state
     received_signals = catch_signals()  # then the run saves and exits after the step
     metrics = {}
     if run.eval_data and (state["step"] == 0 or args.total_steps == 0):
@@ -209,8 +208,7 @@ def main(args: Args) -> dict[str, float]:
             judge.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             rank_loss += loss.detach()
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
-        # NaN if the update was skipped
-        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0
+        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0  # NaN if it was skipped
         set_gradient_checkpointing(judge.module, False)
         mean_loss = sum(all_gather_list([float(rank_loss)]))  # over the step's trained tokens
         seconds = time.perf_counter() - step_start
@@ -294,6 +292,8 @@ def setup(args: Args) -> Run:
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, {"judge": judge})
+        if args.resume != "auto":  # a branch has a checkpoint-best of its own
+            state["best_score"] = -math.inf
 
     processor = transformers.AutoProcessor.from_pretrained(args.model)
     train_data = load_examples(args, args.dataset, args.dataset_split, model, processor, training=True)

@@ -287,7 +287,7 @@ def main(args: Args) -> dict[str, float]:
         bar.set_postfix(postfix)
         if bar.disable:
             print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {postfix}")
-        if state["consecutive_skipped_updates"] == 5:
+        if state["consecutive_skipped_updates"] >= 5:
             save_and_stop(args, run, f"step {step}: no finite gradients in 5 steps")
         has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
