@@ -445,6 +445,9 @@ def test_defaults_fit_the_model(tiny_text_model, capsys):
     assert (other.learning_rate, other.max_response_length, other.max_prompt_length) == (1e-6, 512, 2048)
     assert (bundled.num_epochs, bundled.train_batch_size) == (2, 128)
     assert (other.num_epochs, other.train_batch_size) == (1, 32 * 8)
+    six = rloo.Args(num_samples_per_prompt=6)  # 192 responses, which 128 does not divide
+    rloo.fill_defaults(six)
+    assert six.train_batch_size == 192
     assert lora.learning_rate == 1e-5 and "learning_rate 1e-05" in capsys.readouterr().out
     half = rloo.Args(dtype="bfloat16")
     rloo.fill_defaults(half)

@@ -24,7 +24,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 100,
     "docs/recipes.md": 280,
     "tools/*.py": 3600,
-    "tests/*.py": 9505,
+    "tests/*.py": 9510,
 }
 
 
