@@ -47,6 +47,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import jinja2
 import numpy as np
 import torch
@@ -56,7 +57,6 @@ import tyro
 from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from common import chats, decoding, packing, packing_check
 from common.packing import Continuation, Prompt, PromptInfo, stop
@@ -77,7 +77,7 @@ class Args:
     seed: int = 1  # Random seed for data order and easy-VQA's pairs.
     output_dir: str = "runs"  # Directory that contains one directory per run.
     run_name: str | None = None  # Folder in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
-    resume: str | None = None  # auto: continue --run-name. A checkpoint: branch into a new run.
+    resume: str | None = None  # auto: resume --run-name. A checkpoint: start a new run from it.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id of a VLM or text model.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or a Hub id.
@@ -100,9 +100,9 @@ class Args:
     train_batch_size: int = 32  # Examples per optimizer step, over all ranks; a pair is two.
     # --- optimizer ---
     learning_rate: float | None = None  # Peak. Default: 1e-5; LoRA: 1e-4; bundled model: 1e-3.
-    min_lr_ratio: float = 0.1  # Final learning rate of the cosine, as a fraction of the peak.
+    min_lr_ratio: float = 0.1  # Final learning rate of the cosine schedule, as a fraction of the peak.
     warmup_updates: int = 20  # Optimizer steps of linear warmup.
-    weight_decay: float = 0.0  # AdamW weight decay; not applied to biases and norm weights.
+    weight_decay: float = 0.0  # AdamW weight decay; not applied to biases or norm weights.
     max_grad_norm: float = 1.0  # Maximum gradient norm; larger gradients are scaled down.
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
@@ -182,10 +182,7 @@ def main(args: Args) -> dict[str, float]:
         state["initial_eval"], eval_records = evaluate(args, run)
         log(args, run, {"train/step": state["step"], **state["initial_eval"]}, eval_records)
 
-    steps = range(state["step"] + 1, args.total_steps + 1)
-    disable = None if RANK == 0 else True  # None: no bar if stderr is not a terminal
-    bar = tqdm(steps, "grm_sft", total=args.total_steps, initial=state["step"], disable=disable)
-    for step in bar:
+    for step in range(state["step"] + 1, args.total_steps + 1):
         # --- 2. data: the examples of all ranks, and this rank's packs ---
         step_start = time.perf_counter()
         example_ids = sample_example_ids(
@@ -245,10 +242,8 @@ def main(args: Args) -> dict[str, float]:
                 save_checkpoint(args, run, "checkpoint-best")
         log(args, run, metrics, eval_records)
         names = ("loss/sft", "eval/loss", "eval/accuracy")
-        postfix = {name: f"{metrics[name]:.3g}" for name in names if name in metrics}
-        bar.set_postfix(postfix)
-        if bar.disable:
-            print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {postfix}")
+        shown = {name: f"{metrics[name]:.3g}" for name in names if name in metrics}
+        print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
         if problem := find_training_problem(state):
             checkpoint = save_checkpoint(args, run, f"checkpoint-{step}-problem")
             stop(f"step {step}: {problem}. The run is saved in {checkpoint}")
@@ -352,10 +347,9 @@ def require(condition: Any, message: str) -> None:
 
 
 def print0(message: str) -> None:
-    """Print on rank 0, above the progress bar."""
+    """Print on rank 0."""
     if RANK == 0:
-        tqdm.write(message)
-        sys.stdout.flush()
+        print(message, flush=True)
 
 
 def catch_signals() -> list[int]:
@@ -452,9 +446,8 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
     if training:
         num_rows = EASY_VQA_ROWS if source == "easy-vqa" else 0
     indices = np.sort(np.random.default_rng(0).permutation(len(rows))[: num_rows or None])
-    rows = rows.select(indices)
     if source == "easy-vqa":  # the evaluation set does not depend on --seed
-        rows = make_easy_vqa_pairs(rows, indices, seed=args.seed if training else 0)
+        rows = make_easy_vqa_pairs(rows, seed=args.seed if training else 0)
     columns = rows.column_names
     is_known = "messages" in columns or {"prompt", "verdict"} <= {*columns}
     advice = "rename yours, such as --columns prompt=question verdict=label"
@@ -463,7 +456,7 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
     unknown = [repr(x) for x in values if x is not None and read_verdict(x) not in VERDICTS]
     rule = "1 (the first candidate is better), 2 or tie; empty for chats"
     require(not unknown, f"{source}: a verdict must be {rule}, not {', '.join(unknown[:3])}")
-    groups = group_examples(args, source, rows)
+    groups = group_examples(args, source, rows, indices)
     data_dir = Path(source) if Path(source).is_dir() else Path(source).parent
     return ExampleDataset(args, source, rows, groups, data_dir, model, processor, training)
 
@@ -489,11 +482,14 @@ def load_rows(args: Args, source: str, split: str):
         stop(f"can't load the dataset {source} (split {split}): {error.__cause__ or error}")
     for pair in args.columns:
         new, _, old = pair.partition("=")
-        if new and old in rows.column_names:
-            replaced = [new] if new in rows.column_names else []
-            rows = rows.remove_columns(replaced).rename_column(old, new)
-        elif source == args.dataset or new not in rows.column_names:  # --eval-dataset may be renamed already
-            stop(f"--columns {pair} must be name=column; {source} has {', '.join(rows.column_names)}")
+        if old in rows.column_names and new not in ("", old):
+            if new in rows.column_names:  # it is replaced
+                rows = rows.remove_columns(new)
+            rows = rows.rename_column(old, new)
+            continue
+        is_renamed = source != args.dataset and new in rows.column_names  # evaluation data may be
+        require(is_renamed, f"--columns {pair} must be NEW=OLD; {source} has {', '.join(rows.column_names)}")
+    require(len(rows), f"{source} (split {split}) has no rows")
     return rows
 
 
@@ -508,12 +504,12 @@ def easy_vqa_rows(split: str):
     return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
 
 
-def make_easy_vqa_pairs(rows, indices: np.ndarray, seed: int):
+def make_easy_vqa_pairs(rows, seed: int):
     """Rows of easy-VQA as pairs of the right and a wrong answer of the same type, in random order."""
     import datasets
 
     pairs = []
-    for row, index in zip(rows.to_list(), indices):
+    for index, row in enumerate(rows.to_list()):
         rng = np.random.default_rng([seed, index])
         right = row["answer"]
         (same_type,) = [answers.split() for answers in EASY_VQA_ANSWERS if right in answers.split()]
@@ -525,10 +521,10 @@ def make_easy_vqa_pairs(rows, indices: np.ndarray, seed: int):
     return datasets.Dataset.from_list(pairs)
 
 
-def group_examples(args: Args, source: str, rows) -> list[list[int]]:
-    """Example ids of all rows; a group is shuffled as a whole. Both orders of a pair are in
+def group_examples(args: Args, source: str, rows, indices: np.ndarray) -> list[list[int]]:
+    """Example ids of some rows; a group is shuffled as a whole. Both orders of a pair are in
     one group, and with --group-by-image all rows with the same paths of images and videos."""
-    table = rows.with_format("arrow")[:]  # does not decode images
+    table = rows.select(indices).with_format("arrow")[:]  # does not decode images
     columns = {}
     for name, column in zip(table.column_names, table.columns):
         if "binary" in str(column.type):  # media in the dataset, whose content is not compared
@@ -537,8 +533,8 @@ def group_examples(args: Args, source: str, rows) -> list[list[int]]:
             columns[name] = column.to_pylist()
     groups = defaultdict(list)
     num_unswapped = 0
-    for i in range(len(rows)):
-        row = {name: column[i] for name, column in columns.items()}
+    for position, i in enumerate(indices.tolist()):
+        row = {name: column[position] for name, column in columns.items()}
         paths = [row.get(name) for name in ("image", "images", "video", "videos")]
         group = groups[str(paths) if args.group_by_image and any(paths) else i]
         group.append(2 * i)
@@ -548,7 +544,7 @@ def group_examples(args: Args, source: str, rows) -> list[list[int]]:
             num_unswapped += 1
     if num_unswapped:
         reason = "their reasoning names the candidates in words that can't be swapped"
-        print0(f"{source}: {num_unswapped} of {len(rows)} rows are used in one order only: {reason}")
+        print0(f"{source}: {num_unswapped} of {len(indices)} rows are used in one order only: {reason}")
     return list(groups.values())
 
 
@@ -585,19 +581,21 @@ class ExampleDataset:
     def encode_all(self, example_ids: list[int]) -> list[Example]:
         """The examples with these ids, without those that can't be used."""
         self.prefixes.clear()
-        return [example for example_id in example_ids if (example := self.encode(example_id))]
+        examples = []
+        for example_id in example_ids:
+            try:
+                examples.append(self.encode(example_id))
+            except (RowError, OSError, Image.DecompressionBombError) as error:
+                row = f"{self.source} row {example_id // 2}"
+                print(f"warning: {row} is skipped: {error!s:.300}", file=sys.stderr)
+        return examples
 
-    def encode(self, example_id: int) -> Example | None:
-        """The example with this id; None, with a warning, if its row can't be used."""
-        index = example_id // 2
-        try:
-            row = self.rows[index]  # `datasets` opens images here, build_messages other media
-            if is_pair(row):
-                return self.encode_pair(row, example_id)
-            return self.encode_chat(row | {"prompt": row.get("messages")}, example_id)
-        except (RowError, OSError, Image.DecompressionBombError) as error:
-            tqdm.write(f"warning: {self.source} row {index} is skipped: {error!s:.300}", file=sys.stderr)
-            return None
+    def encode(self, example_id: int) -> Example:
+        """The example with this id."""
+        row = self.rows[example_id // 2]  # `datasets` opens images here, build_messages other media
+        if is_pair(row):
+            return self.encode_pair(row, example_id)
+        return self.encode_chat(row | {"prompt": row.get("messages")}, example_id)
 
     def encode_pair(self, row: dict, example_id: int) -> Example:
         """A pair in the order that the example's id says."""
@@ -624,6 +622,7 @@ class ExampleDataset:
         length = prefix.length + len(suffix.response_mask)
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")
+        prefix = replace(prefix, row_id=example_id // 2)  # for messages
         return Example(example_id, prefix, prefix_key, suffix, row)
 
     def tokenize(self, messages: list[dict]) -> tuple[Prompt, str, Continuation]:
@@ -742,7 +741,8 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
     if candidate_type == "answer":
         texts = [escape_markers(str(candidate)) for candidate in candidates]
     user = f"{question}\n{noun} 1: {texts[0]}\n{noun} 2: {texts[1]}"
-    thought = f"<think>{escape_markers(reasoning)}</think>" if reasoning else ""
+    reasoning = escape_markers(reasoning).replace("<answer>", "< answer>")  # the verdict's alone
+    thought = f"<think>{reasoning}</think>" if reasoning else ""
     turns = [
         {"role": "user", "content": user},
         {"role": "assistant", "content": thought + format_verdict(label, noun)},
@@ -809,8 +809,9 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
     "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
 
-    The columns image(s) and video(s) fill the markers <image> and <video>, and parts of these types
-    without media, in order. If there are none, media precede the text of the first user message."""
+    The media in the columns image(s) and video(s) replace, in order, the markers <image> and <video> and
+    the parts of type image and video that have no media. A chat without any gets the media before the
+    text of its first user message."""
     chat = row["prompt"]
     if chat and isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
@@ -849,6 +850,8 @@ def split_markers(content: str | list[dict]) -> list[dict]:
     """The content of a message as a list of parts: "a <image>" -> [text part "a ", image part]."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
+    if not all(isinstance(part, dict) and part.get("type") for part in content):
+        raise RowError("the content of a message must be a string, or a list of parts with a type")
     parts = []
     for part in content:
         if part["type"] != "text":  # `datasets` fills the keys that a part does not have with None
@@ -857,7 +860,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
         for piece in filter(None, re.split("(<image>|<video>)", part["text"])):
             if piece in ("<image>", "<video>"):
                 parts.append({"type": piece[1:-1]})
-            elif parts and parts[-1]["type"] == "text":  # a special token may span both
+            elif parts and parts[-1]["type"] == "text":  # joined, because a special token may span both texts
                 parts[-1]["text"] += piece
             else:
                 parts.append({"type": "text", "text": piece})
@@ -872,7 +875,10 @@ def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
         source = Image.open(io.BytesIO(source))
     elif isinstance(source, str) and not source.startswith(("http://", "https://", "data:image/")):
         source = Image.open(data_dir / source)
-    image = transformers.image_utils.load_image(source)  # RGB, with EXIF orientation applied
+    try:  # the result is RGB, with EXIF orientation applied
+        image = transformers.image_utils.load_image(source, timeout=60)
+    except (TypeError, ValueError, httpx.HTTPError) as error:  # None, not base64, or not reachable
+        raise RowError(f"can't load an image: {error}") from error
     return chats.scale_image(image, max_pixels)
 
 
@@ -1090,9 +1096,11 @@ def load_judge(args: Args):
 def match_all_but_language_model(judge: Judge) -> str:
     """A regular expression for parameters outside of the language model; "" if there are none."""
     parts = (judge.model.get_decoder(), judge.model.get_output_embeddings())
-    prefixes = [re.escape(name) for name, module in judge.named_modules() if module in parts]
-    pattern = f"^(?!{'|'.join(prefixes)})"
-    return pattern if any(re.match(pattern, name) for name, _ in judge.named_parameters()) else ""
+    modules = judge.model.named_modules()
+    prefixes = [f"{name}.".removeprefix("model.") for name, module in modules if module in parts]
+    pattern = f"^(?!{'|'.join(map(re.escape, prefixes))})"
+    names = [name.removeprefix("model.") for name, _ in judge.model.named_parameters()]
+    return pattern if any(re.match(pattern, name) for name in names) else ""
 
 
 def load_model(args: Args, source: str, auto_class=None):
@@ -1135,10 +1143,12 @@ def prepare_for_training(args: Args, module: nn.Module) -> None:
     if args.lora_rank > 0:
         add_lora(args, module.model)
     if args.freeze:
-        frozen = [x for x, _ in module.named_parameters() if re.search(args.freeze, x)]
+        # Without "model.", the names in a model with an LM head are those in a backbone.
+        parameters = {name.removeprefix("model."): x for name, x in module.model.named_parameters()}
+        frozen = [name for name in parameters if re.search(args.freeze, name)]
         require(frozen, f"--freeze {args.freeze} matches no parameter name")
         for name in frozen:
-            module.get_parameter(name).requires_grad_(False)
+            parameters[name].requires_grad_(False)
         is_trained = any(x.requires_grad for x in module.parameters())
         require(is_trained, f"--freeze {args.freeze} freezes everything")
         print0(f"--freeze {args.freeze} freezes {len(frozen)} weights: {', '.join(frozen[:3])}, ...")
@@ -1156,7 +1166,7 @@ def add_lora(args: Args, model) -> None:
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules="all-linear",
-        # Names that don't begin with the prefix (none if it is ""), and towers inside of decoders.
+        # Everything outside of the decoder (nothing if the prefix is ""), and vision towers inside of it.
         exclude_modules=rf"(?!{re.escape(prefix)}).*|.*(vision|visual|image|audio|perceiver).*",
     )
     model.add_adapter(config)
@@ -1171,15 +1181,17 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
     import deepspeed
 
     saved_names = set(model.state_dict())
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved_names)
+    for name, buffer in model.named_buffers():
+        if name in saved_names:
+            yield name, buffer
     lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if ".lora_" in name:  # merged into its layer's weight
             continue
         layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
-        sharded = [parameter, *(layer.parameters() if layer else ())]  # under ZeRO-3
-        with deepspeed.zero.GatheredParameters(sharded, enabled=hasattr(parameter, "ds_id")):
-            weight = parameter + layer.get_delta_weight("default") if layer else parameter.clone()
+        parameters = [parameter] if layer is None else [parameter, *layer.parameters()]
+        with deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameter, "ds_id")):  # ZeRO-3
+            weight = parameter.clone() if layer is None else parameter + layer.get_delta_weight("default")
         yield name.replace(".base_layer.", "."), weight.detach()
 
 
@@ -1217,7 +1229,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
-        "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
+        "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients (stages 2 and 3)
         "zero_optimization": {
             "stage": args.zero_stage,
             "overlap_comm": False,
@@ -1361,12 +1373,13 @@ def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> di
         except Exception as error:  # DeepSpeed raises many types
             rule = "--zero-stage, --lora-rank, --freeze and the number of ranks must be the same"
             stop(f"can't resume {checkpoint}: {rule} ({error!r:.200})")
-        # DeepSpeed also loads the old flags of the optimizer; a branch may have others.
+        # DeepSpeed also restores these two hyperparameters, but --resume CHECKPOINT may come with new ones.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
-    old = saved["args"] | {name: getattr(args, name) for name in ("resume", "run_name", "output_dir")}
-    changed = [name for name, value in vars(args).items() if value != old.get(name)]
+    old = saved["args"]
+    names = vars(args).keys() - {"resume", "run_name", "output_dir"}
+    changed = sorted(name for name in names if getattr(args, name) != old.get(name))
     for name in changed:
         if name.endswith("model") and (args.lora_rank or args.freeze):
             stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {old.get(name)}")
@@ -1391,11 +1404,13 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         source = checkpoint.parent / path.name if checkpoint else path
         lines = source.read_text().splitlines(keepends=True) if source.exists() else []
         lines = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one short
-        kept = [line for line in lines if checkpoint and json.loads(line)["train/step"] <= last_step]
+        num_kept = 0
+        if checkpoint:  # steps never decrease, so the lines up to the checkpoint are the first ones
+            num_kept = sum(json.loads(line)["train/step"] <= last_step for line in lines)
         if is_continued:
             with (run_dir / f"{name}.repeated.jsonl").open("a") as file:
-                file.writelines(lines[len(kept) :])
-        path.write_text("".join(kept))
+                file.writelines(lines[num_kept:])
+        path.write_text("".join(lines[:num_kept]))
     if args.track == "wandb":
         import wandb
 
@@ -1409,10 +1424,11 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
         return
     step = int(metrics["train/step"])
     metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}  # JSON has no NaN
-    lines = [json.dumps({**record, "train/step": step}, default=str) for record in sample_records]
-    for name, new_lines in {"metrics": [json.dumps(metrics)], "samples": lines}.items():
-        with (run.run_dir / f"{name}.jsonl").open("a") as file:
-            file.writelines(f"{line}\n" for line in new_lines)
+    with (run.run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics) + "\n")
+    with (run.run_dir / "samples.jsonl").open("a") as file:
+        for record in sample_records:
+            file.write(json.dumps({**record, "train/step": step}, default=str) + "\n")
     if args.track == "wandb":
         import wandb
 
@@ -1438,8 +1454,12 @@ def save_checkpoint(args: Args, run: Run, name: str) -> Path:
         )
     export_model(args, run.judge.module.model, run.processor, temporary)
     if RANK == 0:
-        shutil.rmtree(checkpoint, ignore_errors=True)  # the previous checkpoint-best
+        previous = checkpoint.with_suffix(".previous")  # of checkpoint-best; deleted last, so one is complete
+        if checkpoint.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            checkpoint.rename(previous)
         temporary.rename(checkpoint)
+        shutil.rmtree(previous, ignore_errors=True)
         for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
             shutil.rmtree(old)
     dist.barrier()

@@ -36,6 +36,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import httpx
 import jinja2
 import numpy as np
 import safetensors.torch
@@ -47,7 +48,6 @@ import tyro
 from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from common import chats, packing, packing_check
 from common.packing import Prompt, PromptInfo, stop
@@ -68,7 +68,7 @@ class Args:
     seed: int = 1  # Random seed of the head, LoRA, data order and easy-VQA's rejected answers.
     output_dir: str = "runs"  # Directory that contains one directory per run.
     run_name: str | None = None  # Folder in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
-    resume: str | None = None  # auto: continue --run-name. A checkpoint: branch into a new run.
+    resume: str | None = None  # auto: resume --run-name. A checkpoint: start a new run from it.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id. Its reward head is used if it has one.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or a Hub id.
@@ -90,9 +90,9 @@ class Args:
     train_batch_size: int = 32  # Dataset rows per optimizer step, over all ranks.
     # --- optimizer ---
     learning_rate: float | None = None  # Peak. Default: 5e-6; LoRA: 1e-4; bundled model: 3e-4.
-    min_lr_ratio: float = 0.1  # Final learning rate of the cosine, as a fraction of the peak.
+    min_lr_ratio: float = 0.1  # Final learning rate of the cosine schedule, as a fraction of the peak.
     warmup_updates: int = 10  # Optimizer steps of linear warmup.
-    weight_decay: float = 0.0  # AdamW weight decay; not applied to biases and norm weights.
+    weight_decay: float = 0.0  # AdamW weight decay; not applied to biases or norm weights.
     max_grad_norm: float = 1.0  # Maximum gradient norm; larger gradients are scaled down.
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
@@ -220,10 +220,7 @@ def main(args: Args) -> dict[str, float]:
         state["initial_eval"], eval_records = evaluate(args, run)
         log(args, run, {"train/step": state["step"], **state["initial_eval"]}, eval_records)
 
-    steps = range(state["step"] + 1, args.total_steps + 1)
-    disable = None if RANK == 0 else True  # None: no bar if stderr is not a terminal
-    bar = tqdm(steps, "reward_bt", total=args.total_steps, initial=state["step"], disable=disable)
-    for step in bar:
+    for step in range(state["step"] + 1, args.total_steps + 1):
         # --- 2. data: the next rankings, all pairs within them, and packs of their responses ---
         step_start = time.perf_counter()
         skipped_before = state["rows_skipped"]
@@ -283,10 +280,8 @@ def main(args: Args) -> dict[str, float]:
             metrics |= eval_metrics
         log(args, run, metrics, eval_records)
         names = ["rm/loss", "rm/accuracy", *(f"eval/{name}/accuracy" for name in run.eval_sets)]
-        postfix = {name: f"{metrics[name]:.3f}" for name in names if name in metrics}
-        bar.set_postfix(postfix)
-        if bar.disable:
-            print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {postfix}")
+        shown = {name: f"{metrics[name]:.3f}" for name in names if name in metrics}
+        print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
         if state["consecutive_skipped_updates"] >= 5:
             save_and_stop(args, run, f"step {step}: no finite gradients in 5 steps")
         has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
@@ -340,7 +335,7 @@ def setup(args: Args) -> Run:
 
     # Pack batches if packing reproduces the unmodified model on some rows; otherwise pad them.
     rows = packing_check.choose_probe_rows(train_data.rows)
-    prompts = [ranking.prompt for row in rows if (ranking := train_data.encode(row))]
+    prompts = [ranking.prompt for ranking in train_data.encode_all(rows)]
     require(prompts, f"{args.dataset}: none of {len(rows)} rows can be used; see the warnings")
     message = packing_check.choose_layout(
         model=model,
@@ -406,10 +401,9 @@ def require(condition: Any, message: str) -> None:
 
 
 def print0(message: str) -> None:
-    """Print on rank 0, above the progress bar."""
+    """Print on rank 0."""
     if RANK == 0:
-        tqdm.write(message)
-        sys.stdout.flush()
+        print(message, flush=True)
 
 
 def catch_signals() -> list[int]:
@@ -456,15 +450,19 @@ class RankingDataset:
         # A step encodes a row once to plan the packs, and again to build them.
         self.encode = functools.lru_cache(maxsize=2 * args.train_batch_size)(self.encode)
 
-    def encode(self, index: int) -> Ranking | None:
-        """The ranking of a row; None, with a warning, if the row can't be used."""
-        try:
-            return self.tokenize(self.rows[index], index)  # `datasets` opens images here
-        except (RowError, OSError, Image.DecompressionBombError) as error:
-            tqdm.write(f"warning: {self.source} row {index} is skipped: {error!s:.300}", file=sys.stderr)
-            return None
+    def encode_all(self, indices: list[int]) -> list[Ranking]:
+        """The rankings of some rows, without those that can't be used."""
+        rankings = []
+        for index in indices:
+            try:
+                rankings.append(self.encode(index))
+            except (RowError, OSError, Image.DecompressionBombError) as error:
+                print(f"warning: {self.source} row {index} is skipped: {error!s:.300}", file=sys.stderr)
+        return rankings
 
-    def tokenize(self, row: dict, index: int) -> Ranking:
+    def encode(self, index: int) -> Ranking:
+        """The ranking of a row."""
+        row = self.rows[index]  # `datasets` opens images here, build_messages other media
         prompt_chat, response_chats = split_row(row)
         messages = build_messages(self.args, row | {"prompt": prompt_chat}, self.data_dir, self.tokenizer)
         responses = [build_response(chat, self.tokenizer) for chat in response_chats]
@@ -503,9 +501,11 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
     prompt = row.get("prompt") or row.get("messages")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    responses = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in sources]
+    responses = [x if isinstance(x, list) else [{"role": "assistant", "content": str(x)}] for x in sources]
     if responses[0] and responses[0][0].get("role") != "assistant":
         num_shared = common_prefix_length(responses)  # the chats contain the prompt
+        if prompt and prompt[0]["role"] == "system" and prompt[0] != responses[0][0]:
+            raise RowError("its chats lack the system message of its prompt")
         prompt = responses[0][:num_shared]
         responses = [response[num_shared:] for response in responses]
     if not prompt:
@@ -534,7 +534,7 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
         parts = message.get("content")
         if isinstance(parts, str):
             parts = [{"type": "text", "text": parts}]
-        if "role" not in message or parts is None or any(part["type"] != "text" for part in parts):
+        if "role" not in message or parts is None or any(part.get("type") != "text" for part in parts):
             raise RowError("a response has a message without role or text, or with images or videos")
         text = chats.escape_special_tokens("".join(part["text"] for part in parts), special_tokens)
         messages.append({"role": message["role"], "content": [{"type": "text", "text": text}]})
@@ -599,11 +599,14 @@ def load_rows(args: Args, source: str, split: str):
         stop(f"can't load the dataset {source} (split {split}): {error.__cause__ or error}")
     for pair in args.columns:
         new, _, old = pair.partition("=")
-        if new and old in rows.column_names:
-            replaced = [new] if new in rows.column_names else []
-            rows = rows.remove_columns(replaced).rename_column(old, new)
-        elif source == args.dataset or new not in rows.column_names:  # --eval-dataset may be renamed already
-            stop(f"--columns {pair} must be name=column; {source} has {', '.join(rows.column_names)}")
+        if old in rows.column_names and new not in ("", old):
+            if new in rows.column_names:  # it is replaced
+                rows = rows.remove_columns(new)
+            rows = rows.rename_column(old, new)
+            continue
+        is_renamed = source != args.dataset and new in rows.column_names  # evaluation data may be
+        require(is_renamed, f"--columns {pair} must be NEW=OLD; {source} has {', '.join(rows.column_names)}")
+    require(len(rows), f"{source} (split {split}) has no rows")
     return rows
 
 
@@ -639,8 +642,9 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
     "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
 
-    The columns image(s) and video(s) fill the markers <image> and <video>, and parts of these types
-    without media, in order. If there are none, media precede the text of the first user message."""
+    The media in the columns image(s) and video(s) replace, in order, the markers <image> and <video> and
+    the parts of type image and video that have no media. A chat without any gets the media before the
+    text of its first user message."""
     chat = row["prompt"]
     if chat and isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
@@ -679,6 +683,8 @@ def split_markers(content: str | list[dict]) -> list[dict]:
     """The content of a message as a list of parts: "a <image>" -> [text part "a ", image part]."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
+    if not all(isinstance(part, dict) and part.get("type") for part in content):
+        raise RowError("the content of a message must be a string, or a list of parts with a type")
     parts = []
     for part in content:
         if part["type"] != "text":  # `datasets` fills the keys that a part does not have with None
@@ -687,7 +693,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
         for piece in filter(None, re.split("(<image>|<video>)", part["text"])):
             if piece in ("<image>", "<video>"):
                 parts.append({"type": piece[1:-1]})
-            elif parts and parts[-1]["type"] == "text":  # a special token may span both
+            elif parts and parts[-1]["type"] == "text":  # joined, because a special token may span both texts
                 parts[-1]["text"] += piece
             else:
                 parts.append({"type": "text", "text": piece})
@@ -702,7 +708,10 @@ def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
         source = Image.open(io.BytesIO(source))
     elif isinstance(source, str) and not source.startswith(("http://", "https://", "data:image/")):
         source = Image.open(data_dir / source)
-    image = transformers.image_utils.load_image(source)  # RGB, with EXIF orientation applied
+    try:  # the result is RGB, with EXIF orientation applied
+        image = transformers.image_utils.load_image(source, timeout=60)
+    except (TypeError, ValueError, httpx.HTTPError) as error:  # None, not base64, or not reachable
+        raise RowError(f"can't load an image: {error}") from error
     return chats.scale_image(image, max_pixels)
 
 
@@ -743,11 +752,10 @@ def choose_rows(positions: range, num_rows: int, seed: int) -> list[int]:
 def gather_rankings(data: RankingDataset, rows: list[int]) -> list[Ranking]:
     """The rankings of the usable rows, without inputs of prompts. Each rank encodes its share."""
     rankings = []
-    for row in np.array_split(np.array(rows), WORLD_SIZE)[RANK].tolist():
-        if ranking := data.encode(row):
-            prompt = ranking.prompt
-            info = PromptInfo(prompt.row_id, prompt.length, prompt.media_keys)
-            rankings.append(replace(ranking, prompt=info))
+    for ranking in data.encode_all(np.array_split(np.array(rows), WORLD_SIZE)[RANK].tolist()):
+        prompt = ranking.prompt
+        info = PromptInfo(prompt.row_id, prompt.length, prompt.media_keys)
+        rankings.append(replace(ranking, prompt=info))
     return all_gather_list(rankings)
 
 
@@ -953,10 +961,12 @@ def prepare_for_training(args: Args, module: nn.Module) -> None:
     if args.lora_rank > 0:
         add_lora(args, module.model)
     if args.freeze:
-        frozen = [x for x, _ in module.named_parameters() if re.search(args.freeze, x)]
+        # Without "model.", the names in a model with an LM head are those in a backbone.
+        parameters = {name.removeprefix("model."): x for name, x in module.model.named_parameters()}
+        frozen = [name for name in parameters if re.search(args.freeze, name)]
         require(frozen, f"--freeze {args.freeze} matches no parameter name")
         for name in frozen:
-            module.get_parameter(name).requires_grad_(False)
+            parameters[name].requires_grad_(False)
         is_trained = any(x.requires_grad for x in module.parameters())
         require(is_trained, f"--freeze {args.freeze} freezes everything")
         print0(f"--freeze {args.freeze} freezes {len(frozen)} weights: {', '.join(frozen[:3])}, ...")
@@ -974,7 +984,7 @@ def add_lora(args: Args, model) -> None:
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules="all-linear",
-        # Names that don't begin with the prefix (none if it is ""), and towers inside of decoders.
+        # Everything outside of the decoder (nothing if the prefix is ""), and vision towers inside of it.
         exclude_modules=rf"(?!{re.escape(prefix)}).*|.*(vision|visual|image|audio|perceiver).*",
     )
     model.add_adapter(config)
@@ -989,15 +999,17 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
     import deepspeed
 
     saved_names = set(model.state_dict())
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved_names)
+    for name, buffer in model.named_buffers():
+        if name in saved_names:
+            yield name, buffer
     lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if ".lora_" in name:  # merged into its layer's weight
             continue
         layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
-        sharded = [parameter, *(layer.parameters() if layer else ())]  # under ZeRO-3
-        with deepspeed.zero.GatheredParameters(sharded, enabled=hasattr(parameter, "ds_id")):
-            weight = parameter + layer.get_delta_weight("default") if layer else parameter.clone()
+        parameters = [parameter] if layer is None else [parameter, *layer.parameters()]
+        with deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameter, "ds_id")):  # ZeRO-3
+            weight = parameter.clone() if layer is None else parameter + layer.get_delta_weight("default")
         yield name.replace(".base_layer.", "."), weight.detach()
 
 
@@ -1035,7 +1047,7 @@ def init_reward_engine(args: Args, module: nn.Module):
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
-        "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
+        "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients (stages 2 and 3)
         "zero_optimization": {
             "stage": args.zero_stage,
             "overlap_comm": False,
@@ -1173,12 +1185,13 @@ def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> di
         except Exception as error:  # DeepSpeed raises many types
             rule = "--zero-stage, --lora-rank, --freeze and the number of ranks must be the same"
             stop(f"can't resume {checkpoint}: {rule} ({error!r:.200})")
-        # DeepSpeed also loads the old flags of the optimizer; a branch may have others.
+        # DeepSpeed also restores these two hyperparameters, but --resume CHECKPOINT may come with new ones.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
-    old = saved["args"] | {name: getattr(args, name) for name in ("resume", "run_name", "output_dir")}
-    changed = [name for name, value in vars(args).items() if value != old.get(name)]
+    old = saved["args"]
+    names = vars(args).keys() - {"resume", "run_name", "output_dir"}
+    changed = sorted(name for name in names if getattr(args, name) != old.get(name))
     for name in changed:
         if name.endswith("model") and (args.lora_rank or args.freeze):
             stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {old.get(name)}")
@@ -1203,11 +1216,13 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         source = checkpoint.parent / path.name if checkpoint else path
         lines = source.read_text().splitlines(keepends=True) if source.exists() else []
         lines = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one short
-        kept = [line for line in lines if checkpoint and json.loads(line)["train/step"] <= last_step]
+        num_kept = 0
+        if checkpoint:  # steps never decrease, so the lines up to the checkpoint are the first ones
+            num_kept = sum(json.loads(line)["train/step"] <= last_step for line in lines)
         if is_continued:
             with (run_dir / f"{name}.repeated.jsonl").open("a") as file:
-                file.writelines(lines[len(kept) :])
-        path.write_text("".join(kept))
+                file.writelines(lines[num_kept:])
+        path.write_text("".join(lines[:num_kept]))
     if args.track == "wandb":
         import wandb
 
@@ -1221,10 +1236,11 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
         return
     step = int(metrics["train/step"])
     metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}  # JSON has no NaN
-    lines = [json.dumps({**record, "train/step": step}, default=str) for record in sample_records]
-    for name, new_lines in {"metrics": [json.dumps(metrics)], "samples": lines}.items():
-        with (run.run_dir / f"{name}.jsonl").open("a") as file:
-            file.writelines(f"{line}\n" for line in new_lines)
+    with (run.run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics) + "\n")
+    with (run.run_dir / "samples.jsonl").open("a") as file:
+        for record in sample_records:
+            file.write(json.dumps({**record, "train/step": step}, default=str) + "\n")
     if args.track == "wandb":
         import wandb
 

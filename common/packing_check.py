@@ -90,7 +90,7 @@ def choose_layout(
     except ModelError as problem:
         reason = str(problem)
     if all_ranks_agree(not reason, model.device):
-        message = f"packing enabled: log-probs match the unmodified model within {error:.0e} nats"
+        message = f"packing enabled: outputs match the unmodified model within {error:.0e}"
     else:
         set_attention(model, attention)
         reason = reason or "another rank could not pack it"
@@ -259,7 +259,7 @@ def generate_error(model, sequence: Prompt) -> float:
 def compare_packed_with_padded(
     model, run: Callable, cases: list[Case], long_case: Case, padded: list[Tensor], max_tokens: int
 ) -> float:
-    """Switch to the packed layout; returns the largest error of its log-probs, or values, or scores."""
+    """Switch to the packed layout; returns the largest error of its outputs: log-probs, values or scores."""
     has_gradients = not is_sharded(model)
     expected = embedding_gradients(model, run, cases) if has_gradients else None
     set_attention(model, "packed")
@@ -268,7 +268,7 @@ def compare_packed_with_padded(
     packed = run([*cases, long_case, make_filler(cases, long_case, max_tokens)])
     error = largest_error(packed[: len(padded)], padded)  # all but the filler
     if not error < TOLERANCE[model.dtype]:
-        raise PackingNotSupported(f"its log-probs change by {error:.1e} nats")
+        raise PackingNotSupported(f"its outputs change by {error:.1e}")
     if has_gradients:
         difference = embedding_gradients(model, run, cases) - expected
         gradient_error = float(difference.norm() / expected.norm())

@@ -82,11 +82,10 @@ def test_columns_are_renamed(script, tmp_path, capsys):
         "image": "a.png",
     }  # the old answer is replaced
     for columns, words in {
-        ("prompt",): "--columns prompt must be name=column",
-        ("=problem",): "--columns =problem must be name=column",
-        (
-            "prompt=q",
-        ): f"--columns prompt=q must be name=column; {source} has problem, solution, photo, answer",
+        ("prompt",): "--columns prompt must be NEW=OLD",
+        ("problem=problem",): "--columns problem=problem must be NEW=OLD",
+        ("=problem",): "--columns =problem must be NEW=OLD",
+        ("prompt=q",): f"--columns prompt=q must be NEW=OLD; {source} has problem, solution, photo, answer",
     }.items():
         with pytest.raises(SystemExit) as ended:
             load(source, *columns)

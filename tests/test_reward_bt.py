@@ -135,7 +135,7 @@ def encode(text, tmp_path):
         source = write_jsonl(tmp_path / "data.jsonl", list(rows))
         args = Args(**vars(args) | {"dataset": source} | flags)
         data = RankingDataset(args, source, "train", 0, model, tokenizer)
-        rankings = [x for i in range(len(rows)) if (x := data.encode(i))]
+        rankings = data.encode_all(range(len(rows)))
         ids = [[torch.cat([x.prompt.input_ids, response]) for response in x.response_ids] for x in rankings]
         return rankings, [tokenizer.batch_decode(chats) for chats in ids]
 
@@ -508,7 +508,7 @@ def test_frozen_weights_are_printed_and_stay(tmp_path, capsys):
     changed = {name.startswith("visual.") for name in before if not torch.equal(before[name], after[name])}
     count = sum(name.startswith("visual.") for name in before)
     assert changed == {False}
-    assert f"--freeze visual freezes {count} weights: model.visual." in capsys.readouterr().out
+    assert f"--freeze visual freezes {count} weights: visual." in capsys.readouterr().out
 
 
 @pytest.mark.slow

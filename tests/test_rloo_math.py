@@ -197,7 +197,7 @@ def fake():
         ids = [[10 + p.row_id, 20 + j] for p in prompts for j in range(num_samples)]
         return [Response(torch.tensor(i), torch.zeros(2), truncated=i[1] == 21) for i in ids]
 
-    def encode(row: int) -> Prompt | None:
+    def try_encode(row: int) -> Prompt | None:
         if row == 3:
             return None
         if row == 4:
@@ -208,7 +208,7 @@ def fake():
 
     decode = lambda ids, **options: [" ".join(map(str, x.tolist())) for x in ids]  # noqa: E731
     tokenizer = SimpleNamespace(batch_decode=decode)
-    data = SimpleNamespace(source="data", rows=range(6), tokenizer=tokenizer, encode=encode)
+    data = SimpleNamespace(source="data", rows=range(6), tokenizer=tokenizer, try_encode=try_encode)
     run = SimpleNamespace(sampler=SimpleNamespace(generate=generate), eval_data=data, state={"step": 0})
     run.rewards = {
         "own": lambda texts, answer, log_metric, **columns: [
@@ -260,15 +260,15 @@ def test_only_errors_of_a_row_skip_a_row(fake, capsys, tiny_text_model, tmp_path
 
     for error in (rloo.RowError("too small"), FileNotFoundError("a.png")):
         monkeypatch.setattr(rloo, "build_messages", lambda *arguments, error=error: broken(error))
-        assert load().encode(0) is None and f"row 0 is skipped: {error}" in capsys.readouterr().err
+        assert load().try_encode(0) is None and f"row 0 is skipped: {error}" in capsys.readouterr().err
         with pytest.raises(SystemExit):
             rloo.encode_probes(load())
     answered = [{"role": role, "content": [{"type": "text", "text": "x"}]} for role in ("user", "assistant")]
     monkeypatch.setattr(rloo, "build_messages", lambda *arguments: answered)
-    assert load().encode(0) is None and "ends with an assistant turn" in capsys.readouterr().err
+    assert load().try_encode(0) is None and "ends with an assistant turn" in capsys.readouterr().err
     monkeypatch.setattr(rloo, "build_messages", lambda *arguments: broken(ValueError("a bug of a fork")))
     with pytest.raises(ValueError, match="a bug of a fork"):
-        load().encode(0)
+        load().try_encode(0)
 
 
 def test_evaluation_metrics_by_hand(fake, monkeypatch):
@@ -297,7 +297,8 @@ def test_evaluation_metrics_by_hand(fake, monkeypatch):
 
 def test_means_over_ranks_count_entries(monkeypatch):
     """A rank with more tokens counts more."""
-    monkeypatch.setattr(rloo, "all_gather_list", lambda items: [*items, {"x": (6.0, 1)}])
+    monkeypatch.setattr(rloo, "WORLD_SIZE", 2)
+    monkeypatch.setattr(rloo.dist, "all_reduce", lambda totals: totals.add_(torch.tensor([6.0, 1.0])))
     assert rloo.all_reduce_mean({"x": [torch.tensor([1.0, 2.0])]}) == {"x": 3.0}
 
 
@@ -378,7 +379,7 @@ def test_a_prompt_of_exactly_the_maximum_length_is_kept(tiny_text_model, tmp_pat
     load = lambda args: rloo.PromptDataset(args, str(tmp_path / "rows.jsonl"), "train", model, processor)  # noqa: E731
     length = load(args).encode(0).length
     data = load(replace(args, max_prompt_length=length + limit))
-    assert (data.encode(0) is not None) == is_kept
+    assert (data.try_encode(0) is not None) == is_kept
 
 
 # ---- signals, optimizer, weights ----

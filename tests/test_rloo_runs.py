@@ -9,6 +9,7 @@ import signal
 import time
 
 import conftest
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_same_run, metrics_differ, metrics_of, read_jsonl, weights_of, write_jsonl
@@ -99,8 +100,9 @@ def test_the_update_uses_the_rollout_and_the_flags(run, any_score, watch, monkey
         expected = rloo.compute_advantages(penalized_rewards, kept, normalize=True)
         torch.testing.assert_close(advantages, expected)
         assert metrics["policy/entropy"] == pytest.approx(entropies[loss_mask].mean().item(), abs=1e-6)
-        equal = (rollout.scores == rollout.scores[:, :1]).all(1)
-        assert metrics["rollout/frac_reward_zero_std"] == pytest.approx(equal.float().mean().item())
+        kept_scores = [scores[is_kept].tolist() for scores, is_kept in zip(rollout.scores, kept)]
+        equal = np.mean([len({*scores}) < 2 for scores in kept_scores])
+        assert metrics["rollout/frac_reward_zero_std"] == pytest.approx(equal)
         mean = penalized_rewards[kept].mean().item()
         assert metrics["objective/rlhf_reward"] == pytest.approx(mean, abs=1e-6)
         assert metrics["objective/kl"] == pytest.approx(kl[kept].mean().item(), abs=1e-6)
