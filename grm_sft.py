@@ -4,21 +4,25 @@ A judge reads a question and two candidates (images, videos or texts) and writes
 
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
-It learns this by next-token prediction. Each pair of candidates is shown in both orders, so
-that the judge can't rely on their order. Papers: https://arxiv.org/abs/2408.15240, 2505.03318.
-examples/judge_reward.py turns the probabilities of a judge's verdicts into a reward. It does
-what LightRFT's GRMTrainerVL does; docs/lightrft.md lists the differences.
+It learns this by next-token prediction; the reasoning inside of <think> comes from the dataset and may
+be missing. Each pair of candidates is shown in both orders, so that the judge can't rely on their order
+(in one order only if its reasoning can't be rewritten for the other).
+
+Papers: Generative Verifiers, https://arxiv.org/abs/2408.15240; UnifiedReward-Think,
+https://arxiv.org/abs/2505.03318. docs/lightrft.md has the differences from LightRFT's GRMTrainerVL.
+examples/judge_reward.py turns the probabilities of a judge's verdicts into a reward.
 
 Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
 evaluation, model, DeepSpeed, files. Terms:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
     example     what the model reads: a pair in one order of its candidates, or a chat
-    prefix      the beginning of an example, in training up to its last image; examples can share it
+    prefix      the part that examples can share: in training everything up to the last image, in
+                evaluations everything before the judge's turn
     suffix      the rest of an example; only its assistant turns are trained
     verdict     "1", "2" or "tie": which candidate is better
-    label       the verdict of the dataset, for the order in which the example shows its candidates
-    judgment    what the model generates for an example of the evaluation set
+    label       the correct verdict in the order that is shown
+    judgment    the judge's response to an example of the evaluation set
 
 Shapes: B examples per step, R tokens in a suffix. A pack (common/packing.py) is one forward
 pass over several examples, with M trained tokens.
@@ -41,13 +45,13 @@ import shutil
 import signal
 import sys
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import jinja2
 import numpy as np
 import torch
@@ -58,11 +62,12 @@ from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from common import chats, decoding, packing, packing_check
-from common.packing import Continuation, Prompt, PromptInfo, stop
+from common import chats, decoding, packing, packing_check, stop
+from common.packing import Continuation, Prompt, PromptInfo
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+# Some schedulers set WORLD_SIZE without RANK.
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
 BUNDLED_MODEL = str(Path(__file__).parent / "assets/tiny_vl")
@@ -77,7 +82,7 @@ class Args:
     seed: int = 1  # Random seed for data order and easy-VQA's pairs.
     output_dir: str = "runs"  # Directory that contains one directory per run.
     run_name: str | None = None  # Folder in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
-    resume: str | None = None  # auto: resume --run-name. A checkpoint: start a new run from it.
+    resume: str | None = None  # auto: continue --run-name. A checkpoint: continue from it as a new run.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id of a VLM or text model.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or a Hub id.
@@ -92,7 +97,7 @@ class Args:
     # Shuffle images, not rows: rows with the same image path stay together, and a pack runs the image once.
     # Faster if many rows share an image, but a batch then has fewer different images.
     group_by_image: bool = True
-    freeze: str | None = None  # Weights to freeze, as a regex. Default: all but the language model.
+    freeze: str | None = None  # Regex of the weights to freeze. Default: all but the language model.
     lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
     lora_alpha: float = 32.0  # The adapters' output is multiplied by alpha / rank.
     # --- algorithm ---
@@ -142,7 +147,7 @@ class Example:
     """A pair in one order of its candidates, or a chat; see ExampleDataset.encode_chat."""
 
     example_id: int  # 2 * row, plus 1 if the candidates are swapped
-    prefix: PromptInfo  # a Prompt from `encode`; in main without tensors
+    prefix: PromptInfo  # `encode` returns a Prompt, with its tensors; gather_examples drops them
     prefix_key: str  # examples with equal keys share their prefix
     suffix: Continuation  # R tokens; response_mask is True where they are trained
     row: dict  # dataset row
@@ -161,7 +166,7 @@ class Run:
 
     run_dir: Path
     processor: Any  # transformers processor, or the tokenizer of a text model
-    judge: Any  # DeepSpeed engine around the trained Judge
+    judge: Any  # DeepSpeed engine around the Judge
     sampling_model: Any  # the trained model, or its unsharded copy under ZeRO-3
     train_data: "ExampleDataset"
     eval_data: "ExampleDataset | None"
@@ -176,7 +181,7 @@ def main(args: Args) -> dict[str, float]:
     run_start = time.perf_counter()
     run = setup(args)
     judge, state = run.judge, run.state
-    received_signals = catch_signals()  # then the run saves and exits after the step
+    received_signals = catch_signals()  # SIGTERM or SIGINT: finish the step, save and exit
     metrics = {}
     if run.eval_data and (state["step"] == 0 or args.total_steps == 0):
         state["initial_eval"], eval_records = evaluate(args, run)
@@ -196,7 +201,7 @@ def main(args: Args) -> dict[str, float]:
         packs = list(iter_packs(args, run, examples))  # each rank has the same number
 
         # --- 3. update: the gradients of all packs, and one optimizer step ---
-        set_gradient_checkpointing(judge.module, True)
+        set_gradient_checkpointing(judge.module, True)  # no effect without the flag
         rank_loss = torch.zeros((), device=DEVICE)  # sum over this rank's packs
         for k, pack in enumerate(packs):
             judge.set_gradient_accumulation_boundary(k == len(packs) - 1)
@@ -205,7 +210,7 @@ def main(args: Args) -> dict[str, float]:
             judge.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             rank_loss += loss.detach()
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
-        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0  # NaN if it was skipped
+        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0  # NaN: a skipped update
         set_gradient_checkpointing(judge.module, False)
         mean_loss = sum(all_gather_list([float(rank_loss)]))  # over the step's trained tokens
         seconds = time.perf_counter() - step_start
@@ -269,7 +274,7 @@ def main(args: Args) -> dict[str, float]:
 
 
 def setup(args: Args) -> Run:
-    """Load and check everything that the steps use. Only then write to the run directory."""
+    """Load and check everything that the steps use. The logs are written last."""
     transformers.utils.logging.disable_progress_bar()
     fill_defaults(args)
     check_args(args)
@@ -296,12 +301,11 @@ def setup(args: Args) -> Run:
     if source := args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None):
         split = args.eval_dataset_split
         eval_data = load_examples(args, source, split, model, processor, training=False)
-    require(args.total_steps or eval_data, "--total-steps 0 only evaluates, which requires --eval-dataset")
     num_examples = sum(map(len, train_data.groups))
     print0(f"{run_dir}: {num_examples} examples, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
     choose_layouts(args, judge, train_data, must_generate=eval_data is not None)
     sampling_model = model
-    if args.zero_stage == 3 and eval_data:  # generation needs whole weights
+    if args.zero_stage == 3 and eval_data:  # generation needs whole weights: a second model on every GPU
         sampling_model = load_model(args, args.model).to(DEVICE)
         packing.copy_layout(model, sampling_model)
     start_logs(args, run_dir, checkpoint, last_step=state["step"])
@@ -326,7 +330,8 @@ def fill_defaults(args: Args) -> None:
 
 def check_args(args: Args) -> None:
     """Exit if flags contradict each other. tyro has checked types and choices."""
-    positive = ("train_batch_size", "max_length", "max_response_length", "max_num_seqs", "save_total_limit")
+    positive = """train_batch_size max_length max_response_length max_num_seqs save_total_limit
+        max_pixels""".split()
     for name, value in vars(args).items():
         minimum = 1 if name in positive else 0
         is_valid = not isinstance(value, int | float) or value >= minimum
@@ -338,6 +343,8 @@ def check_args(args: Args) -> None:
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage 1 to 3")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
+    has_eval = args.eval_dataset or args.dataset == "easy-vqa"
+    require(args.total_steps or has_eval, "--total-steps 0 only evaluates, which requires --eval-dataset")
 
 
 def require(condition: Any, message: str) -> None:
@@ -374,7 +381,8 @@ def choose_layouts(args: Args, judge, data: "ExampleDataset", must_generate: boo
     require(prompts, f"{data.source}: none of {len(rows)} rows can be used; see the warnings")
     message = packing_check.choose_layout(
         model=judge.module.model,
-        # DeepSpeed's engine refuses autograd.grad, which the check skips under ZeRO-3.
+        # Under ZeRO-3 only the engine's forward gathers weights. Otherwise the check needs the module,
+        # because the engine refuses autograd.grad.
         forward=judge if args.zero_stage == 3 else judge.module,
         prompts=prompts,
         max_length=args.max_length,
@@ -400,7 +408,11 @@ def find_training_problem(state: dict) -> str | None:
 # ---- data ----
 
 EASY_VQA_ROWS = 8000  # training rows of easy-VQA to use, of 38,575: a small task needs no more
-EASY_VQA_ANSWERS = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
+EASY_VQA_ANSWERS = [
+    {"yes", "no"},
+    {"circle", "rectangle", "triangle"},
+    {"black", "blue", "brown", "gray", "green", "red", "teal", "yellow"},
+]
 CANDIDATE_TYPES = ("image", "video", "answer")  # columns image_1 and image_2, and so on
 VERDICTS = {"1": "{} 1 is better", "2": "{} 2 is better", "tie": "Both are equally good"}
 SWAPPED = {"1": "2", "2": "1", "tie": "tie"}  # the verdict after the candidates are swapped
@@ -411,7 +423,8 @@ class RowError(Exception):
 
 
 def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: int) -> list[int]:
-    """Elements start ... start + count - 1 of an endless stream of epochs with shuffled groups."""
+    """Elements start ... start + count - 1 of an endless stream of epochs with shuffled groups: it depends on
+    the step only, so resuming is exact."""
     epoch_size = sum(len(group) for group in groups)
     stream = []
     for epoch in range(start // epoch_size, (start + count - 1) // epoch_size + 1):
@@ -421,11 +434,13 @@ def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: in
 
 
 def gather_examples(data: "ExampleDataset", example_ids: list[int]) -> list[Example]:
-    """The examples of a step, on all ranks and without images. Each rank encodes its share."""
+    """The examples of a step, on all ranks and without images. Each rank encodes its share here, to learn
+    the lengths, and again the examples of its own packs."""
     share = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
     examples = []
     for example in data.encode_all(share):
         prefix = example.prefix
+        # The id is the argument of `encode`.
         info = PromptInfo(row_id=example.example_id, length=prefix.length, media_keys=prefix.media_keys)
         examples.append(replace(example, prefix=info, row={}))
     return all_gather_list(examples)
@@ -487,8 +502,8 @@ def load_rows(args: Args, source: str, split: str):
                 rows = rows.remove_columns(new)
             rows = rows.rename_column(old, new)
             continue
-        is_renamed = source != args.dataset and new in rows.column_names  # evaluation data may be
-        require(is_renamed, f"--columns {pair} must be NEW=OLD; {source} has {', '.join(rows.column_names)}")
+        is_named_so = source != args.dataset and new in rows.column_names  # an evaluation set may be
+        require(is_named_so, f"--columns {pair} must be NEW=OLD; {source} has {', '.join(rows.column_names)}")
     require(len(rows), f"{source} (split {split}) has no rows")
     return rows
 
@@ -512,8 +527,8 @@ def make_easy_vqa_pairs(rows, seed: int):
     for index, row in enumerate(rows.to_list()):
         rng = np.random.default_rng([seed, index])
         right = row["answer"]
-        (same_type,) = [answers.split() for answers in EASY_VQA_ANSWERS if right in answers.split()]
-        wrong = str(rng.choice([answer for answer in same_type if answer != right]))
+        same_type = next(answers for answers in EASY_VQA_ANSWERS if right in answers)
+        wrong = str(rng.choice(sorted(same_type - {right})))
         answers = {"answer_1": right, "answer_2": wrong, "verdict": "1"}
         if rng.integers(2) == 1:
             answers = {"answer_1": wrong, "answer_2": right, "verdict": "2"}
@@ -522,9 +537,12 @@ def make_easy_vqa_pairs(rows, seed: int):
 
 
 def group_examples(args: Args, source: str, rows, indices: np.ndarray) -> list[list[int]]:
-    """Example ids of some rows; a group is shuffled as a whole. Both orders of a pair are in
-    one group, and with --group-by-image all rows with the same paths of images and videos."""
-    table = rows.select(indices).with_format("arrow")[:]  # does not decode images
+    """Example ids of some rows, in groups. Groups are shuffled, but not the examples in a group: both orders
+    of a pair, and with --group-by-image of all rows with the same paths of images and videos."""
+    names = {"prompt", "verdict", "reasoning", "image", "images", "video", "videos"}
+    names |= {f"{x}_{i}" for x in CANDIDATE_TYPES for i in (1, 2)}
+    table = rows.select_columns([name for name in rows.column_names if name in names])
+    table = table.select(indices).with_format("arrow")[:]  # does not decode images
     columns = {}
     for name, column in zip(table.column_names, table.columns):
         if "binary" in str(column.type):  # media in the dataset, whose content is not compared
@@ -565,18 +583,19 @@ class ExampleDataset:
     args: Args
     source: str
     rows: Any  # datasets.Dataset, or a list of dicts
-    groups: list[list[int]]  # ids of all examples; a group is shuffled as a whole
+    groups: list[list[int]]  # ids of all examples; groups are shuffled, but not the ids in a group
     data_dir: Path  # paths of images and videos are relative to it
     model: Any
     processor: Any
-    training: bool  # train all assistant turns; False: judge the last one
+    training: bool  # True: train all assistant turns; False: generate the last one and score it
 
     def __post_init__(self):
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         self.eos_ids = get_eos_ids(self.model, self.tokenizer)
-        self.prefixes = {}  # by prefix key, those of the examples that are encoded together
-        # A step needs an example's length first, to plan the packs, and its images later.
-        self.encode = functools.lru_cache(maxsize=2 * self.args.train_batch_size)(self.encode)
+        require(self.eos_ids, f"{self.args.model} has no EOS token")
+        self.prefixes = {}  # of the current batch, by prefix key
+        # Rows of this rank's share of a step that are also in its packs come from the cache.
+        self.encode = functools.lru_cache(2 * math.ceil(self.args.train_batch_size / WORLD_SIZE))(self.encode)
 
     def encode_all(self, example_ids: list[int]) -> list[Example]:
         """The examples with these ids, without those that can't be used."""
@@ -591,14 +610,14 @@ class ExampleDataset:
         return examples
 
     def encode(self, example_id: int) -> Example:
-        """The example with this id."""
+        """The example with this id. Raises RowError or OSError if its row can't be used."""
         row = self.rows[example_id // 2]  # `datasets` opens images here, build_messages other media
         if is_pair(row):
             return self.encode_pair(row, example_id)
         return self.encode_chat(row | {"prompt": row.get("messages")}, example_id)
 
     def encode_pair(self, row: dict, example_id: int) -> Example:
-        """A pair in the order that the example's id says."""
+        """A pair; an odd id shows its candidates swapped."""
         chat, noun, label = build_pair(row, swapped=example_id % 2 == 1)
         return replace(self.encode_chat(chat, example_id), row=row, noun=noun, label=label)
 
@@ -644,30 +663,31 @@ class ExampleDataset:
         if any(token in media_ids for token in ids[start:]):
             raise RowError("images and videos after the first assistant turn can't be trained")
         media_ends = [t + 1 for t in range(start) if ids[t] in media_ids]
-        shared_end = media_ends[-1] if media_ends and self.training else start
-        for end in (shared_end, start):
+        end = media_ends[-1] if media_ends and self.training else start
+        key = hash_content(ids[:end], contexts[0])
+        prefix = self.encode_prefix(key, contexts[0], tail=ids[end:start])
+        if prefix is None:  # the processor rewrites the text after an image, so the prefix must contain it
+            end = start
             key = hash_content(ids[:end], contexts[0])
-            if key not in self.prefixes:
-                self.prefixes[key] = self.encode_prefix(contexts[0], tail=ids[end:start])
-            if self.prefixes[key]:
-                break
-        suffix = packing.continue_prompt(self.prefixes[key], torch.tensor(ids[end:]))
+            prefix = self.encode_prefix(key, contexts[0], tail=[])
+        suffix = packing.continue_prompt(prefix, torch.tensor(ids[end:]))
         suffix.response_mask = mark_turns(turns, end, len(ids))
-        return self.prefixes[key], key, suffix
+        return prefix, key, suffix
 
-    def encode_prefix(self, context: list[dict], tail: list[int]) -> Prompt | None:
-        """The processor's inputs of `context` without the ids in `tail` at their end.
-
-        None if the inputs don't end in these ids, because the processor rewrites the text after an image."""
+    def encode_prefix(self, key: str, context: list[dict], tail: list[int]) -> Prompt | None:
+        """Encode `context` without the ids in `tail` at its end; None if it does not end in these ids."""
+        if key in self.prefixes:
+            return self.prefixes[key]
         inputs = chats.encode_chat(self.processor, context, add_generation_prompt=True)
         length = inputs["input_ids"].shape[1] - len(tail)
         if inputs["input_ids"][0, length:].tolist() != tail:
             return None
-        return packing.make_prompt(self.model, inputs, length=length)
+        self.prefixes[key] = packing.make_prompt(self.model, inputs, length=length)
+        return self.prefixes[key]
 
     def locate_turns(self, messages: list[dict]) -> tuple[list[int], list[range]]:
-        r"""Token ids of a chat up to the EOS of its last message, an assistant turn, and the indices of
-        each assistant turn, which ends with its first EOS.
+        r"""Token ids of a chat that ends with an assistant turn, up to its EOS, and the indices of all
+        assistant turns. A turn ends with its first EOS.
 
         messages   user: "Hi", assistant: "Hello"
         ids        <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assistant \n Hello <|im_end|>
@@ -741,7 +761,7 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
     if candidate_type == "answer":
         texts = [escape_markers(str(candidate)) for candidate in candidates]
     user = f"{question}\n{noun} 1: {texts[0]}\n{noun} 2: {texts[1]}"
-    reasoning = escape_markers(reasoning).replace("<answer>", "< answer>")  # the verdict's alone
+    reasoning = escape_markers(reasoning).replace("<answer>", "< answer>")  # the verdict has the only one
     thought = f"<think>{reasoning}</think>" if reasoning else ""
     turns = [
         {"role": "user", "content": user},
@@ -769,9 +789,11 @@ def swap_references(reasoning: str, noun: str) -> str | None:
     """
     names = rf"(?i)(?<=\b{noun} )[12]\b|\b(?:first|second)(?= {noun}\b)"
     rest = re.sub(names, "", reasoning)
-    rest = re.sub(r"(?m)^\s*\d+[.):]|\d+(?:[./]\d+)+", "", rest)  # numbers of a list, 8/10, 1.5
+    rest = re.sub(r"(?m)^\s*\d+[.)]|\d+(?:[./]\d+)+", "", rest)  # numbers of a list, 8/10, 1.5
     other_names = "first|second|1st|2nd|former|latter|left|right|top|bottom|above|below|previous|last"
-    other_names += rf"|1|2|(?-i:B)|(?:{noun}|option|candidate|response)s?\W*(?:1|2|one|two|(?-i:A))"
+    nouns = rf"{noun}|img|picture|photo|option|candidate|response|assistant|model"
+    other_names += rf"|1|2|(?:{nouns})s?[\W_]*(?:1|2|one|two|(?-i:A))"
+    other_names += r"|(?-i:B)|(?-i:A)(?= (?:is|has|was|shows)\b)"
     if re.search(rf"(?i)\b(?:{other_names})\b", rest):
         return None
     exchanged = {"1": "2", "2": "1", "first": "second", "second": "first"}
@@ -810,12 +832,12 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
 
     The media in the columns image(s) and video(s) replace, in order, the markers <image> and <video> and
-    the parts of type image and video that have no media. A chat without any gets the media before the
-    text of its first user message."""
+    the parts of type image and video that have no media. If a chat has neither markers nor such parts,
+    the media precede the text of its first user message."""
     chat = row["prompt"]
     if chat and isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
-    if not chat or not all({"role", "content"} <= message.keys() for message in chat):
+    if not chat or not all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in chat):
         raise RowError("its prompt is empty, or has a message without the keys role and content")
     if args.system_prompt and chat[0]["role"] != "system":
         chat = [{"role": "system", "content": args.system_prompt}, *chat]
@@ -824,9 +846,9 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     for kind in ("image", "video"):
         media = row.get(kind) or row.get(f"{kind}s") or []
         media = media if isinstance(media, list) else [media]
-        parts = [part for message in messages for part in message["content"]]
-        placeholders = [part for part in parts if part["type"] == kind and kind not in part]
-        if media and not placeholders and users:
+        parts = [part for message in messages for part in message["content"] if part["type"] == kind]
+        placeholders = [part for part in parts if kind not in part]
+        if media and not parts and users:
             placeholders = [{"type": kind} for _ in media]
             users[0]["content"] = placeholders + users[0]["content"]
         if len(placeholders) != len(media):
@@ -857,7 +879,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
         if part["type"] != "text":  # `datasets` fills the keys that a part does not have with None
             parts.append({name: value for name, value in part.items() if value is not None})
             continue
-        for piece in filter(None, re.split("(<image>|<video>)", part["text"])):
+        for piece in filter(None, re.split("(<image>|<video>)", part.get("text") or "")):
             if piece in ("<image>", "<video>"):
                 parts.append({"type": piece[1:-1]})
             elif parts and parts[-1]["type"] == "text":  # joined, because a special token may span both texts
@@ -871,13 +893,15 @@ def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
     """An RGB image from a PIL image, bytes, {"bytes", "path"}, a path relative to data_dir, or a URL."""
     if isinstance(source, dict):  # as `datasets` stores images
         source = source["bytes"] or source["path"]
-    if isinstance(source, bytes):
-        source = Image.open(io.BytesIO(source))
-    elif isinstance(source, str) and not source.startswith(("http://", "https://", "data:image/")):
-        source = Image.open(data_dir / source)
-    try:  # the result is RGB, with EXIF orientation applied
-        image = transformers.image_utils.load_image(source, timeout=60)
-    except (TypeError, ValueError, httpx.HTTPError) as error:  # None, not base64, or not reachable
+    try:
+        if isinstance(source, str) and source.startswith(("http://", "https://", "data:image/")):
+            source = urllib.request.urlopen(source, timeout=60).read()
+        if isinstance(source, bytes):
+            source = Image.open(io.BytesIO(source))
+        elif isinstance(source, str):
+            source = Image.open(data_dir / source)
+        image = transformers.image_utils.load_image(source)  # RGB, with EXIF orientation applied
+    except (TypeError, ValueError) as error:  # None, or not base64
         raise RowError(f"can't load an image: {error}") from error
     return chats.scale_image(image, max_pixels)
 
@@ -913,10 +937,13 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
         groups=[(indices[0], indices) for indices in sharing.values()],
         prompts=[example.prefix for example in examples],
         encode=lambda example_id: run.train_data.encode(example_id).prefix,
-        responses=[example.suffix_ids for example in examples], max_tokens=args.micro_batch_tokens,
-        rank=RANK, world_size=WORLD_SIZE, separate_media=args.zero_stage > 0,
+        responses=[example.suffix_ids for example in examples],
+        max_tokens=args.micro_batch_tokens,
+        rank=RANK,
+        world_size=WORLD_SIZE,
+        separate_media=args.zero_stage > 0,
         continuations={b: example.suffix for b, example in enumerate(examples)},
-    )  # fmt: skip
+    )
 
 
 # ---- evaluation ----
@@ -956,8 +983,9 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
 def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> list[dict]:
     """Generate a judgment per example and return its record.
 
-    The probability of a verdict v is a softmax over v of log p(generated reasoning, v | prefix). The
-    loss is that of the reference response, so it does not depend on what is generated."""
+    The probability of a verdict v is proportional to p(reasoning, v | prefix), where the generated
+    reasoning is tokenized again with v. The loss is that of the reference response, so it does not
+    depend on what is generated."""
     prefixes = [example.prefix for example in examples]
     generated = decoding.generate(
         model=model,
@@ -970,7 +998,8 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
     )
     texts = tokenizer.batch_decode([x.token_ids for x in generated], skip_special_tokens=True)
     pairs = [i for i, example in enumerate(examples) if example.label is not None]
-    responses = [(i, example.suffix_ids) for i, example in enumerate(examples)]  # the references
+    # One batch of the references and, after them, three verdicts per pair, so that each prefix runs once.
+    responses = [(i, example.suffix_ids) for i, example in enumerate(examples)]
     for i in pairs:
         reasoning = texts[i].partition("<answer>")[0]
         verdicts = [reasoning + format_verdict(verdict, examples[i].noun) for verdict in VERDICTS]
@@ -1031,7 +1060,7 @@ def sum_logprobs(args: Args, model, prefixes: list[Prompt], responses: list[tupl
         prompts=[replace(prefix, row_id=i) for i, prefix in enumerate(prefixes)],
         encode=prefixes.__getitem__,
         responses=response_ids,
-        max_tokens=max(args.micro_batch_tokens, *lengths),  # verdicts may be longer
+        max_tokens=max(args.micro_batch_tokens, *lengths),  # a judgment may be longer
     )
     shape = len(response_ids), max(map(len, response_ids))
     table = torch.zeros(shape, dtype=torch.float64, device=model.device)  # (B, R)
@@ -1042,7 +1071,7 @@ def sum_logprobs(args: Args, model, prefixes: list[Prompt], responses: list[tupl
 
 
 def compute_judge_metrics(records: list[dict]) -> dict[str, float]:
-    """Means over the records of both orders, so that always answering "1" has accuracy 0.5."""
+    """Means over all records. Pairs in both orders and without ties give 0.5 if the answer is always "1"."""
     metrics = {"eval/num_rows": len({record["row"] for record in records})}
     keys = {  # metric -> what it is the mean of
         "accuracy": "correct",
@@ -1086,21 +1115,21 @@ def load_judge(args: Args):
     torch.manual_seed(args.seed)  # for the initial LoRA weights
     judge = Judge(load_model(args, args.model))
     if args.freeze is None:
-        args.freeze = match_all_but_language_model(judge)
+        freeze_all_but_language_model(judge.model)
     prepare_for_training(args, judge)
     engine = init_deepspeed_engine(args, judge)
     engine.eval()
     return engine
 
 
-def match_all_but_language_model(judge: Judge) -> str:
-    """A regular expression for parameters outside of the language model; "" if there are none."""
-    parts = (judge.model.get_decoder(), judge.model.get_output_embeddings())
-    modules = judge.model.named_modules()
-    prefixes = [f"{name}.".removeprefix("model.") for name, module in modules if module in parts]
-    pattern = f"^(?!{'|'.join(map(re.escape, prefixes))})"
-    names = [name.removeprefix("model.") for name, _ in judge.model.named_parameters()]
-    return pattern if any(re.match(pattern, name) for name in names) else ""
+def freeze_all_but_language_model(model) -> None:
+    """The default of --freeze: train the decoder and the LM head, not the vision tower."""
+    model.requires_grad_(False)
+    model.get_decoder().requires_grad_(True)
+    model.get_output_embeddings().requires_grad_(True)
+    frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
+    if frozen:
+        print0(f"frozen outside of the language model: {len(frozen)} weights: {', '.join(frozen[:3])}, ...")
 
 
 def load_model(args: Args, source: str, auto_class=None):
@@ -1128,8 +1157,8 @@ def load_model(args: Args, source: str, auto_class=None):
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
         stop(f"can't load the model {source}: {error}")
     mismatched = [name for name, *_ in info["mismatched_keys"]]
-    lost = sorted({*info["missing_keys"], *mismatched})  # they would be random
-    require(not lost, f"{source}: {len(lost)} weights are missing or have other shapes: {lost[:3]}")
+    missing = sorted({*info["missing_keys"], *mismatched})  # they would be random
+    require(not missing, f"{source}: {len(missing)} weights are missing or have other shapes: {missing[:3]}")
     # Gradient checkpointing needs train mode, in which a layer's own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -1380,8 +1409,10 @@ def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> di
     old = saved["args"]
     names = vars(args).keys() - {"resume", "run_name", "output_dir"}
     changed = sorted(name for name in names if getattr(args, name) != old.get(name))
+    parameters = [x for engine in engines.values() for x in engine.module.parameters()]
+    is_whole = all(x.requires_grad for x in parameters)  # frozen weights are not in the checkpoint
     for name in changed:
-        if name.endswith("model") and (args.lora_rank or args.freeze):
+        if name.endswith("model") and not is_whole:
             stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {old.get(name)}")
     if changed:
         changes = [f"--{x.replace('_', '-')} {getattr(args, x)} (was {old.get(x)})" for x in changed]

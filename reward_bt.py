@@ -1,13 +1,15 @@
 """Bradley-Terry reward model, for vision-language and text models.
 
-A linear head on the hidden state of a response's last token gives its reward. Training raises
-the reward of the better of two responses over that of the other:
+A linear head on the hidden state of a response's last token gives its reward. Training pushes the
+reward of the chosen response above that of the rejected one:
 
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
-Paper: https://arxiv.org/abs/2203.02155. docs/trl.md compares TRL's and EasyDeL's
-RewardTrainer. Start with `main`. The functions that it calls are grouped by topic: setup,
-data, forward, evaluation, model, DeepSpeed, files.
+Paper: InstructGPT (Ouyang et al. 2022), https://arxiv.org/abs/2203.02155, eq. (1). docs/trl.md has
+the differences from TRL's and EasyDeL's RewardTrainer.
+
+Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
+evaluation, model, DeepSpeed, files.
 
 A ranking is a dataset row: a prompt with two or more responses, best first. Shapes: the
 rankings of a step have B responses, which form Q pairs. A pack (common/packing.py) is the
@@ -30,13 +32,13 @@ import shutil
 import signal
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import httpx
 import jinja2
 import numpy as np
 import safetensors.torch
@@ -49,11 +51,12 @@ from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from common import chats, packing, packing_check
-from common.packing import Prompt, PromptInfo, stop
+from common import chats, packing, packing_check, stop
+from common.packing import Prompt, PromptInfo
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+# Some schedulers set WORLD_SIZE without RANK.
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
 BUNDLED_MODEL = str(Path(__file__).parent / "assets/tiny_vl")
@@ -68,7 +71,7 @@ class Args:
     seed: int = 1  # Random seed of the head, LoRA, data order and easy-VQA's rejected answers.
     output_dir: str = "runs"  # Directory that contains one directory per run.
     run_name: str | None = None  # Folder in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
-    resume: str | None = None  # auto: resume --run-name. A checkpoint: start a new run from it.
+    resume: str | None = None  # auto: continue --run-name. A checkpoint: continue from it as a new run.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id. Its reward head is used if it has one.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or a Hub id.
@@ -79,7 +82,7 @@ class Args:
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
     video_fps: float = 2.0  # Frames per second to sample from videos.
-    max_length: int = 1024  # Maximum tokens of a prompt with one response; longer: skipped.
+    max_length: int = 1024  # Rows with more tokens (prompt and one response) are skipped.
     freeze: str | None = None  # Freeze weights whose names match this regex, such as visual.
     lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
     lora_alpha: float = 32.0  # The adapters' output is multiplied by alpha / rank.
@@ -118,7 +121,7 @@ def compute_bt_loss(
     label_smoothing: float,
     center_coef: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss (Q,) and metrics (Q,), one entry per pair; the caller averages. All inputs are (Q,).
+    """Loss (Q,) and metrics (Q,), one entry per pair; the caller takes weighted means. All inputs are (Q,).
 
     d = chosen - rejected - margin, https://arxiv.org/abs/2307.09288 eq. (2)
     bt = -log sigmoid(d)
@@ -154,10 +157,10 @@ def compute_bt_loss(
 class Ranking:
     """A dataset row: a prompt and its responses, best first."""
 
-    prompt: PromptInfo  # without its inputs, which `encode` has
-    response_ids: list[Tensor]  # per response its token ids (R,)
-    texts: list[str]  # per response its text, for samples.jsonl
-    margin: float  # subtracted from the reward difference of each pair
+    prompt: PromptInfo  # `encode` returns a Prompt, with its tensors; gather_rankings drops them
+    response_ids: list[Tensor]  # token ids of each response, (R,) each
+    texts: list[str]  # text of each response, for samples.jsonl
+    margin: float  # subtracted from the reward difference, the same for all pairs of the row
     columns: dict  # strings and numbers of the dataset row, for samples.jsonl
 
 
@@ -200,7 +203,7 @@ class Run:
 
     run_dir: Path
     processor: Any  # transformers processor, or the tokenizer of a text model
-    reward_model: Any  # DeepSpeed engine around the trained RewardModel
+    reward_model: Any  # DeepSpeed engine around the RewardModel
     train_data: "RankingDataset"
     eval_sets: dict[str, "RankingDataset"]  # by the names in --eval-datasets
     state: dict  # saved in each checkpoint; put what must survive a resume here
@@ -214,9 +217,9 @@ def main(args: Args) -> dict[str, float]:
     run_start = time.perf_counter()
     run = setup(args)
     reward_model, state = run.reward_model, run.state
-    received_signals = catch_signals()  # then the run saves and exits after the step
+    received_signals = catch_signals()  # SIGTERM or SIGINT: finish the step, save and exit
     metrics = {}
-    if run.eval_sets and (state["step"] == 0 or args.total_steps == 0):  # or resumed with it
+    if run.eval_sets and (state["step"] == 0 or args.total_steps == 0):
         state["initial_eval"], eval_records = evaluate(args, run)
         log(args, run, {"train/step": state["step"], **state["initial_eval"]}, eval_records)
 
@@ -233,7 +236,7 @@ def main(args: Args) -> dict[str, float]:
         # arXiv:2101.06983). Each pack then computes its own rewards with gradients, takes the
         # others from this cache, and the gradients of all packs add up to that of the loss.
         cached_rewards = torch.zeros(B, device=DEVICE)
-        if is_split:
+        if is_split:  # the same on all ranks
             cached_rewards = compute_rewards(run, packs, B)
 
         # --- 3. update: one optimizer step on all pairs ---
@@ -250,7 +253,8 @@ def main(args: Args) -> dict[str, float]:
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            loss = (pairs.weights * losses).sum()  # pairs outside of this pack have no gradient
+            # Pairs outside of this pack have no gradient, but they count in the value, so don't log it.
+            loss = (pairs.weights * losses).sum()
             # DeepSpeed averages gradients over ranks; we want a sum.
             reward_model.backward(loss * WORLD_SIZE)
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
@@ -261,7 +265,9 @@ def main(args: Args) -> dict[str, float]:
         # --- 4. metrics ---
         state["step"] = step
         is_skipped = math.isnan(grad_norm)
-        state["consecutive_skipped_updates"] = state["consecutive_skipped_updates"] + 1 if is_skipped else 0
+        state["consecutive_skipped_updates"] += 1
+        if not is_skipped:
+            state["consecutive_skipped_updates"] = 0
         metrics = {
             "train/step": step,
             "train/learning_rate": learning_rate,
@@ -306,7 +312,7 @@ def main(args: Args) -> dict[str, float]:
 
 
 def setup(args: Args) -> Run:
-    """Load and check everything that the steps use. Only then write to the run directory."""
+    """Load and check everything that the steps use. The logs are written last."""
     transformers.utils.logging.disable_progress_bar()
     fill_defaults(args)
     check_args(args)
@@ -330,7 +336,6 @@ def setup(args: Args) -> Run:
     eval_sets = {}
     for name, _, source in (x.partition("=") for x in args.eval_datasets):
         eval_sets[name] = make_dataset(source, args.eval_dataset_split, seed=0)
-    require(args.total_steps or eval_sets, "--total-steps 0 only evaluates, which requires --eval-datasets")
     print0(f"{run_dir}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
 
     # Pack batches if packing reproduces the unmodified model on some rows; otherwise pad them.
@@ -339,7 +344,8 @@ def setup(args: Args) -> Run:
     require(prompts, f"{args.dataset}: none of {len(rows)} rows can be used; see the warnings")
     message = packing_check.choose_layout(
         model=model,
-        # DeepSpeed's engine refuses autograd.grad, which the check skips under ZeRO-3.
+        # Under ZeRO-3 only the engine's forward gathers weights. Otherwise the check needs the module,
+        # because the engine refuses autograd.grad.
         forward=reward_model if args.zero_stage == 3 else reward_model.module,
         prompts=prompts,
         max_length=args.max_length,
@@ -377,8 +383,9 @@ def fill_defaults(args: Args) -> None:
 
 def check_args(args: Args) -> None:
     """Exit if flags contradict each other. tyro has checked types and choices."""
+    positive = ("train_batch_size", "max_length", "save_total_limit", "max_pixels")
     for name, value in vars(args).items():
-        minimum = 1 if name in ("train_batch_size", "max_length", "save_total_limit") else 0
+        minimum = 1 if name in positive else 0
         is_valid = not isinstance(value, int | float) or value >= minimum
         require(is_valid, f"--{name.replace('_', '-')} ({value}) must be at least {minimum}")
     require(args.label_smoothing < 0.5, f"--label-smoothing ({args.label_smoothing}) must be below 0.5")
@@ -392,6 +399,8 @@ def check_args(args: Args) -> None:
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage 1 to 3")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
+    has_eval = args.total_steps or args.eval_datasets
+    require(has_eval, "--total-steps 0 only evaluates, which requires --eval-datasets")
 
 
 def require(condition: Any, message: str) -> None:
@@ -429,9 +438,9 @@ class RowError(Exception):
 
 
 class RankingDataset:
-    """Rows with a prompt, and chosen and rejected, or responses (best first); see split_row.
+    """Rows with a prompt and either `chosen` and `rejected` or `responses` (best first); see split_row.
 
-    Optional columns: image(s), video(s), and margin."""
+    Optional columns: image(s), video(s), and margin. The model is only needed for position ids."""
 
     def __init__(self, args: Args, source: str, split: str, seed: int, model, processor):
         self.args = args
@@ -442,13 +451,14 @@ class RankingDataset:
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.rows = load_rows(args, source, split)
         if source == "easy-vqa":
-            self.rows = add_pairs(self.rows, seed)
+            self.rows = add_easy_vqa_responses(self.rows, seed)
         columns = self.rows.column_names
         is_pair = "chosen" in columns and "rejected" in columns
-        rule = "must have either chosen and rejected or responses; --columns chosen=... renames one"
-        require(is_pair != ("responses" in columns), f"{source} has columns {', '.join(columns)}, but {rule}")
-        # A step encodes a row once to plan the packs, and again to build them.
-        self.encode = functools.lru_cache(maxsize=2 * args.train_batch_size)(self.encode)
+        rule = "must have the columns chosen and rejected, or responses (--columns chosen=OLD renames one)"
+        require(is_pair != ("responses" in columns), f"{source} {rule}; it has {', '.join(columns)}")
+        # A rank encodes its share of a step's rows to plan the packs, and the rows of its own packs
+        # again to build them; rows that are in both come from the cache.
+        self.encode = functools.lru_cache(2 * math.ceil(args.train_batch_size / WORLD_SIZE))(self.encode)
 
     def encode_all(self, indices: list[int]) -> list[Ranking]:
         """The rankings of some rows, without those that can't be used."""
@@ -461,7 +471,7 @@ class RankingDataset:
         return rankings
 
     def encode(self, index: int) -> Ranking:
-        """The ranking of a row."""
+        """Load, check and tokenize a row. Raises RowError or OSError if it can't be used."""
         row = self.rows[index]  # `datasets` opens images here, build_messages other media
         prompt_chat, response_chats = split_row(row)
         messages = build_messages(self.args, row | {"prompt": prompt_chat}, self.data_dir, self.tokenizer)
@@ -479,7 +489,7 @@ class RankingDataset:
         return Ranking(
             prompt=prompt,
             response_ids=response_ids,
-            texts=[" ".join(x["content"][0]["text"] for x in response) for response in responses],
+            texts=[" ".join(turn["content"][0]["text"] for turn in response) for response in responses],
             margin=margin,
             columns={name: x for name, x in row.items() if isinstance(x, str | int | float)},
         )
@@ -502,10 +512,13 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     responses = [x if isinstance(x, list) else [{"role": "assistant", "content": str(x)}] for x in sources]
-    if responses[0] and responses[0][0].get("role") != "assistant":
+    chats_of_row = [*responses, prompt or []]
+    if not all(isinstance(x, dict) and "role" in x for chat in chats_of_row for x in chat):
+        raise RowError("a chat must be a list of messages with a role")
+    if responses[0] and responses[0][0]["role"] != "assistant":
         num_shared = common_prefix_length(responses)  # the chats contain the prompt
         if prompt and prompt[0]["role"] == "system" and prompt[0] != responses[0][0]:
-            raise RowError("its chats lack the system message of its prompt")
+            raise RowError("chosen and rejected don't begin with the system message of the column prompt")
         prompt = responses[0][:num_shared]
         responses = [response[num_shared:] for response in responses]
     if not prompt:
@@ -544,8 +557,8 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
 def encode_ranking(
     model, processor, messages: list[dict], responses: list[list[dict]], index: int
 ) -> tuple[Prompt, list[Tensor]]:
-    """Split the rendered chats at their longest common token prefix: it becomes the Prompt,
-    the rest of each chat its response ids (R,). At least one token per response stays outside
+    """Split the rendered chats at their longest common token prefix. The prefix becomes the Prompt,
+    and the rest of each chat becomes its response ids (R,). At least one token per response stays outside
     of the prefix, because the head reads the last one (with many templates, a newline after EOS).
 
         user <image> Color ? assistant red              num_shared = 5
@@ -553,8 +566,8 @@ def encode_ranking(
     """
     inputs = chats.encode_chat(processor, messages + responses[0])
     input_ids = inputs["input_ids"][0].tolist()
-    # Images are slow to process, so the processor reads only the first chat. Where the chats differ
-    # is found with the tokenizer, for which an image is one token and the text after it is the same.
+    # Images are slow to process, so only the first chat goes through the processor. To find where the
+    # chats differ, the tokenizer is enough: an image is one token for it, and text is the same for both.
     ids = [tokenize_chat(processor, messages + response) for response in responses]
     num_shared = common_prefix_length([chat_ids[:-1] for chat_ids in ids])
     suffix = ids[0][num_shared:]
@@ -563,8 +576,8 @@ def encode_ranking(
         encoded = [chats.encode_chat(processor, messages + response) for response in responses]
         ids = [x["input_ids"][0].tolist() for x in encoded]
         num_shared = common_prefix_length([chat_ids[:-1] for chat_ids in ids])
-    length = len(input_ids) - len(ids[0]) + num_shared
-    prompt = packing.make_prompt(model, inputs, row_id=index, length=length)
+    num_image_tokens = len(input_ids) - len(ids[0])  # besides the one of each image in `ids`
+    prompt = packing.make_prompt(model, inputs, row_id=index, length=num_image_tokens + num_shared)
     # Without a chat template nothing ends the response, and the head would read its last word.
     end = [] if processor.chat_template else [processor.eos_token_id]
     return prompt, [torch.tensor(chat_ids[num_shared:] + end) for chat_ids in ids]
@@ -604,8 +617,8 @@ def load_rows(args: Args, source: str, split: str):
                 rows = rows.remove_columns(new)
             rows = rows.rename_column(old, new)
             continue
-        is_renamed = source != args.dataset and new in rows.column_names  # evaluation data may be
-        require(is_renamed, f"--columns {pair} must be NEW=OLD; {source} has {', '.join(rows.column_names)}")
+        is_named_so = source != args.dataset and new in rows.column_names  # an evaluation set may be
+        require(is_named_so, f"--columns {pair} must be NEW=OLD; {source} has {', '.join(rows.column_names)}")
     require(len(rows), f"{source} (split {split}) has no rows")
     return rows
 
@@ -621,8 +634,8 @@ def easy_vqa_rows(split: str):
     return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
 
 
-def add_pairs(rows, seed: int):
-    """Prefer the correct answer of an easy-VQA question to a random wrong one of the same type."""
+def add_easy_vqa_responses(rows, seed: int):
+    """Add the columns chosen, the correct answer, and rejected, a random wrong answer of the same type."""
     colors = "black blue brown gray green red teal yellow"
     answer_types = ["yes no".split(), "circle rectangle triangle".split(), colors.split()]
     rng = np.random.default_rng(seed)
@@ -643,12 +656,12 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
 
     The media in the columns image(s) and video(s) replace, in order, the markers <image> and <video> and
-    the parts of type image and video that have no media. A chat without any gets the media before the
-    text of its first user message."""
+    the parts of type image and video that have no media. If a chat has neither markers nor such parts,
+    the media precede the text of its first user message."""
     chat = row["prompt"]
     if chat and isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
-    if not chat or not all({"role", "content"} <= message.keys() for message in chat):
+    if not chat or not all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in chat):
         raise RowError("its prompt is empty, or has a message without the keys role and content")
     if args.system_prompt and chat[0]["role"] != "system":
         chat = [{"role": "system", "content": args.system_prompt}, *chat]
@@ -657,9 +670,9 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     for kind in ("image", "video"):
         media = row.get(kind) or row.get(f"{kind}s") or []
         media = media if isinstance(media, list) else [media]
-        parts = [part for message in messages for part in message["content"]]
-        placeholders = [part for part in parts if part["type"] == kind and kind not in part]
-        if media and not placeholders and users:
+        parts = [part for message in messages for part in message["content"] if part["type"] == kind]
+        placeholders = [part for part in parts if kind not in part]
+        if media and not parts and users:
             placeholders = [{"type": kind} for _ in media]
             users[0]["content"] = placeholders + users[0]["content"]
         if len(placeholders) != len(media):
@@ -690,7 +703,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
         if part["type"] != "text":  # `datasets` fills the keys that a part does not have with None
             parts.append({name: value for name, value in part.items() if value is not None})
             continue
-        for piece in filter(None, re.split("(<image>|<video>)", part["text"])):
+        for piece in filter(None, re.split("(<image>|<video>)", part.get("text") or "")):
             if piece in ("<image>", "<video>"):
                 parts.append({"type": piece[1:-1]})
             elif parts and parts[-1]["type"] == "text":  # joined, because a special token may span both texts
@@ -704,13 +717,15 @@ def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
     """An RGB image from a PIL image, bytes, {"bytes", "path"}, a path relative to data_dir, or a URL."""
     if isinstance(source, dict):  # as `datasets` stores images
         source = source["bytes"] or source["path"]
-    if isinstance(source, bytes):
-        source = Image.open(io.BytesIO(source))
-    elif isinstance(source, str) and not source.startswith(("http://", "https://", "data:image/")):
-        source = Image.open(data_dir / source)
-    try:  # the result is RGB, with EXIF orientation applied
-        image = transformers.image_utils.load_image(source, timeout=60)
-    except (TypeError, ValueError, httpx.HTTPError) as error:  # None, not base64, or not reachable
+    try:
+        if isinstance(source, str) and source.startswith(("http://", "https://", "data:image/")):
+            source = urllib.request.urlopen(source, timeout=60).read()
+        if isinstance(source, bytes):
+            source = Image.open(io.BytesIO(source))
+        elif isinstance(source, str):
+            source = Image.open(data_dir / source)
+        image = transformers.image_utils.load_image(source)  # RGB, with EXIF orientation applied
+    except (TypeError, ValueError) as error:  # None, or not base64
         raise RowError(f"can't load an image: {error}") from error
     return chats.scale_image(image, max_pixels)
 
@@ -934,8 +949,8 @@ def load_backbone(args: Args):
         )
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
         stop(f"can't load the model {args.model}: {error}")
-    lost = sorted(info["missing_keys"])  # they would be random
-    require(not lost, f"{args.model}: {len(lost)} weights are missing: {lost[:3]}")
+    missing = sorted(info["missing_keys"])  # they would be random
+    require(not missing, f"{args.model}: {len(missing)} weights are missing: {missing[:3]}")
     # Gradient checkpointing needs train mode, in which a layer's own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -1192,8 +1207,10 @@ def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> di
     old = saved["args"]
     names = vars(args).keys() - {"resume", "run_name", "output_dir"}
     changed = sorted(name for name in names if getattr(args, name) != old.get(name))
+    parameters = [x for engine in engines.values() for x in engine.module.parameters()]
+    is_whole = all(x.requires_grad for x in parameters)  # frozen weights are not in the checkpoint
     for name in changed:
-        if name.endswith("model") and (args.lora_rank or args.freeze):
+        if name.endswith("model") and not is_whole:
             stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {old.get(name)}")
     if changed:
         changes = [f"--{x.replace('_', '-')} {getattr(args, x)} (was {old.get(x)})" for x in changed]

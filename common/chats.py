@@ -26,9 +26,10 @@ def encode_chat(processor, messages: list[dict], **template) -> dict:
 
 def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
     """Break up special tokens, so that data can't end a turn: "<|im_end|>" -> "< |im_end|>"."""
-    while present := [token for token in special_tokens if token.strip() and token in text]:
-        token = present[0]  # one at a time, because breaking one up may form another
-        text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
+    for token in special_tokens:
+        if token.strip() and token in text:
+            text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
+            return escape_special_tokens(text, special_tokens)  # breaking one up may form another
     return text
 
 
@@ -66,5 +67,6 @@ def trajectory_columns(messages: list[dict]) -> dict[str, str]:
         content = message["content"]
         if not isinstance(content, str):
             content = "".join(part.get("text", "<image>") for part in content)
-        columns[f"{('turn', 'observation')[k % 2]}/{k // 2 + 1}"] = content
+        kind = "turn" if k % 2 == 0 else "observation"
+        columns[f"{kind}/{k // 2 + 1}"] = content
     return columns

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common import stop
 from common.attention import ModelError, is_packed
 from common.packing import (
     Continuation,
@@ -22,7 +23,6 @@ from common.packing import (
     plan_packs,
     run_model,
     scaled_log_softmax,
-    stop,
     to_device,
 )
 
@@ -87,9 +87,11 @@ def generate_packed(
     max_tokens: int,
 ) -> list[Response]:
     """num_samples responses to each prompt, all of which grow together. limits: tokens, by prompt."""
-    device, G = model.device, num_samples
+    device = model.device
+    G = num_samples
     R = max(limits, default=0)
     limits = torch.tensor(limits, device=device).repeat_interleave(G)  # (n * G,)
+    # All random numbers at once, so that those of a response don't depend on the rest of the batch.
     uniforms = [np.random.default_rng(p.seed).random((G, R)) for p in prompts]
     uniforms = torch.tensor(np.concatenate(uniforms), device=device)  # (n * G, R)
     tokens = torch.full(uniforms.shape, -1, device=device)  # (n * G, R): -1 after the end
@@ -128,8 +130,12 @@ def generate_packed(
     responses = []
     for b, length in enumerate((tokens >= 0).sum(1).tolist()):
         # Copies, because pickling a view for another rank would send the whole table.
-        ids, values = (x[b, :length].cpu().clone() for x in (tokens, logprobs))
-        responses.append(Response(ids, values, bool(truncated[b])))
+        response = Response(
+            token_ids=tokens[b, :length].cpu().clone(),
+            logprobs=logprobs[b, :length].cpu().clone(),
+            truncated=bool(truncated[b]),
+        )
+        responses.append(response)
     return responses
 
 
@@ -155,8 +161,9 @@ def prefill(
         out = run_model(model.base_model, **pack.model_inputs, past_key_values=cache, use_cache=True)
         hidden_of_packs.append(out.last_hidden_state[0])
         caches.append(cache)
-    order = torch.tensor([i for groups in plan for i, _ in groups])  # (n,): prompts as they lie in the packs
-    prompt_ends = lengths[order].cumsum(0)[order.argsort()]  # (n,): end of each prompt in the packs
+    # Where each prompt ends in the concatenated packs. Lengths 2, 4, 3 and packs [1], [0, 2]: ends 6, 4, 9.
+    order = torch.tensor([i for groups in plan for i, _ in groups])  # (n,): 1 0 2
+    prompt_ends = lengths[order].cumsum(0)[order.argsort()]  # (n,)
 
     row_ends = prompt_ends.repeat_interleave(num_samples)[:, None]  # (n * G, 1)
     row_lengths = lengths.repeat_interleave(num_samples)[:, None]  # (n * G, 1)

@@ -9,7 +9,6 @@ a newline), the observation's message, and the generation prompt.
 
 import asyncio
 import inspect
-import itertools
 import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,7 +36,7 @@ RUNNER = asyncio.Runner()  # one event loop for environments and rewards: async 
 
 
 def await_all(results: list) -> list:
-    """Wait for the results that are awaitable, all at the same time; the others stay as they are."""
+    """Wait for the results that are awaitable, all at the same time. Others stay as they are."""
 
     async def wait(result):
         return await result if inspect.isawaitable(result) else result
@@ -100,8 +99,7 @@ class EnvironmentSampler:
     """--environment: a sampler whose responses have up to max_turns turns and max_length tokens.
 
     Each response has its own instance of environment_class;
-    docs/recipes.md#tools-and-environments has the protocol. update_weights and sleep are those
-    of `sampler`, which generates the turns."""
+    docs/recipes.md#tools-and-environments has the protocol. `sampler` generates the turns."""
 
     sampler: Any
     environment_class: type
@@ -114,15 +112,21 @@ class EnvironmentSampler:
 
     def __post_init__(self):
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        self.update_weights = self.sampler.update_weights
-        self.sleep = self.sampler.sleep
-        self.eos_ids = torch.tensor(self.eos_ids)
         self.logged_values = {}  # metric name -> one value per response of the last call of generate
         self.checked_template = False
         self.short_ids = self.encode_ids(SHORT_CHAT)
         before = self.encode_ids(SHORT_CHAT[:1], add_generation_prompt=True)
         # EOS tokens up to the assistant's turn: many templates end every message with one.
-        self.num_eos = int(torch.isin(before, self.eos_ids).sum())
+        self.num_eos = int(self.is_eos(before).sum())
+
+    def update_weights(self, step: int) -> None:
+        self.sampler.update_weights(step)
+
+    def sleep(self) -> None:
+        self.sampler.sleep()
+
+    def is_eos(self, ids: Tensor) -> Tensor:
+        return torch.isin(ids, torch.tensor(self.eos_ids))
 
     def encode_ids(self, messages: list[dict], **template) -> Tensor:
         """Token ids of a chat, (P,)."""
@@ -153,7 +157,7 @@ class EnvironmentSampler:
             observations = await_all([x.environment.step(x.messages[-1]["content"]) for x in active])
             for trajectory, observation in zip(active, observations):
                 self.append_observation(trajectory, observation)
-            active = [x for x in active if len(x.messages) % 2 == 0]  # those that end in an observation
+            active = [x for x in active if x.messages[-1]["role"] != "assistant"]  # with an observation
             if active:
                 turns = self.sampler.generate([x.next_prompt() for x in active], 1, temperature)
         self.logged_values = {
@@ -190,12 +194,12 @@ class EnvironmentSampler:
         inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
         chat = make_prompt(self.model, inputs)
         # The tokens after EOS, such as a newline, belong to the observation. Some templates write no EOS.
-        ends = torch.isin(chat.input_ids, self.eos_ids).nonzero()[self.num_eos :, 0]
+        ends = self.is_eos(chat.input_ids).nonzero()[self.num_eos :, 0]
         if len(ends) > 0:
             start = int(ends[0]) + 1
         else:  # the observation follows the common prefix of both chats
             pairs = zip(self.short_ids.tolist(), chat.input_ids.tolist())
-            start = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+            start = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self.short_ids))
         return continue_chat(self.model, sequence, chat, start)
 
     def check_template(self, prompt: Prompt) -> None:
@@ -206,7 +210,7 @@ class EnvironmentSampler:
         self.checked_template = True
         user, assistant = SHORT_CHAT
         ids = self.encode_ids([user, assistant, user])
-        eos = ids[torch.isin(ids, self.eos_ids)][self.num_eos :][:1]  # empty if the template writes none
+        eos = ids[self.is_eos(ids)][self.num_eos : self.num_eos + 1]  # of the assistant's turn, if it has one
         text_ids = self.tokenizer(".", add_special_tokens=False, return_tensors="pt")["input_ids"][0]
         turn = continue_prompt(prompt, torch.cat([text_ids, eos]))
         sequence = extend_prompt(prompt, turn)
@@ -220,8 +224,8 @@ class EnvironmentSampler:
 
 
 def reset_arguments(prompt: Prompt) -> dict:
-    """The columns of the dataset row, and the chat. Lists and dicts are copies, because environments may
-    change them, and the responses to a prompt share its row."""
+    """The columns of the dataset row, and the chat. tree_map copies lists and dicts (not what they hold, such
+    as images), because environments may change them, and the responses to a prompt share its row."""
     return tree_map(lambda leaf: leaf, {**prompt.row, "chat": prompt.messages})
 
 

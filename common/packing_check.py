@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import packing
+from common import packing, stop
 from common.attention import ModelError, PackingNotSupported, set_attention
 from common.decoding import generate_padded
 from common.packing import TOLERANCE, Continuation, Prompt, continue_prompt, extend_prompt, run_model
@@ -113,10 +113,12 @@ def make_cases(
     cases = []
     notes = []
     for same_media in by_media.values():
-        for prompt in same_media[:1] + same_media[1:][-1:]:
+        shortest_and_longest = same_media if len(same_media) < 3 else [same_media[0], same_media[-1]]
+        for prompt in shortest_and_longest:
             text = text_of_other_prompts(model, prompts, prompt)
             cases.append(Case(prompt, [continue_prompt(prompt, text[R : 2 * R]) for R in SHORT_LENGTHS]))
-    shortest, (turn, _) = cases[0]
+    shortest = cases[0].prompt
+    turn = cases[0].responses[0]
     text = text_of_other_prompts(model, prompts, shortest)
     if encode_observation:
         observation = encode_observation(extend_prompt(shortest, turn))
@@ -147,7 +149,8 @@ def text_of_other_prompts(model, prompts: list[Prompt], prompt: Prompt) -> Tenso
     ids = ids[~torch.isin(ids, media_ids)]
     ids = ids if len(ids) > 0 else torch.arange(100)  # the prompts are images
     # Start in the middle of a prompt: all prompts begin with the same words of the chat template.
-    return ids.repeat(2 * max(SHORT_LENGTHS)).roll(-(len(others[0]) // 2))
+    start = len(others[0]) // 2
+    return ids.repeat(2 * max(SHORT_LENGTHS)).roll(-start)
 
 
 def make_filler(cases: list[Case], long_case: Case, max_tokens: int) -> Case:
@@ -205,9 +208,9 @@ def compare_padded_with_single_rows(model, run: Callable, cases: list[Case]) -> 
         padded = run(cases)
         error = largest_error(padded, run(single_rows, own_positions=True))
     except ModelError as problem:
-        packing.stop(f"the model can't run the dataset's prompts: {problem}")
+        stop(f"the model can't run the dataset's prompts: {problem}")
     if not error < TOLERANCE[model.dtype]:  # also if it is NaN
-        packing.stop(f"the model's outputs change by {error:.1e} in a batch of padded rows")
+        stop(f"the model's outputs change by {error:.1e} in a batch of padded rows")
     return padded
 
 
@@ -236,7 +239,7 @@ def compare_padded_with_generate(model, cases: list[Case], must_generate: bool) 
         except ModelError as model_error:
             problem = f"the model's generate fails: {model_error}"
         if must_generate:
-            packing.stop(f"row {case.prompt.row_id}: {problem}")
+            stop(f"row {case.prompt.row_id}: {problem}")
         return [f"warning: row {case.prompt.row_id}: {problem}, so don't sample from this model"]
     return []
 

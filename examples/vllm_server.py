@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
+from common import stop
 from common.decoding import Response
 from common.packing import Prompt, media_token_ids
-from rloo import iter_full_weights, stop
+from rloo import iter_full_weights
 
 
 class Servers:

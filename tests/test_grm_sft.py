@@ -182,9 +182,10 @@ def test_swapping_changes_candidates_verdict_and_reasoning(rows):
     row = rows[0] | {"images": [f"{IMAGES}/wide.png"], "prompt": "change <image> to a ball"}
     images = [f"{IMAGES}/{name}.png" for name in ("wide", "cat_b", "cat_a")]
     assert make_chat(row, True)["images"] == images
-    text = rows[3] | {"answer_1": "<image><video>", "reasoning": "<image>"}  # these can't refer to an image
+    text = rows[3] | {"answer_1": "<image><video>", "reasoning": "<image><answer>"}  # text, not markers
     user, assistant = make_chat(text)["prompt"]
-    assert "Answer 1: < image>< video>\n" in user["content"] and "< image>" in assistant["content"]
+    assert "Answer 1: < image>< video>\n" in user["content"]
+    assert "< image>< answer>" in assistant["content"] and assistant["content"].count("<answer>") == 1
 
 
 SWAPS = {
@@ -201,7 +202,8 @@ UNKNOWN_REFERENCES = [
     "image1 is dark.", "Image-1 is dark", "image #1 is dark", "Image A is dark.", "A is darker than B.",
     "Both are dark, but the former fits.", "the latter is better", "Image one fits.", "1 is better",
     "The left one fits.", "the first is better than the second", "Option A fits.", "Answer 1 is better.",
-    "The previous image is better", "the 2nd image is better",
+    "The previous image is better", "the 2nd image is better", "image_1 is dark", "img1 is dark",
+    "A is better.", "Assistant A is better.", "1: dark\n2: bright",
 ]  # fmt: skip
 
 
@@ -239,6 +241,7 @@ def test_both_orders_and_rows_with_the_same_image_form_a_group(tiny_vl, monkeypa
     evaluations = [load(tiny_vl, "easy-vqa", training=False, eval_rows=10, seed=s) for s in (1, 2)]
     ids = sum(evaluations[0].groups, [])
     assert len(ids) == 20 and ids == sum(evaluations[1].groups, [])
+    assert max(ids) // 2 > 1000, "ids are those of the dataset's rows, not of the subset's"
     labels = [[data.encode(i).label for i in ids] for data in evaluations]
     assert labels[0] == labels[1], "the evaluation set does not depend on the seed"
 
@@ -596,7 +599,7 @@ def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch, capsys):
     assert {"phase", "prompt", "response", "swapped_response", "predicted_verdict"} <= record.keys()
     output = capsys.readouterr().out
     assert "packing enabled" in output
-    assert re.search(r"freezes 54 weights: visual\.", output)
+    assert re.search(r"frozen outside of the language model: 54 weights: model\.visual\.", output)
 
 
 @pytest.mark.slow

@@ -350,7 +350,7 @@ def test_gradients_of_the_critic_that_are_not_finite_stop_the_run(run, monkeypat
 # --- options ---
 
 
-@pytest.mark.parametrize("flags, moving", [({"freeze": "visual"}, 0), ({"lora_rank": 2}, 0), ({}, 1)])
+@pytest.mark.parametrize("flags, moving", [({"freeze": "^visual"}, 0), ({"lora_rank": 2}, 0), ({}, 1)])
 def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
     run_dir = run(**ONE_UPDATE, **flags)
     end = weights_of(run_dir, 1)

@@ -206,6 +206,12 @@ UNUSABLE_CHATS = {
     "tool_calls": {"prompt": "q", "chosen": [CALLS | {"content": None}], "rejected": chat("", "b")[1:]},
     "with tool_calls": {"chosen": [*chat("q"), CALLS | {"content": "a"}], "rejected": chat("q", "b")},
     "images or videos": {"prompt": "q", "chosen": chat("", IMAGE)[1:], "rejected": chat("", "b")[1:]},
+    "the system message": {
+        "prompt": [{"role": "system", "content": "s"}],
+        "chosen": chat("q", "a"),
+        "rejected": chat("q", "b"),
+    },
+    "messages with a role": {"prompt": "q", "chosen": ["a"], "rejected": ["b"]},
     "beginning of another": {"chosen": chat("q", "a"), "rejected": chat("q", "a", "so?")},
 }
 
@@ -224,7 +230,7 @@ BAD_COLUMNS = [GOOD | {"responses": ["good", "bad"]}, {"prompt": "q", "chosen": 
 def test_columns_are_those_of_pairs_or_of_rankings(row, encode, capsys):
     with pytest.raises(SystemExit) as error:
         encode(row)
-    message = f"has columns {', '.join(row)}, but must have either chosen and rejected or responses"
+    message = f"must have the columns chosen and rejected, or responses (--columns chosen=OLD renames one); it has {', '.join(row)}"
     assert error.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -348,7 +354,7 @@ ANSWER_TYPES = "yes no", "circle rectangle triangle", "black blue brown gray gre
 
 def test_easy_vqa_pairs_have_answers_of_one_type_and_follow_the_seed():
     rows = reward_bt.load_rows(Args(), "easy-vqa", "test")
-    first, again, other = (reward_bt.add_pairs(rows, seed) for seed in (1, 1, 2))
+    first, again, other = (reward_bt.add_easy_vqa_responses(rows, seed) for seed in (1, 1, 2))
     assert first["rejected"] == again["rejected"] != other["rejected"]
     for row in first.select(range(0, 9673, 97)):
         answers = [re.fullmatch("<answer>(.*)</answer>", row[side])[1] for side in ("chosen", "rejected")]
@@ -502,13 +508,13 @@ def test_the_default_learns_within_30_steps(tmp_path):
 
 @pytest.mark.slow
 def test_frozen_weights_are_printed_and_stay(tmp_path, capsys):
-    run(tmp_path, freeze="visual", total_steps=1, eval_rows=2, train_batch_size=2)
+    run(tmp_path, freeze="^visual", total_steps=1, eval_rows=2, train_batch_size=2)
     before = reward_bt.load_backbone(filled_args("reward_bt")).state_dict()
     after = weights_of(tmp_path / "run/checkpoint-1")
     changed = {name.startswith("visual.") for name in before if not torch.equal(before[name], after[name])}
     count = sum(name.startswith("visual.") for name in before)
     assert changed == {False}
-    assert f"--freeze visual freezes {count} weights: visual." in capsys.readouterr().out
+    assert f"--freeze ^visual freezes {count} weights: visual." in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -529,7 +535,9 @@ def test_two_ranks_with_zero_3_train_as_one(start, tmp_path, monkeypatch):
     """Texts and images in one step, so that some packs have no image, and a ranking longer than a pack."""
     rows = [{"prompt": f"what is {i}?", "responses": ["one", "two or three"]} for i in range(8)]
     rows[0]["responses"] = [f"{i} and {'then ' * 40}so on" for i in range(4)]
-    easy = reward_bt.add_pairs(reward_bt.load_rows(Args(), "easy-vqa", "test").select(range(0, 800, 50)), 0)
+    easy = reward_bt.add_easy_vqa_responses(
+        reward_bt.load_rows(Args(), "easy-vqa", "test").select(range(0, 800, 50)), 0
+    )
     rows += [
         {"prompt": x["prompt"], "image": x["image"], "responses": [x["chosen"], x["rejected"]]} for x in easy
     ]

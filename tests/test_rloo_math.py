@@ -1,6 +1,7 @@
 """rloo.py, function by function: algorithm, rewards, rollouts, data, optimizer, weights."""
 
 import asyncio
+import base64
 import json
 import math
 import os
@@ -263,6 +264,8 @@ def test_only_errors_of_a_row_skip_a_row(fake, capsys, tiny_text_model, tmp_path
         assert load().try_encode(0) is None and f"row 0 is skipped: {error}" in capsys.readouterr().err
         with pytest.raises(SystemExit):
             rloo.encode_probes(load())
+        with pytest.raises(type(error)):  # a pack needs the row, so that it can't be skipped any more
+            load().encode(0)
     answered = [{"role": role, "content": [{"type": "text", "text": "x"}]} for role in ("user", "assistant")]
     monkeypatch.setattr(rloo, "build_messages", lambda *arguments: answered)
     assert load().try_encode(0) is None and "ends with an assistant turn" in capsys.readouterr().err
@@ -356,9 +359,19 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
         ({"prompt": [{"from": "human", "value": "Q"}]}, "without the keys role and content"),
         ({"prompt": [{"role": "system", "content": "Q"}], "image": a}, "0 <image> markers, but 1 images"),
         ({"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}, "type audio"),
+        ({"prompt": [{"role": "user", "content": [{"text": "no type"}]}]}, "parts with a type"),
+        ({"prompt": ["Q"]}, "without the keys role and content"),
+        ({"prompt": chat[:1], "image": a}, "0 <image> markers, but 1 images"),  # it has its own already
+        ({"prompt": "Q", "images": [None]}, "can't load an image"),
+        ({"prompt": "Q", "image": "data:image/png;base64,A"}, "can't load an image"),
     ):
         with pytest.raises(rloo.RowError, match=reason):
             messages(row, tokenizer)
+    with pytest.raises(OSError, match="refused"):
+        messages({"prompt": "Q", "image": "http://127.0.0.1:9/a.png"}, tokenizer)
+    encoded = f"data:image/png;base64,{base64.b64encode(raw).decode()}"
+    loaded = messages({"prompt": "Q", "image": encoded}, tokenizer)
+    assert loaded[0]["content"][0]["image"].tobytes() == a.tobytes()
     with pytest.raises(ValueError, match="a text model can't read images"):
         chats.encode_chat(tokenizer, chat)
 

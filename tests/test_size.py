@@ -9,11 +9,11 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1660, 405, 160, 59, 12),
-    "ppo_vl.py": (1880, 515, 190, 59, 11),
-    "reward_bt.py": (1300, 310, 100, 57, 11),
-    "grm_sft.py": (1475, 310, 100, 58, 11),
-    "common/*.py": (1880, 0, 0, 58, 14),
+    "rloo.py": (1685, 405, 160, 59, 12),
+    "ppo_vl.py": (1905, 515, 190, 59, 11),
+    "reward_bt.py": (1335, 310, 100, 57, 11),
+    "grm_sft.py": (1525, 310, 100, 58, 11),
+    "common/*.py": (1905, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
@@ -24,7 +24,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 100,
     "docs/recipes.md": 280,
     "tools/*.py": 3600,
-    "tests/*.py": 9510,
+    "tests/*.py": 9620,
 }
 
 
