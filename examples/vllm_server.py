@@ -25,6 +25,11 @@ from common.decoding import Response
 from common.packing import Prompt, media_token_ids
 from rloo import iter_full_weights
 
+# A request must name all of these: vllm serve takes what is missing from the model's generation_config.json.
+# Qwen2.5-VL's has a repetition penalty, which would sample from another distribution than the trainer's.
+WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+WHOLE_DISTRIBUTION |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+
 
 class Servers:
     unsupported_media = {"video"}  # vLLM would sample other frames
@@ -117,6 +122,7 @@ class Servers:
             "messages": messages,
             "n": num_samples,
             "temperature": temperature,
+            **WHOLE_DISTRIBUTION,
             "seed": prompt.seed,
             "max_tokens": self.args.max_response_length,
             "stop_token_ids": self.eos_ids,

@@ -133,7 +133,7 @@ def test_parameters_are_those_of_the_hub():
 
 def test_table_of_the_recipes_is_what_the_tool_prints():
     text = (ROOT / "docs/recipes.md").read_text().split("## Will it fit")[1].split("\n## ")[0]
-    rows = [line for line in text.splitlines() if line.startswith("| `--script")]
+    rows = [line for line in text.splitlines() if line.startswith("| `--")]
     assert len(rows) >= 8
     for row in rows:
         flags, numbers = row[2:].split("` | ", 1)

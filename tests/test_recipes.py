@@ -1,10 +1,14 @@
 """Each command of docs/recipes.md that runs a script does a step on a CPU. What is replaced: the model (by the bundled
-one), the data, the output directory, batch sizes and the number of processes. All other flags are the page's. vLLM is
-replaced by the training model, and used where it is installed. `my_reward.py` is the page's."""
+one), the data, the output directory, batch sizes and the number of processes. All other flags are the page's. vLLM, in
+this process or as a server, is replaced by the training model, and used where it is installed. `my_reward.py` and the
+table of defaults are the page's."""
 
 import importlib
+import json
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +16,7 @@ from pathlib import Path
 import pytest
 import test_vllm
 import tyro
-from conftest import ROOT, SCRIPTS, TINY, to_argv, write_jsonl
+from conftest import ROOT, SCRIPTS, TINY, filled_args, metrics_of, to_argv, write_jsonl
 from test_docs import commands, fences
 
 BATCH_SIZES = {"prompts_per_rollout": 2, "num_samples_per_prompt": 2, "train_batch_size": 4}
@@ -109,6 +113,83 @@ def test_command_runs_for_a_step_with_vllm(script, flags, data, tmp_path):
     result = subprocess.run(command, env=os.environ | test_vllm.ON_CPU, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert_has_run(args)
+
+
+SERVERS = "examples/vllm_server.py:Servers"
+WITH_SERVERS = [(script, flags) for script, flags in recipes() if SERVERS in flags]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(test_vllm.missing, reason=test_vllm.reason)
+@pytest.mark.parametrize("script, flags", WITH_SERVERS, ids=[script for script, _ in WITH_SERVERS])
+def test_command_runs_for_a_step_with_a_server(script, flags, data, tmp_path, monkeypatch):
+    """The server's model has the sampling parameters of Qwen2.5-VL, which must not change what it samples."""
+    model = Path(shutil.copytree(TINY, tmp_path / "model"))
+    path = model / "generation_config.json"
+    qwen = {"temperature": 1e-6, "repetition_penalty": 1.05, "top_k": 1, "top_p": 0.001, "do_sample": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | qwen))
+    options = f"--dtype float32 --enforce-eager --no-enable-chunked-prefill --model {model}"
+    server = test_vllm.Server(tmp_path, options)
+    monkeypatch.setenv("VLLM_URLS", server.url)
+    args = short_args(script, flags, data, tmp_path / "runs")
+    args.sampler = str(ROOT / SERVERS)
+    args.max_prompt_length, args.max_response_length = 1024, 24
+    try:
+        server.wait()
+        importlib.import_module(script).main(args)
+    finally:
+        server.stop()
+    assert_has_run(args)
+
+
+def test_servers_start_without_the_generation_config_of_the_model():
+    pages = [ROOT / "docs/recipes.md", ROOT / "docs/runs.md"]
+    served = [" ".join(words) for page in pages for words in commands(page) if "--" in str(words)]
+    served = [command for command in served if "vllm serve" in command]
+    assert len(served) >= 2 and all("--generation-config vllm" in command for command in served), served
+
+
+def test_an_evaluation_with_new_adapters_is_that_of_the_checkpoint(data, tmp_path):
+    """The page evaluates on one GPU with --lora-rank 1: new adapters change nothing, and need little memory."""
+    import rloo
+
+    metrics = []
+    for rank in (0, 1):
+        flags = f"--total-steps 0 --kl-coef 0 --lora-rank {rank} --run-name {rank} --eval-prompts 8"
+        flags += f" --dataset {data['rloo']} --eval-dataset {data['rloo']} --output-dir {tmp_path}"
+        rloo.main(tyro.cli(rloo.Args, args=flags.split()))
+        metrics += metrics_of(tmp_path / str(rank))
+    assert metrics[0] == metrics[1] and metrics[0]["eval/sampled_score"] > 0
+
+
+def test_table_of_defaults():
+    """Those of a pretrained model: "| `--num-epochs` | 1 (PPO: 2) |", and a row per flag."""
+    text = (ROOT / "docs/recipes.md").read_text()
+    rows = re.findall(r"^\| `--([\w-]+)` \| ([\d.e-]+)(?: \(PPO: ([\d.e-]+)\))? \| (.*) \|$", text, re.M)
+    assert len(rows) >= 10
+    notes = {flag: note for flag, _, _, note in rows}
+    for script in ("rloo", "ppo_vl"):
+        args = filled_args(script, model="a/pretrained-model")
+        for flag, number, of_ppo, _ in rows:
+            expected = of_ppo if of_ppo and script == "ppo_vl" else number
+            assert float(expected) == getattr(args, flag.replace("-", "_")), (script, flag)
+        lora = filled_args(script, model="a/pretrained-model", lora_rank=16)
+        assert "with LoRA 1e-5" in notes["learning-rate"] and lora.learning_rate == 1e-5
+        assert "down to 10 %" in notes["warmup-updates"] and args.min_lr_ratio == 0.1
+        assert "`--eval-num-samples` (8)" in notes["eval-prompts"] and args.eval_num_samples == 8
+        num_responses = args.prompts_per_rollout * args.num_samples_per_prompt
+        updates = num_responses * args.num_epochs // args.train_batch_size
+        assert updates == {"rloo": 1, "ppo_vl": 4}[script]
+        assert "betas=(0.9, 0.95)" in (ROOT / f"{script}.py").read_text() and args.weight_decay == 0
+    assert "critic 1e-5" in notes["learning-rate"] and args.critic_learning_rate == 1e-5
+    assert args.eval_prompts * (1 + args.eval_num_samples) == 2250
+
+
+def test_run_names_differ():
+    """W&B takes the name of a run as its id, and --resume auto continues the run of that name."""
+    names = [flags[flags.index("--run-name") + 1] for _, flags in recipes() if "--run-name" in flags]
+    assert len(names) >= 5 and len(set(names)) == len(names)
 
 
 def test_commands_are_found():

@@ -10,6 +10,7 @@ GB are 1e9 bytes. The last line is a row of the table in docs/recipes.md. What i
   per patch and block unless it is frozen, and attention the keys, values and masks of each response. Checkpointing
   keeps each layer's input and one whole layer. tests/test_memory.py compares this with autograd on a CPU.
 - Logits: four fp32 tensors of LOGITS_CHUNK tokens, and the gradient of the head twice (its sum, and a chunk's).
+- A reward model on the GPU is not counted: every rank loads a copy (2 bytes per parameter), which stays there.
 - vLLM sleeps during updates. --sampler hf has no vLLM, but a KV cache, and with ZeRO-3 a whole copy of the weights.
 - Guesses: CUDA and NCCL 2 GB, DeepSpeed 1 GB, weights that ZeRO-3 gathers 2 GB, fragmentation 10 % of activations.
 """
@@ -39,7 +40,7 @@ class Args:
     kl_coef: float = 0.01  # 0: no reference.
     gradient_checkpointing: bool = True
     offload_optimizer: bool = False
-    sampler: Literal["vllm", "server"] = "vllm"  # In this process, or on GPUs of its own.
+    sampler: Literal["vllm", "server"] = "vllm"  # server: examples/vllm_server.py:Servers.
     vllm_gpu_memory_utilization: float = 0.4
     micro_batch_tokens: int = 8192
     image_pixels: int = 1_000_000  # Pixels of a prompt's image; 0: text only.
