@@ -10,39 +10,35 @@ sys.path.append(str(ROOT / "tools"))
 import exercises  # noqa: E402
 from exercises import EXERCISES  # noqa: E402
 
-WRONG = {  # function: replacements in its code, each of which makes it wrong
-    "compute_advantages": [
-        ("(count - 1).clamp(min=1)", "count"),
-        ("/ count) * kept_responses", "/ G) * kept_responses".replace("G", "rewards.shape[1]")),
-    ],
-    "kl_estimate": [
-        ("logprobs.float() - ref_logprobs.float()", "ref_logprobs.float() - logprobs.float()"),
-        ("torch.expm1(-d) + d", "torch.expm1(d) - d"),
-    ],
-    "compute_rloo_loss": [("torch.maximum", "torch.minimum"), ("1 + clip_high)", "1 + clip_low)")],
-    "compute_token_rewards": [("- kl_penalty", "+ kl_penalty"), ("mask.sum(1, keepdim=True)", "1")],
-    "compute_gae": [
-        ("gamma * gae_lambda * next_advantage", "gae_lambda * next_advantage"),
-        ("torch.where(mask[:, t], advantage, next_advantage)", "advantage * mask[:, t]"),
-    ],
-    "whiten": [("correction=0", "correction=1"), ("x[mask]", "x.flatten()")],
-    "compute_value_loss": [
-        ("clipped_losses > losses", "clipped_losses < losses"),
-        ("old_values + change.clamp", "new_values + change.clamp"),
-    ],
-    "compute_bt_loss": [
-        ("- margins", "+ margins"),
-        ("(chosen_rewards + rejected_rewards) ** 2", "(chosen_rewards - rejected_rewards) ** 2"),
-    ],
-    "sample_token": [
-        ("shape[-1] - 1)", "shape[-1] - 2)"),
-        ("uniform[:, None] * cdf[:, -1:]", "uniform[:, None].square() * cdf[:, -1:]"),
-    ],
-    "build_packed": [
-        ("torch.cat([prompt, response]))", "response)"),
-        ("prompt[-1:], response", "response[:1], response"),
-    ],
-}
+WRONG = [  # function, a part of its code, and a replacement that makes the function wrong
+    ("compute_advantages", "(count - 1).clamp(min=1)", "count"),
+    ("compute_advantages", "/ count) * kept_responses", "/ rewards.shape[1]) * kept_responses"),
+    ("kl_estimate", "logprobs.float() - ref_logprobs.float()", "ref_logprobs.float() - logprobs.float()"),
+    ("kl_estimate", "torch.expm1(-d) + d", "torch.expm1(d) - d"),
+    ("compute_rloo_loss", "torch.maximum", "torch.minimum"),
+    ("compute_rloo_loss", "1 + clip_high)", "1 + clip_low)"),
+    ("compute_rloo_loss", '"policy/clipfrac_low"', '"clipfrac"'),  # main reads it
+    ("compute_token_rewards", "- kl_penalty", "+ kl_penalty"),
+    ("compute_token_rewards", "mask.sum(1, keepdim=True)", "1"),
+    ("compute_gae", "gamma * gae_lambda * next_advantage", "gae_lambda * next_advantage"),
+    ("compute_gae", "torch.where(mask[:, t], advantage, next_advantage)", "advantage * mask[:, t]"),
+    ("whiten", "correction=0", "correction=1"),
+    ("whiten", "x[mask]", "x.flatten()"),
+    ("compute_policy_loss", "torch.maximum", "torch.minimum"),
+    ("compute_policy_loss", "clamp(1 - clip_low", "clamp(1 - clip_high"),
+    ("compute_value_loss", "clipped_losses > losses", "clipped_losses < losses"),
+    ("compute_value_loss", "old_values + change.clamp", "new_values + change.clamp"),
+    ("compute_bt_loss", "- margins", "+ margins"),
+    ("compute_bt_loss", "+ rejected_rewards) ** 2", "- rejected_rewards) ** 2"),
+    ("sample_token", "shape[-1] - 1)", "shape[-1] - 2)"),
+    ("sample_token", "uniform[:, None] * cdf[:, -1:]", "uniform[:, None].square() * cdf[:, -1:]"),
+    ("build_packed", "torch.cat([prompt, response]))", "response)"),
+    ("build_packed", "prompt[-1:], response", "response[:1], response"),
+    ("build_packed", "len(continuations[b].response_mask)", "int(continuations[b].response_mask.sum())"),
+    ("build_packed", "position_ids[:, None]", "position_ids[:1]"),
+    ("build_packed", '| inputs["media_inputs"]', ""),
+    ("build_packed", 'model_inputs["attention_mask"] =', "_ ="),
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +53,16 @@ def test_the_original_passes_its_check_and_the_empty_function_does_not(function,
     exercises.check(ROOT, function)
     with pytest.raises(NotImplementedError):
         exercises.check(directory, function)
+    docstring = exercises.load(directory / EXERCISES[function], function).__doc__
+    assert not re.search(r" = | -> |>>>|mean\(|c / \(c|k2 or k3", docstring)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function, k", [(name, k) for name in EXERCISES for k in range(len(WRONG[name]))])
-def test_wrong_solutions_fail(function, k, directory, tmp_path):
+@pytest.mark.parametrize("function, right, wrong", WRONG)
+def test_wrong_solutions_fail(function, right, wrong, tmp_path):
     source = (ROOT / EXERCISES[function]).read_text()
     code = re.search(rf"^def {function}\(.*?(?=^(?:def|class|@|#) |\Z)", source, re.M | re.S)[0]
-    right, wrong = WRONG[function][k]
-    assert right in code
+    assert right in code and {name for name, *_ in WRONG} == {*EXERCISES}
     path = tmp_path / EXERCISES[function]
     path.parent.mkdir(exist_ok=True)
     path.write_text(source.replace(code, code.replace(right, wrong)))
@@ -86,3 +83,4 @@ def test_the_page_has_all_exercises_in_order(directory):
     rows = re.findall(r"^\| \d+ \| `([\w.]+)` \| `([\w/.]+)` \|", page, re.M)
     assert rows == list(EXERCISES.items())
     assert (directory / "test_exercises.py").read_text().count("def test_") == 1
+    assert "min(rho" not in (directory / "rloo.py").read_text() + (directory / "ppo_vl.py").read_text()

@@ -9,50 +9,40 @@ from conftest import ROOT
 
 from common.kl import kl_estimate
 from ppo_vl import compute_gae
-from rloo import compute_advantages
+from rloo import compute_advantages, compute_rloo_loss
 
 SECTIONS = (ROOT / "docs/theory.md").read_text().split("\n## ")[1:]
-
-
-def table_rows(section: int) -> list[list[float]]:
-    """The numbers in each row of the section's table, without its first column."""
-    rows = re.findall(r"^\|([^|]*)\|(.*)\|$", SECTIONS[section - 1], re.M)
-    return [
-        [float(x) for x in cells.split("|")]
-        for _, cells in rows
-        if re.fullmatch(r"[\s\d.|-]*\d[\s|]*", cells)
-    ]
 
 
 def test_baselines_leave_the_mean_and_reduce_the_variance():
     probs, rewards = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([1.0, 2.0, 6.0])
     scores = torch.eye(3) - probs  # (3, 3): the gradient of log p(y) in the logits, for each response y
     gradient = probs * (rewards - probs @ rewards)
-    for baseline, variance in ((0.0, "7.20"), (2.3, "2.05")):
+    weights = probs * scores.square().sum(1)
+    best = float(weights @ rewards / weights.sum())
+    for baseline, variance in ((0.0, "7.20"), (2.3, "2.05"), (best, "1.78")):
         estimates = (rewards - baseline)[:, None] * scores
         assert torch.allclose(probs @ estimates, gradient, atol=1e-6)
         total = probs @ (estimates - gradient).square().sum(1)
         assert f"{total:.2f}" == variance and variance in SECTIONS[0]
     assert f"({', '.join(f'{x:.2f}' for x in gradient)})" == "(-0.65, -0.09, 0.74)"
-    assert "(-0.65, -0.09, 0.74)" in SECTIONS[0]
+    assert "(-0.65, -0.09, 0.74)" in SECTIONS[0] and f"the best $b$, {best:.2f}." in SECTIONS[0]
 
 
 def test_leave_one_out_is_unbiased_and_grpo_is_not():
     G = 8
     rows = re.findall(r"^\| (0\.\d+) \| (.*) \|$", SECTIONS[1], re.M)
-    assert [float(p) for p, _ in rows] == [0.5, 0.1, 0.02]
-    for p, cells in rows:
-        p = float(p)
+    assert [p for p, _ in rows] == ["0.5", "0.1", "0.02"]
+    for p, cells in ((float(p), cells) for p, cells in rows):
         leave_one_out = grpo = 0.0
         for k in range(G + 1):
             rewards = torch.tensor([[1.0] * k + [0.0] * (G - k)], dtype=torch.double)
             score = rewards[0] - p  # the gradient of log p(response) in the logit
             advantages = compute_advantages(rewards, torch.ones(1, G, dtype=bool), normalize=False)[0]
-            centered = rewards[0] - rewards.mean()
             probability = comb(G, k) * p**k * (1 - p) ** (G - k)
             leave_one_out += probability * float((advantages * score).mean())
             if 0 < k < G:
-                grpo += probability * float((centered / rewards.std() * score).mean())
+                grpo += probability * float(((rewards[0] - rewards.mean()) / rewards.std() * score).mean())
         truth = p * (1 - p)
         assert leave_one_out == pytest.approx(truth)
         expected = f"{truth:.3f} | {leave_one_out:.3f} | {grpo:.3f} | {grpo / truth:.2f}"
@@ -60,12 +50,12 @@ def test_leave_one_out_is_unbiased_and_grpo_is_not():
 
 
 def test_gae_from_lambda_0_to_1():
-    rewards, values, errors, *advantages = torch.tensor(table_rows(3)[1:])
-    mask = torch.ones(1, 4, dtype=torch.bool)
+    rows = re.findall(r"^\| (?:reward|value|advantage)[^|]*\| (.*) \|$", SECTIONS[2], re.M)
+    rewards, values, *advantages = torch.tensor([[float(x) for x in row.split(" | ")] for row in rows])
     for gae_lambda, expected in zip((0.0, 0.5, 1.0), advantages, strict=True):
-        result, _ = compute_gae(rewards[None], values[None], mask, gamma=1.0, gae_lambda=gae_lambda)
+        result, _ = compute_gae(rewards[None], values[None], torch.ones(1, 4, dtype=bool), 1.0, gae_lambda)
         assert torch.allclose(result[0], expected, atol=1e-6)
-    assert torch.equal(errors, advantages[0]) and torch.allclose(advantages[2], 1 - values)
+    assert torch.allclose(advantages[2], 1 - values)
 
 
 def test_estimators_of_the_kl_in_the_reward_and_in_the_loss():
@@ -84,3 +74,18 @@ def test_estimators_of_the_kl_in_the_reward_and_in_the_loss():
         gradients = [torch.autograd.grad(x, logit, retain_graph=True)[0] for x in surrogates]
         row = " | ".join(f"{x.item():.3f}" for x in (mean, deviation, *gradients)).replace("-0.000", "0.000")
         assert f"| {name} | {row} |" in SECTIONS[3]
+
+
+def test_the_ratio_corrects_for_an_old_policy_and_the_clip_biases():
+    old, rewards, responses = torch.tensor([0.4, 0.6]), torch.tensor([1.0, 0.0]), torch.arange(2)
+    for p, clip, name in ((0.4, 0.2, "0.2"), (0.5, 0.2, "0.2"), (0.5, 99, "none")):
+        logit = torch.tensor(p).logit().requires_grad_()
+        logprobs = torch.stack([logit, torch.zeros(())]).log_softmax(0)
+        losses, metrics = compute_rloo_loss(logprobs, old.log(), rewards - 0.4, responses, clip, clip)
+        a, b = (-torch.autograd.grad(x, logit, retain_graph=True)[0] for x in old * losses)
+        ratios = ", ".join(f"{x:.2f}" for x in metrics["policy/ratio"])
+        row = f"{p} | {name} | {ratios} | {a + 0:.3f} | {b:.3f} | {a + b:.3f} | {p * (1 - p):.3f}"
+        assert f"| {row} |" in SECTIONS[4]
+    losses, _ = compute_rloo_loss(logprobs, old.log(), rewards, responses, clip, clip)
+    mean = -torch.autograd.grad((old * losses)[0], logit)[0]
+    assert f"= {mean:.3f}, but" in SECTIONS[4] and f"= {0.4 * 0.25 + 0.6 * 0.24:.3f}." in SECTIONS[4]
