@@ -105,7 +105,7 @@ class Args:
     train_batch_size: int = 32  # Examples per optimizer step, over all ranks; a pair is two.
     # --- optimizer ---
     learning_rate: float | None = None  # Peak. Default: 1e-5; LoRA: 1e-4; bundled model: 1e-3.
-    min_lr_ratio: float = 0.1  # Final learning rate of the cosine schedule, as a fraction of the peak.
+    min_lr_ratio: float = 0.1  # The cosine schedule ends at this fraction of the peak.
     warmup_updates: int = 20  # Optimizer steps of linear warmup.
     weight_decay: float = 0.0  # AdamW weight decay; not applied to biases or norm weights.
     max_grad_norm: float = 1.0  # Maximum gradient norm; larger gradients are scaled down.
@@ -502,8 +502,10 @@ def load_rows(args: Args, source: str, split: str):
                 rows = rows.remove_columns(new)
             rows = rows.rename_column(old, new)
             continue
-        is_named_so = source != args.dataset and new in rows.column_names  # an evaluation set may be
-        require(is_named_so, f"--columns {pair} must be NEW=OLD; {source} has {', '.join(rows.column_names)}")
+        # An evaluation set may have the new name already.
+        is_renamed = source != args.dataset and new in rows.column_names
+        names = ", ".join(rows.column_names)
+        require(is_renamed, f"--columns {pair} must be NEW=OLD; {source} has {names}")
     require(len(rows), f"{source} (split {split}) has no rows")
     return rows
 
@@ -831,9 +833,9 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
     "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
 
-    The media in the columns image(s) and video(s) replace, in order, the markers <image> and <video> and
-    the parts of type image and video that have no media. If a chat has neither markers nor such parts,
-    the media precede the text of its first user message."""
+    Media of the columns image(s) and video(s) replace, in order, the markers <image> and <video>
+    and the parts of these types that have no media. If a chat has no such markers or parts, media
+    precede the text of its first user message."""
     chat = row["prompt"]
     if chat and isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
@@ -873,7 +875,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not all(isinstance(part, dict) and part.get("type") for part in content):
-        raise RowError("the content of a message must be a string, or a list of parts with a type")
+        raise RowError("content must be a string, or a list of parts with a type")
     parts = []
     for part in content:
         if part["type"] != "text":  # `datasets` fills the keys that a part does not have with None
@@ -882,7 +884,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
         for piece in filter(None, re.split("(<image>|<video>)", part.get("text") or "")):
             if piece in ("<image>", "<video>"):
                 parts.append({"type": piece[1:-1]})
-            elif parts and parts[-1]["type"] == "text":  # joined, because a special token may span both texts
+            elif parts and parts[-1]["type"] == "text":  # joined: a special token may span both
                 parts[-1]["text"] += piece
             else:
                 parts.append({"type": "text", "text": piece})
@@ -1195,7 +1197,7 @@ def add_lora(args: Args, model) -> None:
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules="all-linear",
-        # Everything outside of the decoder (nothing if the prefix is ""), and vision towers inside of it.
+        # Everything outside of the decoder (nothing if its prefix is ""), and towers inside of it.
         exclude_modules=rf"(?!{re.escape(prefix)}).*|.*(vision|visual|image|audio|perceiver).*",
     )
     model.add_adapter(config)
@@ -1219,7 +1221,7 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
             continue
         layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
         parameters = [parameter] if layer is None else [parameter, *layer.parameters()]
-        with deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameter, "ds_id")):  # ZeRO-3
+        with deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameter, "ds_id")):
             weight = parameter.clone() if layer is None else parameter + layer.get_delta_weight("default")
         yield name.replace(".base_layer.", "."), weight.detach()
 
@@ -1258,7 +1260,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
-        "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients (stages 2 and 3)
+        "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
         "zero_optimization": {
             "stage": args.zero_stage,
             "overlap_comm": False,
@@ -1402,7 +1404,7 @@ def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> di
         except Exception as error:  # DeepSpeed raises many types
             rule = "--zero-stage, --lora-rank, --freeze and the number of ranks must be the same"
             stop(f"can't resume {checkpoint}: {rule} ({error!r:.200})")
-        # DeepSpeed also restores these two hyperparameters, but --resume CHECKPOINT may come with new ones.
+        # DeepSpeed also restores these two, but --resume CHECKPOINT may come with new ones.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay

@@ -93,7 +93,7 @@ class Args:
     train_batch_size: int = 32  # Dataset rows per optimizer step, over all ranks.
     # --- optimizer ---
     learning_rate: float | None = None  # Peak. Default: 5e-6; LoRA: 1e-4; bundled model: 3e-4.
-    min_lr_ratio: float = 0.1  # Final learning rate of the cosine schedule, as a fraction of the peak.
+    min_lr_ratio: float = 0.1  # The cosine schedule ends at this fraction of the peak.
     warmup_updates: int = 10  # Optimizer steps of linear warmup.
     weight_decay: float = 0.0  # AdamW weight decay; not applied to biases or norm weights.
     max_grad_norm: float = 1.0  # Maximum gradient norm; larger gradients are scaled down.
@@ -253,7 +253,7 @@ def main(args: Args) -> dict[str, float]:
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            # Pairs outside of this pack have no gradient, but they count in the value, so don't log it.
+            # Pairs of other packs have no gradient, but count in the value, so don't log it.
             loss = (pairs.weights * losses).sum()
             # DeepSpeed averages gradients over ranks; we want a sum.
             reward_model.backward(loss * WORLD_SIZE)
@@ -344,8 +344,8 @@ def setup(args: Args) -> Run:
     require(prompts, f"{args.dataset}: none of {len(rows)} rows can be used; see the warnings")
     message = packing_check.choose_layout(
         model=model,
-        # Under ZeRO-3 only the engine's forward gathers weights. Otherwise the check needs the module,
-        # because the engine refuses autograd.grad.
+        # Under ZeRO-3 only the engine's forward gathers weights. Otherwise the check needs the
+        # module, because the engine refuses autograd.grad.
         forward=reward_model if args.zero_stage == 3 else reward_model.module,
         prompts=prompts,
         max_length=args.max_length,
@@ -454,7 +454,7 @@ class RankingDataset:
             self.rows = add_easy_vqa_responses(self.rows, seed)
         columns = self.rows.column_names
         is_pair = "chosen" in columns and "rejected" in columns
-        rule = "must have the columns chosen and rejected, or responses (--columns chosen=OLD renames one)"
+        rule = "must have the columns chosen and rejected, or responses (rename with --columns)"
         require(is_pair != ("responses" in columns), f"{source} {rule}; it has {', '.join(columns)}")
         # A rank encodes its share of a step's rows to plan the packs, and the rows of its own packs
         # again to build them; rows that are in both come from the cache.
@@ -518,7 +518,7 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
     if responses[0] and responses[0][0]["role"] != "assistant":
         num_shared = common_prefix_length(responses)  # the chats contain the prompt
         if prompt and prompt[0]["role"] == "system" and prompt[0] != responses[0][0]:
-            raise RowError("chosen and rejected don't begin with the system message of the column prompt")
+            raise RowError("its chats don't begin with the system message of its prompt")
         prompt = responses[0][:num_shared]
         responses = [response[num_shared:] for response in responses]
     if not prompt:
@@ -558,7 +558,7 @@ def encode_ranking(
     model, processor, messages: list[dict], responses: list[list[dict]], index: int
 ) -> tuple[Prompt, list[Tensor]]:
     """Split the rendered chats at their longest common token prefix. The prefix becomes the Prompt,
-    and the rest of each chat becomes its response ids (R,). At least one token per response stays outside
+    and the rest of each chat its response ids (R,). At least one token per response stays outside
     of the prefix, because the head reads the last one (with many templates, a newline after EOS).
 
         user <image> Color ? assistant red              num_shared = 5
@@ -617,8 +617,10 @@ def load_rows(args: Args, source: str, split: str):
                 rows = rows.remove_columns(new)
             rows = rows.rename_column(old, new)
             continue
-        is_named_so = source != args.dataset and new in rows.column_names  # an evaluation set may be
-        require(is_named_so, f"--columns {pair} must be NEW=OLD; {source} has {', '.join(rows.column_names)}")
+        # An evaluation set may have the new name already.
+        is_renamed = source != args.dataset and new in rows.column_names
+        names = ", ".join(rows.column_names)
+        require(is_renamed, f"--columns {pair} must be NEW=OLD; {source} has {names}")
     require(len(rows), f"{source} (split {split}) has no rows")
     return rows
 
@@ -635,7 +637,7 @@ def easy_vqa_rows(split: str):
 
 
 def add_easy_vqa_responses(rows, seed: int):
-    """Add the columns chosen, the correct answer, and rejected, a random wrong answer of the same type."""
+    """Add the columns chosen (the correct answer) and rejected (a wrong one of the same type)."""
     colors = "black blue brown gray green red teal yellow"
     answer_types = ["yes no".split(), "circle rectangle triangle".split(), colors.split()]
     rng = np.random.default_rng(seed)
@@ -655,9 +657,9 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
     "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
 
-    The media in the columns image(s) and video(s) replace, in order, the markers <image> and <video> and
-    the parts of type image and video that have no media. If a chat has neither markers nor such parts,
-    the media precede the text of its first user message."""
+    Media of the columns image(s) and video(s) replace, in order, the markers <image> and <video>
+    and the parts of these types that have no media. If a chat has no such markers or parts, media
+    precede the text of its first user message."""
     chat = row["prompt"]
     if chat and isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]
@@ -697,7 +699,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not all(isinstance(part, dict) and part.get("type") for part in content):
-        raise RowError("the content of a message must be a string, or a list of parts with a type")
+        raise RowError("content must be a string, or a list of parts with a type")
     parts = []
     for part in content:
         if part["type"] != "text":  # `datasets` fills the keys that a part does not have with None
@@ -706,7 +708,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
         for piece in filter(None, re.split("(<image>|<video>)", part.get("text") or "")):
             if piece in ("<image>", "<video>"):
                 parts.append({"type": piece[1:-1]})
-            elif parts and parts[-1]["type"] == "text":  # joined, because a special token may span both texts
+            elif parts and parts[-1]["type"] == "text":  # joined: a special token may span both
                 parts[-1]["text"] += piece
             else:
                 parts.append({"type": "text", "text": piece})
@@ -999,7 +1001,7 @@ def add_lora(args: Args, model) -> None:
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules="all-linear",
-        # Everything outside of the decoder (nothing if the prefix is ""), and vision towers inside of it.
+        # Everything outside of the decoder (nothing if its prefix is ""), and towers inside of it.
         exclude_modules=rf"(?!{re.escape(prefix)}).*|.*(vision|visual|image|audio|perceiver).*",
     )
     model.add_adapter(config)
@@ -1023,7 +1025,7 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
             continue
         layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
         parameters = [parameter] if layer is None else [parameter, *layer.parameters()]
-        with deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameter, "ds_id")):  # ZeRO-3
+        with deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameter, "ds_id")):
             weight = parameter.clone() if layer is None else parameter + layer.get_delta_weight("default")
         yield name.replace(".base_layer.", "."), weight.detach()
 
@@ -1062,7 +1064,7 @@ def init_reward_engine(args: Args, module: nn.Module):
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
-        "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients (stages 2 and 3)
+        "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
         "zero_optimization": {
             "stage": args.zero_stage,
             "overlap_comm": False,
@@ -1200,7 +1202,7 @@ def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> di
         except Exception as error:  # DeepSpeed raises many types
             rule = "--zero-stage, --lora-rank, --freeze and the number of ranks must be the same"
             stop(f"can't resume {checkpoint}: {rule} ({error!r:.200})")
-        # DeepSpeed also restores these two hyperparameters, but --resume CHECKPOINT may come with new ones.
+        # DeepSpeed also restores these two, but --resume CHECKPOINT may come with new ones.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay

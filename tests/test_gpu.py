@@ -1,4 +1,4 @@
-"""Tests on a GPU, ten minutes: pytest -m gpu. It ends with a table for docs/benchmarks.md."""
+"""Tests on a GPU: pytest -m gpu. It ends with a table for docs/benchmarks.md."""
 
 import functools
 import importlib.util
@@ -280,27 +280,31 @@ def make_data(folder) -> str:
     return write_jsonl(folder / "data.jsonl", rows)
 
 
-def test_peak_memory_is_that_of_the_page(launch, row, tmp_path):
+def test_peak_memory_is_that_of_tools_memory(launch, row, tmp_path):
     """Packs of about 7000 tokens."""
-    page = (ROOT / "docs/recipes.md").read_text()
-    exec(re.search(r"def memory\(.*?\n(?=```)", page, re.S)[0], names := {})
+    import transformers
+
+    from tools import memory
+
     make_large_model(tmp_path / "model")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     torch.cuda.empty_cache()
     flags = {"model": tmp_path / "model", "dataset": make_data(tmp_path), "max_response_length": 64}
     flags |= {"total_steps": 1, "prompts_per_rollout": 12, "train_batch_size": 96, "num_epochs": 1}
     flags |= {"gradient_checkpointing": True}
     cases = {
-        "LoRA": ({"lora_rank": 8}, {"trained": 0.015e9}),
-        "all weights, ZeRO 2": ({"zero_stage": 2}, {"reference": True, "zero": 2}),
+        "LoRA": {"lora_rank": 8},
+        "all weights, ZeRO-2": {"zero_stage": 2},
     }
-    for name, (flags_of_case, inputs) in cases.items():
-        expected = names["memory"](N=3.75e9, L=36, H=2048, I=11008, V=151_936, pack=7000, **inputs)["peak"]
+    for name, flags_of_case in cases.items():
+        sizes = {"gpus": 1, "vllm_gpu_memory_utilization": 0.0, "micro_batch_tokens": 7000, **flags_of_case}
+        expected = memory.estimate(memory.Args(model="", **sizes), config)["peak"]
         if expected * 1.2e9 > torch.cuda.mem_get_info()[0]:
-            row(f"`rloo.py`, 3.75e9 parameters, {name}", f"`memory()` {expected:.1f} GB: not run")
+            row(f"`rloo.py`, 3.75e9 parameters, {name}", f"tools/memory.py {expected:.1f} GB: not run")
             continue
         run = launch("rloo", run_name=name.split()[0], env={"NO_CHECKPOINT": ""}, **flags, **flags_of_case)
         step = run.steps[-1]
-        text = f"{run.peak:.1f} GB, `memory()` {expected:.1f} GB; rollout {step['time/rollout']:.1f} s, "
+        text = f"{run.peak:.1f} GB, tools/memory.py {expected:.1f} GB; rollout {step['time/rollout']:.1f} s, "
         row(f"`rloo.py`, 3.75e9 parameters, {name}", text + f"update {step['time/update']:.1f} s")
         assert run.peak == pytest.approx(expected, rel=0.3)
 

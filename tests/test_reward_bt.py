@@ -206,7 +206,7 @@ UNUSABLE_CHATS = {
     "tool_calls": {"prompt": "q", "chosen": [CALLS | {"content": None}], "rejected": chat("", "b")[1:]},
     "with tool_calls": {"chosen": [*chat("q"), CALLS | {"content": "a"}], "rejected": chat("q", "b")},
     "images or videos": {"prompt": "q", "chosen": chat("", IMAGE)[1:], "rejected": chat("", "b")[1:]},
-    "the system message": {
+    "system message of its prompt": {
         "prompt": [{"role": "system", "content": "s"}],
         "chosen": chat("q", "a"),
         "rejected": chat("q", "b"),
@@ -230,7 +230,7 @@ BAD_COLUMNS = [GOOD | {"responses": ["good", "bad"]}, {"prompt": "q", "chosen": 
 def test_columns_are_those_of_pairs_or_of_rankings(row, encode, capsys):
     with pytest.raises(SystemExit) as error:
         encode(row)
-    message = f"must have the columns chosen and rejected, or responses (--columns chosen=OLD renames one); it has {', '.join(row)}"
+    message = f"must have the columns chosen and rejected, or responses (rename with --columns); it has {', '.join(row)}"
     assert error.value.code == 2 and message in capsys.readouterr().err
 
 

@@ -9,10 +9,10 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1685, 405, 160, 59, 12),
-    "ppo_vl.py": (1905, 515, 190, 59, 11),
-    "reward_bt.py": (1335, 310, 100, 57, 11),
-    "grm_sft.py": (1525, 310, 100, 58, 11),
+    "rloo.py": (1695, 405, 160, 59, 12),
+    "ppo_vl.py": (1910, 515, 190, 59, 11),
+    "reward_bt.py": (1335, 310, 100, 58, 11),
+    "grm_sft.py": (1530, 310, 100, 58, 11),
     "common/*.py": (1905, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
@@ -23,8 +23,8 @@ LINES = {  # of one file, or of all files that match together
     "docs/grm_sft.md": 190,
     "docs/models.md": 100,
     "docs/recipes.md": 290,
-    "tools/*.py": 3600,
-    "tests/*.py": 9620,
+    "tools/*.py": 3610,
+    "tests/*.py": 9660,
 }
 
 

@@ -38,7 +38,9 @@ EXERCISES = {  # function: file
 }
 # What the copy's docstrings leave out: paragraphs with a formula or an example, and sentences that are the solution.
 FORMULAS = re.compile(r'\n\n(?:.+\n)*?.*(?: = | -> |>>>).*(?:\n.+)*?(?=\n\n|\n    """)')
-SENTENCES = re.compile(r": r_i - mean[^.]*|This equals [^.]*\. |As a loss term [^:]*(?=Source)")
+SENTENCES = re.compile(
+    r": r_i - mean[^.]*|This equals [^.]*\. |Subtract k1 from the reward[^:]*:[^:]*(?=Sources)"
+)
 
 
 def load(path: Path, function: str):

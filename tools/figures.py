@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import matplotlib
+import numpy as np
 import torch
 import tyro
 
@@ -138,8 +139,8 @@ def draw_environments(runs: Path):
 
 
 def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: int = 8) -> None:
-    """Variance of the first gradient of a prompt with G responses, summed over all weights, for three baselines:
-    over num_groups groups of responses to each prompt, averaged over prompts."""
+    """Variance of the first gradient of a prompt with G responses, summed over all weights, for three baselines,
+    and the squared norm of its mean: over num_groups groups of responses to each prompt, averaged over prompts."""
     sys.path.insert(0, str(DOCS.parent))
     import rloo
 
@@ -156,21 +157,26 @@ def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: in
     }
     weights = list(run.actor.module.parameters())
     variances = {name: 0.0 for name in advantages}
+    signals = {name: 0.0 for name in advantages}
     for i in range(num_prompts):
         gradients = {name: [] for name in advantages}
         for group in range(i * num_groups, (i + 1) * num_groups):
             kept = torch.zeros_like(scores, dtype=torch.bool)
             kept[group] = True
-            (pack,) = rloo.iter_packs(args, run, rollout, [i], kept.view(num_prompts, -1))
+            (pack,) = rloo.iter_packs(args, run, rollout, np.array([i]), kept.view(num_prompts, -1))
             logprobs, _ = run.actor.module(pack)
             for name, values in advantages.items():
                 objective = (logprobs * values[group][pack.response_of_token]).sum() / G
                 parts = torch.autograd.grad(objective, weights, retain_graph=True, allow_unused=True)
                 gradients[name].append(torch.cat([x.flatten() for x in parts if x is not None]))
         for name, estimates in gradients.items():
-            variances[name] += float(torch.stack(estimates).var(0).sum()) / num_prompts
+            variance = float(torch.stack(estimates).var(0).sum())
+            variances[name] += variance / num_prompts
+            # The squared norm of a mean is larger than that of the true gradient by variance / num_groups.
+            mean_norm = float(torch.stack(estimates).mean(0).square().sum())
+            signals[name] += (mean_norm - variance / num_groups) / num_prompts
     for name, variance in variances.items():
-        print(f"| {name} | {variance:.1f} |")
+        print(f"| {name} | {variance:.1f} | {signals[name]:.1f} |")
 
 
 def main(
