@@ -4,14 +4,14 @@ python tools/pipeline.py runs/pipeline      # prints the tables; writes table.md
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
-import numpy as np
-
-COLORS = {"accuracy": "tab:green", "judge": "tab:purple", "rm": "tab:blue", "early_rm": "tab:red"}
+COLORS = {"accuracy_and_format": "tab:green", "judge_and_format": "tab:purple"}
+COLORS |= {"rm_and_format": "tab:blue", "early_rm_and_format": "tab:red"}
 SWEEP = {"rm_and_format_seed1": "tab:blue", "rm_and_format_kl0.1": "tab:cyan", "rm_and_format_kl1": "black"}
-POLICIES = [*(f"{reward}_and_format_seed{seed}" for reward in COLORS for seed in (1, 2)), *list(SWEEP)[1:]]
+POLICIES = [*(f"{policy}_seed{seed}" for policy in COLORS for seed in (1, 2)), *list(SWEEP)[1:]]
 STAGES = ("reward_model", "judge", *POLICIES)
 
 
@@ -30,17 +30,24 @@ def markdown(head: str, rows: list[list[str]]) -> str:
 
 
 def policy_table(runs: dict[str, list[dict]]) -> str:
-    """The initial model and the final policies. KL: mean of the last five rollouts."""
-    columns = [(mode, name) for name in ("accuracy", "format") for mode in ("sampled", "greedy")]
-    names = [f"eval/{mode}_reward_{name}" for mode, name in columns]
-    rows = [["initial model", *(f"{evaluations(runs[POLICIES[0]])[0][name]:.3f}" for name in names), "0", ""]]
+    """The initial model and the final policies, with a number per seed. KL: mean of the last five rollouts."""
+    accuracy, learned = "eval/greedy_reward_accuracy", "eval/greedy_reward_score"
+    policies = {"initial model": [evaluations(runs[name])[:1] for name in POLICIES[:2]]}  # lines of each seed
     for run, lines in runs.items():
-        first, *_, last = evaluations(lines)
-        kl = np.mean([line["objective/kl"] for line in lines if "objective/kl" in line][-5:])
-        row = [f"`{run}`", *(f"{last[name]:.3f}" for name in names), f"{kl:.2f}"]
-        learned = [f"{line['eval/greedy_reward_score']:.2f}" for line in (first, last) if "rm_" in run]
-        rows.append([*row, " -> ".join(learned)])
-    head = "policy | accuracy, sampled | accuracy, greedy | tagged, sampled | tagged, greedy | KL, nats"
+        policies.setdefault(re.sub("_seed.$", "", run), []).append(lines)
+    rows = []
+    for policy, seeds in policies.items():
+        curves = [evaluations(lines) for lines in seeds]
+        best = [max(curve, key=lambda line: line[accuracy]) for curve in curves]
+        kl = [[line["objective/kl"] for line in lines if "objective/kl" in line][-5:] for lines in seeds]
+        names = ("eval/sampled_reward_accuracy", accuracy, "eval/greedy_reward_format")
+        cells = [[f"{curve[-1][name]:.3f}" for curve in curves] for name in names]
+        cells.insert(2, [f"{line[accuracy]:.3f} ({line['train/step']:.0f})" for line in best])
+        cells.append([f"{sum(x) / max(len(x), 1):.2f}" for x in kl])
+        has_learned = "rm_" in policy  # greedy responses have no others that a judge could compare them with
+        cells.append([f"{x[0][learned]:.2f} -> {x[-1][learned]:.2f}" for x in curves if has_learned])
+        rows.append([policy, *map(", ".join, cells)])
+    head = "policy | accuracy, sampled | accuracy, greedy | its highest (step) | tagged, greedy | KL, nats"
     return markdown(f"{head} | learned reward", rows)
 
 
@@ -67,9 +74,9 @@ def draw(output_dir: Path, runs: dict[str, list[dict]]) -> None:
     def plot(panel, title: str, metric: str, names: list[str], ylabel: str = "") -> None:
         for name in names:
             lines = [line for line in runs[name] if metric in line]
-            reward, _, variant = name.partition("_and_format_")
-            style = {"color": COLORS[reward], "linestyle": "--" if variant == "seed2" else "-"}
-            label = f"{reward} and format" if variant == "seed1" else None
+            policy, _, variant = name.rpartition("_")
+            style = {"color": COLORS[policy], "linestyle": "--" if variant == "seed2" else "-"}
+            label = policy if variant == "seed1" else None
             if names == list(SWEEP):
                 label = "--kl-coef " + variant.replace("seed1", "0.01").strip("kl")
                 style = {"color": SWEEP[name]}
@@ -83,10 +90,10 @@ def draw(output_dir: Path, runs: dict[str, list[dict]]) -> None:
     plot(panels[0, 1], "KL to the initial model (training)", kl, default, "nats")
     reward_models = [name for name in default if "rm_" in name]
     plot(panels[1, 0], "learned reward (evaluation, greedy)", learned, reward_models)
-    plot(panels[1, 1], "rm: KL by --kl-coef (training)", kl, list(SWEEP), "nats")
-    plot(panels[2, 0], "rm: learned reward (evaluation, greedy)", learned, list(SWEEP))
-    plot(panels[2, 1], "rm: accuracy (evaluation, greedy)", accuracy, list(SWEEP))
-    panels[0, 0].legend(title="seed 2: dashed")
+    plot(panels[1, 1], "rm_and_format: KL (training)", kl, list(SWEEP), "nats")
+    plot(panels[2, 0], "rm_and_format: learned reward", learned, list(SWEEP))
+    plot(panels[2, 1], "rm_and_format: accuracy", accuracy, list(SWEEP))
+    panels[0, 1].legend(title="seed 2: dashed")
     panels[1, 1].legend()
     figure.savefig(output_dir / "pipeline.png", dpi=80)
 
