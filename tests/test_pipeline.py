@@ -1,53 +1,45 @@
-"""tools/pipeline.sh: its commands parse and use the checkpoints of earlier stages."""
+"""tools/pipeline.sh: its commands parse, use checkpoints of earlier stages, and make a fair comparison."""
 
 import importlib
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import tyro
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT
 
 sys.path.append(str(ROOT / "tools"))
 import pipeline  # noqa: E402
 
-SHELL = ROOT / "tools" / "pipeline.sh"
 
-
-def stages() -> dict[str, tuple[str, list[str]]]:
-    """{name: (script, flags)} as started by bash, followed by the values of $JUDGE and $REWARD_MODEL."""
-    lines = [line.rstrip(" &") for line in SHELL.read_text().splitlines()]
-    lines = [line for line in lines if re.match(r"(policy=|export JUDGE|export REWARD|stage \w+ )", line)]
-    print_stage = 'stage() { printf "%q " "$@" "${JUDGE-}" "${REWARD_MODEL-}"; echo; }'
-    program = "\n".join(["out=runs/pipeline", print_stage, *lines])
+def test_policies_differ_only_in_reward_seed_and_kl_coef():
+    commands = re.search(r"^# 1\..*(?=^# 3\.)", (ROOT / "tools/pipeline.sh").read_text(), re.M | re.S).group()
+    print_stage = 'start() { printf "%q " "$@" "${JUDGE-}" "${REWARD_MODEL-}"; echo; }; finish() { :; }'
+    program = f"out=runs/pipeline\n{print_stage}\n{commands}"
     printed = subprocess.run(["bash", "-euc", program], capture_output=True, text=True, check=True).stdout
-    words = [shlex.split(line) for line in printed.splitlines()]
-    return {name: (script, ["--total-steps", steps, *flags]) for name, script, steps, *flags in words}
-
-
-def parse(name: str):
-    script, flags = stages()[name]
-    return tyro.cli(importlib.import_module(script.removesuffix(".py")).Args, args=flags[:-2])
-
-
-def test_stages_pass_check_args_and_use_checkpoints_of_earlier_stages():
-    assert set(stages()) == set(pipeline.STAGES)
-    assert {script for script, _ in stages().values()} == {f"{name}.py" for name in SCRIPTS}
-    for name, (script, _) in stages().items():
-        module, args = importlib.import_module(script.removesuffix(".py")), parse(name)
+    stages, checkpoints = {}, {}
+    for line in printed.splitlines():
+        name, script, steps, *flags, judge, reward_model = shlex.split(line)
+        module = importlib.import_module(script.removesuffix(".py"))
+        stages[name] = args = tyro.cli(module.Args, args=["--total-steps", steps, *flags])
         module.fill_defaults(args)
         module.check_args(args)
-    checkpoints = {name: flags[-2:] for name, (_, flags) in stages().items()}
-    pairs = parse("reward_model")
-    assert checkpoints["judge_and_rule"][0] == f"runs/pipeline/judge/checkpoint-{parse('judge').total_steps}"
-    assert checkpoints["rm"][1] == f"runs/pipeline/reward_model/checkpoint-{pairs.total_steps}"
-    assert checkpoints["early_rm"][1] == f"runs/pipeline/reward_model/checkpoint-{pairs.save_steps}"
-    assert pairs.total_steps // pairs.save_steps <= pairs.save_total_limit, (
-        "the checkpoint after 40 steps is deleted"
-    )
-    for name, (_, _, has_proxy) in pipeline.POLICIES.items():  # all log the true rewards
-        args = parse(name)
+        checkpoints[name] = judge if name.startswith("judge") else reward_model
+    assert list(stages)[:2] == ["reward_model", "judge"] and set(stages) == set(pipeline.STAGES)
+    pairs = stages["reward_model"]
+    assert pairs.total_steps // pairs.save_steps <= pairs.save_total_limit, "the early checkpoint is deleted"
+    steps = {"judge": stages["judge"].total_steps, "rm": pairs.total_steps, "early_rm": pairs.save_steps}
+    variants = {"seed1": {}, "seed2": {"seed": 2}, "kl0.1": {"kl_coef": 0.1}, "kl1": {"kl_coef": 1.0}}
+    for name in pipeline.POLICIES:
+        args, reward = stages[name], name.partition("_and_format")[0]
         weights = dict(zip((source.rpartition(":")[2] for source in args.rewards), args.reward_weights))
-        assert (weights.get("score") == 1 and weights["accuracy"] == weights["format"] == 0) == has_proxy
-        assert all((ROOT / source.rpartition(":")[0]).exists() for source in args.rewards)
+        learned = {"score": 1, "format": 1, "accuracy": 0}  # accuracy is only logged
+        assert weights == (learned if reward in steps else {"accuracy": 1, "format": 1})
+        if reward in steps:
+            stage = "judge" if reward == "judge" else "reward_model"
+            assert checkpoints[name] == f"runs/pipeline/{stage}/checkpoint-{steps[reward]}"
+        variant = variants[name.rpartition("_")[2]] | {"rewards": args.rewards}
+        variant |= {"reward_weights": args.reward_weights}
+        assert args == replace(stages["accuracy_and_format_seed1"], **variant)

@@ -224,6 +224,24 @@ def probabilities(step: Step) -> list[tuple[str, float, float, float]]:
     return sorted(zip(map(readable, texts), scores, *sequence_probs), key=lambda row: -max(row[2:]))
 
 
+@torch.no_grad()
+def padding_difference(step: Step) -> float:
+    """Largest difference between the final log-probs in packs and those in ordinary padded batches."""
+    policy, rollout, G = step.run.actor, step.rollout, step.args.num_samples_per_prompt
+    model = policy.module.model
+    attention.set_attention(model, "sdpa")  # transformers' own, as if packing didn't exist
+    differences = []
+    for i, prompt in enumerate(rollout.prompts):
+        prompt = step.run.train_data.encode(prompt.row_id)
+        members = range(i * G, i * G + G)
+        continuations = {b: packing.continue_prompt(prompt, rollout.response_ids[b]) for b in members}
+        batch = packing.build_padded([(0, [*continuations])], [prompt], continuations)
+        logprobs, _ = policy(packing.to_device(batch, model))
+        differences.append((logprobs - batch.gather_tokens(step.new_logprobs)).abs().max().item())
+    attention.set_attention(model, "packed")
+    return max(differences)
+
+
 def describe(step: Step) -> dict:
     """The variables of the page's template."""
     run, rollout, example = step.run, step.rollout, step.example
@@ -260,6 +278,7 @@ def describe(step: Step) -> dict:
         "num_images": len(pack.model_inputs["image_grid_thw"]),
         "candidates": candidates,
         "expected": [sum(row[1] * row[k] for row in candidates) for k in (2, 3)],  # score
+        "padding_difference": padding_difference(step),
     }
 
 
@@ -278,6 +297,11 @@ def data_uri(image: Image.Image | np.ndarray) -> str:
 def number(x: float, digits: int = 3, sign: str = "") -> str:
     x = round(float(x), digits) + 0.0  # not -0
     return f"{x:{sign},.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def direction(advantage: float) -> str:
+    """CSS class. If all scores of a group are equal, rounding errors of the KL leave advantages of about 1e-11."""
+    return "none" if abs(advantage) < 1e-6 else "up" if advantage > 0 else "down"
 
 
 def readable(text: str) -> str:
@@ -319,7 +343,7 @@ def main(folder: Path = ROOT / "docs") -> None:
     with tempfile.TemporaryDirectory() as runs:
         variables = describe(take_step(rloo.Args(output_dir=runs, dtype="float32", eval_prompts=1)))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {"number": number, "data_uri": data_uri}
+    environment.filters |= {"number": number, "data_uri": data_uri, "direction": direction}
     template = environment.from_string((ROOT / "tools" / "anatomy.html").read_text())
     page = template.render(variables, colors=COLORS, zip=zip)
     (folder / "anatomy.html").write_text(page)

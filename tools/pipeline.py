@@ -4,18 +4,14 @@ python tools/pipeline.py runs/pipeline      # prints the tables; writes table.md
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
-import numpy as np
-
-POLICIES = {  # run: script, rewards it was trained with, whether its score is only the reward model's
-    "rule": ("ppo_vl.py", "the rule", False),
-    "rm": ("rloo.py", "reward model and format rule", False),
-    "judge_and_rule": ("ppo_vl.py", "judge and format rule", False),
-    "early_rm": ("rloo.py", "reward model after 40 steps", True),
-}
-TRUE_RULE = {"accuracy": 0.9, "format": 0.1}  # the true reward, which measures all policies
+COLORS = {"accuracy_and_format": "tab:green", "judge_and_format": "tab:purple"}
+COLORS |= {"rm_and_format": "tab:blue", "early_rm_and_format": "tab:red"}
+SWEEP = {"rm_and_format_seed1": "tab:blue", "rm_and_format_kl0.1": "tab:cyan", "rm_and_format_kl1": "black"}
+POLICIES = [*(f"{policy}_seed{seed}" for policy in COLORS for seed in (1, 2)), *list(SWEEP)[1:]]
 STAGES = ("reward_model", "judge", *POLICIES)
 
 
@@ -23,14 +19,9 @@ def read_metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def evaluations(lines: list[dict]) -> list[dict]:
-    """The metrics of a policy's evaluations, of which the first is before the first step."""
-    return [line for line in lines if "eval/greedy_score" in line]
-
-
-def true_reward(line: dict, mode: str) -> float:
-    """Mean true reward in an evaluation; mode: greedy or sampled."""
-    return sum(weight * line[f"eval/{mode}_reward_{name}"] for name, weight in TRUE_RULE.items())
+def evaluations(lines: list[dict], key: str = "eval/greedy_reward_accuracy") -> list[dict]:
+    """The metrics of a run's evaluations, of which the first is before the first step."""
+    return [line for line in lines if key in line]
 
 
 def markdown(head: str, rows: list[list[str]]) -> str:
@@ -39,87 +30,71 @@ def markdown(head: str, rows: list[list[str]]) -> str:
 
 
 def policy_table(runs: dict[str, list[dict]]) -> str:
-    """The initial model and the final policies. KL: mean of the last five rollouts."""
-
-    def measure(line: dict) -> list[str]:
-        accuracies = [line[f"eval/{mode}_reward_accuracy"] for mode in ("sampled", "greedy")]
-        return [f"{x:.3f}" for x in (true_reward(line, "sampled"), *accuracies)]
-
-    rows = [["initial model", "", *measure(evaluations(runs["rule"])[0]), "0", ""]]
-    for name, (script, rewards, has_proxy) in POLICIES.items():
-        first = evaluations(runs[name])[0]
-        last = evaluations(runs[name])[-1]
-        kl = np.mean([line["objective/kl"] for line in runs[name] if "objective/kl" in line][-5:])
-        proxy = f"{first['eval/greedy_score']:.2f} -> {last['eval/greedy_score']:.2f}" if has_proxy else ""
-        rows.append([f"{name} (`{script}`)", rewards, *measure(last), f"{kl:.2f}", proxy])
-    head = "policy | trained with | score by the rule, sampled | accuracy, sampled | accuracy, greedy"
-    return markdown(f"{head} | KL, nats | learned reward", rows)
+    """The initial model and the final policies, with a number per seed. KL: mean of the last five rollouts."""
+    accuracy, learned = "eval/greedy_reward_accuracy", "eval/greedy_reward_score"
+    policies = {"initial model": [evaluations(runs[name])[:1] for name in POLICIES[:2]]}  # lines of each seed
+    for run, lines in runs.items():
+        policies.setdefault(re.sub("_seed.$", "", run), []).append(lines)
+    rows = []
+    for policy, seeds in policies.items():
+        curves = [evaluations(lines) for lines in seeds]
+        best = [max(curve, key=lambda line: line[accuracy]) for curve in curves]
+        kl = [[line["objective/kl"] for line in lines if "objective/kl" in line][-5:] for lines in seeds]
+        names = ("eval/sampled_reward_accuracy", accuracy, "eval/greedy_reward_format")
+        cells = [[f"{curve[-1][name]:.3f}" for curve in curves] for name in names]
+        cells.insert(2, [f"{line[accuracy]:.3f} ({line['train/step']:.0f})" for line in best])
+        cells.append([f"{sum(x) / max(len(x), 1):.2f}" for x in kl])
+        has_learned = "rm_" in policy  # greedy responses have no others that a judge could compare them with
+        cells.append([f"{x[0][learned]:.2f} -> {x[-1][learned]:.2f}" for x in curves if has_learned])
+        rows.append([policy, *map(", ".join, cells)])
+    head = "policy | accuracy, sampled | accuracy, greedy | its highest (step) | tagged, greedy | KL, nats"
+    return markdown(f"{head} | learned reward", rows)
 
 
 def proxy_table(reward_model: list[dict], judge: list[dict]) -> str:
     """Accuracy of the reward model and of the judge on evaluation pairs."""
-    key = "eval/easy-vqa/accuracy"
     rows = []
-    for line in reward_model:
-        if key in line:
-            rows.append([f"reward model, step {line['train/step']}", f"{line[key]:.3f}"])
+    for line in evaluations(reward_model, key := "eval/easy-vqa/accuracy"):
+        rows.append([f"reward model, step {line['train/step']}", f"{line[key]:.3f}"])
     rows.append(["judge", f"{judge[-1]['eval/accuracy']:.3f}"])
     return markdown("reward | accuracy on evaluation pairs", rows)
 
 
-def time_table(output_dir: Path) -> str:
-    """Seconds of each stage, from the files NAME.time."""
-    rows = []
-    for name in STAGES:
-        seconds = map(float, (output_dir / f"{name}.time").read_text().split())
-        rows.append([name, *(f"{x:.0f}" for x in seconds)])
-    return markdown("stage | wall time, s | CPU time, s", rows)
-
-
 def draw(output_dir: Path, runs: dict[str, list[dict]]) -> None:
-    """pipeline.png: true reward, accuracy and KL of all policies; learned and true rewards of three of them."""
+    """pipeline.png: the curves of all rewards, with a line per seed, and the sweep of --kl-coef."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     plt.rcParams["font.size"] = 14  # readable on a phone, where the plot has its width
-    figure, panels = plt.subplots(3, 2, figsize=(11, 15), layout="constrained")
-    panels = panels.flatten()
-    colors = dict(zip(POLICIES, ("tab:green", "tab:blue", "tab:purple", "tab:red")))
-    for name, lines in runs.items():
-        curve = evaluations(lines)
-        trained = [line for line in lines if "objective/kl" in line]
-        steps = [line["train/step"] for line in curve]
-        style = {"color": colors[name], "label": name}
-        panels[0].plot(steps, [true_reward(line, "sampled") for line in curve], marker="o", **style)
-        accuracy = [line["eval/greedy_reward_accuracy"] for line in curve]
-        panels[1].plot(steps, accuracy, marker="o", **style)
-        panels[2].plot([x["train/step"] for x in trained], [x["objective/kl"] for x in trained], **style)
-    panels[0].set_title("true reward (evaluation, sampled)")
-    panels[1].set_title("accuracy (evaluation, greedy)")
-    panels[2].set_title("KL to the initial model, nats (training)")
-    panels[0].legend()
-    for panel, name in zip(panels[3:], ("rm", "early_rm", "judge_and_rule")):
-        curve = evaluations(runs[name])
-        color = colors[name]
-        # A judge compares responses to the same prompt, and there is only one greedy response.
-        mode = "greedy" if POLICIES[name][2] else "sampled"
-        steps = [line["train/step"] for line in curve]
-        for reward, line, label in (("accuracy", "s--", "true: accuracy"), ("format", ":", "true: format")):
-            values = [x[f"eval/{mode}_reward_{reward}"] for x in curve]
-            panel.plot(steps, values, line, color=color, label=label)
-        panel.set_ylabel("true rewards", color=color)
-        axes = panel.twinx()
-        scores = [x[f"eval/{mode}_score"] for x in curve]
-        axes.plot(steps, scores, "o-", color="black", label="score used for training")
-        axes.set_ylabel("mean score")
-        lines = panel.get_lines() + axes.get_lines()
-        labels = [line.get_label() for line in lines]
-        panel.legend(lines, labels, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
-        panel.set_title(f"{name}: learned and true rewards\n(evaluation, {mode})")
-    for panel in panels:
-        panel.set_xlabel("step")
+    figure, panels = plt.subplots(3, 2, figsize=(11, 14), layout="constrained")
+    accuracy, kl, learned = "eval/greedy_reward_accuracy", "objective/kl", "eval/greedy_reward_score"
+
+    def plot(panel, title: str, metric: str, names: list[str], ylabel: str = "") -> None:
+        for name in names:
+            lines = [line for line in runs[name] if metric in line]
+            policy, _, variant = name.rpartition("_")
+            style = {"color": COLORS[policy], "linestyle": "--" if variant == "seed2" else "-"}
+            label = policy if variant == "seed1" else None
+            if names == list(SWEEP):
+                label = "--kl-coef " + variant.replace("seed1", "0.01").strip("kl")
+                style = {"color": SWEEP[name]}
+            marker = "" if metric == kl else "o"
+            x, y = ([line[key] for line in lines] for key in ("train/step", metric))
+            panel.plot(x, y, label=label, marker=marker, **style)
+        panel.set(title=title, xlabel="step", ylabel=ylabel)
+
+    default = [name for name in POLICIES if name not in list(SWEEP)[1:]]
+    plot(panels[0, 0], "accuracy (evaluation, greedy)", accuracy, default)
+    plot(panels[0, 1], "KL to the initial model (training)", kl, default, "nats")
+    reward_models = [name for name in default if "rm_" in name]
+    plot(panels[1, 0], "learned reward (evaluation, greedy)", learned, reward_models)
+    plot(panels[1, 1], "rm_and_format: KL (training)", kl, list(SWEEP), "nats")
+    plot(panels[2, 0], "rm_and_format: learned reward", learned, list(SWEEP))
+    plot(panels[2, 1], "rm_and_format: accuracy", accuracy, list(SWEEP))
+    panels[0, 1].legend(title="seed 2: dashed")
+    panels[1, 1].legend()
     figure.savefig(output_dir / "pipeline.png", dpi=80)
 
 
@@ -131,7 +106,8 @@ def main(output_dir: Path) -> None:
             raise SystemExit(2)
     runs = {name: read_metrics(output_dir / name) for name in POLICIES}
     proxies = proxy_table(read_metrics(output_dir / "reward_model"), read_metrics(output_dir / "judge"))
-    text = "\n".join([policy_table(runs), proxies, time_table(output_dir)])
+    seconds = [[name, f"{float((output_dir / f'{name}.time').read_text()):.0f}"] for name in STAGES]
+    text = "\n".join([policy_table(runs), proxies, markdown("stage | CPU seconds", seconds)])
     (output_dir / "table.md").write_text(text)
     draw(output_dir, runs)
     print(text)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All four scripts in one pipeline, see docs/pipeline.md:
+# Train a reward model and a judge, then policies against each of them, see docs/pipeline.md:
 #
 #     tools/pipeline.sh [DIRECTORY]     # relative to the repository; default: runs/pipeline
 #
@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 out=${1:-runs/pipeline}
 mkdir -p "$out"
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE # the tiny model is fastest with one thread
-TIMEFORMAT='%R %U'                               # seconds: wall, CPU
+TIMEFORMAT='%U'                                  # CPU seconds, which depend less on other jobs than wall time
 trap wait EXIT                                   # if a stage fails, let the parallel one finish
 
 stage() { # stage NAME SCRIPT STEPS FLAGS...
@@ -26,33 +26,50 @@ stage() { # stage NAME SCRIPT STEPS FLAGS...
         fi
     fi
     [[ -d $out/$name/checkpoint-$steps ]] # missing if a signal ended the run early
-    echo "$name: done in $(cut -d' ' -f1 "$out/$name.time") s"
+    echo "$name: done in $(cat "$out/$name.time") CPU seconds"
 }
 
-both() { # wait for the last two stages
-    wait "$first"
-    wait $!
+stages=()
+start() { # start NAME SCRIPT STEPS FLAGS...: run a stage in the background, after all but one of the earlier stages
+    if ((${#stages[@]} == 2)); then
+        wait "${stages[0]}"
+        stages=("${stages[1]}")
+    fi
+    stage "$@" &
+    stages+=($!)
+}
+
+finish() { # wait for the stages that are still running
+    for process in "${stages[@]}"; do wait "$process"; done
+    stages=()
 }
 
 # 1. Learn from pairs: a reward model, with its checkpoint after 40 steps, and a judge.
-stage reward_model reward_bt.py 400 --save-steps 40 --save-total-limit 10 --eval-steps 80 --eval-rows 250 &
-first=$!
-stage judge grm_sft.py 400 --eval-steps 0 --eval-rows 250 &
-both
+start reward_model reward_bt.py 400 --save-steps 40 --save-total-limit 10 --eval-steps 80 --eval-rows 250
+start judge grm_sft.py 400 --eval-steps 0 --eval-rows 250
+finish
 
-# 2. Train policies. A reward with weight 0 is only logged: accuracy and format are the true rule.
+# 2. Train policies. They differ only in their reward; format is the second one of each, with the same weight.
+# Accuracy with weight 0 is only logged.
 policy="--eval-steps 6 --eval-prompts 300 --eval-num-samples 2 --rewards"
-export JUDGE=$out/judge/checkpoint-400 REWARD_MODEL=$out/reward_model/checkpoint-400
-stage rule ppo_vl.py 30 $policy accuracy format --reward-weights 0.9 0.1 &
-first=$!
-stage rm rloo.py 30 $policy examples/reward_model.py:score format accuracy --reward-weights 1 1 0 &
-both
-stage judge_and_rule ppo_vl.py 30 $policy examples/judge_reward.py:score format accuracy --reward-weights 0.9 0.1 0 &
-first=$!
-export REWARD_MODEL=$out/reward_model/checkpoint-40
-stage early_rm rloo.py 30 $policy examples/reward_model.py:score accuracy format --reward-weights 1 0 0 &
-both
+rm="$policy examples/reward_model.py:score format accuracy --reward-weights 1 1 0"
+judge="$policy examples/judge_reward.py:score format accuracy --reward-weights 1 1 0"
+export JUDGE=$out/judge/checkpoint-400
+late=$out/reward_model/checkpoint-400
+early=$out/reward_model/checkpoint-40
+for seed in 1 2; do
+    REWARD_MODEL=$late start rm_and_format_seed$seed rloo.py 30 $rm --seed $seed
+    REWARD_MODEL=$early start early_rm_and_format_seed$seed rloo.py 30 $rm --seed $seed
+    start judge_and_format_seed$seed rloo.py 30 $judge --seed $seed
+    start accuracy_and_format_seed$seed rloo.py 30 $policy accuracy format --reward-weights 1 1 --seed $seed
+    if ((seed == 1)); then # rm_and_format_seed1 has the default, --kl-coef 0.01
+        REWARD_MODEL=$late start rm_and_format_kl0.1 rloo.py 30 $rm --kl-coef 0.1
+        REWARD_MODEL=$late start rm_and_format_kl1 rloo.py 30 $rm --kl-coef 1
+    fi
+done
+finish
 
-# 3. Compare.
-python tools/report.py "$out"/{rule,rm,judge_and_rule,early_rm,reward_model,judge} --output "$out/report.html"
+# 3. Compare. report.py averages runs whose flags differ only in the seed. Leave early_rm out of the report: only the
+# environment variable REWARD_MODEL tells it from rm, so that the two would be averaged.
+python tools/report.py "$out"/{reward_model,judge,{accuracy,judge,rm}_and_format_*}/ --output "$out/report.html"
 python tools/pipeline.py "$out"
