@@ -17,7 +17,7 @@ from test_consistency import each_script, flags_of, source_of
 
 README = ROOT / "README.md"
 MARKDOWN = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "forks").glob("*.md"))]
-OF_OTHERS = {"trl.md", "lightrft.md", "upgrading.md"}  # pages that compare our names with other ones
+OF_OTHERS = {"trl.md", "lightrft.md"}  # pages that compare our names with other ones
 PYTHON = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "tools").glob("*.py"))]
 PYTHON += [ROOT / f"{script}.py" for script in SCRIPTS]
 START = r"(?:\w+=\S+ )*(?:python|torchrun|deepspeed|pip|pytest|vllm|sed|patch) "
