@@ -558,7 +558,7 @@ def test_wandb_gets_metrics_and_a_table_of_samples(run, vqa_rows, tmp_path, monk
 
 
 LORA = {"lora_rank": 4, "learning_rate": 1e-3}
-PLANS = [({"zero_stage": stage}, {}) for stage in (0, 2, 3)]
+PLANS = [({"zero_stage": stage}, {}) for stage in (0, 1, 2, 3)]
 PLANS += [({"zero_stage": 3, "offload_optimizer": True}, LORA)]
 
 
@@ -572,9 +572,14 @@ def test_two_ranks_train_as_one(run, start, tmp_path, vqa_rows, any_reward, flag
     data = write_jsonl(tmp_path / "mixed.jsonl", rows)
     common = {"dataset": data, "max_prompt_length": 48, **any_reward, **lora}
     one = run("rloo", run_name="one", **common)
-    process = start("rloo", ranks=2, run_name="two", micro_batch_tokens=64, **common, **flags)
+    process = start("rloo", ranks=2, run_name="two", micro_batch_tokens=64, save_steps=1, **common, **flags)
     assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
     assert_same_run(one, tmp_path / "runs/two", 1e-4, of_weights=1e-4)
+    if flags == {"zero_stage": 3}:  # resume from step 1 of 2
+        flags |= {"resume": str(tmp_path / "runs/two/checkpoint-1"), "run_name": "resumed"}
+        process = start("rloo", ranks=2, micro_batch_tokens=64, **common, **flags)
+        assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
+        assert_same_run(tmp_path / "runs/two", tmp_path / "runs/resumed", tolerance=0, of_weights=0)
 
 
 BF16 = [{"zero_stage": stage} for stage in (None, 3)]
