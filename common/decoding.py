@@ -91,7 +91,7 @@ def generate_packed(
     G = num_samples
     R = max(limits, default=0)
     limits = torch.tensor(limits, device=device).repeat_interleave(G)  # (n * G,)
-    # All random numbers at once, so that those of a response don't depend on the rest of the batch.
+    # Drawn per prompt and all at once, so that they don't depend on the other prompts.
     uniforms = [np.random.default_rng(p.seed).random((G, R)) for p in prompts]
     uniforms = torch.tensor(np.concatenate(uniforms), device=device)  # (n * G, R)
     tokens = torch.full(uniforms.shape, -1, device=device)  # (n * G, R): -1 after the end

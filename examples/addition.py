@@ -2,7 +2,7 @@
 
     python examples/addition.py data
     python rloo.py --model models/smollm2 --dataset data/train.jsonl --eval-dataset data/test.jsonl \\
-        --rewards examples/addition.py:right_sum --reward-weights 1
+        --rewards examples/addition.py:right_sum
 """
 
 import json

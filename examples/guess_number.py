@@ -4,7 +4,7 @@
     python grm_sft.py --dataset guess/demonstrations.jsonl --total-steps 200 --run-name guess_sft
     python rloo.py --model runs/guess_sft/checkpoint-200 --dataset guess/game.jsonl \\
         --eval-dataset guess/game.jsonl --environment examples/guess_number.py:GuessNumber --max-turns 3 \\
-        --max-response-length 48 --rewards examples/guess_number.py:right_guess --reward-weights 1 \\
+        --max-response-length 48 --rewards examples/guess_number.py:right_guess \\
         --kl-coef 0 --learning-rate 3e-4 --total-steps 60
 
 The demonstrations teach the rules, but no strategy: each guess is any number that the answers allow.

@@ -1,12 +1,12 @@
 r"""A judge trained by grm_sft.py as a reward for rloo.py or ppo_vl.py.
 
-    JUDGE=runs/NAME/checkpoint-best python rloo.py --rewards examples/judge_reward.py:score --reward-weights 1
+    JUDGE=runs/NAME/checkpoint-best python rloo.py --rewards examples/judge_reward.py:score
 
 The judge can also run in another process, for example on another machine:
 
     JUDGE=runs/NAME/checkpoint-best python examples/judge_server.py 8008
     JUDGE_URL=http://localhost:8008 \
-        python rloo.py --rewards examples/judge_reward.py:score_remote --reward-weights 1
+        python rloo.py --rewards examples/judge_reward.py:score_remote
 
 Each response is compared, in both orders, with the next response to the same prompt that has another answer.
 Its score is the probability of the verdict in its favor, or 0.5 if all responses have the same answer.

@@ -1,6 +1,6 @@
 """Different rewards for different tasks in one dataset, chosen by its column `label`:
 
-    python rloo.py --dataset mixed.jsonl --rewards examples/recipe.py:by_label --reward-weights 1
+    python rloo.py --dataset mixed.jsonl --rewards examples/recipe.py:by_label
 
 A row with an unknown label gets None: this reward does not apply, and if no other one does either, the row
 is excluded from the update.

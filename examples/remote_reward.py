@@ -2,7 +2,7 @@
 
     python examples/reward_server.py 8009
     export REWARD_URL=http://localhost:8009
-    python rloo.py --rewards examples/remote_reward.py:remote --reward-weights 1
+    python rloo.py --rewards examples/remote_reward.py:remote
 
 Requests run concurrently, also with other `async def` rewards. Errors that may be temporary (no connection,
 status 429 or 5xx) are retried with exponential backoff; other errors end the run with the server's reply.

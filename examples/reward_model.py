@@ -1,6 +1,6 @@
 """A reward model trained by reward_bt.py, or any text classifier with one output, for rloo.py or ppo_vl.py:
 
-REWARD_MODEL=runs/NAME/checkpoint-9 python rloo.py --rewards examples/reward_model.py:score --reward-weights 1
+REWARD_MODEL=runs/NAME/checkpoint-9 python rloo.py --rewards examples/reward_model.py:score
 """
 
 import functools

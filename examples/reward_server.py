@@ -1,7 +1,7 @@
 """A reward server that needs only the standard library: exact match of the answer. Start it, then train:
 
     python examples/reward_server.py 8009
-    python rloo.py --rewards examples/remote_reward.py:remote --reward-weights 1
+    python rloo.py --rewards examples/remote_reward.py:remote
 
 The request is a JSON object of lists with one entry per response: prompts, responses, references (answers
 of the dataset) and images (a list of base64-encoded files each). The reply is {"rewards": [...]}, with a

@@ -232,6 +232,9 @@ def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     ratings = [record["reward/rating"] for record in rollout.sample_records]
     assert ratings == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
     assert rollout.logged_metrics == {"reward_metrics/m": 11.0}
+    only_rating = replace(args, reward_weights=(0.0, 1.0))  # a weight of 0: for logs only
+    scores = rloo.collect_rollout(only_rating, run, data, [1, 2], 1, temperature=1.0, step=1).scores
+    assert scores.isnan().tolist() == [[True], [False]]
     run.rewards["own"] = run.rewards["rating"]
     scores = rloo.collect_rollout(args, run, data, [1, 2], num_samples=1, temperature=1.0, step=1).scores
     assert scores.isnan().tolist() == [[True], [False]]  # no reward applies to row 1

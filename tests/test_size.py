@@ -9,9 +9,9 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1695, 405, 160, 59, 12),
-    "ppo_vl.py": (1910, 515, 190, 59, 11),
-    "reward_bt.py": (1335, 310, 100, 58, 11),
+    "rloo.py": (1700, 405, 160, 59, 12),
+    "ppo_vl.py": (1915, 515, 190, 59, 11),
+    "reward_bt.py": (1340, 310, 100, 58, 11),
     "grm_sft.py": (1530, 310, 100, 58, 11),
     "common/*.py": (1905, 0, 0, 58, 14),
 }
