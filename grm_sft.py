@@ -380,16 +380,22 @@ def choose_layouts(args: Args, judge, data: "ExampleDataset", must_generate: boo
     rows = packing_check.choose_probe_rows(data.rows)
     prompts = [example.prefix for example in data.encode_all([2 * row for row in rows])]
     require(prompts, f"{data.source}: none of {len(rows)} rows can be used; see the warnings")
+
+    def forward(pack: packing.Pack) -> Tensor:
+        set_gradient_checkpointing(judge.module, torch.is_grad_enabled())
+        # Under ZeRO-3 only the engine's forward gathers weights. Otherwise the check needs the
+        # module, because the engine refuses autograd.grad.
+        return judge(pack) if args.zero_stage == 3 else judge.module(pack)
+
     message = packing_check.choose_layout(
         model=judge.module.model,
-        # Under ZeRO-3 only the engine's forward gathers weights. Otherwise the check needs the module,
-        # because the engine refuses autograd.grad.
-        forward=judge if args.zero_stage == 3 else judge.module,
+        forward=forward,
         prompts=prompts,
         max_length=args.max_length,
         max_tokens=args.micro_batch_tokens,
         must_generate=must_generate,
     )
+    set_gradient_checkpointing(judge.module, False)
     print0(message)
     if args.zero_stage == 3:  # a failed check can leave parameters gathered
         judge.empty_partition_cache()

@@ -66,7 +66,8 @@ def choose_layout(
 ) -> str:
     """Switch to the packed layout if it is exact; returns a message. Call on all ranks, which decide alike.
 
-    forward: pack -> log-probs or values (M,), or scores (S,). max_length: maximum tokens of a prompt plus
+    forward: pack -> log-probs or values (M,), or scores (S,); without no_grad it should run as in
+    training, with gradient checkpointing. max_length: maximum tokens of a prompt plus
     a response; max_tokens: maximum tokens of a pack. must_generate: exit if generate and forward disagree,
     instead of a warning. encode_observation: sequence so far -> observation, for trajectories."""
     cases, long_case, notes = make_cases(model, prompts, max_length, max_tokens, encode_observation)
@@ -292,16 +293,18 @@ def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
         records.append((args[0], leaf))
         return leaf.clone()  # some models write image features into it
 
+    table = torch.zeros(1024, model.config.get_text_config().hidden_size, device=model.device)
     hook = model.get_input_embeddings().register_forward_hook(record)
     try:
-        loss = sum(values.square().sum() for values in run(cases))
+        for case in cases:  # one at a time, because each keeps its activations
+            records.clear()
+            loss = sum(values.square().sum() for values in run([case]))
+            leaves = [leaf for _, leaf in records]
+            gradients = run_model(torch.autograd.grad, loss, leaves, materialize_grads=True)
+            for (ids, _), gradient in zip(records, gradients):
+                table.index_add_(0, ids.flatten() % 1024, gradient.flatten(0, -2).float())
     finally:
         hook.remove()
-    leaves = [leaf for _, leaf in records]
-    gradients = run_model(torch.autograd.grad, loss, leaves, materialize_grads=True)
-    table = torch.zeros(1024, leaves[0].shape[-1], device=model.device)
-    for (ids, _), gradient in zip(records, gradients):
-        table.index_add_(0, ids.flatten() % 1024, gradient.flatten(0, -2).float())
     return table
 
 

@@ -713,3 +713,12 @@ def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, w
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and words in error
     assert error.count("\nerror:") + error.startswith("error:") == 1
+
+
+def test_the_check_at_startup_runs_as_in_training(run, any_reward, monkeypatch):
+    """With gradient checkpointing while it takes gradients: otherwise it would need more memory than an update."""
+    calls, real = [], rloo.set_gradient_checkpointing
+    monkeypatch.setattr(conftest, "CHECKED", {})
+    monkeypatch.setattr(rloo, "set_gradient_checkpointing", lambda m, on: calls.append(on) or real(m, on))
+    run("rloo", total_steps=1, gradient_checkpointing=True, eval_dataset=None, **any_reward)
+    assert calls.count(True) > 1 and calls[-3:] == [False, True, False], "the last two are those of the update"

@@ -9,11 +9,11 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1700, 405, 160, 59, 12),
-    "ppo_vl.py": (1915, 515, 190, 59, 11),
+    "rloo.py": (1710, 405, 160, 59, 12),
+    "ppo_vl.py": (1930, 515, 190, 59, 11),
     "reward_bt.py": (1340, 310, 100, 58, 11),
-    "grm_sft.py": (1530, 310, 100, 58, 11),
-    "common/*.py": (1905, 0, 0, 58, 14),
+    "grm_sft.py": (1540, 310, 100, 58, 11),
+    "common/*.py": (1910, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
@@ -24,7 +24,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 100,
     "docs/recipes.md": 290,
     "tools/*.py": 3610,
-    "tests/*.py": 9670,
+    "tests/*.py": 9690,
 }
 
 
