@@ -81,8 +81,6 @@ def test_columns_are_renamed(script, tmp_path, capsys):
         "answer": "A",
         "image": "a.png",
     }  # the old answer is replaced
-    with pytest.raises(SystemExit):
-        load(write_jsonl(tmp_path / "empty.jsonl", []))
     for columns, words in {
         ("prompt",): "--columns prompt must be NEW=OLD",
         ("problem=problem",): "--columns problem=problem must be NEW=OLD",

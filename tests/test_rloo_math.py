@@ -364,7 +364,7 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
         ({"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}, "type audio"),
         ({"prompt": [{"role": "user", "content": [{"text": "no type"}]}]}, "parts with a type"),
         ({"prompt": ["Q"]}, "without the keys role and content"),
-        ({"prompt": chat[:1], "image": a}, "0 <image> markers, but 1 images"),  # it has its own already
+        ({"prompt": chat[1:2], "image": a}, "0 <image> markers, but 1 images"),  # it has its own already
         ({"prompt": "Q", "images": [None]}, "can't load an image"),
         ({"prompt": "Q", "image": "data:image/png;base64,A"}, "can't load an image"),
     ):
