@@ -1,7 +1,7 @@
-"""Each command of docs/recipes.md that runs a script does a step on a CPU. What is replaced: the model (by the bundled
-one), the data, the output directory, batch sizes and the number of processes. All other flags are the page's. vLLM, in
-this process or as a server, is replaced by the training model, and used where it is installed. `my_reward.py` and the
-table of defaults are the page's."""
+"""Each command of docs/recipes.md that runs a script or a patched one does a step on a CPU. What is replaced: the model (by
+the bundled one), the data, the output directory, batch sizes and the number of processes. All other flags are the page's.
+vLLM, in this process or as a server, is replaced by the training model, and used where it is installed. `my_reward.py`
+and the table of defaults are the page's."""
 
 import importlib
 import json
@@ -14,23 +14,33 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_forks
 import test_vllm
 import tyro
 from conftest import ROOT, SCRIPTS, TINY, filled_args, metrics_of, to_argv, write_jsonl
 from test_docs import commands, fences
 
 BATCH_SIZES = {"prompts_per_rollout": 2, "num_samples_per_prompt": 2, "train_batch_size": 4}
-BATCH_SIZES |= {"total_steps": 1, "eval_prompts": 2, "eval_rows": 2}
+BATCH_SIZES |= {"eval_prompts": 2, "eval_rows": 2}
 
 
-def recipes() -> list[tuple[str, list[str]]]:
-    """(script, its flags) of each command."""
+def recipes(sampler: str | None = None) -> list[tuple[str, list[str]]]:
+    """(script, its flags) of each command, or of those whose last --sampler is this one."""
     found = []
     for words in commands(ROOT / "docs/recipes.md"):
-        scripts = [word for word in words if word.removesuffix(".py") in SCRIPTS]
-        if scripts and "--help" not in words:
-            found.append((scripts[0].removesuffix(".py"), words[words.index(scripts[0]) + 1 :]))
+        scripts = [word for word in words if word.removesuffix(".py") in (*SCRIPTS, "grpo")]
+        flags = words[words.index(scripts[0]) + 1 :] if scripts and words[0] != "patch" else []
+        if flags and sampler in (None, dict(zip(flags, flags[1:])).get("--sampler")):
+            found.append((scripts[0].removesuffix(".py"), flags))
     return found
+
+
+def each_recipe(sampler: str | None = None):
+    return pytest.mark.parametrize("script, flags", recipes(sampler), ids=[x for x, _ in recipes(sampler)])
+
+
+def module_of(script: str, folder: Path):
+    return importlib.import_module(script) if script in SCRIPTS else test_forks.load(folder, script)
 
 
 @pytest.fixture(scope="module")
@@ -39,38 +49,34 @@ def data(vqa_rows, tmp_path_factory) -> dict[str, str]:
     rows = vqa_rows[:8]
     media = [{"prompt": row["prompt"], "image": row["image"]} for row in rows]
     pairs = [x | {"chosen": row["answer"], "rejected": "purple"} for x, row in zip(media, rows)]
-    wrong = {"answer_2": "purple", "verdict": 1}
-    judged = [x | wrong | {"answer_1": row["answer"]} for x, row in zip(media, rows)]
-    tables = {"rloo": rows, "ppo_vl": rows, "reward_bt": pairs, "grm_sft": judged}
+    judged = [{"answer_2": "purple", "verdict": 1, "answer_1": x["chosen"], **x} for x in pairs]
+    tables = {"rloo": rows, "grpo": rows, "ppo_vl": rows, "reward_bt": pairs, "grm_sft": judged}
     folder = tmp_path_factory.mktemp("recipes")
-    return {script: write_jsonl(folder / f"{script}.jsonl", tables[script]) for script in SCRIPTS}
+    return {script: write_jsonl(folder / f"{script}.jsonl", table) for script, table in tables.items()}
 
 
 def my_reward(folder: Path) -> str:
     """The page's reward function as a file."""
-    folder.mkdir(exist_ok=True)
     path = folder / "my_reward.py"
-    path.write_text(next(text for _, text in fences(ROOT / "docs/recipes.md") if "my_reward.py" in text))
+    path.write_text(next(text for _, text in fences(ROOT / "docs/recipes.md") if "def accuracy" in text))
     return str(path)
 
 
 def test_my_reward(tmp_path):
     reward = runpy.run_path(my_reward(tmp_path))["accuracy"]
-    texts = ["Four legs. Answer: a **cat**", "Answer: dog\nNo.\nAnswer: Cat.", "cat"]
+    right = {"Answer: dog\nNo.\nAnswer: **Cat.**": " cat.", "Answer: (b).": "B", "Answer: 1,000.0": 1000}
+    wrong = {"Answer: a **cat**": "a cat", "cat": "cat", "Answer: 5": ".5", "Answer:": 0, "Answer: -3": 3}
     reported = []
-    assert reward(texts, ["a cat", "cat", 3], lambda *x: reported.append(x)) == [0.0, 1.0, 0.0]
-    assert reported == [("answered", 2 / 3)]
+    rewards = reward([*right, *wrong], [*(right | wrong).values()], lambda *x: reported.append(x))
+    assert rewards == [1.0] * 3 + [0.0] * 5 and reported == [("answered", 6 / 8)]
 
 
 def short_args(script: str, flags: list[str], data: dict[str, str], folder: Path):
     """The flags of a command with the tiny model, this data and small batches."""
-    args = tyro.cli(importlib.import_module(script).Args, args=flags)
-    total_steps = args.total_steps
-    for name, size in BATCH_SIZES.items():
-        if hasattr(args, name):
-            setattr(args, name, size)
-    args.total_steps = min(1, total_steps)  # 0 evaluates a checkpoint
-    args.model, args.dataset, args.output_dir = TINY, data[script], str(folder)
+    args = tyro.cli(module_of(script, folder).Args, args=flags)
+    sizes = BATCH_SIZES | {"total_steps": min(1, args.total_steps)}  # 0 evaluates a checkpoint
+    vars(args).update({name: size for name, size in sizes.items() if hasattr(args, name)})
+    args.model, args.dataset, args.output_dir = TINY, data[script], str(folder / "runs")
     if hasattr(args, "rewards"):
         args.rewards = tuple(x.replace("my_reward.py", my_reward(folder)) for x in args.rewards)
     if hasattr(args, "eval_datasets"):
@@ -87,12 +93,11 @@ def assert_has_run(args) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script, flags", recipes(), ids=[script for script, _ in recipes()])
+@each_recipe()
 def test_command_runs_for_a_step(script, flags, data, tmp_path):
     args = short_args(script, flags, data, tmp_path)
-    if hasattr(args, "sampler"):
-        args.sampler = "hf"
-    importlib.import_module(script).main(args)
+    args.sampler = "hf"  # the last two scripts ignore it
+    module_of(script, tmp_path).main(args)
     if args.track == "wandb":
         import wandb
 
@@ -100,29 +105,26 @@ def test_command_runs_for_a_step(script, flags, data, tmp_path):
     assert_has_run(args)
 
 
-WITH_VLLM = [(script, flags) for script, flags in recipes() if "vllm" in flags]
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif(test_vllm.missing, reason=test_vllm.reason)
-@pytest.mark.parametrize("script, flags", WITH_VLLM, ids=[script for script, _ in WITH_VLLM])
+@each_recipe("vllm")
 def test_command_runs_for_a_step_with_vllm(script, flags, data, tmp_path):
     args = short_args(script, flags, data, tmp_path)
-    command = [sys.executable, ROOT / f"{script}.py", *to_argv(vars(args))]
-    result = subprocess.run(command, env=os.environ | test_vllm.ON_CPU, capture_output=True, text=True)
+    command = [sys.executable, module_of(script, tmp_path).__file__, *to_argv(vars(args))]
+    env = {**os.environ, **test_vllm.ON_CPU, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert_has_run(args)
 
 
 SERVERS = "examples/vllm_server.py:Servers"
-WITH_SERVERS = [(script, flags) for script, flags in recipes() if SERVERS in flags]
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif(test_vllm.missing, reason=test_vllm.reason)
-@pytest.mark.parametrize("script, flags", WITH_SERVERS, ids=[script for script, _ in WITH_SERVERS])
+@each_recipe(SERVERS)
 def test_command_runs_for_a_step_with_a_server(script, flags, data, tmp_path, monkeypatch):
     """The server's model has the sampling parameters of Qwen2.5-VL, which must not change what it samples."""
     model = Path(shutil.copytree(TINY, tmp_path / "model"))
@@ -132,7 +134,7 @@ def test_command_runs_for_a_step_with_a_server(script, flags, data, tmp_path, mo
     options = f"--dtype float32 --enforce-eager --no-enable-chunked-prefill --model {model}"
     server = test_vllm.Server(tmp_path, options)
     monkeypatch.setenv("VLLM_URLS", server.url)
-    args = short_args(script, flags, data, tmp_path / "runs")
+    args = short_args(script, flags, data, tmp_path)
     args.sampler = str(ROOT / SERVERS)
     args.max_prompt_length, args.max_response_length = 1024, 24
     try:
@@ -144,9 +146,8 @@ def test_command_runs_for_a_step_with_a_server(script, flags, data, tmp_path, mo
 
 
 def test_servers_start_without_the_generation_config_of_the_model():
-    pages = [ROOT / "docs/recipes.md", ROOT / "docs/runs.md"]
-    served = [" ".join(words) for page in pages for words in commands(page) if "--" in str(words)]
-    served = [command for command in served if "vllm serve" in command]
+    found = commands(ROOT / "docs/recipes.md") + commands(ROOT / "docs/runs.md")
+    served = [command for words in found if "vllm serve" in (command := " ".join(words)) and "--" in command]
     assert len(served) >= 2 and all("--generation-config vllm" in command for command in served), served
 
 
@@ -176,7 +177,7 @@ def test_table_of_defaults():
             assert float(expected) == getattr(args, flag.replace("-", "_")), (script, flag)
         lora = filled_args(script, model="a/pretrained-model", lora_rank=16)
         assert "with LoRA 1e-5" in notes["learning-rate"] and lora.learning_rate == 1e-5
-        assert "down to 10 %" in notes["warmup-updates"] and args.min_lr_ratio == 0.1
+        assert "down to 10%" in notes["warmup-updates"] and args.min_lr_ratio == 0.1
         assert "`--eval-num-samples` (8)" in notes["eval-prompts"] and args.eval_num_samples == 8
         num_responses = args.prompts_per_rollout * args.num_samples_per_prompt
         updates = num_responses * args.num_epochs // args.train_batch_size
@@ -193,5 +194,4 @@ def test_run_names_differ():
 
 
 def test_commands_are_found():
-    scripts = [script for script, _ in recipes()]
-    assert set(scripts) == {*SCRIPTS} and len(scripts) >= 8
+    assert {script for script, _ in recipes()} == {*SCRIPTS, "grpo"} and len(recipes()) >= 12

@@ -11,7 +11,7 @@ GB are 1e9 bytes. The last line is a row of the table in docs/recipes.md. What i
   keeps each layer's input and one whole layer. tests/test_memory.py compares this with autograd on a CPU.
 - Logits: four fp32 tensors of LOGITS_CHUNK tokens, and the gradient of the head twice (its sum, and a chunk's).
 - A reward model on the GPU is not counted: every rank loads a copy (2 bytes per parameter), which stays there.
-- vLLM sleeps during updates. --sampler hf has no vLLM, but a KV cache, and with ZeRO-3 a whole copy of the weights.
+- vLLM sleeps during updates. --sampler hf also needs a KV cache, and with ZeRO-3 a whole copy of the weights: not counted.
 - Guesses: CUDA and NCCL 2 GB, DeepSpeed 1 GB, weights that ZeRO-3 gathers 2 GB, fragmentation 10 % of activations.
 """
 
@@ -33,14 +33,14 @@ class Args:
     model: str  # config.json, a folder with one, or a Hub id.
     script: Literal["rloo.py", "ppo_vl.py", "reward_bt.py", "grm_sft.py"] = "rloo.py"
     gpus: int = 8  # Ranks; up to eight share a node.
-    gpu_memory: float = 80.0  # Memory of each GPU in GB.
+    gpu_memory: float = 85.0  # Memory of each GPU in GB; an "80 GB" A100 or H100 has 85e9 bytes.
     zero_stage: Literal[2, 3] = 2  # The stages that bf16 supports.
     lora_rank: int = 0
     freeze: Literal["", "visual"] = ""  # grm_sft.py always freezes the vision tower.
     kl_coef: float = 0.01  # 0: no reference.
     gradient_checkpointing: bool = True
     offload_optimizer: bool = False
-    sampler: Literal["vllm", "server"] = "vllm"  # server: examples/vllm_server.py:Servers.
+    sampler: str = "vllm"  # As in the scripts; all others need no memory for vLLM on these GPUs.
     vllm_gpu_memory_utilization: float = 0.4
     micro_batch_tokens: int = 8192
     image_pixels: int = 1_000_000  # Pixels of a prompt's image; 0: text only.
@@ -133,7 +133,7 @@ def estimate(args: Args, config) -> dict[str, float]:
 
 
 def markdown_row(gb: dict[str, float]) -> str:
-    columns = "states, update, vLLM, reserve, peak, CPU per node, checkpoint, disk".split(", ")
+    columns = "states, update, vLLM, peak, CPU per node, checkpoint".split(", ")
     return f"| {' | '.join(f'{gb[column]:.0f}' for column in columns)} |"
 
 
@@ -147,5 +147,5 @@ if __name__ == "__main__":
         fits = "fits" if gb["peak"] < args.gpu_memory else "does not fit"
         print(f"ZeRO-{stage} {fits}: {gb['peak']:.1f} GB")
     if 0 < gb["vLLM"] < 1.1 * gb["weights"]:  # of ZeRO-2: a whole copy
-        print(f"vLLM's share does not hold the weights ({gb['weights']:.0f} GB): use --sampler server")
+        print(f"vLLM's share does not hold the weights ({gb['weights']:.0f} GB): use servers")
     print(markdown_row(estimate(args, config)))
