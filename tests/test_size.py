@@ -24,7 +24,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 100,
     "docs/recipes.md": 300,
     "tools/*.py": 3610,
-    "tests/*.py": 9690,
+    "tests/*.py": 9700,
 }
 
 
