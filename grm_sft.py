@@ -35,6 +35,7 @@ pass over several examples, with M trained tokens.
 import datetime
 import functools
 import hashlib
+import http.client
 import io
 import json
 import math
@@ -900,7 +901,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
 def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
     """An RGB image from a PIL image, bytes, {"bytes", "path"}, a path relative to data_dir, or a URL."""
     if isinstance(source, dict):  # as `datasets` stores images
-        source = source["bytes"] or source["path"]
+        source = source.get("bytes") or source.get("path")
     try:
         if isinstance(source, str) and source.startswith(("http://", "https://", "data:image/")):
             source = urllib.request.urlopen(source, timeout=60).read()
@@ -909,7 +910,7 @@ def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
         elif isinstance(source, str):
             source = Image.open(data_dir / source)
         image = transformers.image_utils.load_image(source)  # RGB, with EXIF orientation applied
-    except (TypeError, ValueError) as error:  # None, or not base64
+    except (TypeError, ValueError, http.client.HTTPException) as error:
         raise RowError(f"can't load an image: {error}") from error
     return chats.scale_image(image, max_pixels)
 

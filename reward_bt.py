@@ -22,6 +22,7 @@ input of one forward pass: some prompts and S of their responses.
 
 import datetime
 import functools
+import http.client
 import io
 import json
 import math
@@ -718,7 +719,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
 def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
     """An RGB image from a PIL image, bytes, {"bytes", "path"}, a path relative to data_dir, or a URL."""
     if isinstance(source, dict):  # as `datasets` stores images
-        source = source["bytes"] or source["path"]
+        source = source.get("bytes") or source.get("path")
     try:
         if isinstance(source, str) and source.startswith(("http://", "https://", "data:image/")):
             source = urllib.request.urlopen(source, timeout=60).read()
@@ -727,7 +728,7 @@ def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
         elif isinstance(source, str):
             source = Image.open(data_dir / source)
         image = transformers.image_utils.load_image(source)  # RGB, with EXIF orientation applied
-    except (TypeError, ValueError) as error:  # None, or not base64
+    except (TypeError, ValueError, http.client.HTTPException) as error:
         raise RowError(f"can't load an image: {error}") from error
     return chats.scale_image(image, max_pixels)
 
@@ -1281,7 +1282,7 @@ def save_checkpoint(args: Args, run: Run, suffix: str = "") -> Path:
     the adapter), the head in score.safetensors, and state/ for --resume. Call on all ranks."""
     module = run.reward_model.module
     checkpoint = run.run_dir / f"checkpoint-{run.state['step']}{suffix}"
-    if checkpoint.exists():
+    if all_gather_list([checkpoint.exists()])[0]:  # rank 0 decides
         return checkpoint
     temporary = checkpoint.with_suffix(".tmp")  # renamed once it is complete
     if RANK == 0:

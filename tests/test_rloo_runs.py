@@ -721,4 +721,6 @@ def test_the_check_at_startup_runs_as_in_training(run, any_reward, monkeypatch):
     monkeypatch.setattr(conftest, "CHECKED", {})
     monkeypatch.setattr(rloo, "set_gradient_checkpointing", lambda m, on: calls.append(on) or real(m, on))
     run("rloo", total_steps=1, gradient_checkpointing=True, eval_dataset=None, **any_reward)
-    assert calls.count(True) > 1 and calls[-3:] == [False, True, False], "the last two are those of the update"
+    assert calls.count(True) > 1 and calls[-3:] == [False, True, False], (
+        "the last two are those of the update"
+    )

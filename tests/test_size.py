@@ -22,7 +22,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/reward_bt.md": 190,
     "docs/grm_sft.md": 190,
     "docs/models.md": 100,
-    "docs/recipes.md": 300,
+    "docs/recipes.md": 305,
     "tools/*.py": 3610,
     "tests/*.py": 9700,
 }
