@@ -669,7 +669,6 @@ BAD = [  # flags, part of the message
         "--micro-batch-tokens (100) must be at least --max-prompt-length + --max-response-length (520)",
     ),
     ({"reward_weights": (1,)}, "--reward-weights must have 2 numbers"),
-    ({"reward_weights": (0, 0)}, "--reward-weights must not all be 0"),
     ({"system_prompt": ""}, "--system-prompt is empty"),
     ({"rewards": ("format", "a.py:format"), "reward_weights": (1, 1)}, "--rewards must have different names"),
     ({"temperature": 0}, "--temperature (0.0) must be positive"),
