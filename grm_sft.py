@@ -1359,7 +1359,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
     """Create the directory of this run; returns it and the checkpoint to resume from.
 
     --resume auto continues --run-name. --resume CHECKPOINT starts a new run and only reads the
-    old one. Rank 0 decides, since other ranks may see other times and files."""
+    old one. Rank 0 decides, since other ranks may see different times and files."""
     paths = [None, None]
     if RANK == 0:
         now = time.strftime("%Y%m%d-%H%M%S")
