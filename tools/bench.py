@@ -114,18 +114,22 @@ def id_sum_reward(completion_ids: list[list[int]], **columns) -> list[float]:
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def rloo_case(model: str, rows: list[dict], G: int = 8, R: int = 24, packs: int = 8192, **fields) -> dict:
+def rloo_case(
+    model: str, rows: list[dict], G: int = 8, R: int = 24, packs: int = 8192, lora_rank: int = 0, **fields
+) -> dict:
     """One optimizer step per rollout of all rows, in packs of at most `packs` tokens."""
     flags = dict(model=model, prompts_per_rollout=len(rows), num_samples_per_prompt=G)
     flags |= dict(train_batch_size=len(rows) * G, max_response_length=R, max_prompt_length=768, num_epochs=1)
     flags |= dict(micro_batch_tokens=packs, kl_coef=0.05, reward_weights=(1.0,)) | CONSTANT
-    flags |= dict(rewards=(f"{Path(__file__)}:id_sum_reward",))
+    flags |= dict(lora_rank=lora_rank, rewards=(f"{Path(__file__)}:id_sum_reward",))
     trl_rows = [{**row, "prompt": chat("user", row["prompt"])} if "image" in row else row for row in rows]
     return dict(script="rloo", flags=flags, rows=rows, trl_rows=trl_rows, G=G, R=R, **fields)
 
 
 def rloo_cases(args: Args) -> dict[str, dict]:
     cases = {"vlm_64": rloo_case(args.vlm, easy_vqa_rows(64), replay=True)}
+    lora = dict(R=64, full_length=True, micro_rows=16, lora_rank=16)
+    cases["vlm_lora"] = rloo_case(args.vlm, easy_vqa_rows(16), **lora)
     for name, length, packs in (
         ("text_200", 190, 1024),
         ("text_600", 590, 1280),
@@ -191,7 +195,9 @@ class Turns:
 
 
 def peak_memory() -> int:
-    """Peak resident memory in bytes. (A child process would inherit ru_maxrss from its parent.)"""
+    """Peak memory in bytes: of tensors on the GPU, else resident. (A child inherits its parent's ru_maxrss.)"""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
@@ -427,6 +433,7 @@ def run_trl(job: dict, directory: Path) -> None:
 
 
 def make_rloo_trainer(job: dict, fields: dict, shared: dict, clock: StepClock):
+    import peft
     import trl
 
     G = job["G"]
@@ -438,7 +445,11 @@ def make_rloo_trainer(job: dict, fields: dict, shared: dict, clock: StepClock):
         beta=job["flags"]["kl_coef"],
         num_iterations=1,
         shuffle_dataset=False,
+        model_init_kwargs={"dtype": "bfloat16"} if job["flags"]["lora_rank"] and fields["bf16"] else None,
     )
+    if rank := job["flags"]["lora_rank"]:  # the layers that the script adapts
+        where = {"target_modules": "all-linear", "exclude_modules": ".*(visual|lm_head).*"}
+        shared["peft_config"] = peft.LoraConfig(r=rank, lora_alpha=32, **where)
     trainer = trl.RLOOTrainer(**shared, reward_funcs=id_sum_reward, args=config)
     if job["replay"]:
         trainer._generate_single_turn = lambda *inputs: clock.message["completions"]
