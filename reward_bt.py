@@ -1213,11 +1213,13 @@ def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> di
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
     is_whole = all(x.requires_grad for x in parameters)  # frozen weights are not in the checkpoint
     for name in changed:
-        if name.endswith("model") and not is_whole:
+        if name in ("model", "critic_model") and not is_whole:
             stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {old.get(name)}")
     if changed:
         changes = [f"--{x.replace('_', '-')} {getattr(args, x)} (was {old.get(x)})" for x in changed]
         print0(f"warning: flags differ from those of {checkpoint}: {', '.join(changes)}")
+    if 0 < args.total_steps <= saved["run_state"]["step"]:
+        print0(f"{checkpoint} is the end of its run: raise --total-steps to train longer")
     return saved["run_state"]
 
 
