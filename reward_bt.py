@@ -22,8 +22,6 @@ input of one forward pass: some prompts and S of their responses.
 
 import datetime
 import functools
-import http.client
-import io
 import json
 import math
 import os
@@ -33,7 +31,6 @@ import shutil
 import signal
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -53,6 +50,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from common import chats, packing, packing_check, stop
+from common.chats import RowError
 from common.packing import Prompt, PromptInfo
 
 RANK = int(os.environ.get("RANK", 0))
@@ -435,10 +433,6 @@ def catch_signals() -> list[int]:
 # ---- data ----
 
 
-class RowError(Exception):
-    """A dataset row can't be used, and is skipped."""
-
-
 class RankingDataset:
     """Rows with a prompt and either `chosen` and `rejected` or `responses` (best first); see split_row.
 
@@ -615,14 +609,10 @@ def load_rows(args: Args, source: str, split: str):
     for pair in args.columns:
         new, _, old = pair.partition("=")
         if old in rows.column_names and new not in ("", old):
-            if new in rows.column_names:  # it is replaced
-                rows = rows.remove_columns(new)
-            rows = rows.rename_column(old, new)
-            continue
-        # An evaluation set may have the new name already.
-        is_renamed = source != args.dataset and new in rows.column_names
-        names = ", ".join(rows.column_names)
-        require(is_renamed, f"--columns {pair} must be NEW=OLD; {source} has {names}")
+            replaced = [new] if new in rows.column_names else []
+            rows = rows.remove_columns(replaced).rename_column(old, new)
+        elif source == args.dataset or new not in rows.column_names:  # evaluation sets may have the new name
+            stop(f"--columns {pair} must be NEW=OLD; {source} has {', '.join(rows.column_names)}")
     return rows
 
 
@@ -668,7 +658,7 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
         raise RowError("its prompt is empty, or has a message without the keys role and content")
     if args.system_prompt and chat[0]["role"] != "system":
         chat = [{"role": "system", "content": args.system_prompt}, *chat]
-    messages = [{"role": x["role"], "content": split_markers(x["content"] or [])} for x in chat]
+    messages = [{"role": x["role"], "content": chats.split_markers(x["content"] or [])} for x in chat]
     users = [message for message in messages if message["role"] == "user"]
     for kind in ("image", "video"):
         media = row.get(kind) or row.get(f"{kind}s") or []
@@ -682,63 +672,8 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
             raise RowError(f"{len(placeholders)} <{kind}> markers, but {len(media)} {kind}s")
         for part, source in zip(placeholders, media):
             part[kind] = source
-    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    for part in [part for message in messages for part in message["content"]]:
-        if part["type"] == "text":
-            part["text"] = chats.escape_special_tokens(part["text"], special_tokens)
-        elif part["type"] == "image":
-            part["image"] = load_image(part["image"], data_dir, args.max_pixels)
-        elif part["type"] == "video":
-            part["video"], part["metadata"] = load_video(part["video"], data_dir, args.video_fps)
-        else:
-            raise RowError(f"content of type {part['type']} is not supported")
+    chats.load_media(messages, data_dir, tokenizer, args.max_pixels, args.video_fps)
     return messages
-
-
-def split_markers(content: str | list[dict]) -> list[dict]:
-    """The content of a message as a list of parts: "a <image>" -> [text part "a ", image part]."""
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    if not all(isinstance(part, dict) and part.get("type") for part in content):
-        raise RowError("content must be a string, or a list of parts with a type")
-    parts = []
-    for part in content:
-        if part["type"] != "text":  # `datasets` fills the keys that a part does not have with None
-            parts.append({name: value for name, value in part.items() if value is not None})
-            continue
-        for piece in filter(None, re.split("(<image>|<video>)", part.get("text") or "")):
-            if piece in ("<image>", "<video>"):
-                parts.append({"type": piece[1:-1]})
-            elif parts and parts[-1]["type"] == "text":  # joined: a special token may span both
-                parts[-1]["text"] += piece
-            else:
-                parts.append({"type": "text", "text": piece})
-    return parts
-
-
-def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
-    """An RGB image from a PIL image, bytes, {"bytes", "path"}, a path relative to data_dir, or a URL."""
-    if isinstance(source, dict):  # as `datasets` stores images
-        source = source.get("bytes") or source.get("path")
-    try:
-        if isinstance(source, str) and source.startswith(("http://", "https://", "data:image/")):
-            source = urllib.request.urlopen(source, timeout=60).read()
-        if isinstance(source, bytes):
-            source = Image.open(io.BytesIO(source))
-        elif isinstance(source, str):
-            source = Image.open(data_dir / source)
-        image = transformers.image_utils.load_image(source)  # RGB, with EXIF orientation applied
-    except (TypeError, ValueError, http.client.HTTPException) as error:
-        raise RowError(f"can't load an image: {error}") from error
-    return chats.scale_image(image, max_pixels)
-
-
-def load_video(source: str, data_dir: Path, fps: float) -> tuple[np.ndarray, Any]:
-    """Frames (F, height, width, 3) of a video, sampled at `fps`, and metadata with their times."""
-    try:
-        return transformers.video_utils.load_video(str(data_dir / source), fps=fps, backend="pyav")
-    except (TypeError, ValueError) as error:  # no such file, or not a video
-        raise RowError(f"can't load the video {source}: {error}") from error
 
 
 def next_rankings(args: Args, run: Run) -> list[Ranking]:

@@ -1,8 +1,20 @@
 """Chats: messages whose content is a list of parts, with text or loaded media."""
 
+import http.client
+import io
 import math
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import transformers
 from PIL import Image
+
+
+class RowError(Exception):
+    """A dataset row can't be used, and is skipped."""
 
 
 def encode_chat(processor, messages: list[dict], **template) -> dict:
@@ -22,6 +34,66 @@ def encode_chat(processor, messages: list[dict], **template) -> dict:
             return processor("".join(texts), return_tensors="pt")
     template |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     return processor.apply_chat_template(messages, **template)
+
+
+def split_markers(content: str | list[dict]) -> list[dict]:
+    """The content of a message as a list of parts: "a <image>" -> [text part "a ", image part]."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if not all(isinstance(part, dict) and part.get("type") for part in content):
+        raise RowError("content must be a string, or a list of parts with a type")
+    parts = []
+    for part in content:
+        if part["type"] != "text":  # `datasets` fills the keys that a part does not have with None
+            parts.append({name: value for name, value in part.items() if value is not None})
+            continue
+        for piece in filter(None, re.split("(<image>|<video>)", part.get("text") or "")):
+            if piece in ("<image>", "<video>"):
+                parts.append({"type": piece[1:-1]})
+            elif parts and parts[-1]["type"] == "text":  # joined: a special token may span both
+                parts[-1]["text"] += piece
+            else:
+                parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def load_media(messages: list[dict], data_dir: Path, tokenizer, max_pixels: int | None, fps: float) -> None:
+    """Load the images and videos of messages, and escape special tokens in their texts, in place."""
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    for part in [part for message in messages for part in message["content"]]:
+        if part["type"] == "text":
+            part["text"] = escape_special_tokens(part["text"], special_tokens)
+        elif part["type"] == "image":
+            part["image"] = load_image(part["image"], data_dir, max_pixels)
+        elif part["type"] == "video":
+            part["video"], part["metadata"] = load_video(part["video"], data_dir, fps)
+        else:
+            raise RowError(f"content of type {part['type']} is not supported")
+
+
+def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
+    """An RGB image from a PIL image, bytes, {"bytes", "path"}, a path relative to data_dir, or a URL."""
+    if isinstance(source, dict):  # as `datasets` stores images
+        source = source.get("bytes") or source.get("path")
+    try:
+        if isinstance(source, str) and source.startswith(("http://", "https://", "data:image/")):
+            source = urllib.request.urlopen(source, timeout=60).read()
+        if isinstance(source, bytes):
+            source = Image.open(io.BytesIO(source))
+        elif isinstance(source, str):
+            source = Image.open(data_dir / source)
+        image = transformers.image_utils.load_image(source)  # RGB, with EXIF orientation applied
+    except (TypeError, ValueError, SyntaxError, http.client.HTTPException) as error:
+        raise RowError(f"can't load an image: {error}") from error
+    return scale_image(image, max_pixels)
+
+
+def load_video(source: str, data_dir: Path, fps: float) -> tuple[np.ndarray, Any]:
+    """Frames (F, height, width, 3) of a video, sampled at `fps`, and metadata with their times."""
+    try:
+        return transformers.video_utils.load_video(str(data_dir / source), fps=fps, backend="pyav")
+    except (TypeError, ValueError) as error:  # no such file, or not a video
+        raise RowError(f"can't load the video {source}: {error}") from error
 
 
 def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
