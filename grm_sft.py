@@ -201,17 +201,17 @@ def main(args: Args) -> dict[str, float]:
 
         # --- 3. update: the gradients of all packs, and one optimizer step ---
         set_gradient_checkpointing(judge.module, True)  # no effect without the flag
-        rank_loss = torch.zeros((), device=DEVICE)  # sum over this rank's packs
+        local_loss = torch.zeros((), device=DEVICE)  # sum over this rank's packs
         for k, pack in enumerate(packs):
             judge.set_gradient_accumulation_boundary(k == len(packs) - 1)
             logprobs = judge(pack)  # (M,)
             loss = compute_sft_loss(logprobs, num_tokens)
             judge.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
-            rank_loss += loss.detach()
+            local_loss += loss.detach()
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
-        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0  # NaN: a skipped update
+        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0  # NaN if it was skipped
         set_gradient_checkpointing(judge.module, False)
-        mean_loss = sum(all_gather_list([float(rank_loss)]))  # over the step's trained tokens
+        mean_loss = sum(all_gather_list([float(local_loss)]))  # over the step's trained tokens
         seconds = time.perf_counter() - step_start
 
         # --- 4. metrics ---
@@ -255,8 +255,8 @@ def main(args: Args) -> dict[str, float]:
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
             checkpoint = save_checkpoint(args, run, f"checkpoint-{step}")
         if has_signal and not is_last_step:
-            command = f"--resume auto --run-name {run.run_dir.name}"
-            print0(f"stopped by a signal and saved {checkpoint}; continue with {command}")
+            flags = f"--resume auto --run-name {run.run_dir.name}"
+            print0(f"stopped by a signal, saved {checkpoint}; continue with {flags} and the same flags")
             break
 
     # --- 6. finish ---
@@ -290,7 +290,8 @@ def setup(args: Args) -> Run:
         "consecutive_skipped_updates": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
-        state = load_checkpoint(args, checkpoint, {"judge": judge})
+        state = load_checkpoint(args, checkpoint, judge=judge)
+        state |= {"examples": 0, "skipped_examples": 0}  # the data may have been mended
         if args.resume != "auto":  # a branch has a checkpoint-best of its own
             state["best_score"] = -math.inf
 
@@ -425,8 +426,9 @@ SWAPPED = {"1": "2", "2": "1", "tie": "tie"}  # the verdict after the candidates
 
 
 def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: int) -> list[int]:
-    """Elements start ... start + count - 1 of an endless stream of epochs with shuffled groups: it depends on
-    the step only, so resuming is exact."""
+    """The example ids at positions start ... start + count - 1 of an endless stream of epochs.
+
+    Each epoch has all groups, shuffled by (seed, epoch), so resuming is exact."""
     epoch_size = sum(len(group) for group in groups)
     stream = []
     for epoch in range(start // epoch_size, (start + count - 1) // epoch_size + 1):
@@ -436,8 +438,10 @@ def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: in
 
 
 def gather_examples(data: "ExampleDataset", example_ids: list[int]) -> list[Example]:
-    """The examples of a step, on all ranks and without images. Each rank encodes its share here, to learn
-    the lengths, and again the examples of its own packs."""
+    """The examples of a step, on all ranks and without images.
+
+    Here each rank encodes its share, so that all ranks know all lengths and plan the same packs. Then
+    iter_packs encodes the examples of this rank's packs, which may be other ones."""
     share = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
     examples = []
     for example in data.encode_all(share):
@@ -470,7 +474,7 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
     advice = "rename yours, such as --columns prompt=question verdict=label"
     require(is_known, f"{source} has columns {', '.join(columns)}: {advice}")
     values = rows.unique("verdict") if "verdict" in columns else []
-    unknown = [repr(x) for x in values if x is not None and read_verdict(x) not in VERDICTS]
+    unknown = [repr(x) for x in values if x not in (None, "") and read_verdict(x) not in VERDICTS]
     rule = "1 (the first candidate is better), 2 or tie; empty for chats"
     require(not unknown, f"{source}: a verdict must be {rule}, not {', '.join(unknown[:3])}")
     groups = group_examples(args, source, rows, indices)
@@ -504,6 +508,7 @@ def load_rows(args: Args, source: str, split: str):
             rows = rows.remove_columns(replaced).rename_column(old, new)
         elif source == args.dataset or new not in rows.column_names:  # evaluation sets may have the new name
             stop(f"--columns {pair} must be NEW=OLD; {source} has {', '.join(rows.column_names)}")
+    require(len(rows) > 0, f"{source} (split {split}) has no rows")
     return rows
 
 
@@ -536,8 +541,8 @@ def make_easy_vqa_pairs(rows, seed: int):
 
 
 def group_examples(args: Args, source: str, rows, indices: np.ndarray) -> list[list[int]]:
-    """Example ids of some rows, in groups. Groups are shuffled, but not the examples in a group: both orders
-    of a pair, and with --group-by-image of all rows with the same paths of images and videos."""
+    """Groups of example ids that stay together when the data is shuffled: both orders of a pair and, with
+    --group-by-image, all rows with the same paths of images and videos."""
     names = {"prompt", "verdict", "reasoning", "image", "images", "video", "videos"}
     names |= {f"{x}_{i}" for x in CANDIDATE_TYPES for i in (1, 2)}
     table = rows.select_columns([name for name in rows.column_names if name in names])
@@ -567,7 +572,7 @@ def group_examples(args: Args, source: str, rows, indices: np.ndarray) -> list[l
 
 def is_pair(row: dict) -> bool:
     """Whether a row is a pair; other rows are chats."""
-    return isinstance(row.get("prompt"), str) and row.get("verdict") is not None
+    return isinstance(row.get("prompt"), str) and row.get("verdict") not in (None, "")
 
 
 def read_verdict(value) -> str:
@@ -581,7 +586,7 @@ class ExampleDataset:
 
     args: Args
     source: str
-    rows: Any  # datasets.Dataset, or a list of dicts
+    rows: Any  # datasets.Dataset
     groups: list[list[int]]  # ids of all examples; groups are shuffled, but not the ids in a group
     data_dir: Path  # paths of images and videos are relative to it
     model: Any
@@ -622,9 +627,6 @@ class ExampleDataset:
 
     def encode_chat(self, row: dict, example_id: int) -> Example:
         """The chat in the column prompt, up to its last assistant turn."""
-        chat = row["prompt"]
-        if isinstance(chat, list) and any(message.get("tool_calls") for message in chat):
-            raise RowError("tool_calls are not supported: write the calls into the content")
         messages = build_messages(self.args, row, self.data_dir, self.tokenizer)
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()
@@ -742,7 +744,7 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
     noun = candidate_type.capitalize()
     candidates = [row[f"{candidate_type}_1"], row[f"{candidate_type}_2"]]
     label = read_verdict(row["verdict"])
-    reasoning = row.get("reasoning") or ""
+    reasoning = str(row.get("reasoning") or "")
     if swapped:
         candidates.reverse()
         label = SWAPPED[label]
@@ -805,9 +807,9 @@ def swap_references(reasoning: str, noun: str) -> str | None:
 
 
 def can_be_swapped(row: dict) -> bool:
-    """Whether a pair can be shown in the other order, too. encode_pair reports pairs without candidates."""
+    """Whether a pair can be shown in the other order, too. True without candidates: encode_pair skips it."""
     types = find_candidate_types(row)
-    reasoning = row.get("reasoning") or ""
+    reasoning = str(row.get("reasoning") or "")
     return len(types) != 1 or swap_references(reasoning, types[0]) is not None
 
 
@@ -834,10 +836,12 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     and the parts of these types that have no media. If a chat has no such markers or parts, media
     precede the text of its first user message."""
     chat = row["prompt"]
-    if chat and isinstance(chat, str):
-        chat = [{"role": "user", "content": chat}]
+    if chat and isinstance(chat, str | int | float):
+        chat = [{"role": "user", "content": str(chat)}]
     if not chat or not all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in chat):
         raise RowError("its prompt is empty, or has a message without the keys role and content")
+    if any(message.get("tool_calls") for message in chat):
+        raise RowError("tool_calls are not supported: write the calls into the content")
     if args.system_prompt and chat[0]["role"] != "system":
         chat = [{"role": "system", "content": args.system_prompt}, *chat]
     messages = [{"role": x["role"], "content": chats.split_markers(x["content"] or [])} for x in chat]
@@ -894,7 +898,8 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
 
 
 def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
-    """Metrics of the evaluation set, with each pair in both orders, and one record per row."""
+    """Metrics of the evaluation set, with each pair in both orders if its reasoning can be swapped, and
+    one record per row."""
     data = run.eval_data
     if run.sampling_model is not run.judge.module.model:
         weights = run.sampling_model.state_dict()
@@ -1101,9 +1106,9 @@ def load_model(args: Args, source: str, auto_class=None):
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
         stop(f"can't load the model {source}: {error}")
     mismatched = [name for name, *_ in info["mismatched_keys"]]
-    missing = sorted({*info["missing_keys"], *mismatched})  # they would be random
+    missing = sorted({*info["missing_keys"], *mismatched})  # both would be random
     require(not missing, f"{source}: {len(missing)} weights are missing or have other shapes: {missing[:3]}")
-    # Gradient checkpointing needs train mode, in which a layer's own dropout (OPT's) would be active.
+    # Layers are in train mode for gradient checkpointing, in which their own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -1112,11 +1117,11 @@ def load_model(args: Args, source: str, auto_class=None):
 
 
 def prepare_for_training(args: Args, module: nn.Module) -> None:
-    """Apply --lora-rank, --freeze and --gradient-checkpointing to a module around a model."""
+    """Apply --lora-rank, --freeze and --gradient-checkpointing to module.model."""
     if args.lora_rank > 0:
         add_lora(args, module.model)
     if args.freeze:
-        # Without "model.", the names in a model with an LM head are those in a backbone.
+        # Without "model.", names are the same in a model with an LM head and in a backbone.
         parameters = {name.removeprefix("model."): x for name, x in module.model.named_parameters()}
         frozen = [name for name in parameters if re.search(args.freeze, name)]
         require(frozen, f"--freeze {args.freeze} matches no parameter name")
@@ -1172,7 +1177,7 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
 
 
 def init_distributed() -> None:
-    """Initialize torch.distributed. Without a launcher it uses no port, so runs can't conflict."""
+    """Initialize torch.distributed. A single process uses no port, so runs on a machine can't conflict."""
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
         # cuDNN's SDPA gives NaN gradients with masks on sm90 (torch 2.13, trl#7181).
@@ -1219,9 +1224,9 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
     optimizer = None
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if trained:
-        matrices = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
-        vectors = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
-        groups = [group for group in (matrices, vectors) if group["params"]]  # LoRA has no vectors
+        decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
+        no_decay = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
+        groups = [group for group in (decay, no_decay) if group["params"]]  # LoRA has no vectors
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # as in LLM pretraining
     engine, *_ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, dist_init_required=False
@@ -1232,7 +1237,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
 def set_gradient_checkpointing(module: nn.Module, enabled: bool) -> None:
     """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
 
-    transformers checkpoints only layers in train mode, in which they don't use a KV cache.
+    transformers checkpoints a layer only if it is in train mode, and then disables its KV cache.
     Only the layer itself is put into train mode: in its submodules, dropout and router noise
     would change the output."""
     for layer in module.modules():
@@ -1336,17 +1341,17 @@ def find_last_checkpoint(run_dir: Path) -> Path | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> dict:
+def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     """Load the engines' states; returns run.state. Warns about flags that differ from the saved ones."""
     for name, engine in engines.items():
         decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
-        try:  # not strict: frozen weights aren't saved, they are those of --model
+        try:  # not strict, because frozen weights aren't saved: they come from --model
             _, saved = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
         except Exception as error:  # DeepSpeed raises many types
             rule = "--zero-stage, --lora-rank, --freeze and the number of ranks must be the same"
             stop(f"can't resume {checkpoint}: {rule} ({error!r:.200})")
-        # DeepSpeed also restores these two, but --resume CHECKPOINT may come with new ones.
+        # The checkpoint has overwritten these two, but --resume CHECKPOINT may come with new values.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
@@ -1396,7 +1401,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
 
 
 def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, and log to --track. On rank 0 only."""
+    """Append to metrics.jsonl and samples.jsonl, and log to W&B with --track wandb. On rank 0 only."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])

@@ -144,7 +144,7 @@ def compute_bt_loss(
         "rm/chosen_rewards": chosen_rewards,
         "rm/rejected_rewards": rejected_rewards,
         "rm/reward_diff": reward_diff,
-        "rm/accuracy": (reward_diff.sign() + 1) / 2,  # equal rewards count one half
+        "rm/accuracy": (reward_diff.sign() + 1) / 2,  # ties count as 0.5
     }
     return losses, metrics
 
@@ -156,8 +156,10 @@ def compute_bt_loss(
 class Ranking:
     """A dataset row: a prompt and its responses, best first."""
 
-    prompt: PromptInfo  # `encode` returns a Prompt, with its tensors; gather_rankings drops them
-    response_ids: list[Tensor]  # token ids of each response, (R,) each
+    prompt: (
+        PromptInfo  # the tokens that all chats begin with. A Prompt until gather_rankings drops its tensors
+    )
+    response_ids: list[Tensor]  # (R,) each: the other tokens of each chat
     texts: list[str]  # text of each response, for samples.jsonl
     margin: float  # subtracted from the reward difference, the same for all pairs of the row
     columns: dict  # strings and numbers of the dataset row, for samples.jsonl
@@ -230,10 +232,10 @@ def main(args: Args) -> dict[str, float]:
         pairs = make_pairs(rankings)
         B = sum(len(ranking.response_ids) for ranking in rankings)
         packs, is_split = make_packs(args, run, run.train_data, rankings)  # packs of this rank
-        # Usually both responses of a pair are in the same pack. If a ranking is so long that it
-        # is split over packs, first compute all rewards without gradients (GradCache,
-        # arXiv:2101.06983). Each pack then computes its own rewards with gradients, takes the
-        # others from this cache, and the gradients of all packs add up to that of the loss.
+        # Rewards of responses in other packs. Usually a ranking is in one pack, and zeros will do,
+        # because pairs of other packs have no gradient. If one is split over packs, first compute
+        # all rewards without gradients (GradCache, arXiv:2101.06983). Each pack then recomputes
+        # its own rewards, and the gradients of all packs add up to that of the loss.
         cached_rewards = torch.zeros(B, device=DEVICE)
         if is_split:  # the same on all ranks
             cached_rewards = compute_rewards(run, packs, B)
@@ -252,7 +254,7 @@ def main(args: Args) -> dict[str, float]:
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            # Pairs of other packs have no gradient, but count in the value, so don't log it.
+            # Its value is not the loss: pairs of other packs count with the rewards above.
             loss = (pairs.weights * losses).sum()
             # DeepSpeed averages gradients over ranks; we want a sum.
             reward_model.backward(loss * WORLD_SIZE)
@@ -285,7 +287,7 @@ def main(args: Args) -> dict[str, float]:
             metrics |= eval_metrics
         log(args, run, metrics, eval_records)
         names = ["rm/loss", "rm/accuracy", *(f"eval/{name}/accuracy" for name in run.eval_sets)]
-        shown = {name: f"{metrics[name]:.3f}" for name in names if name in metrics}
+        shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in names if name in metrics)
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
         if state["consecutive_skipped_updates"] >= 5:
             save_and_stop(args, run, f"step {step}: no finite gradients in 5 steps")
@@ -293,8 +295,8 @@ def main(args: Args) -> dict[str, float]:
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
             checkpoint = save_checkpoint(args, run)
         if has_signal and not is_last_step:
-            command = f"--resume auto --run-name {run.run_dir.name}"
-            print0(f"stopped by a signal and saved {checkpoint}; continue with {command}")
+            flags = f"--resume auto --run-name {run.run_dir.name}"
+            print0(f"stopped by a signal, saved {checkpoint}; continue with {flags} and the same flags")
             break
 
     # --- 6. finish ---
@@ -323,11 +325,12 @@ def setup(args: Args) -> Run:
         "step": 0,
         "initial_eval": {},  # metrics before the first step
         "rows_read": 0,  # position in the endless stream of shuffled epochs
-        "rows_skipped": 0,  # of these
+        "rows_skipped": 0,  # of these, those that could not be used
         "consecutive_skipped_updates": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
-        state = load_checkpoint(args, checkpoint, {"reward": reward_model})
+        state = load_checkpoint(args, checkpoint, reward=reward_model)
+        state["rows_skipped"] = 0  # the data may have been mended
 
     processor = transformers.AutoProcessor.from_pretrained(args.model)
     make_dataset = functools.partial(RankingDataset, args, model=model, processor=processor)
@@ -505,8 +508,8 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
     if not isinstance(sources, list) or len(sources) < 2 or None in sources:
         raise RowError("a ranking needs a list of at least two responses")
     prompt = row.get("prompt") or row.get("messages")
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
+    if prompt and isinstance(prompt, str | int | float):
+        prompt = [{"role": "user", "content": str(prompt)}]
     responses = [x if isinstance(x, list) else [{"role": "assistant", "content": str(x)}] for x in sources]
     chats_of_row = [*responses, prompt or []]
     if not all(isinstance(x, dict) and "role" in x for chat in chats_of_row for x in chat):
@@ -522,7 +525,7 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
     if not all(responses):
         raise RowError("a response is empty, or the beginning of another one")
     # Tool calls are not rendered, so responses that differ only in them would be equal.
-    if any(message.get("tool_calls") for chat in (prompt, *responses) for message in chat):
+    if any(message.get("tool_calls") for chat in responses for message in chat):
         raise RowError("messages with tool_calls are not supported")
     return prompt, responses
 
@@ -543,8 +546,11 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
         parts = message.get("content")
         if isinstance(parts, str):
             parts = [{"type": "text", "text": parts}]
-        if "role" not in message or parts is None or any(part.get("type") != "text" for part in parts):
-            raise RowError("a response has a message without role or text, or with images or videos")
+        is_text = isinstance(parts, list) and all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
+        )
+        if not is_text:
+            raise RowError("a response has a message without text, or with images or videos")
         text = chats.escape_special_tokens("".join(part["text"] for part in parts), special_tokens)
         messages.append({"role": message["role"], "content": [{"type": "text", "text": text}]})
     return messages
@@ -573,6 +579,8 @@ def encode_ranking(
         ids = [x["input_ids"][0].tolist() for x in encoded]
         num_shared = common_prefix_length([chat_ids[:-1] for chat_ids in ids])
     num_image_tokens = len(input_ids) - len(ids[0])  # besides the one of each image in `ids`
+    if num_image_tokens + num_shared == 0:
+        raise RowError("its chats have no token in common")
     prompt = packing.make_prompt(model, inputs, row_id=index, length=num_image_tokens + num_shared)
     # Without a chat template nothing ends the response, and the head would read its last word.
     end = [] if processor.chat_template else [processor.eos_token_id]
@@ -613,6 +621,7 @@ def load_rows(args: Args, source: str, split: str):
             rows = rows.remove_columns(replaced).rename_column(old, new)
         elif source == args.dataset or new not in rows.column_names:  # evaluation sets may have the new name
             stop(f"--columns {pair} must be NEW=OLD; {source} has {', '.join(rows.column_names)}")
+    require(len(rows) > 0, f"{source} (split {split}) has no rows")
     return rows
 
 
@@ -652,10 +661,12 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     and the parts of these types that have no media. If a chat has no such markers or parts, media
     precede the text of its first user message."""
     chat = row["prompt"]
-    if chat and isinstance(chat, str):
-        chat = [{"role": "user", "content": chat}]
+    if chat and isinstance(chat, str | int | float):
+        chat = [{"role": "user", "content": str(chat)}]
     if not chat or not all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in chat):
         raise RowError("its prompt is empty, or has a message without the keys role and content")
+    if any(message.get("tool_calls") for message in chat):
+        raise RowError("tool_calls are not supported: write the calls into the content")
     if args.system_prompt and chat[0]["role"] != "system":
         chat = [{"role": "system", "content": args.system_prompt}, *chat]
     messages = [{"role": x["role"], "content": chats.split_markers(x["content"] or [])} for x in chat]
@@ -889,7 +900,7 @@ def load_backbone(args: Args):
         stop(f"can't load the model {args.model}: {error}")
     missing = sorted(info["missing_keys"])  # they would be random
     require(not missing, f"{args.model}: {len(missing)} weights are missing: {missing[:3]}")
-    # Gradient checkpointing needs train mode, in which a layer's own dropout (OPT's) would be active.
+    # Layers are in train mode for gradient checkpointing, in which their own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -910,11 +921,11 @@ def load_head(source: str, config) -> Tensor | None:
 
 
 def prepare_for_training(args: Args, module: nn.Module) -> None:
-    """Apply --lora-rank, --freeze and --gradient-checkpointing to a module around a model."""
+    """Apply --lora-rank, --freeze and --gradient-checkpointing to module.model."""
     if args.lora_rank > 0:
         add_lora(args, module.model)
     if args.freeze:
-        # Without "model.", the names in a model with an LM head are those in a backbone.
+        # Without "model.", names are the same in a model with an LM head and in a backbone.
         parameters = {name.removeprefix("model."): x for name, x in module.model.named_parameters()}
         frozen = [name for name in parameters if re.search(args.freeze, name)]
         require(frozen, f"--freeze {args.freeze} matches no parameter name")
@@ -970,7 +981,7 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
 
 
 def init_distributed() -> None:
-    """Initialize torch.distributed. Without a launcher it uses no port, so runs can't conflict."""
+    """Initialize torch.distributed. A single process uses no port, so runs on a machine can't conflict."""
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
         # cuDNN's SDPA gives NaN gradients with masks on sm90 (torch 2.13, trl#7181).
@@ -1011,9 +1022,9 @@ def init_reward_engine(args: Args, module: nn.Module):
         "zero_force_ds_cpu_optimizer": False,  # it needs a compiler; torch's AdamW does not
     }
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    matrices = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
-    vectors = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
-    groups = [group for group in (matrices, vectors) if group["params"]]  # LoRA has no vectors
+    decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
+    no_decay = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
+    groups = [group for group in (decay, no_decay) if group["params"]]  # LoRA has no vectors
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # as in LLM pretraining
     engine, *_ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, dist_init_required=False
@@ -1024,7 +1035,7 @@ def init_reward_engine(args: Args, module: nn.Module):
 def set_gradient_checkpointing(module: nn.Module, enabled: bool) -> None:
     """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
 
-    transformers checkpoints only layers in train mode, in which they don't use a KV cache.
+    transformers checkpoints a layer only if it is in train mode, and then disables its KV cache.
     Only the layer itself is put into train mode: in its submodules, dropout and router noise
     would change the output."""
     for layer in module.modules():
@@ -1128,17 +1139,17 @@ def find_last_checkpoint(run_dir: Path) -> Path | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def load_checkpoint(args: Args, checkpoint: Path, engines: dict[str, Any]) -> dict:
+def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     """Load the engines' states; returns run.state. Warns about flags that differ from the saved ones."""
     for name, engine in engines.items():
         decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
-        try:  # not strict: frozen weights aren't saved, they are those of --model
+        try:  # not strict, because frozen weights aren't saved: they come from --model
             _, saved = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
         except Exception as error:  # DeepSpeed raises many types
             rule = "--zero-stage, --lora-rank, --freeze and the number of ranks must be the same"
             stop(f"can't resume {checkpoint}: {rule} ({error!r:.200})")
-        # DeepSpeed also restores these two, but --resume CHECKPOINT may come with new ones.
+        # The checkpoint has overwritten these two, but --resume CHECKPOINT may come with new values.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
@@ -1188,7 +1199,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
 
 
 def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, and log to --track. On rank 0 only."""
+    """Append to metrics.jsonl and samples.jsonl, and log to W&B with --track wandb. On rank 0 only."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])

@@ -98,10 +98,10 @@ def load_video(source: str, data_dir: Path, fps: float) -> tuple[np.ndarray, Any
 
 def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
     """Break up special tokens, so that data can't end a turn: "<|im_end|>" -> "< |im_end|>"."""
-    for token in special_tokens:
-        if token.strip() and token in text:
+    special_tokens = [token.strip() for token in special_tokens if token.strip()]
+    while found := [token for token in special_tokens if token in text]:  # breaking one up may form another
+        for token in found:
             text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
-            return escape_special_tokens(text, special_tokens)  # breaking one up may form another
     return text
 
 
@@ -116,8 +116,8 @@ def scale_image(image: Image.Image, max_pixels: int | None) -> Image.Image:
 def build_parts(content, tokenizer, max_pixels: int | None = None) -> list[dict]:
     """The content of an observation, a string or a list of parts with PIL images, as a list of parts."""
     if not isinstance(content, str | list):
-        types = "None, a string, a list of parts or a message"
-        raise TypeError(f"step must return {types}, not {type(content).__name__}")
+        types = "None, a string, a list of parts, or a message with one of these as content"
+        raise TypeError(f"an environment's step must return {types}, not {type(content).__name__}")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]

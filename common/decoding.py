@@ -1,7 +1,7 @@
 """Sampling responses: the prompts run once, in packs, and then all responses grow token by token.
 
-Letters: n prompts with G responses each, of which B are unfinished; N tokens in all prompts and P in
-the longest; R response tokens at most; V vocabulary size; H hidden size; D head dimension.
+Letters: n prompts with G responses each, of which B are unfinished; P tokens in the longest prompt;
+R response tokens at most; V vocabulary size; H hidden size; D head dimension.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from common.packing import (
     to_device,
 )
 
-if TYPE_CHECKING:  # importing it takes 0.4 s, so `prefill` does
+if TYPE_CHECKING:  # imported in `prefill`, because it takes 0.4 s
     from transformers import DynamicCache
 
 
@@ -91,7 +91,7 @@ def generate_packed(
     G = num_samples
     R = max(limits, default=0)
     limits = torch.tensor(limits, device=device).repeat_interleave(G)  # (n * G,)
-    # Drawn per prompt and all at once, so that they don't depend on the other prompts.
+    # Drawn per prompt and all at once, so that they don't depend on the other prompts of the same limit.
     uniforms = [np.random.default_rng(p.seed).random((G, R)) for p in prompts]
     uniforms = torch.tensor(np.concatenate(uniforms), device=device)  # (n * G, R)
     tokens = torch.full(uniforms.shape, -1, device=device)  # (n * G, R): -1 after the end
@@ -169,7 +169,7 @@ def prefill(
     row_lengths = lengths.repeat_interleave(num_samples)[:, None]  # (n * G, 1)
     column = torch.arange(-int(lengths.max()), 0)  # (P,): -P ... -1
     mask = (column >= -row_lengths).to(model.device)  # (n * G, P)
-    index = (row_ends + column).clamp(min=0).to(model.device)  # (n * G, P): padding copies any other token
+    index = (row_ends + column).clamp(min=0).to(model.device)  # (n * G, P): at padding, any token will do
     row_cache = DynamicCache()
     for i in range(len(caches[0].layers)):
         keys = torch.cat([cache.layers[i].keys for cache in caches], dim=2)[0]  # (kv_heads, tokens, D)

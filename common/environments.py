@@ -116,7 +116,7 @@ class EnvironmentSampler:
         self.checked_template = False
         self.short_ids = self.encode_ids(SHORT_CHAT)
         before = self.encode_ids(SHORT_CHAT[:1], add_generation_prompt=True)
-        # EOS tokens up to the assistant's turn: many templates end every message with one.
+        # EOS tokens before the assistant's own: many templates end every message with one.
         self.num_eos = int(self.is_eos(before).sum())
 
     def update_weights(self, step: int) -> None:
@@ -224,8 +224,8 @@ class EnvironmentSampler:
 
 
 def reset_arguments(prompt: Prompt) -> dict:
-    """The columns of the dataset row, and the chat. tree_map copies lists and dicts (not what they hold, such
-    as images), because environments may change them, and the responses to a prompt share its row."""
+    """The columns of the dataset row, and the chat. Lists and dicts are copied, because an environment may
+    change them, and the responses to a prompt share its row. Images in them are not copied."""
     return tree_map(lambda leaf: leaf, {**prompt.row, "chat": prompt.messages})
 
 

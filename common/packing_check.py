@@ -66,9 +66,10 @@ def choose_layout(
 ) -> str:
     """Switch to the packed layout if it is exact; returns a message. Call on all ranks, which decide alike.
 
+    It sets the model's attention, and for packing.py the attributes checked_media and logit_factor.
     forward: pack -> log-probs or values (M,), or scores (S,); without no_grad it should run as in
     training, with gradient checkpointing. max_length: maximum tokens of a prompt plus
-    a response; max_tokens: maximum tokens of a pack. must_generate: exit if generate and forward disagree,
+    a response; max_tokens: maximum tokens of a pack. must_generate: exit if generate and forward differ,
     instead of a warning. encode_observation: sequence so far -> observation, for trajectories."""
     cases, long_case, notes = make_cases(model, prompts, max_length, max_tokens, encode_observation)
     model.checked_media = {frozenset(extend_prompt(x.prompt, x.responses[0]).media_keys) for x in cases}
@@ -90,7 +91,7 @@ def choose_layout(
         error = compare_packed_with_padded(model, run, cases, long_case, padded, max_tokens)
     except ModelError as problem:
         reason = str(problem)
-    if all_ranks_agree(not reason, model.device):
+    if true_on_all_ranks(not reason, model.device):
         message = f"packing enabled: outputs match the unmodified model within {error:.0e}"
     else:
         set_attention(model, attention)
@@ -142,7 +143,7 @@ def make_cases(
 def text_of_other_prompts(model, prompts: list[Prompt], prompt: Prompt) -> Tensor:
     """Token ids for the responses to a prompt, from the text of all other prompts.
 
-    A trained model would copy the prompt's own text whether or not it sees the right tokens.
+    A response that repeats its own prompt is easy to predict, so its log-probs hardly show errors.
     Random tokens would do, but in bf16 their log-probs are twice as noisy."""
     media_ids = torch.tensor(packing.media_token_ids(model.config), dtype=torch.long)
     others = [x.input_ids for x in prompts if x is not prompt] or [prompt.input_ids]
@@ -180,6 +181,7 @@ def run_cases(
         prompts=prompts,
         encode=prompts.__getitem__,
         responses=[response.token_inputs["input_ids"][0] for response in responses],
+        # Short responses may be longer than the run's limit.
         max_tokens=max(max_tokens, max(prompt.length for prompt in prompts) + SHORT_LENGTHS[0]),
         continuations=dict(enumerate(responses)),
     )
@@ -216,13 +218,14 @@ def compare_padded_with_single_rows(model, run: Callable, cases: list[Case]) -> 
 
 
 def largest_error(results: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest difference from the expected results in a mean over about 64 tokens.
+    """Largest mean absolute difference over chunks of about 64 tokens.
 
-    Single results are rewards, whose scale is arbitrary, so the difference of a large one is relative."""
+    A result with one entry is a reward, whose scale is arbitrary, so its difference is relative above 1."""
     errors = []
     for x, y in zip(results, expected, strict=True):
         scale = y.abs().clamp(min=1) if len(y) == 1 else 1.0
-        errors += [part.mean() for part in ((x - y).abs() / scale).tensor_split(max(1, len(y) // 64))]
+        chunks = ((x - y).abs() / scale).tensor_split(max(1, len(y) // 64))
+        errors += [chunk.mean() for chunk in chunks]
     return float(torch.stack(errors).max())
 
 
@@ -285,7 +288,7 @@ def compare_packed_with_padded(
 def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
     """Gradients (1024, H) of the sum of squared results with respect to the input embeddings.
 
-    A token has another index in each layout, so gradients are added up by token id modulo 1024."""
+    The layouts order tokens differently, so gradients are added up by token id (modulo 1024, for memory)."""
     records = []  # token ids and embeddings of each forward
 
     def record(module, args, output: Tensor) -> Tensor:
@@ -293,8 +296,9 @@ def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
         records.append((args[0], leaf))
         return leaf.clone()  # some models write image features into it
 
-    table = torch.zeros(1024, model.config.get_text_config().hidden_size, device=model.device)
-    hook = model.get_input_embeddings().register_forward_hook(record)
+    embeddings = model.get_input_embeddings()
+    table = torch.zeros(1024, embeddings.weight.shape[1], device=model.device)
+    hook = embeddings.register_forward_hook(record)
     try:
         for case in cases:  # one at a time, because each keeps its activations
             records.clear()
@@ -332,9 +336,8 @@ def is_sharded(model) -> bool:
     return hasattr(next(model.parameters()), "ds_id")
 
 
-def all_ranks_agree(is_exact: bool, device) -> bool:
-    """True if it is True on all ranks."""
-    flag = torch.tensor(float(is_exact), device=device)
+def true_on_all_ranks(value: bool, device) -> bool:
+    flag = torch.tensor(float(value), device=device)
     if dist.is_initialized():
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
