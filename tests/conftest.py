@@ -1,5 +1,6 @@
 """Shared by the tests: the tiny model, small data, and runs of a script in this process or as ranks under torchrun."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -151,6 +152,38 @@ def argv(tmp_path, vqa):
 
 
 @pytest.fixture
+def refused(capsys):
+    """Context manager: the code in it ends with exit code 2 and an error with these words."""
+
+    @contextlib.contextmanager
+    def expect(*words: str):
+        with pytest.raises(SystemExit) as stopped:
+            yield
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and all(word in error for word in words), error
+
+    return expect
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    """Function that records (arguments, keywords, result) of each call of a module's function, which still runs."""
+
+    def start(module, name: str) -> list[tuple]:
+        calls, original = [], getattr(module, name)
+
+        def call(*args, **kwargs):
+            result = original(*args, **kwargs)
+            calls.append((args, kwargs, result))
+            return result
+
+        monkeypatch.setattr(module, name, call)
+        return calls
+
+    return start
+
+
+@pytest.fixture
 def check_once(monkeypatch):
     """The check at startup is a third of a short run, so a model in fp32 is checked in its first run only."""
     from common import packing, packing_check
@@ -229,6 +262,22 @@ def metrics_differ(a: list[dict], b: list[dict]) -> dict[str, float]:
         for name in x.keys() - {name for name in x if name.startswith("time/")}:
             worst[name] = max(worst.get(name, 0.0), abs(x[name] - y[name]) / max(1.0, abs(x[name])))
     return worst
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """Function from a family of test_families.py to a folder with its model and rows.jsonl."""
+    from test_families import save_family
+
+    folders = {}
+
+    def make(family: str) -> Path:
+        if family not in folders:
+            save_family(family, folder := tmp_path_factory.mktemp("family"))
+            folders[family] = folder
+        return folders[family]
+
+    return make
 
 
 @pytest.fixture(scope="session")

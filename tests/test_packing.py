@@ -15,7 +15,7 @@ import transformers
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_families import TEMPERATURE, build, folder_of, load_data, load_model, unmodified_logprobs  # noqa: F401
+from test_families import TEMPERATURE, build, load_data, load_model, unmodified_logprobs
 
 import rloo
 from common import attention, chats, decoding, environments, packing, packing_check
@@ -25,7 +25,7 @@ EOS = 500
 
 
 @pytest.fixture
-def batch_of(folder_of):  # noqa: F811
+def batch_of(folder_of):
     """Family -> a copy of its model, its prompts, and groups of 1 to 8 responses of different lengths.
 
     EOS, which is also the padding token, occurs inside of responses, too."""

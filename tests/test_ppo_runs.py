@@ -15,7 +15,7 @@ import tyro
 from conftest import SHORT, TINY, assert_same_run, largest_difference, read_jsonl, write_jsonl
 from conftest import weights_of as load_weights
 from safetensors.torch import save_file
-from test_families import folder_of, write_video  # noqa: F401
+from test_families import write_video
 from torch.testing import assert_close
 
 import ppo_vl
@@ -670,7 +670,7 @@ OTHERS = [pytest.param(family, marks=slow) for family in ("qwen2_vl", "qwen3_vl"
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", *OTHERS])
-def test_videos_images_and_text_in_one_batch(run, mixed, folder_of, monkeypatch, family):  # noqa: F811
+def test_videos_images_and_text_in_one_batch(run, mixed, folder_of, monkeypatch, family):
     """That the sampler's log-probs are those of the unmodified model is tested in test_families.py."""
     model = TINY if family == "qwen2_5_vl" else str(folder_of(family))
     steps, messages = spy_on_steps(monkeypatch), spy(monkeypatch, "print0")
