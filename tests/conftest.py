@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -300,4 +301,25 @@ def tiny_text_model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("text_model")
     Qwen2ForCausalLM(Qwen2Config(**size)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def noisy_model(tiny_text_model, tmp_path_factory) -> str:
+    """Directory of a random Mixtral whose router is random in training mode."""
+    import torch
+    from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
+
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = AutoConfig.from_pretrained(tiny_text_model)
+    size |= {"num_key_value_heads": 2, "vocab_size": text.vocab_size, "eos_token_id": text.eos_token_id}
+    size |= {
+        "num_local_experts": 4,
+        "router_jitter_noise": 0.5,
+        "pad_token_id": None,
+        "initializer_range": 0.3,
+    }
+    folder = shutil.copytree(tiny_text_model, tmp_path_factory.mktemp("noisy") / "model")
+    torch.manual_seed(0)
+    MixtralForCausalLM(MixtralConfig(**size)).save_pretrained(folder)
     return str(folder)

@@ -11,7 +11,6 @@ import importlib.util
 import itertools
 import math
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -712,21 +711,12 @@ def test_ptx_learns_the_assistant_turns(tmp_path, vqa, any_score):
 
 
 @pytest.mark.slow
-def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, any_score):
+def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, noisy_model, any_score):
     """With 2 of 4 experts per token, the loss is 2 if the experts are balanced."""
-    import transformers
-
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text_config = transformers.AutoConfig.from_pretrained(tiny_text_model)
-    size |= {"vocab_size": text_config.vocab_size, "eos_token_id": text_config.eos_token_id}
-    config = transformers.MixtralConfig(**size, num_key_value_heads=2, num_local_experts=4, pad_token_id=None)
-    torch.manual_seed(0)
-    shutil.copytree(tiny_text_model, tmp_path / "model")
-    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
     dataset = write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i} + {i}?"} for i in range(12)])
     module = load(tmp_path, "ppo_router_loss")
     flags = FAST | any_score | {"dataset": dataset, "router_aux_coef": 0.5, "learning_rate": 1e-2}
-    result = train(module, tmp_path, model=str(tmp_path / "model"), critic_learning_rate=1e-3, **flags)
+    result = train(module, tmp_path, model=noisy_model, critic_learning_rate=1e-3, **flags)
     first, second = (metrics["loss/router"] for metrics in result.metrics)
     assert 2 <= second < first < 4 and not result.run.actor.module.model.config.output_router_logits
     with pytest.raises(SystemExit):
