@@ -233,6 +233,18 @@ def start(argv, tmp_path):
     return go
 
 
+@pytest.fixture
+def finish(start, tmp_path):
+    """The same, but wait for the process, which must succeed; returns its output."""
+
+    def go(script: str, ranks: int = 1, **how) -> str:
+        code, output = start(script, ranks, **how).wait(timeout=500), (tmp_path / "log").read_text()
+        assert code == 0, output[-3000:]
+        return output
+
+    return go
+
+
 def weights_of(checkpoint: Path) -> dict:
     from safetensors.torch import load_file
 
