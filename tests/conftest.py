@@ -1,9 +1,11 @@
 """Shared by the tests: the tiny model, small data, and runs of a script in this process or as ranks under torchrun."""
 
+import contextlib
 import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,6 +153,38 @@ def argv(tmp_path, vqa):
 
 
 @pytest.fixture
+def refused(capsys):
+    """Context manager: the code in it ends with exit code 2 and an error with these words."""
+
+    @contextlib.contextmanager
+    def expect(*words: str):
+        with pytest.raises(SystemExit) as stopped:
+            yield
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and all(word in error for word in words), error
+
+    return expect
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    """Function that records (arguments, keywords, result) of each call of a module's function, which still runs."""
+
+    def start(module, name: str) -> list[tuple]:
+        calls, original = [], getattr(module, name)
+
+        def call(*args, **kwargs):
+            result = original(*args, **kwargs)
+            calls.append((args, kwargs, result))
+            return result
+
+        monkeypatch.setattr(module, name, call)
+        return calls
+
+    return start
+
+
+@pytest.fixture
 def check_once(monkeypatch):
     """The check at startup is a third of a short run, so a model in fp32 is checked in its first run only."""
     from common import packing, packing_check
@@ -199,6 +233,18 @@ def start(argv, tmp_path):
     return go
 
 
+@pytest.fixture
+def finish(start, tmp_path):
+    """The same, but wait for the process, which must succeed; returns its output."""
+
+    def go(script: str, ranks: int = 1, **how) -> str:
+        code, output = start(script, ranks, **how).wait(timeout=500), (tmp_path / "log").read_text()
+        assert code == 0, output[-3000:]
+        return output
+
+    return go
+
+
 def weights_of(checkpoint: Path) -> dict:
     from safetensors.torch import load_file
 
@@ -232,6 +278,22 @@ def metrics_differ(a: list[dict], b: list[dict]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """Function from a family of test_families.py to a folder with its model and rows.jsonl."""
+    from test_families import save_family
+
+    folders = {}
+
+    def make(family: str) -> Path:
+        if family not in folders:
+            save_family(family, folder := tmp_path_factory.mktemp("family"))
+            folders[family] = folder
+        return folders[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def tiny_text_model(tmp_path_factory) -> str:
     """Directory of a random text-only Qwen2 with a byte-level tokenizer and a chat template."""
     import torch
@@ -251,4 +313,25 @@ def tiny_text_model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("text_model")
     Qwen2ForCausalLM(Qwen2Config(**size)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def noisy_model(tiny_text_model, tmp_path_factory) -> str:
+    """Directory of a random Mixtral whose router is random in training mode."""
+    import torch
+    from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
+
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = AutoConfig.from_pretrained(tiny_text_model)
+    size |= {"num_key_value_heads": 2, "vocab_size": text.vocab_size, "eos_token_id": text.eos_token_id}
+    size |= {
+        "num_local_experts": 4,
+        "router_jitter_noise": 0.5,
+        "pad_token_id": None,
+        "initializer_range": 0.3,
+    }
+    folder = shutil.copytree(tiny_text_model, tmp_path_factory.mktemp("noisy") / "model")
+    torch.manual_seed(0)
+    MixtralForCausalLM(MixtralConfig(**size)).save_pretrained(folder)
     return str(folder)

@@ -174,6 +174,11 @@ def media_of_tiny(family: str) -> dict:
     return {"image_processor": tiny.image_processor, "video_processor": tiny.video_processor}
 
 
+def write_image(path, seed: int, size=(32, 48, 3)) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
 def write_video(path) -> None:
     """A white square that moves to the right on gray: 24 frames, 3 seconds."""
     with av.open(str(path), "w") as container:
@@ -186,33 +191,24 @@ def write_video(path) -> None:
         container.mux(stream.encode())
 
 
-@pytest.fixture(scope="session")
-def folder_of(tmp_path_factory):
-    """Family -> folder with its model, its processor and a dataset (rows.jsonl)."""
-
-    @functools.cache
-    def save(family: str):
-        folder = tmp_path_factory.mktemp("family")
-        for part in build(family):
-            part.save_pretrained(folder)
-        rows = [{"prompt": "What is 2 + 2?"}, {"prompt": "Say something about rivers, please."}] * 2
-        if family in VISION:
-            for i, size in enumerate([(64, 64, 3), (32, 64, 3), (48, 32, 3)]):
-                pixels = np.random.default_rng(i).integers(0, 256, size, dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{i}.png")
-            rows[2] = {"prompt": "<image>What is it?", "images": ["0.png"]}
-            rows[3] = {"prompt": "Is <image> like <image>?", "images": ["1.png", "2.png"]}
-            rows += [{"prompt": "Is <image> wider?", "images": ["1.png"]}]
-        if family == "paligemma":
-            texts = ["<image>" + row["prompt"].replace("<image>", "the other") for row in rows]
-            rows = [{"prompt": text, "images": ["2.png"]} for text in texts]
-        if family in VIDEO:
-            write_video(folder / "clip.mp4")
-            rows += [{"prompt": "<image>, then <video>?", "images": ["2.png"], "videos": ["clip.mp4"]}]
-        write_jsonl(folder / "rows.jsonl", [{"images": [], "videos": [], **row} for row in rows])
-        return folder
-
-    return save
+def save_family(family: str, folder) -> None:
+    """Its model, its processor and a dataset (rows.jsonl)."""
+    for part in build(family):
+        part.save_pretrained(folder)
+    rows = [{"prompt": "What is 2 + 2?"}, {"prompt": "Say something about rivers, please."}] * 2
+    if family in VISION:
+        for i, size in enumerate([(64, 64, 3), (32, 64, 3), (48, 32, 3)]):
+            write_image(folder / f"{i}.png", i, size)
+        rows[2] = {"prompt": "<image>What is it?", "images": ["0.png"]}
+        rows[3] = {"prompt": "Is <image> like <image>?", "images": ["1.png", "2.png"]}
+        rows += [{"prompt": "Is <image> wider?", "images": ["1.png"]}]
+    if family == "paligemma":
+        texts = ["<image>" + row["prompt"].replace("<image>", "the other") for row in rows]
+        rows = [{"prompt": text, "images": ["2.png"]} for text in texts]
+    if family in VIDEO:
+        write_video(folder / "clip.mp4")
+        rows += [{"prompt": "<image>, then <video>?", "images": ["2.png"], "videos": ["clip.mp4"]}]
+    write_jsonl(folder / "rows.jsonl", [{"images": [], "videos": [], **row} for row in rows])
 
 
 def unmodified_logprobs(model, inputs: dict, response: torch.Tensor, temperature: float):
@@ -581,8 +577,7 @@ def test_responses_of_a_shared_prompt_have_the_inputs_of_the_processor(family, t
     families.save_model(family, processor, tmp_path)
     model = load_model(tmp_path)
     for i in range(2):
-        pixels = np.random.default_rng(i).integers(0, 256, (32, 48, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / f"{i}.png")
+        write_image(tmp_path / f"{i}.png", i)
     turns = [("user", "Is <image> like <image> ?"), ("assistant", "no")]
     chat = [{"role": role, "content": text} for role, text in turns]
     row = {"messages": chat, "images": ["0.png", "1.png"]}

@@ -9,9 +9,9 @@ diffs and the numbers of changed lines in forks/README.md.
 import dataclasses
 import importlib.util
 import itertools
+import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -338,28 +338,25 @@ def reinforce_plus_plus(t):
 
 
 ALGORITHMS = {"grpo": grpo, "dr_grpo": dr_grpo, "gspo": gspo, "cispo": cispo}
-CRITIC_FREE = {name: (name, {}, loss) for name, loss in ALGORITHMS.items()}
-CRITIC_FREE |= {  # case: fork, flags, loss
-    "gspo of verl": ("gspo", {}, lambda t: gspo_by_token(t, standardize(t.scores))),
-    "cispo without a lower clip": (
-        "cispo",
-        {"clip_coef": 1.0, "clip_coef_high": 4.0},
-        lambda t: cispo(t, low=1.0, high=4.0),
-    ),
-    "reinforce_plus_plus": ("reinforce_plus_plus", {"kl_coef": 0.1}, reinforce_plus_plus),
-    "reinforce_plus_plus_baseline": (
-        "reinforce_plus_plus_baseline",
-        {},
-        lambda t: token_mean(t, whiten(center(t.scores), t.mask)),
-    ),
+CRITIC_FREE = ALGORITHMS | {  # forks and flags: loss
+    "gspo num_epochs=1": lambda t: gspo_by_token(t, standardize(t.scores)),  # as verl has it
+    "cispo clip_coef=1 clip_coef_high=4": lambda t: cispo(t, low=1.0, high=4.0),  # without a lower clip
+    "reinforce_plus_plus kl_coef=0.1": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": lambda t: token_mean(t, whiten(center(t.scores), t.mask)),
 }
+
+
+def run_case(folder: Path, case: str, t) -> SimpleNamespace:
+    """An update by these forks with these flags, "cispo clip_coef=1"."""
+    flags = dict(word.split("=") for word in case.split() if "=" in word)
+    names = [word for word in case.split() if "=" not in word]
+    return update(load(folder, *names), t, **{name: json.loads(x) for name, x in flags.items()})
 
 
 @pytest.mark.parametrize("case", CRITIC_FREE)
 def test_loss_and_gradient_of_critic_free_algorithms(case, t, tmp_path):
-    name, flags, loss = CRITIC_FREE[case]
-    result = update(load(tmp_path, name), t, **flags)
-    check(result, t, loss(t))
+    result = run_case(tmp_path, case, t)
+    check(result, t, CRITIC_FREE[case](t))
     assert len(result.actor.losses) == 3 and result.actor.num_updates == 1
 
 
@@ -493,55 +490,46 @@ def test_new_metric_counts_different_responses(t, tmp_path):
 # ---- PPO and reward models ----
 
 
-def gae(t) -> torch.Tensor:
-    """Whitened advantages without a KL, by functions that tests/test_ppo_math.py checks."""
+def advantages_and_returns(t) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without a KL, by functions that tests/test_ppo_math.py checks."""
     rewards = ppo_vl.compute_token_rewards(t.scores.flatten(), torch.zeros(t.mask.shape), t.mask)
-    return ppo_vl.whiten(ppo_vl.compute_gae(rewards, t.old_values, t.mask, 1.0, 0.95)[0], t.mask)
+    return ppo_vl.compute_gae(rewards, t.old_values, t.mask, 1.0, 0.95)
 
 
-def of_high_entropy(t, fraction: float) -> torch.Tensor:
+def gae(t) -> torch.Tensor:
+    return ppo_vl.whiten(advantages_and_returns(t)[0], t.mask)
+
+
+def importance(t, limit: float) -> torch.Tensor:
+    return (t.old - t.sampler).exp().clamp(max=limit)
+
+
+def uncertain(t, fraction: float) -> torch.Tensor:
+    """Which tokens are among this fraction with the highest entropy."""
     count = math.ceil(fraction * int(t.mask.sum()))
     return t.entropy.detach() >= t.entropy[t.mask].sort(descending=True).values[count - 1]
 
 
-PPO = {  # name: flags, loss
-    "ppo_kl_loss": (
-        {"kl_coef": 0.5},
-        lambda t: token_mean(t, gae(t)) + 0.5 * kl_losses(t, "k3")[t.mask].mean(),
-    ),
-    "ppo_entropy_bonus": (
-        {"entropy_coef": 0.5},
-        lambda t: token_mean(t, gae(t)) - 0.5 * t.entropy[t.mask].mean(),
-    ),
-    "ppo_importance_sampling": (
-        {"tis_clip": 1.2},
-        lambda t: token_mean(t, gae(t) * (t.old - t.sampler).exp().clamp(max=1.2)),
-    ),
-    "ppo_sequence_mean": ({}, lambda t: mean_over_tokens(clip((t.new - t.old).exp(), gae(t)), t.mask).mean()),
-    "ppo_sequence_mean ppo_gspo": ({}, lambda t: gspo_by_token(t, gae(t))),
-    "ppo_high_entropy_tokens": (
-        {"entropy_token_ratio": 0.25},
-        lambda t: token_mean(t, gae(t) * of_high_entropy(t, 0.25)),
-    ),
-    "ppo_clipped_advantages": ({"advantage_clip": 0.5}, lambda t: token_mean(t, gae(t).clamp(-0.5, 0.5))),
+PPO = {  # forks and flags: loss
+    "ppo_kl_loss kl_coef=0.5": lambda t: token_mean(t, gae(t)) + kl_losses(t, "k3")[t.mask].mean() / 2,
+    "ppo_entropy_bonus entropy_coef=0.5": lambda t: token_mean(t, gae(t)) - t.entropy[t.mask].mean() / 2,
+    "ppo_importance_sampling tis_clip=1.2": lambda t: token_mean(t, gae(t) * importance(t, 1.2)),
+    "ppo_sequence_mean": lambda t: mean_over_tokens(clip((t.new - t.old).exp(), gae(t)), t.mask).mean(),
+    "ppo_sequence_mean ppo_gspo": lambda t: gspo_by_token(t, gae(t)),
+    "ppo_high_entropy_tokens entropy_token_ratio=0.25": lambda t: token_mean(t, gae(t) * uncertain(t, 0.25)),
+    "ppo_clipped_advantages advantage_clip=0.5": lambda t: token_mean(t, gae(t).clamp(-0.5, 0.5)),
 }
 
 
-@pytest.mark.parametrize("names", PPO)
-def test_loss_and_gradient_of_forks_of_ppo(names, t, tmp_path):
-    flags, loss = PPO[names]
-    result = update(load(tmp_path, *names.split()), t, **flags)
-    check(result, t, loss(t))
-    if names == "ppo_entropy_bonus":
+@pytest.mark.parametrize("case", PPO)
+def test_loss_and_gradient_of_forks_of_ppo(case, t, tmp_path):
+    result = run_case(tmp_path, case, t)
+    check(result, t, PPO[case](t))
+    if "entropy_bonus" in case:
         assert torch.allclose(t.entropy.grad[t.mask], torch.tensor(-0.5 / int(t.mask.sum())))
-    losses, _ = ppo_vl.compute_value_loss(t.new_values, t.old_values, value_targets(t), 0.2)
-    mean = mean_over_tokens(losses, t.mask).mean() if "mean" in names else losses[t.mask].mean()
+    losses, _ = ppo_vl.compute_value_loss(t.new_values, t.old_values, advantages_and_returns(t)[1], 0.2)
+    mean = mean_over_tokens(losses, t.mask).mean() if "mean" in case else losses[t.mask].mean()
     assert sum(result.critic.losses) == pytest.approx(float(mean), rel=1e-4)
-
-
-def value_targets(t) -> torch.Tensor:
-    rewards = ppo_vl.compute_token_rewards(t.scores.flatten(), torch.zeros(t.mask.shape), t.mask)
-    return ppo_vl.compute_gae(rewards, t.old_values, t.mask, 1.0, 0.95)[1]
 
 
 def test_ppo_with_k3_in_the_reward(t, tmp_path):
@@ -712,21 +700,12 @@ def test_ptx_learns_the_assistant_turns(tmp_path, vqa, any_score):
 
 
 @pytest.mark.slow
-def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, any_score):
+def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, noisy_model, any_score):
     """With 2 of 4 experts per token, the loss is 2 if the experts are balanced."""
-    import transformers
-
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text_config = transformers.AutoConfig.from_pretrained(tiny_text_model)
-    size |= {"vocab_size": text_config.vocab_size, "eos_token_id": text_config.eos_token_id}
-    config = transformers.MixtralConfig(**size, num_key_value_heads=2, num_local_experts=4, pad_token_id=None)
-    torch.manual_seed(0)
-    shutil.copytree(tiny_text_model, tmp_path / "model")
-    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
     dataset = write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i} + {i}?"} for i in range(12)])
     module = load(tmp_path, "ppo_router_loss")
     flags = FAST | any_score | {"dataset": dataset, "router_aux_coef": 0.5, "learning_rate": 1e-2}
-    result = train(module, tmp_path, model=str(tmp_path / "model"), critic_learning_rate=1e-3, **flags)
+    result = train(module, tmp_path, model=noisy_model, critic_learning_rate=1e-3, **flags)
     first, second = (metrics["loss/router"] for metrics in result.metrics)
     assert 2 <= second < first < 4 and not result.run.actor.module.model.config.output_router_logits
     with pytest.raises(SystemExit):

@@ -2,7 +2,6 @@
 
 import importlib
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import conftest
+import deepspeed
 import numpy as np
 import pytest
 import torch
@@ -18,7 +18,6 @@ import transformers
 from conftest import ROOT, TINY, assert_same_run, metrics_of, read_jsonl, weights_of, write_jsonl
 from conftest import chat as chat_of
 from test_families import write_video
-from tyro import cli
 
 import grm_sft
 from common import chats, decoding, packing
@@ -30,20 +29,14 @@ ARGS = grm_sft.Args(max_response_length=12, video_fps=4.0, dtype="float32", zero
 EOS = "<|im_end|>"
 
 
-def message(role: str, content) -> dict:
-    return {"role": role, "content": content}
-
-
 def make_rows(video: str) -> list[dict]:
     """Pairs of images, texts and videos; chats, with two images and of text only."""
-    turns = [
-        message("system", "You judge."), message("user", "<image><image>Good?"),
-        message("assistant", "<answer>8</answer>"), message("user", "And this?"),
-        message("assistant", "<think>less</think>"), message("user", "sure?"), message("assistant", "yes"),
-    ]  # fmt: skip
+    turns = chat_of(
+        "<image><image>Good?", "<answer>8</answer>", "And this?", "<think>less</think>", "sure?", "yes"
+    )
+    turns = [{"role": "system", "content": "You judge."}, *turns]
     reasoning = "Image 1 shows a ball, Image 2 a box. The first image fits."
     red, cat_a, cat_b = {"image": f"{IMAGES}/small.png"}, f"{IMAGES}/cat_a.png", f"{IMAGES}/cat_b.png"
-    hello = [message("user", "Say hello."), message("assistant", "Hello.")]
     return [
         {"prompt": "a red ball", "image_1": cat_a, "image_2": cat_b, "verdict": "1", "reasoning": reasoning},
         {"prompt": "a box", "image_1": cat_a, "image_2": f"{IMAGES}/wide.png", "verdict": "tie"},
@@ -52,20 +45,20 @@ def make_rows(video: str) -> list[dict]:
         {"prompt": "Which color?", **red, "answer_1": "red", "answer_2": "blue", "verdict": "2"},
         {"prompt": "What shape?", **red, "answer_1": "circle", "answer_2": "box", "verdict": "1"},
         {"messages": turns, "images": [cat_a, f"{IMAGES}/small.png"]},
-        {"messages": hello, "verdict": "1"},  # a chat, since it has no prompt
+        {"messages": chat_of("Say hello.", "Hello."), "verdict": "1"},  # a chat, since it has no prompt
     ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> list[dict]:
     write_video(path := tmp_path_factory.mktemp("video") / "clip.mp4")
     return make_rows(str(path))
 
 
-@pytest.fixture(scope="session")
-def judged(rows, tmp_path_factory) -> str:
+@pytest.fixture
+def judged(rows, tmp_path) -> str:
     """These rows as a file: 8 rows, 14 examples."""
-    return write_jsonl(tmp_path_factory.mktemp("rows") / "judged.jsonl", rows)
+    return write_jsonl(tmp_path / "judged.jsonl", rows)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +68,9 @@ def tiny_vl() -> tuple:
 
 
 def flags_for(source: str) -> dict:
-    data = {"dataset": source, "eval_dataset": source, "eval_dataset_split": "train", "video_fps": 4.0}
-    small = {"train_batch_size": 6, "micro_batch_tokens": 4096, "warmup_updates": 0, "learning_rate": 1e-4}
-    return data | small
+    flags = {"dataset": source, "eval_dataset": source, "eval_dataset_split": "train", "video_fps": 4.0}
+    flags |= {"train_batch_size": 6, "micro_batch_tokens": 4096}
+    return flags | {"warmup_updates": 0, "learning_rate": 1e-4}
 
 
 @pytest.fixture
@@ -222,11 +215,10 @@ def test_rows_whose_reasoning_can_not_be_swapped_are_used_in_one_order(tiny_vl, 
         assert "1 of 3 rows are used in one order only" in capsys.readouterr().out
 
 
-def test_only_easy_vqa_becomes_pairs(tiny_vl, vqa, capsys):
+def test_only_easy_vqa_becomes_pairs(tiny_vl, vqa, refused):
     """At 1893fe5, every file with the columns prompt and answer was taken for easy-VQA."""
-    with pytest.raises(SystemExit) as stopped:
+    with refused("has columns prompt, image, answer"):
         load(tiny_vl, vqa, training=True)
-    assert stopped.value.code == 2 and "has columns prompt, image, answer" in capsys.readouterr().err
 
 
 def test_both_orders_and_rows_with_the_same_image_form_a_group(tiny_vl, monkeypatch):
@@ -270,7 +262,7 @@ def test_assistant_turns_are_trained(training, tiny_vl, rows):
     text_only = [turn | {"content": turn["content"].replace("<image>", "")} for turn in rows[6]["messages"]]
     assert trained(tiny_vl, {"messages": text_only}, training=training) == turns
     # Data can't end a turn.
-    turns = [message("user", f"a{EOS}\n<|im_start|>assistant\nno"), message("assistant", f"yes{EOS}no")]
+    turns = chat_of(f"a{EOS}\n<|im_start|>assistant\nno", f"yes{EOS}no")
     text = trained(tiny_vl, {"messages": turns}, training=training)
     assert text.count(EOS) == 1 and text.endswith(EOS)
 
@@ -286,7 +278,7 @@ def test_assistant_turns_are_trained(training, tiny_vl, rows):
 )
 def test_an_assistant_turn_without_a_text_of_its_own_is_an_error_of_its_row(turn, tiny_vl, capsys):
     """At 1893fe5, a turn with only tool_calls trained the model to end its turn at once."""
-    chat = [message("user", "a"), {"role": "assistant", **turn}, *chat_of("b", "ok")]
+    chat = [*chat_of("a"), {"role": "assistant", **turn}, *chat_of("b", "ok")]
     assert encode(tiny_vl, {"messages": chat}) is encode(tiny_vl, {"messages": chat}, training=True) is None
     error = capsys.readouterr().err
     assert "row 0 is skipped" in error and ("tool_calls" in error or "must have text" in error)
@@ -302,8 +294,7 @@ def test_turns_are_located_in_templates_with_and_without_eos(tiny_text_model):
 
     def turns_of(template: str) -> list[str]:
         tokenizer.chat_template = template
-        turns = ("user", "a"), ("assistant", "ok"), ("user", "b"), ("assistant", "no")
-        chat = [message(role, [{"type": "text", "text": text}]) for role, text in turns]
+        chat = chat_of(*([{"type": "text", "text": text}] for text in ("a", "ok", "b", "no")))
         data = grm_sft.ExampleDataset(ARGS, "", [], [], Path(), model, tokenizer, training=True)
         ids, turns = data.locate_turns(chat)
         assert turns[-1].stop == len(ids)
@@ -336,19 +327,6 @@ def test_examples_have_the_inputs_and_positions_of_the_processor(swapped, tiny_v
             assert torch.equal(torch.as_tensor(x), other), name
 
 
-def test_equal_prefixes_go_through_the_processor_once_in_any_order(tiny_vl, rows, monkeypatch):
-    calls, encode_chat = [], chats.encode_chat
-    monkeypatch.setattr(chats, "encode_chat", lambda *a, **k: calls.append(1) or encode_chat(*a, **k))
-    other = rows[4] | {"image": f"{IMAGES}/cat_a.png"}
-    data = make_data(tiny_vl, [rows[4], other, rows[5], rows[0]], training=True)
-    keys = [example.prefix_key for example in data.encode_all(range(8))]
-    assert len({*keys[:2], *keys[4:6]}) == 1 and keys[2] == keys[3] != keys[0]
-    assert keys[6] != keys[7], "the order of images counts"
-    assert len(calls) == len(data.prefixes) == 4
-    data.encode_all([0])
-    assert len(data.prefixes) == 0, "examples keep their prefixes, the data does not"
-
-
 def make_judge() -> grm_sft.Judge:
     judge = grm_sft.Judge(grm_sft.load_model(ARGS, TINY).eval())
     packing.set_attention(judge.model, "packed")
@@ -364,25 +342,20 @@ def make_run(judge, **known) -> grm_sft.Run:
 def test_packs_share_images_and_predict_the_trained_tokens(tiny_vl, rows, judged):
     judge = make_judge()
     run = make_run(judge, train_data=load(tiny_vl, judged, training=True))
+    grm_sft.gather_examples(run.train_data, [0])  # its prefix is not kept
     examples = grm_sft.gather_examples(run.train_data, [8, 9, 10, 11])  # one image
     (pack,) = grm_sft.iter_packs(ARGS, run, examples)
     assert len(pack.model_inputs["image_grid_thw"]) == 1 and len(pack.response_index) == 4
+    assert len(run.train_data.prefixes) == 1, "both rows have the same prefix"
     num_tokens = examples[0].prefix.length + sum(len(example.suffix_ids) for example in examples)
     assert pack.model_inputs["input_ids"].numel() == num_tokens
-    examples = grm_sft.gather_examples(run.train_data, sum(run.train_data.groups, []))
-    assert len(examples) == 14
+    examples = grm_sft.gather_examples(run.train_data, range(14))
     expected = [expected_logprobs(tiny_vl, rows[x.example_id // 2], x.example_id % 2 == 1) for x in examples]
-    for layout in ("packed", "padded"):
-        if layout == "padded":
-            packing.set_attention(judge.model, "sdpa")
-        seen = []
+    for layout in ("packed", "sdpa"):
+        packing.set_attention(judge.model, layout)
         for pack in grm_sft.iter_packs(replace(ARGS, micro_batch_tokens=600), run, examples):
-            with torch.no_grad():
-                logprobs = judge(pack)
             in_pack = torch.cat([expected[b] for b in pack.response_index.tolist()])
-            torch.testing.assert_close(logprobs, in_pack, atol=1e-4, rtol=0)
-            seen += pack.response_index.tolist()
-        assert sorted(seen) == [*range(14)]
+            torch.testing.assert_close(judge(pack).detach(), in_pack, atol=1e-4, rtol=0)
 
 
 # --- judgments ---
@@ -444,23 +417,14 @@ def test_soft_verdicts_follow_the_own_reasoning(tiny_vl, rows, write):
     write(*[f"{reasoning}<answer>Answer 2 is better</answer>{EOS}" for reasoning in reasonings])
     records = grm_sft.judge_examples(ARGS, make_judge().model, tiny_vl[2], examples)
     for example, record, reasoning in zip(examples, records, reasonings):
-        soft = list(record["probabilities"].values())
+        soft = list((probabilities := record["probabilities"]).values())
         assert soft == pytest.approx(softmax_over_verdicts(tiny_vl, example, reasoning), abs=1e-4)
         assert np.abs(np.subtract(soft, softmax_over_verdicts(tiny_vl, example, ""))).max() > 0.01
+        likeliest = max(probabilities, key=probabilities.get)
+        assert record["soft_correct"] == (likeliest == example.label)
     assert [x["predicted_verdict"] for x in records] == ["2", "2"]
     assert [x["correct"] for x in records] == [True, False], "the labels are 2 and 1"
     assert [x["first"] for x in records] == [False, False]
-
-
-def test_soft_accuracy_counts_the_likeliest_verdict(tiny_vl, rows, write, monkeypatch):
-    examples = [encode(tiny_vl, rows[4], x) for x in (0, 1)]  # labels 2, 1
-    write(f"no{EOS}", f"no{EOS}")
-    logprobs = torch.tensor([-7.0, -1.0, -3.0, -1.0, -2.0, -4.0, -5.0, -3.5])  # references, verdicts
-    monkeypatch.setattr(grm_sft, "sum_logprobs", lambda *arguments: logprobs)
-    records = grm_sft.judge_examples(ARGS, tiny_vl[0], tiny_vl[2], examples)
-    assert records[0]["probabilities"]["1"] == pytest.approx(math.exp(-2) / (math.exp(-2) + 1 + math.exp(-1)))
-    assert [x["loss"] for x in records] == [7.0, 1.0]
-    assert [x["soft_correct"] for x in records] == [True, False]
 
 
 def test_soft_accuracy_skips_a_truncated_reasoning(tiny_vl, rows, write):
@@ -539,9 +503,8 @@ def test_both_orders_count_and_columns_of_the_data_do_not(verdicts, evaluate):
     assert (pair["row"], pair["predicted_verdict"], pair["accuracy"]) == (0, verdicts[0], "yes")
     assert pair["swapped_response"] == f"writes {verdicts[1]}" and pair["consistent"] == others[0]
     assert chat["row"] == 1 and "consistent" not in chat and "columns" not in chat
-    assert grm_sft.compute_judge_metrics([make_record(2, None, None)]).keys() == {
-        "eval/loss", "eval/length", "eval/truncated_frac", "eval/num_rows"
-    }  # fmt: skip
+    of_chats = grm_sft.compute_judge_metrics([make_record(2, None, None)])
+    assert of_chats.keys() == {"eval/loss", "eval/length", "eval/truncated_frac", "eval/num_rows"}
 
 
 # --- runs ---
@@ -549,26 +512,19 @@ def test_both_orders_count_and_columns_of_the_data_do_not(verdicts, evaluate):
 
 def test_the_loss_is_the_mean_over_the_trained_tokens_of_the_step(grm, tiny_vl, rows, monkeypatch, capsys):
     """Compared with the unmodified model, over several packs; the last pack ends the optimizer step."""
-    boundaries, init = [], grm_sft.init_deepspeed_engine
-
-    def spy(*args, **keywords):
-        engine = init(*args, **keywords)
-        set_boundary = engine.set_gradient_accumulation_boundary
-        engine.set_gradient_accumulation_boundary = lambda x: boundaries.append(x) or set_boundary(x)
-        return engine
-
-    monkeypatch.setattr(grm_sft, "init_deepspeed_engine", spy)
+    boundaries, engine = [], deepspeed.DeepSpeedEngine
+    set_boundary = engine.set_gradient_accumulation_boundary
+    watched = lambda self, is_last: boundaries.append(is_last) or set_boundary(self, is_last)  # noqa: E731
+    monkeypatch.setattr(engine, "set_gradient_accumulation_boundary", watched)
     sizes = {"max_length": 700, "micro_batch_tokens": 700}
     run_dir = grm(total_steps=1, train_batch_size=14, eval_dataset=None, **sizes)
     (metrics,) = metrics_of(run_dir)
-    logprobs = [
-        expected_logprobs(tiny_vl, row, x) for row in rows for x in (False, True)[: 1 + ("prompt" in row)]
-    ]
+    orders = [(row, swapped) for row in rows for swapped in ([False, True] if "prompt" in row else [False])]
+    logprobs = [expected_logprobs(tiny_vl, *order) for order in orders]
     num_tokens = sum(map(len, logprobs))
     assert metrics["train/trained_tokens"] == num_tokens and metrics["train/rows_skipped"] == 0
     assert metrics["loss/sft"] == pytest.approx(-sum(x.sum().item() for x in logprobs) / num_tokens, abs=1e-4)
-    assert boundaries == [False] * (len(boundaries) - 1) + [True]
-    assert len(boundaries) > 1
+    assert boundaries == [False] * (len(boundaries) - 1) + [True] != [True]
     assert "14 examples" in capsys.readouterr().out
 
 
@@ -603,14 +559,6 @@ def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_default_run_learns_to_write_judgments(tmp_path):
-    """With seeds 1, 2, 3 the evaluation loss goes from 11.0 to 0.226, 0.220, 0.231 in 60 steps."""
-    flags = {"total_steps": 60, "eval_steps": 0, "eval_rows": 32, "output_dir": str(tmp_path)}
-    metrics = grm_sft.main(grm_sft.Args(**flags, run_name="run"))
-    assert metrics["eval/loss"] < 0.3 and metrics["eval/parse_rate"] == 1
-
-
-@pytest.mark.slow
 def test_training_does_not_depend_on_ranks_or_zero(grm, start, tmp_path, judged):
     """Tests of rloo.py and ppo_vl.py have the other stages."""
     flags = {"train_batch_size": 14, "eval_rows": 4}
@@ -624,44 +572,38 @@ def test_training_does_not_depend_on_ranks_or_zero(grm, start, tmp_path, judged)
 
 
 def test_rows_that_can_not_be_used_are_skipped_and_counted(grm, rows, tmp_path, capsys):
-    bad = [
-        rows[0] | {"image_2": "nope.png"}, rows[3] | {"prompt": "long " * 900},
-        {"messages": [message("user", "<image>?"), message("assistant", "a")]},
-        {"messages": [message("user", "hello")]}, {"prompt": "no candidates", "verdict": "1"},
-        rows[0] | {"answer_1": "a", "answer_2": "b"},
-        {"messages": [*chat_of("a", "b"), *chat_of("<image>?", "c")], "image": f"{IMAGES}/small.png"},
-    ]  # fmt: skip
-    words = ("nope.png", "max-length", "marker", "assistant turn", "of 0 types", "of 2 types")
-    words += ("after the first assistant turn",)
-    source = write_jsonl(tmp_path / "bad.jsonl", rows + bad)
+    late_image = {"messages": chat_of("a", "b", "<image>?", "c"), "image": f"{IMAGES}/small.png"}
+    bad = {  # words of the message: row
+        "nope.png": rows[0] | {"image_2": "nope.png"},
+        "max-length": rows[3] | {"prompt": "long " * 900},
+        "marker": {"messages": chat_of("<image>?", "a")},
+        "assistant turn": {"messages": chat_of("hello")},
+        "of 0 types": {"prompt": "no candidates", "verdict": "1"},
+        "of 2 types": rows[0] | {"answer_1": "a", "answer_2": "b"},
+        "after the first assistant turn": late_image,
+    }
+    source = write_jsonl(tmp_path / "bad.jsonl", [*rows, *bad.values()])
     run_dir = grm(dataset=source, total_steps=1, train_batch_size=24, eval_dataset=None)
     assert metrics_of(run_dir)[-1]["train/rows_skipped"] == 7
     captured = capsys.readouterr()
-    for row, word in zip(range(8, 15), words, strict=True):
-        (line, *_) = [x for x in captured.err.splitlines() if f"row {row} is skipped" in x]
-        assert word in line, line
+    for row, word in enumerate(bad, 8):
+        assert re.search(f"row {row} is skipped.*{word}", captured.err)
     assert "25 examples" in captured.out
 
 
-def test_a_bad_row_does_not_end_a_run_with_small_batches(grm, rows, tmp_path):
+def test_most_rows_end_a_run_but_not_a_bad_row_in_a_small_batch(grm, rows, tmp_path, refused):
     """At 1893fe5, it was more than half of a batch of one."""
-    bad = {"messages": [message("user", "no answer")]}
+    bad = {"messages": chat_of("no answer")}
     source = write_jsonl(tmp_path / "rows.jsonl", [rows[7], rows[7], bad])
     run_dir = grm(dataset=source, total_steps=3, train_batch_size=1, eval_dataset=None)
     steps = metrics_of(run_dir)
     assert sorted(m["train/rows_skipped"] for m in steps) == [0, 0, 1]
     assert all(("loss/sft" in m) == (m["train/rows_skipped"] == 0) for m in steps)
     assert (run_dir / "checkpoint-3").is_dir()
-
-
-def test_a_run_ends_if_most_rows_are_skipped(grm, rows, tmp_path, capsys):
-    bad = {"messages": [message("user", "no answer")]}
     source = write_jsonl(tmp_path / "rows.jsonl", [rows[7], bad, bad])
-    with pytest.raises(SystemExit) as stopped:
-        grm(dataset=source, total_steps=40, train_batch_size=9, eval_dataset=None)
-    assert stopped.value.code == 2
-    assert re.search(r"step 12: 72 of 108 examples were skipped", capsys.readouterr().err)
-    assert (tmp_path / "runs/run/checkpoint-12-problem").is_dir()
+    with refused("step 12: 72 of 108 examples were skipped"):
+        grm(dataset=source, total_steps=40, train_batch_size=9, eval_dataset=None, run_name="bad")
+    assert (tmp_path / "runs/bad/checkpoint-12-problem").is_dir()
 
 
 def test_a_saved_dataset_has_its_media_beside_it(tiny_vl, rows, tmp_path):
@@ -695,14 +637,10 @@ BAD_ROWS = {  # words of the message: rows
 
 
 @pytest.mark.parametrize("words", [*BAD_FLAGS, *BAD_ROWS])
-def test_invalid_input_ends_with_one_sentence(words, argv, judged, tmp_path, capsys):
+def test_invalid_input_ends_with_one_sentence(words, grm, judged, tmp_path, refused):
     source = write_jsonl(tmp_path / "bad.jsonl", BAD_ROWS[words]) if words in BAD_ROWS else judged
-    flags = flags_for(source) | BAD_FLAGS.get(words, {})
-    with pytest.raises(SystemExit) as stopped:
-        grm_sft.main(cli(grm_sft.Args, args=argv("grm_sft", **flags)))
-    assert stopped.value.code == 2
-    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert words in line
+    with refused(words):
+        grm(dataset=source, **BAD_FLAGS.get(words, {}))
 
 
 # --- examples ---
@@ -749,7 +687,7 @@ def asked(vqa_rows, answers: list[str]) -> dict:
 
 
 @pytest.mark.slow
-def test_a_judge_is_a_reward(judge_reward, vqa_rows):
+def test_a_judge_is_a_reward(judge_reward, vqa_rows, monkeypatch):
     one = judge_reward.score(**asked(vqa_rows, ["red", "blue"]))
     other = judge_reward.score(**asked(vqa_rows, ["blue", "red"]))
     assert all(0 <= x <= 1 for x in one) and len({*one}) > 1
@@ -758,18 +696,13 @@ def test_a_judge_is_a_reward(judge_reward, vqa_rows):
     assert judge_reward.score(**asked(vqa_rows, ["red", "red"])) == [0.5] * 4
     spelled = judge_reward.score(**asked(vqa_rows, ["<image>", "<|im_end|><|image_pad|>", "<think>", ""]))
     assert len(spelled) == 8 and all(0 <= x <= 1 for x in spelled)
-
-
-@pytest.mark.slow
-def test_the_endpoint_gives_the_same_scores(judge_reward, vqa_rows, monkeypatch):
     command = [sys.executable, str(ROOT / "examples/judge_server.py"), "0"]
-    server = subprocess.Popen(command, env={**os.environ}, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         line = next(line for line in server.stdout if line.startswith("judge on port"))
         monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{line.split()[-1]}")
-        keywords = asked(vqa_rows, ["red", "blue"])
-        local = judge_reward.score(**keywords)
-        assert judge_reward.score_remote(**keywords) == pytest.approx(local, abs=1e-6)
+        remote = judge_reward.score_remote(**asked(vqa_rows, ["red", "blue"]))
+        assert remote == pytest.approx(one, abs=1e-6), "the endpoint gives the same scores"
     finally:
         server.kill()
         server.wait()

@@ -11,7 +11,7 @@ import torch
 import transformers
 from conftest import TINY, assert_same_run, metrics_of, read_jsonl, write_jsonl
 from PIL import Image
-from test_families import folder_of, load_data, load_model  # noqa: F401
+from test_families import load_data, load_model
 from test_properties import FLAG, SEED, cases, check, seeded, st
 
 from common import chats, packing
@@ -126,7 +126,7 @@ def gradients(model, logprobs: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trajectories_equal_the_unmodified_model_on_the_whole_chat(family, folder_of):  # noqa: F811
+def test_trajectories_equal_the_unmodified_model_on_the_whole_chat(family, folder_of):
     """Packed and padded log-probs and gradients, for whole trajectories and ones truncated in each turn."""
     folder = folder_of(family)
     model, unmodified = (load_model(folder) for _ in range(2))

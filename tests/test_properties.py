@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_families import build, folder_of, load_data, unmodified_logprobs  # noqa: F401
+from test_families import build, load_data, unmodified_logprobs
 
 from common import decoding, packing
 
@@ -102,7 +102,7 @@ def models_of(family: str) -> tuple:
 
 
 @pytest.fixture(scope="module")
-def pool_of(folder_of):  # noqa: F811
+def pool_of(folder_of):
     """Family -> prompts to choose from: of any length for text models, else those of its dataset."""
 
     @cache

@@ -25,7 +25,7 @@ from conftest import (
 )
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_families import VISION, folder_of  # noqa: F401
+from test_families import VISION
 
 import reward_bt
 from common.packing import PromptInfo
@@ -39,9 +39,7 @@ def ranking(K: int, margin: float = 0.0) -> Ranking:
     return Ranking(prompt, response_ids, texts=[], margin=margin, columns={})
 
 
-def mean_loss(
-    rewards: torch.Tensor, rankings: list[Ranking], smoothing: float, center: float
-) -> torch.Tensor:
+def mean_loss(rewards: torch.Tensor, rankings: list[Ranking], smoothing: float, center: float):
     pairs = make_pairs(rankings)
     chosen, rejected = rewards[pairs.chosen], rewards[pairs.rejected]
     losses, _ = compute_bt_loss(chosen, rejected, pairs.margins, smoothing, center)
@@ -97,24 +95,13 @@ def test_metrics_count_each_prompt_once_and_ties_as_one_half():
     assert m["rm/reward_diff"] == pytest.approx((0 + 2 + (2 + 1 - 1) / 3) / 3)
     assert m["rm/chosen_rewards"] == pytest.approx((1 + 2 + (3 + 3 + 1) / 3) / 3)
     assert m["rm/rejected_rewards"] == pytest.approx((1 + 0 + (1 + 2 + 2) / 3) / 3)
-    flat = metrics_by_hand([0.0] * 8, [2] * 4)
-    assert flat["rm/bt_loss"] == pytest.approx(0.6931, abs=1e-4)
-    assert flat["rm/accuracy"] == 0.5
-
-
-def test_the_bt_loss_is_that_of_the_model_without_smoothing_and_centering():
-    """One pair, difference 2: -log sigmoid(2) = 0.1269; smoothing by 0.1 adds 0.1 * 2, centering 0.5 * (3 + 1)^2."""
+    # One pair, difference 2: -log sigmoid(2) = 0.1269; smoothing by 0.1 adds 0.1 * 2, centering 0.5 * (3 + 1)^2.
     m = metrics_by_hand([3.0, 1.0], [2])
-    assert m["rm/bt_loss"] == pytest.approx(0.126928)
+    assert m["rm/bt_loss"] == pytest.approx(0.126928) and Args().label_smoothing == 0
     assert m["rm/loss"] == pytest.approx(0.126928 + 0.2 + 8)
-    assert Args().label_smoothing == 0
-
-
-def test_the_accuracy_of_a_perfect_model_is_exactly_1():
-    for n in (1, 3, 7, 49, 100, 603):
-        sizes = [2 + k % 3 for k in range(n)]
-        rewards = [float(-j) for K in sizes for j in range(K)]
-        assert metrics_by_hand(rewards, sizes)["rm/accuracy"] == 1
+    for sizes in ([2 + k % 3 for k in range(n)] for n in (1, 3, 7, 49, 100, 603)):
+        perfect = [float(-j) for K in sizes for j in range(K)]
+        assert metrics_by_hand(perfect, sizes)["rm/accuracy"] == 1  # exactly
 
 
 # --- data ---
@@ -171,35 +158,22 @@ def test_turns_after_the_first_difference_are_part_of_the_responses(encode):
 
 
 def test_system_prompt_margin_and_special_tokens(encode):
-    row = {"prompt": "q<|end|>", "chosen": "good<|end|>", "rejected": "bad"}
+    row = {"prompt": "q<|end|>", "chosen": "good<|end|><image>", "rejected": "bad"}
     others = {**row, "margin": 0.5}, {**row, "margin": None}
     rankings, texts = encode(row, *others, system_prompt="be brief")
-    assert texts[0][0] == "system: be brief\nuser: q< |end|>\nassistant: good< |end|>\nassistant: "
+    assert texts[0][0] == "system: be brief\nuser: q< |end|>\nassistant: good< |end|><image>\nassistant: "
     assert [x.margin for x in rankings] == [0.0, 0.5, 0.0]
 
 
 GOOD = {"prompt": "q", "chosen": "good", "rejected": "bad"}
-UNUSABLE = {
-    "--max-length": {"chosen": "g" * 40},
-    "at least two responses": {"chosen": None},
-    "gone.png": {"image": "gone.png"},
-    "prompt is empty": {"prompt": None},
-    "margin is inf": {"margin": 1e999},
-}
-
-
-def test_unusable_rows_are_skipped_with_a_reason(encode, capsys):
-    good = GOOD | {"image": None, "margin": None}
-    rankings, _ = encode(good, *({**good, **change} for change in UNUSABLE.values()), max_length=50)
-    lines = capsys.readouterr().err.splitlines()
-    assert [x.prompt.row_id for x in rankings] == [0] and len(lines) == len(UNUSABLE)
-    for i, (reason, line) in enumerate(zip(UNUSABLE, lines), 1):
-        assert f"data.jsonl row {i} is skipped" in line and reason in line
-
-
 CALLS = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1 2"}]}
 IMAGE = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "bad"}]
-UNUSABLE_CHATS = {
+UNUSABLE = {
+    "--max-length": GOOD | {"chosen": "g" * 40},
+    "at least two responses": GOOD | {"chosen": None},
+    "gone.png": GOOD | {"image": "gone.png"},
+    "its prompt is empty": GOOD | {"prompt": None},
+    "margin is inf": GOOD | {"margin": 1e999},
     "at least two": {"prompt": "q", "responses": ["alone"]},
     "needs a list": {"prompt": "q", "responses": "good"},
     "prompt is empty": {"responses": ["good", "bad"]},
@@ -216,27 +190,19 @@ UNUSABLE_CHATS = {
 }
 
 
-@pytest.mark.parametrize("reason", UNUSABLE_CHATS)
-def test_unusable_chats_are_skipped_with_a_reason(reason, encode, capsys):
-    rankings, _ = encode(UNUSABLE_CHATS[reason])
-    error = capsys.readouterr().err
-    assert rankings == [] and "row 0 is skipped" in error and reason in error
+@pytest.mark.parametrize("reason", UNUSABLE)
+def test_unusable_rows_are_skipped_with_a_reason(reason, encode, capsys):
+    rankings, _ = encode(UNUSABLE[reason], max_length=50)
+    assert rankings == [] and re.search(f"data.jsonl row 0 is skipped.*{reason}", capsys.readouterr().err)
 
 
 BAD_COLUMNS = [GOOD | {"responses": ["good", "bad"]}, {"prompt": "q", "chosen": "good"}, {"prompt": "q"}]
 
 
 @pytest.mark.parametrize("row", BAD_COLUMNS)
-def test_columns_are_those_of_pairs_or_of_rankings(row, encode, capsys):
-    with pytest.raises(SystemExit) as error:
+def test_columns_are_those_of_pairs_or_of_rankings(row, encode, refused):
+    with refused("must have the columns chosen and rejected, or responses", f"it has {', '.join(row)}"):
         encode(row)
-    message = f"must have the columns chosen and rejected, or responses (rename with --columns); it has {', '.join(row)}"
-    assert error.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_markers_in_responses_are_text(encode):
-    _, (texts,) = encode({"prompt": "q", "chosen": "use <video>", "rejected": "use <image>"})
-    assert texts[0] == "user: q\nassistant: use <video>\nassistant: "
 
 
 def test_without_a_chat_template_responses_end_in_eos(text, tmp_path):
@@ -266,15 +232,32 @@ def test_media_of_a_saved_dataset_are_in_its_directory(tmp_path):
     assert data.encode(0).prompt.media_inputs
 
 
+LONG = GOOD | {"chosen": "g" * 400}  # can't be used if --max-length is 50
+
+
+@pytest.fixture
+def rows_of(text, tmp_path):
+    """Function from rows and flags to args, the data, and a run with this data for training and evaluation."""
+
+    def make(rows: list[dict], **flags):
+        args, model, tokenizer = text
+        args = Args(**vars(args) | {"max_length": 50} | flags)
+        data = RankingDataset(args, write_jsonl(tmp_path / "data.jsonl", rows), "train", 0, model, tokenizer)
+        torch.manual_seed(0)
+        run = SimpleNamespace(train_data=data, eval_sets={"x": data})
+        run.reward_model = Engine(reward_bt.RewardModel(model).eval())
+        run.state = {"rows_read": 0, "rows_skipped": 0, "step": 0}
+        return args, run
+
+    return make
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_unusable_rows_are_replaced_by_the_next_ones(batch_size, text, tmp_path):
+def test_unusable_rows_are_replaced_by_the_next_ones(batch_size, rows_of):
     """Every step has its batch. At batch size 1 one bad row of three would otherwise end the run."""
-    args, *rest = text
-    rows = [GOOD, GOOD | {"chosen": "g" * 400}, GOOD | {"rejected": "worse"}]
     seed = next(seed for seed in range(99) if reward_bt.choose_rows(range(1), 3, seed) == [1])  # the bad row
-    args = Args(**vars(args) | {"max_length": 50, "train_batch_size": batch_size, "seed": seed})
-    data = RankingDataset(args, write_jsonl(tmp_path / "data.jsonl", rows), "train", 0, *rest)
-    run = SimpleNamespace(train_data=data, state={"rows_read": 0, "rows_skipped": 0, "step": 0})
+    rows = [GOOD, LONG, GOOD | {"rejected": "worse"}]
+    args, run = rows_of(rows, train_batch_size=batch_size, seed=seed)
     found = [reward_bt.next_rankings(args, run) for _ in range(120 // batch_size)]
     assert {len(rankings) for rankings in found} == {batch_size}
     order = reward_bt.choose_rows(range(run.state["rows_read"]), 3, args.seed)
@@ -283,54 +266,38 @@ def test_unusable_rows_are_replaced_by_the_next_ones(batch_size, text, tmp_path)
     assert run.state["rows_skipped"] == order.count(1) > 50
 
 
-def test_a_run_whose_rows_are_mostly_unusable_saves_and_stops(text, tmp_path, monkeypatch, capsys):
-    args, *rest = text
-    rows = [GOOD, *[GOOD | {"chosen": "g" * 400}] * 3]
-    args = Args(**vars(args) | {"max_length": 50, "train_batch_size": 4})
-    data = RankingDataset(args, write_jsonl(tmp_path / "data.jsonl", rows), "train", 0, *rest)
-    run = SimpleNamespace(train_data=data, state={"rows_read": 0, "rows_skipped": 0, "step": 1})
-    saved = []
+def test_a_run_whose_rows_are_mostly_unusable_saves_and_stops(rows_of, monkeypatch, refused):
+    args, run = rows_of([GOOD, LONG, LONG, LONG], train_batch_size=4)
+    run.state["step"], saved = 1, []
     monkeypatch.setattr(reward_bt, "save_checkpoint", lambda args, run, suffix: saved.append(suffix))
-    with pytest.raises(SystemExit):
+    with refused("rows were skipped; see the warnings"):
         for _ in range(99):
             reward_bt.next_rankings(args, run)
-    assert saved == ["-problem"] and "rows were skipped; see the warnings" in capsys.readouterr().err
+    assert saved == ["-problem"]
     assert run.state["rows_read"] >= 100, "a few rows say nothing about the dataset"
 
 
-def test_a_block_of_long_rows_does_not_end_an_evaluation(text, tmp_path, capsys):
+def test_a_block_of_long_rows_does_not_end_an_evaluation(rows_of, refused):
     """40 of 100 rows, of which a batch of 20 has none that can be used. With 60 of 100 the run stops."""
-    args, model, tokenizer = text
-    engine = Engine(reward_bt.RewardModel(model).eval())
-    for num_long in (40, 60):
-        rows = [GOOD | {"chosen": "g" * 400}] * num_long + [GOOD] * (100 - num_long)
-        args = Args(**vars(args) | {"max_length": 50, "train_batch_size": 20, "eval_rows": 0})
-        data = RankingDataset(args, write_jsonl(tmp_path / "data.jsonl", rows), "test", 0, model, tokenizer)
-        run = SimpleNamespace(reward_model=engine, eval_sets={"x": data}, state={"step": 0})
-        if num_long == 60:
-            with pytest.raises(SystemExit):
-                reward_bt.evaluate(args, run)
-            assert "only 40 of 100 rows can be used" in capsys.readouterr().err
-        else:
-            metrics, records = reward_bt.evaluate(args, run)
-            assert len(records) == 60 and metrics["eval/x/rows_skipped"] == 40
+    flags = {"train_batch_size": 20, "eval_rows": 0}
+    metrics, records = reward_bt.evaluate(*rows_of([LONG] * 40 + [GOOD] * 60, **flags))
+    assert len(records) == 60 and metrics["eval/x/rows_skipped"] == 40
+    with refused("only 40 of 100 rows can be used"):
+        reward_bt.evaluate(*rows_of([LONG] * 60 + [GOOD] * 40, **flags))
 
 
-def test_columns_of_the_dataset_replace_nothing_of_ours(text, tmp_path):
+def test_columns_of_the_dataset_replace_nothing_of_ours(rows_of):
     """Columns named as metrics or as entries of records leave both as they are."""
-    args, model, tokenizer = text
-    theirs = {"accuracy": "high", "rm/accuracy": 7, "reward_diff": "a lot", "chosen_reward": 9}
-    theirs |= {"phase": "new"}
-    runs = []
-    for extra in ({}, theirs):
-        source = write_jsonl(tmp_path / "data.jsonl", [GOOD | extra] * 3)
-        data = RankingDataset(args, source, "test", 0, model, tokenizer)
-        torch.manual_seed(0)
-        run = SimpleNamespace(reward_model=Engine(reward_bt.RewardModel(model).eval()), eval_sets={"x": data})
-        runs.append(reward_bt.evaluate(args, run))
-    assert runs[0][0] == runs[1][0]
-    for without, record in zip(runs[0][1], runs[1][1], strict=True):
-        assert record == theirs | without
+    theirs = {
+        "accuracy": "high",
+        "rm/accuracy": 7,
+        "reward_diff": "a lot",
+        "chosen_reward": 9,
+        "phase": "new",
+    }
+    metrics, records = reward_bt.evaluate(*rows_of([GOOD] * 3))
+    expected = metrics, [theirs | record for record in records]
+    assert reward_bt.evaluate(*rows_of([GOOD | theirs] * 3)) == expected
 
 
 BAD_FLAGS = {
@@ -343,10 +310,9 @@ BAD_FLAGS = {
 
 
 @pytest.mark.parametrize("message", BAD_FLAGS)
-def test_bad_flags_end_the_run_with_one_sentence(message, capsys):
-    with pytest.raises(SystemExit) as error:
+def test_bad_flags_end_the_run_with_one_sentence(message, refused):
+    with refused(message):
         reward_bt.check_args(filled_args("reward_bt", **BAD_FLAGS[message]))
-    assert error.value.code == 2 and message in capsys.readouterr().err
 
 
 ANSWER_TYPES = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
@@ -381,7 +347,7 @@ class Engine:
         loss.backward()
 
 
-def with_media(family: str, folder) -> list[dict]:
+def with_media(family: str) -> list[dict]:
     """Pairs and rankings of texts, images and a video, as users write them."""
     rows = [("What is 2 + 2?", [], [], ["4", "five, I think", "no idea, sorry", "4 or so"])]
     rows += [("Say something.", [], [], ["Rivers are long.", "no"])]
@@ -390,10 +356,8 @@ def with_media(family: str, folder) -> list[dict]:
         rows += [("What is it?", ["0.png"], [], ["a dog", "a cat", "dog"])]
     if family == "qwen2_5_vl":
         rows += [("What moves?", [], ["clip.mp4"], ["the square", "nothing"])]
-    rows = [dict(zip(("prompt", "images", "videos", "responses"), row)) for row in rows]
-    rows = [{"margin": None} | row for row in rows]
-    rows[1] |= {"margin": 0.3}
-    return rows
+    names = ("prompt", "images", "videos", "responses")
+    return [{"margin": [None, 0.3][i == 1], **dict(zip(names, row))} for i, row in enumerate(rows)]
 
 
 def by_transformers(row: dict, folder, model, processor, weight) -> list[torch.Tensor]:
@@ -418,12 +382,15 @@ def by_transformers(row: dict, folder, model, processor, weight) -> list[torch.T
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llama", "gptj"])
-def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_main_has_the_gradients_of_the_unmodified_model(
+    family, folder_of, tmp_path, monkeypatch, capsys, spy
+):
     """Packed where the family allows it, one response at a time, and with rankings that don't fit into a pack.
 
     The evaluation set has the rows in reverse, so that its rewards are not those of training rows."""
     folder = folder_of(family)
-    rows, modules, num_packs, splits = with_media(family, folder), [], [], []
+    rows, modules = with_media(family), []
+    made = spy(reward_bt, "make_packs")
     source = write_jsonl(folder / "pairs.jsonl", rows)
     eval_source = write_jsonl(folder / "eval.jsonl", rows[::-1])
     flags = {"total_steps": 1, "train_batch_size": len(rows), "model": str(folder), "center_coef": 0.1}
@@ -443,26 +410,17 @@ def test_main_has_the_gradients_of_the_unmodified_model(family, folder_of, tmp_p
     expected_pairs = [pair for x in rewards[::-1] for pair in combinations(torch.stack(x).tolist(), 2)]
     longest = max(x.prompt.length + max(map(len, x.response_ids)) for x in rankings)
     assert longest < max(x.prompt.length + sum(map(len, x.response_ids)) for x in rankings), "one is split"
-    real_make_packs = reward_bt.make_packs
-
-    def make_packs(*arguments):
-        packs, is_split = real_make_packs(*arguments)
-        num_packs.append(len(packs))
-        splits.append(is_split)
-        return packs, is_split
-
-    monkeypatch.setattr(reward_bt, "make_packs", make_packs)
     monkeypatch.setattr(reward_bt, "init_reward_engine", lambda args, module: Engine(module))
     monkeypatch.setattr(reward_bt, "optimizer_step", lambda engine, learning_rate: 0.0)
     save = lambda args, run: modules.append(run.reward_model.module)  # noqa: E731
     monkeypatch.setattr(reward_bt, "save_checkpoint", save)
     for budget in (8192, longest):
-        num_packs.clear()
-        splits.clear()
+        made.clear()
         flags |= {"max_length": longest, "micro_batch_tokens": budget, "run_name": str(budget)}
         metrics = run(tmp_path, **vars(args) | flags)[-1]
         assert ("batches are padded" in capsys.readouterr().out) == (family == "gptj")
-        assert (max(num_packs) == 1) == (budget == 8192 and family != "gptj")
+        packs, splits = zip(*(result for _, _, result in made))
+        assert (max(map(len, packs)) == 1) == (budget == 8192 and family != "gptj")
         assert {*splits} == {budget == longest}, "GradCache is needed only if a ranking is split"
         found = {name: metrics[name] for name in expected_metrics}
         assert found == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)
@@ -496,17 +454,6 @@ def run(tmp_path, **flags) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_the_default_learns_within_30_steps(tmp_path):
-    """Seeds 1, 2, 3 reach an evaluation loss of 0.346, 0.344, 0.416 and an accuracy of 0.930, 0.914, 0.875; the
-    bounds are three standard deviations from the means. All start at about 0.69 and 0.5."""
-    flags = {"total_steps": 30, "eval_rows": 128, "eval_steps": 0}
-    reward_bt.main(Args(**flags, output_dir=str(tmp_path), run_name="run"))
-    first, *_, last = metrics_of(tmp_path / "run")
-    assert first["eval/easy-vqa/loss"] > 0.68
-    assert last["eval/easy-vqa/loss"] < 0.49 and last["eval/easy-vqa/accuracy"] > 0.82
-
-
-@pytest.mark.slow
 def test_frozen_weights_are_printed_and_stay(tmp_path, capsys):
     run(tmp_path, freeze="^visual", total_steps=1, eval_rows=2, train_batch_size=2)
     before = reward_bt.load_backbone(filled_args("reward_bt")).state_dict()
@@ -531,28 +478,18 @@ def test_lora_trains_with_the_head_and_is_merged(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_with_zero_3_train_as_one(start, tmp_path, monkeypatch):
+def test_two_ranks_with_zero_3_train_as_one(start, tmp_path, vqa_rows, spy):
     """Texts and images in one step, so that some packs have no image, and a ranking longer than a pack."""
     rows = [{"prompt": f"what is {i}?", "responses": ["one", "two or three"]} for i in range(8)]
     rows[0]["responses"] = [f"{i} and {'then ' * 40}so on" for i in range(4)]
-    easy = reward_bt.add_easy_vqa_responses(
-        reward_bt.load_rows(Args(), "easy-vqa", "test").select(range(0, 800, 50)), 0
-    )
-    rows += [
-        {"prompt": x["prompt"], "image": x["image"], "responses": [x["chosen"], x["rejected"]]} for x in easy
-    ]
+    for row in vqa_rows[:16]:
+        rows.append({"prompt": row["prompt"], "image": row["image"], "responses": [row["answer"], "purple"]})
     source = write_jsonl(tmp_path / "rows.jsonl", [{"image": None} | row for row in rows])
     flags = {"dataset": source, "total_steps": 2, "micro_batch_tokens": 128, "max_length": 128}
     flags |= {"eval_datasets": (f"x={source}",), "train_batch_size": 24}
-    num_packs = []  # per call of compute_rewards
-    compute_rewards = reward_bt.compute_rewards
-
-    def count_packs(run, packs, num_responses):
-        num_packs.append(len(packs))
-        return compute_rewards(run, packs, num_responses)
-
-    monkeypatch.setattr(reward_bt, "compute_rewards", count_packs)
+    calls = spy(reward_bt, "compute_rewards")
     run(tmp_path, **flags, run_name="one")
+    num_packs = [len(packs) for (_, packs, _), _, _ in calls]
     assert max(num_packs) > 4, "two ranks have several packs each"
     assert len(num_packs) == 2 + 2, "two evaluations, and two steps, in which a ranking is split"
     changes = {"zero_stage": 3, "run_name": "zero3", "output_dir": tmp_path}  # stage 0: test_grm_sft.py
@@ -606,9 +543,7 @@ def test_exported_classifier_gives_the_same_rewards_with_any_padding(template, t
         assert logits.shape == (8, 1) and logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_head_on_the_hub_is_loaded_and_never_replaced_by_a_random_one(
-    tiny_text_model, tmp_path, monkeypatch, capsys
-):
+def test_a_head_on_the_hub_is_never_replaced_by_a_random_one(tiny_text_model, tmp_path, monkeypatch, refused):
     """A checkpoint in the Hub's cache, the same without its head, and a model that never had one."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     source = write_jsonl(tmp_path / "d.jsonl", [GOOD])
@@ -626,29 +561,22 @@ def test_a_head_on_the_hub_is_loaded_and_never_replaced_by_a_random_one(
 
     saved = load_file(checkpoint / "score.safetensors")["score.weight"]
     assert torch.equal(load_head("me/whole"), saved) and load_head("me/plain") is None
-    with pytest.raises(SystemExit):
+    with refused("me/lost has a trained head, but"):
         load_head("me/lost")
-    assert "me/lost has a trained head, but" in capsys.readouterr().err
-
-
-def test_a_classifier_is_refused(tiny_text_model, tmp_path, capsys):
-    """Its head is in model.safetensors; a reward model that starts from it would get a random one."""
+    # A classifier has its head in model.safetensors; a reward model that starts from it would get a random one.
     auto_class = transformers.AutoModelForSequenceClassification
-    classifier = auto_class.from_pretrained(tiny_text_model, num_labels=1)
-    classifier.save_pretrained(tmp_path)
-    with pytest.raises(SystemExit):
-        reward_bt.load_head(str(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path))
-    assert "a trained head, but no score.safetensors" in capsys.readouterr().err
+    auto_class.from_pretrained(tiny_text_model, num_labels=1).save_pretrained(tmp_path / "classifier")
+    with refused("a trained head, but no score.safetensors"):
+        load_head(str(tmp_path / "classifier"))
 
 
-def test_a_model_with_missing_weights_is_refused(tiny_text_model, tmp_path, capsys):
+def test_a_model_with_missing_weights_is_refused(tiny_text_model, tmp_path, refused):
     shutil.copytree(tiny_text_model, tmp_path / "model")
     weights = load_file(tmp_path / "model" / "model.safetensors")
     weights.pop("model.layers.1.mlp.up_proj.weight")
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SystemExit):
+    with refused("1 weights are missing: ['layers.1.mlp.up_proj"):
         reward_bt.load_backbone(filled_args("reward_bt", model=str(tmp_path / "model")))
-    assert "1 weights are missing: ['layers.1.mlp.up_proj" in capsys.readouterr().err
 
 
 @pytest.mark.slow

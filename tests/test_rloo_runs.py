@@ -1,55 +1,29 @@
 """rloo.py end to end: what main does, ranks, ZeRO, resume, kills, custom samplers and rewards, invalid rows and flags."""
 
+import copy
 import importlib
 import json
-import math
 import random
 import shutil
 import signal
 import time
 
 import conftest
+import deepspeed
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_same_run, metrics_differ, metrics_of, read_jsonl, weights_of, write_jsonl
 
 import rloo
-from common import decoding
 from common.kl import kl_estimate
-
-
-@pytest.fixture
-def watch(monkeypatch):
-    """Function that records (keywords or arguments, result) of each call of a function of rloo.py."""
-
-    def start(name: str) -> list:
-        calls = []
-        real = getattr(rloo, name)
-
-        def call(*arguments, **keywords):
-            result = real(*arguments, **keywords)
-            calls.append((keywords or arguments, result))
-            return result
-
-        monkeypatch.setattr(rloo, name, call)
-        return calls
-
-    return start
 
 
 def test_a_run_writes_what_the_page_says(run, any_reward, vqa_rows, tmp_path, capsys):
     train = write_jsonl(tmp_path / "train.jsonl", vqa_rows[:20])
     held_out = write_jsonl(tmp_path / "held_out.jsonl", vqa_rows[20:])
-    run_dir = run(
-        "rloo",
-        dataset=train,
-        eval_dataset=held_out,
-        eval_steps=1,
-        save_steps=1,
-        save_total_limit=1,
-        **any_reward,
-    )
+    flags = {"dataset": train, "eval_dataset": held_out, "save_total_limit": 1, **any_reward}
+    run_dir = run("rloo", eval_steps=1, save_steps=1, **flags)
     first, *steps = metrics_of(run_dir)
     assert first["train/step"] == 0 and all(key.startswith(("eval/", "train/")) for key in first)
     assert [m["train/step"] for m in steps] == [1, 2] and [m["train/episode"] for m in steps] == [16, 32]
@@ -71,9 +45,9 @@ def test_a_run_writes_what_the_page_says(run, any_reward, vqa_rows, tmp_path, ca
 
 
 @pytest.mark.parametrize("flags", [{"learning_rate": 1e-3}, {"learning_rate": 3e-3, "lora_rank": 4}])
-def test_the_update_uses_the_rollout_and_the_flags(run, any_score, watch, monkeypatch, flags):
-    losses, rollouts = watch("compute_rloo_loss"), watch("collect_rollout")
-    tables, all_advantages = watch("compute_logprobs"), watch("compute_advantages")
+def test_the_update_uses_the_rollout_and_the_flags(run, any_score, spy, monkeypatch, flags):
+    losses, rollouts = spy(rloo, "compute_rloo_loss"), spy(rloo, "collect_rollout")
+    tables, all_advantages = spy(rloo, "compute_logprobs"), spy(rloo, "compute_advantages")
     packs = []  # (rollout, pack)
     iter_packs = rloo.iter_packs
 
@@ -86,11 +60,11 @@ def test_the_update_uses_the_rollout_and_the_flags(run, any_score, watch, monkey
     flags |= {"kl_coef": 0.5, "clip_coef_high": 0.3}
     flags |= {"mask_truncated": True, "max_response_length": 4, "temperature": 1.3, "warmup_updates": 0}
     run_dir = run("rloo", eval_dataset=None, normalize_advantages=True, **flags, **any_score)
-    losses = [keywords for keywords, _ in losses]
-    assert rollouts[0][1].prompts != rollouts[1][1].prompts, "each step has other rows"
-    for step, ((_, rollout), metrics) in enumerate(zip(rollouts, metrics_of(run_dir), strict=True)):
-        old_logprobs, entropies, ref_logprobs = tables[step][1]
-        (_, kept, _), advantages = all_advantages[step]
+    losses, rollouts = [keywords for _, keywords, _ in losses], [rollout for _, _, rollout in rollouts]
+    assert rollouts[0].prompts != rollouts[1].prompts, "each step has other rows"
+    for step, (rollout, metrics) in enumerate(zip(rollouts, metrics_of(run_dir), strict=True)):
+        _, _, (old_logprobs, entropies, ref_logprobs) = tables[step]
+        (_, kept, _), _, advantages = all_advantages[step]
         assert torch.equal(kept, ~rollout.truncated) and kept.any() and not kept.all()
         loss_mask = rollout.response_mask & kept.view(-1, 1)
         kl = kl_estimate(old_logprobs, ref_logprobs, "k1") * loss_mask
@@ -127,13 +101,13 @@ def test_the_update_uses_the_rollout_and_the_flags(run, any_score, watch, monkey
             assert first not in (third, fourth), "each pass has other mini-batches"
 
 
-def test_the_second_pass_favors_what_was_rewarded(run, any_score, watch):
+def test_the_second_pass_favors_what_was_rewarded(run, any_score, spy):
     """On the same responses, sum(A * logratio) grows: 0.5 here; 0 if the ratio has no gradient, -0.5 if loss ascends."""
-    losses = watch("compute_rloo_loss")
+    losses = spy(rloo, "compute_rloo_loss")
     flags = {"eval_dataset": None, "learning_rate": 1e-4, "warmup_updates": 0, "kl_coef": 0.0}
     run_dir = run("rloo", train_batch_size=16, total_steps=1, **flags, **any_score)
     gains = []
-    for keywords, _ in losses:
+    for _, keywords, _ in losses:
         difference = (keywords["new_logprobs"] - keywords["old_logprobs"]).detach()
         zeros = torch.zeros_like(keywords["advantages"])
         logratio = zeros.index_add(0, keywords["response_of_token"], difference)
@@ -143,67 +117,19 @@ def test_the_second_pass_favors_what_was_rewarded(run, any_score, watch):
     assert metrics["policy/approx_kl"] > 0 and "objective/kl" not in metrics  # there is no reference
 
 
-def test_packs_do_not_change_the_result(run, any_score, monkeypatch):
+def test_packs_do_not_change_the_result(run, any_score, spy):
     """A mini-batch in several packs has the same loss as in one, and gradients are reduced after the last pack."""
-    boundaries, losses = [], []
-    init_deepspeed_engine = rloo.init_deepspeed_engine
-
-    def init_recording_engine(*arguments, **keywords):
-        engine = init_deepspeed_engine(*arguments, **keywords)
-        set_boundary = engine.set_gradient_accumulation_boundary
-        engine.set_gradient_accumulation_boundary = lambda last: boundaries.append(last) or set_boundary(last)
-        backward = engine.backward
-        engine.backward = lambda loss: losses.append(loss.item()) or backward(loss)
-        return engine
-
     flags = {"eval_dataset": None, "max_prompt_length": 48, "total_steps": 1, **any_score}
     one = run("rloo", **flags)
-    monkeypatch.setattr(rloo, "init_deepspeed_engine", init_recording_engine)
+    engine = deepspeed.DeepSpeedEngine
+    calls = [spy(engine, name) for name in ("set_gradient_accumulation_boundary", "backward")]
     several = run("rloo", run_name="several", micro_batch_tokens=64, **flags)
+    boundaries, losses = ([torch.as_tensor(x).item() for (_, x), _, _ in found] for found in calls)
     assert len(boundaries) >= 8 and sum(boundaries) == 4 and boundaries[-1]  # four updates
-    mean = metrics_of(several)[0][
-        "loss/policy"
-    ]  # over all responses; each update takes the mean over half of them
+    # The metric is the mean over all responses; each update takes the mean over half of them.
+    mean = metrics_of(several)[0]["loss/policy"]
     assert sum(losses) / 4 == pytest.approx(mean, rel=1e-4) != pytest.approx(0)
     assert_same_run(one, several, 1e-4, of_weights=2e-5)
-
-
-@pytest.mark.parametrize("shift", [0.01, math.nan])
-def test_a_sampler_that_disagrees_stops_the_run(run, any_score, tmp_path, monkeypatch, capsys, shift):
-    """The run is saved first, as a checkpoint that --resume auto does not pick. NaN is found before rewards are paid for."""
-    real = decoding.generate
-
-    def generate(**keywords):
-        responses = real(**keywords)
-        for response in responses:
-            response.logprobs.add_(shift)
-        return responses
-
-    monkeypatch.setattr(decoding, "generate", generate)
-    flags = {"eval_dataset": None, "save_steps": 1, **any_score}
-    generate_well = real
-    if math.isnan(shift):  # the first step is fine, so that there is something to save
-        monkeypatch.setattr(decoding, "generate", generate_well)
-        run("rloo", total_steps=1, **flags)
-        monkeypatch.setattr(decoding, "generate", generate)
-        scored = []
-        monkeypatch.setattr(rloo, "score_responses", lambda **keywords: scored.append(1))
-        flags["resume"] = "auto"
-    with pytest.raises(SystemExit) as stopped:
-        run("rloo", **flags)
-    error = capsys.readouterr().err
-    message = "the sampler's log-probs are not finite"
-    if not math.isnan(shift):
-        message = "step 1: sampling/logprob_diff_mean is 0.01, but should be at most"
-    assert stopped.value.code == 2 and message in error
-    assert (tmp_path / "runs/run/checkpoint-1-problem/state").is_dir()
-    if math.isnan(shift):
-        assert not scored
-        return
-    monkeypatch.setattr(decoding, "generate", generate_well)
-    with pytest.raises(SystemExit):
-        run("rloo", **{**flags, "resume": "auto"})
-    assert "checkpoint-1-problem was saved after a problem" in capsys.readouterr().err
 
 
 FAILING = """
@@ -224,9 +150,8 @@ def test_a_reward_that_raises_loses_nothing_and_shows_its_traceback(run, tmp_pat
 
 
 def test_a_reward_that_raises_in_an_evaluation_loses_no_metrics(run, tmp_path, vqa):
-    code = FAILING.replace(
-        "global_step == 2", "global_step == 0 and 1 in steps or steps.append(trainer_state.global_step)"
-    )
+    fails = "global_step == 0 and 1 in steps or steps.append(trainer_state.global_step)"
+    code = FAILING.replace("global_step == 2", fails)
     (tmp_path / "reward.py").write_text(f"steps = []\n{code}")
     flags = {"rewards": (f"{tmp_path}/reward.py:fails",), "reward_weights": (1,), "eval_steps": 1}
     with pytest.raises(ZeroDivisionError):
@@ -246,50 +171,21 @@ def test_a_reward_that_raises_on_one_rank_stops_all(start, tmp_path):
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
-@pytest.fixture(scope="session")
-def noisy_model(tiny_text_model, tmp_path_factory) -> str:
-    """A random Mixtral whose router is random in training mode."""
-    import shutil
-
-    from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    vocab = len(AutoTokenizer.from_pretrained(tiny_text_model))
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    size |= {
-        "num_key_value_heads": 2,
-        "vocab_size": vocab,
-        "num_local_experts": 4,
-        "router_jitter_noise": 0.5,
-    }
-    directory = tmp_path_factory.mktemp("noisy") / "model"
-    shutil.copytree(tiny_text_model, directory)
-    config = MixtralConfig(**size, eos_token_id=vocab - 1, initializer_range=0.3)
-    MixtralForCausalLM(config).save_pretrained(directory)
-    return str(directory)
-
-
 @pytest.mark.parametrize("flags", [{}, {"gradient_checkpointing": True}, {"mode": "train"}], ids=str)
-def test_random_routing_is_trained_exactly_or_stopped(run, noisy_model, tmp_path, monkeypatch, capsys, flags):
+def test_random_routing_is_trained_exactly_or_stopped(
+    run, noisy_model, tmp_path, monkeypatch, refused, flags
+):
     rows = [{"prompt": f"Say {i}", "answer": str(i)} for i in range(8)]
     data = write_jsonl(tmp_path / "text.jsonl", rows)
-    flags = {
-        "model": noisy_model,
-        "dataset": data,
-        "eval_dataset": None,
-        "total_steps": 1,
-        "num_epochs": 1,
-        **flags,
-    }
-    flags |= {"train_batch_size": 16, "dtype": "float32"}
+    flags = {"model": noisy_model, "dataset": data, "eval_dataset": None, "dtype": "float32", **flags}
+    flags |= {"train_batch_size": 16, "total_steps": 1, "num_epochs": 1}
     if flags.pop("mode", None) is None:
         metrics = metrics_of(run("rloo", **flags))[0]
         assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5)
         return
     monkeypatch.setattr(rloo, "set_gradient_checkpointing", lambda module, enabled: module.train(enabled))
-    with pytest.raises(SystemExit) as stopped:
+    with refused("logprob_diff_mean is"):
         run("rloo", **flags)
-    assert stopped.value.code == 2 and "logprob_diff_mean is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -298,21 +194,16 @@ def test_what_is_trained_without_a_sampler_is_what_was_checked(
     run, noisy_model, tmp_path, monkeypatch, script, network, checkpointing
 ):
     """These scripts have no policy/ratio: at each training forward, another one in eval mode gives the same."""
-    rows = [{"prompt": f"Say {i}", "chosen": f"{i}", "rejected": "no"} for i in range(4)]
-    if script == "grm_sft":
-        wrong = {"answer_2": "no", "verdict": "1"}
-        rows = [{"prompt": f"Say {i}", "answer_1": f"{i}"} | wrong for i in range(4)]
+    names = ("chosen", "rejected") if script == "reward_bt" else ("answer_1", "answer_2", "verdict")
+    rows = [{"prompt": f"Say {i}", **dict(zip(names, (f"{i}", "no", "1")))} for i in range(4)]
     module_class = getattr(importlib.import_module(script), network)
     forward, errors = module_class.forward, []
 
     def compare(self, pack):
         out = forward(self, pack)
         if torch.is_grad_enabled():
-            modes = {part: part.training for part in self.modules()}
             with torch.no_grad():
-                checked = forward(self.eval(), pack)
-            for part, training in modes.items():
-                part.training = training
+                checked = forward(copy.deepcopy(self).eval(), pack)
             errors.append((out.detach() - checked).abs().max())
         return out
 
@@ -358,16 +249,6 @@ def test_rows_that_cannot_be_used_are_named_and_counted(run, tmp_path, vqa_rows,
     assert metrics[-1]["train/episode"] == 9 * 4  # responses that were sampled
 
 
-def test_nothing_to_train_on_is_no_error(run, any_score):
-    """No response ends within one token, so all are excluded: no mini-batch has any, and no weight moves."""
-    flags = {"mask_truncated": True, "max_response_length": 1, "eval_dataset": None, "total_steps": 1}
-    run_dir = run("rloo", **flags, **any_score)
-    metrics = metrics_of(run_dir)[0]
-    assert metrics["rollout/truncated_frac"] == 1 and "train/grad_norm" not in metrics
-    weights = weights_of(run_dir / "checkpoint-1")
-    assert conftest.largest_difference(weights, weights_of(rloo.Path(conftest.TINY))) == 0
-
-
 def test_checkpoints_are_ordered_by_step(tmp_path):
     """Not by time: deleting files makes a directory the newest."""
     names = [f"checkpoint-{n}" for n in ("10", "11.tmp", "best", "9", "2")]
@@ -381,18 +262,16 @@ def files_of(folder) -> dict:
 
 
 @pytest.mark.slow
-def test_resuming_deletes_nothing(run, any_score, tmp_path, monkeypatch, capsys):
+def test_resuming_deletes_nothing(run, any_score, spy, capsys):
     """A checkpoint's path branches into a new run; auto continues, and keeps the log lines that it repeats."""
     flags = {"save_steps": 1, "total_steps": 3, "save_total_limit": 9, "eval_dataset": None, **any_score}
     flags |= {"freeze": "visual", "zero_stage": 2}
     old = run("rloo", **flags)
     before = files_of(old)
     new_flags = {**flags, "learning_rate": 5e-5, "kl_coef": 0.5, "weight_decay": 0.1, "max_grad_norm": 0.5}
-    saves = []
-    real = rloo.save_checkpoint
-    monkeypatch.setattr(rloo, "save_checkpoint", lambda args, state: saves.append(state) or real(args, state))
+    saves = spy(rloo, "save_checkpoint")
     branch = run("rloo", run_name="branch", resume=old / "checkpoint-1", **new_flags)
-    optimizer = saves[-1].actor.optimizer
+    optimizer = saves[-1][0][1].actor.optimizer
     assert (optimizer.param_groups[0]["weight_decay"], optimizer.clip_grad) == (0.1, 0.5)
     assert files_of(old) == before
     rates = [metrics_of(folder)[1]["train/learning_rate"] for folder in (old, branch)]
@@ -414,19 +293,6 @@ def test_resuming_deletes_nothing(run, any_score, tmp_path, monkeypatch, capsys)
     assert [m["train/step"] for m in read_jsonl(old / "metrics.repeated.jsonl")] == [3]
     assert (old / "args.json").read_bytes() == before[old / "args.json"]
     assert (old / "args-from-step-3.json").is_file()
-
-
-def test_few_responses_make_few_updates_and_the_schedule_counts_rollouts(run, vqa_rows, tmp_path):
-    """Responses without a score leave 4 of 16: one update per pass instead of two, at the same rates as without."""
-    (tmp_path / "reward.py").write_text(
-        "def rare(texts, **columns):\n    return [i % 2 if i < 4 else None for i in range(len(texts))]\n"
-    )
-    flags = {"rewards": (f"{tmp_path}/reward.py:rare",), "reward_weights": (1,), "eval_dataset": None}
-    few = metrics_of(run("rloo", **flags))
-    assert few[-1]["train/learning_rate"] == pytest.approx(7.75e-5), "of update 6; 3, 4, 7, 8 are missing"
-    assert len(rloo.draw_mini_batches(rloo.Args(train_batch_size=8), 1, 0, torch.eye(4) > 0)) == 1
-    batches = rloo.draw_mini_batches(rloo.Args(train_batch_size=128), 1, 0, torch.ones(17, 8) > 0)
-    assert [*map(len, batches)] == [9, 8], "17 prompts are not 16 and 1"
 
 
 def test_zero_steps_evaluate_a_checkpoint(run, tmp_path, capsys):
@@ -456,16 +322,15 @@ def test_defaults_fit_the_model(tiny_text_model, capsys):
     assert half.zero_stage == 2 and bundled.zero_stage == 0
 
 
-def test_frozen_adapters_stay_frozen_after_the_reference_pass(run, monkeypatch, any_score):
+def test_frozen_adapters_stay_frozen_after_the_reference_pass(run, spy, any_score):
     """peft's enable_adapters makes all adapters trainable."""
-    saves = []
-    real = rloo.save_checkpoint
-    monkeypatch.setattr(rloo, "save_checkpoint", lambda args, state: saves.append(state) or real(args, state))
+    saves = spy(rloo, "save_checkpoint")
     flags = {"freeze": r"layers\.0\.", "zero_stage": 2, "offload_optimizer": True} | any_score
     run("rloo", lora_rank=2, eval_dataset=None, total_steps=1, **flags)
-    assert saves[0].actor.zero_cpu_offload()
-    model = saves[0].actor.module.model
-    adapters = {name: p.requires_grad for name, p in model.named_parameters() if ".lora_" in name}
+    actor = saves[0][0][1].actor
+    assert actor.zero_cpu_offload()
+    parameters = actor.module.model.named_parameters()
+    adapters = {name: p.requires_grad for name, p in parameters if ".lora_" in name}
     assert all(trained == (".layers.0." not in name) for name, trained in adapters.items())
 
 
@@ -479,29 +344,15 @@ def test_images_are_scaled_down_before_the_processor(run, any_score, tmp_path, v
     run("rloo", max_pixels=1024, dataset=data, eval_dataset=None, total_steps=1, **any_score)
 
 
-def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_path, vqa_rows, watch):
-    rollouts = watch("collect_rollout")
+def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_path, vqa_rows, spy):
+    rollouts = spy(rloo, "collect_rollout")
     run("rloo", dataset=write_jsonl(tmp_path / "one.jsonl", vqa_rows[:1]), eval_dataset=None, total_steps=1)
-    _, rollout = rollouts[0]
+    _, _, rollout = rollouts[0]
     texts = [tuple(ids.tolist()) for ids in rollout.response_ids]
     assert len({*zip(*[iter(texts)] * 4)}) == 4 and {prompt.row_id for prompt in rollout.prompts} == {0}
 
 
 # ---- slow ----
-
-
-@pytest.mark.slow
-def test_the_default_learns(tmp_path):
-    """12 steps reach a sampled score of 0.910, 0.908 and 0.900 with seeds 1, 2 and 3, from 0.35 to 0.37.
-
-    Rewards of other rows or an ascending loss lower it; a ratio that is always 1 has no approx_kl."""
-    flags = {"total_steps": 12, "eval_prompts": 100, "eval_num_samples": 4}
-    args = rloo.Args(**flags, output_dir=str(tmp_path), run_name="run")
-    metrics = rloo.main(args)
-    assert metrics["eval/sampled_score"] > 0.87 and metrics["eval/greedy_score"] > 0.9
-    steps = metrics_of(tmp_path / "run")[1:]
-    assert all(step["policy/approx_kl"] > 0 and step["policy/logprob_diff_mean"] < 1e-5 for step in steps)
-    assert 0 < max(step["objective/kl"] for step in steps) < 3
 
 
 @pytest.mark.slow
@@ -526,11 +377,7 @@ def test_the_checkpoint_is_a_transformers_directory_that_generates_the_same(run,
         assert text == record["response"]
 
 
-CHANGES = [{"max_num_seqs": 4}, {"gradient_checkpointing": True}]
-CHANGES += [
-    {"gradient_checkpointing": True, "zero_stage": 2},
-    {"gradient_checkpointing": True, "zero_stage": 3},
-]
+CHANGES = [{"max_num_seqs": 4}, *({"gradient_checkpointing": True, "zero_stage": x} for x in (0, 2, 3))]
 
 
 @pytest.mark.slow
@@ -656,18 +503,12 @@ def wait_for(path, lines: int) -> None:
 BAD = [  # flags, part of the message
     ({"num_samples_per_prompt": 1}, "--num-samples-per-prompt (1) must be at least 2"),
     ({"train_batch_size": 6}, "--train-batch-size (6) must be a multiple of --num-samples-per-prompt (4)"),
-    (
-        {"prompts_per_rollout": 5},
-        "--prompts-per-rollout * 4 responses must be a multiple of --train-batch-size (8)",
-    ),
+    ({"prompts_per_rollout": 5}, "--prompts-per-rollout * 4 responses must be a multiple of"),
     ({"total_steps": 0, "eval_dataset": None}, "--total-steps 0 only evaluates"),
     ({"max_response_length": 0}, "--max-response-length (0) must be positive"),
     ({"dtype": "bfloat16", "zero_stage": 0}, "--dtype bfloat16 needs --zero-stage 2 or 3"),
     ({"save_total_limit": 0}, "--save-total-limit (0) must be positive"),
-    (
-        {"micro_batch_tokens": 100},
-        "--micro-batch-tokens (100) must be at least --max-prompt-length + --max-response-length (520)",
-    ),
+    ({"micro_batch_tokens": 100}, "(100) must be at least --max-prompt-length + --max-response-length (520)"),
     ({"reward_weights": (1,)}, "--reward-weights must have 2 numbers"),
     ({"system_prompt": ""}, "--system-prompt is empty"),
     ({"rewards": ("format", "a.py:format"), "reward_weights": (1, 1)}, "--rewards must have different names"),
@@ -684,11 +525,8 @@ BAD = [  # flags, part of the message
     ({"dataset": "{tmp}/listed.jsonl"}, "needs a string or a number as answer, not ['a']"),
     ({"rewards": ("accurate",), "reward_weights": (1,)}, "must be path.py:name or one of accuracy, format"),
     ({"rewards": ("{tmp}/none.py:f",), "reward_weights": (1,)}, "must be path.py:name"),
-    ({"rewards": ("{tmp}/reward.py:f",), "reward_weights": (1,)}, "does not define 'f'"),
-    (
-        {"rewards": ("{tmp}/reward.py:short",), "reward_weights": (1,)},
-        "must return a list with a number or None",
-    ),
+    ({"rewards": ("{tmp}/reward.py:g",), "reward_weights": (1,)}, "does not define 'g'"),
+    ({"rewards": ("{tmp}/reward.py:f",), "reward_weights": (1,)}, "must return a list with a number or None"),
     ({"sampler": "vlm"}, "--sampler vlm must be path.py:name or one of hf, vllm"),
     ({"run_name": "taken"}, "already exists: use another --run-name"),
     ({"output_dir": "{tmp}/broken.jsonl"}, "--output-dir"),
@@ -697,29 +535,24 @@ BAD = [  # flags, part of the message
 
 
 @pytest.mark.parametrize("flags, words", BAD, ids=[words[:30] for _, words in BAD])
-def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, words, capsys):
+def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, words, refused):
     write_jsonl(tmp_path / "no_answer.jsonl", [{"prompt": "Q"}])
     write_jsonl(tmp_path / "listed.jsonl", [{"prompt": "Q", "answer": ["a"]}] * 8)
     (tmp_path / "broken.jsonl").write_text("{not json")
     (tmp_path / "header.csv").write_text("prompt,answer\n")
-    (tmp_path / "reward.py").write_text("def short(**columns):\n    return [1.0]\n")
+    (tmp_path / "reward.py").write_text("def f(**columns):\n    return [1.0]\n")
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     (tmp_path / "runs" / "taken" / "args.json").write_text("{}")
     fill = lambda x: x.replace("{tmp}", str(tmp_path)) if isinstance(x, str) else x  # noqa: E731
     flags = {k: tuple(map(fill, v)) if isinstance(v, tuple) else fill(v) for k, v in flags.items()}
-    with pytest.raises(SystemExit) as stopped:
+    with refused(words):
         run("rloo", **flags)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and words in error
-    assert error.count("\nerror:") + error.startswith("error:") == 1
 
 
-def test_the_check_at_startup_runs_as_in_training(run, any_reward, monkeypatch):
+def test_the_check_at_startup_runs_as_in_training(run, any_reward, monkeypatch, spy):
     """With gradient checkpointing while it takes gradients: otherwise it would need more memory than an update."""
-    calls, real = [], rloo.set_gradient_checkpointing
     monkeypatch.setattr(conftest, "CHECKED", {})
-    monkeypatch.setattr(rloo, "set_gradient_checkpointing", lambda m, on: calls.append(on) or real(m, on))
+    calls = spy(rloo, "set_gradient_checkpointing")
     run("rloo", total_steps=1, gradient_checkpointing=True, eval_dataset=None, **any_reward)
-    assert calls.count(True) > 1 and calls[-3:] == [False, True, False], (
-        "the last two are those of the update"
-    )
+    *of_check, before, after = [enabled for (_, enabled), _, _ in calls]
+    assert True in of_check and (of_check[-1], before, after) == (False, True, False)
