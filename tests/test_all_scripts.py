@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import shutil
 import os
 import signal
 from dataclasses import replace
@@ -80,14 +81,18 @@ def test_a_run_without_finite_gradients_saves_and_stops(script, run_script, tmp_
 
 @each_policy
 def test_a_sampler_that_disagrees_stops_the_run(script, run_script, tmp_path, refused, spy, monkeypatch):
-    """The run is saved first, as a checkpoint that --resume auto does not pick. NaN is found before rewards are paid for."""
-    generate, shift, runs = decoding.generate, 0.01, tmp_path / "runs"
+    """It stops before the update and is saved, for --resume auto to ignore. NaN is found before rewards are paid for."""
+    generate, shift, runs = decoding.generate, 0.0, tmp_path / "runs"
     shifted = lambda **how: [replace(x, logprobs=x.logprobs + shift) for x in generate(**how)]  # noqa: E731
     monkeypatch.setattr(decoding, "generate", shifted)
     flags = {"eval_dataset": None, "save_steps": 1}
-    with refused("step 1: sampling/logprob_diff_mean is 0.01, but should be at most"):
-        run_script(script, **flags)
-    assert (runs / "run/checkpoint-1-problem/state").is_dir()
+    run_script(script, total_steps=1, **flags)
+    shift = 0.01
+    with refused("sampling/logprob_diff_mean is 0.01, but should be at most"):
+        run_script(script, resume="auto", **flags)
+    weights = [weights_of(runs / f"run/checkpoint-1{suffix}") for suffix in ("", "-problem")]
+    assert (runs / "run/checkpoint-1-problem/state").is_dir() and largest_difference(*weights) == 0
+    shutil.rmtree(runs / "run/checkpoint-1")
     with refused("checkpoint-1-problem was saved after a problem"):
         run_script(script, resume="auto", **flags)
     shift, scored = 0.0, spy(importlib.import_module(script), "score_responses")

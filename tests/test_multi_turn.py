@@ -347,7 +347,7 @@ def test_special_tokens_in_observations_are_text():
 def test_an_observation_of_another_type_is_an_error():
     model, processor, prompt = tiny()
     environment = type("Gym", (Scripted,), {"observations": [("obs", 1.0, True)]})
-    with pytest.raises(TypeError, match="a list of parts or a message, not tuple"):
+    with pytest.raises(TypeError, match="a list of parts, or a message .* not tuple"):
         make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
 
 

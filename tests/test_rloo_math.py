@@ -211,7 +211,7 @@ def fake():
     tokenizer = SimpleNamespace(batch_decode=decode)
     data = SimpleNamespace(source="data", rows=range(6), tokenizer=tokenizer, try_encode=try_encode)
     run = SimpleNamespace(sampler=SimpleNamespace(generate=generate), eval_data=data, state={"step": 0})
-    run.rewards = {
+    run.reward_funcs = {
         "own": lambda texts, answer, log_metric, **columns: [
             log_metric("m", float(a)) or float(text.startswith(a)) for text, a in zip(texts, answer)
         ],
@@ -229,13 +229,13 @@ def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     assert rollout.truncated.tolist() == [[False, True, False]] * 3
     records = [(record["row"], record["response"]) for record in rollout.sample_records]
     assert records == [(2, "12 20"), (1, "11 20"), (0, "10 20")]  # not the dataset's column named row
-    ratings = [record["reward/rating"] for record in rollout.sample_records]
-    assert ratings == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
+    ratings = [record.get("reward/rating") for record in rollout.sample_records]
+    assert ratings == [1.0, None, 1.0]  # JSON has no NaN
     assert rollout.logged_metrics == {"reward_metrics/m": 11.0}
     only_rating = replace(args, reward_weights=(0.0, 1.0))  # a weight of 0: for logs only
     scores = rloo.collect_rollout(only_rating, run, data, [1, 2], 1, temperature=1.0, step=1).scores
     assert scores.isnan().tolist() == [[True], [False]]
-    run.rewards["own"] = run.rewards["rating"]
+    run.reward_funcs["own"] = run.reward_funcs["rating"]
     scores = rloo.collect_rollout(args, run, data, [1, 2], num_samples=1, temperature=1.0, step=1).scores
     assert scores.isnan().tolist() == [[True], [False]]  # no reward applies to row 1
 
@@ -294,6 +294,7 @@ def test_evaluation_metrics_by_hand(fake, monkeypatch):
     rloo.evaluate(replace(args, seed=2), run)
     assert metrics["eval/pass@3"] == 0.5 and metrics["eval/sampled_reward_accuracy"] == pytest.approx(1 / 6)
     assert metrics["eval/greedy_reward_accuracy"] == 0 and metrics["eval/greedy_score"] == 1
+    assert metrics["eval/greedy_reward_metrics/m"] == 11.0
     assert calls[:2] == calls[2:] and [call[1:] for call in calls[:2]] == [(1, 0.0), (3, 0.7)]
     assert len(set(calls[0][0])) == 4 and [record["phase"] for record in records[::2]] == [
         "eval_greedy",

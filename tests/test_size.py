@@ -13,7 +13,7 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
     "ppo_vl.py": (1930, 515, 190, 59, 11),
     "reward_bt.py": (1340, 310, 100, 58, 11),
     "grm_sft.py": (1540, 310, 100, 58, 11),
-    "common/*.py": (1910, 0, 0, 58, 14),
+    "common/*.py": (1990, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
@@ -23,7 +23,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/grm_sft.md": 190,
     "docs/models.md": 100,
     "docs/recipes.md": 305,
-    "tools/*.py": 3610,
+    "tools/*.py": 3625,
     "tests/*.py": 9700,
 }
 
