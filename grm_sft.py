@@ -256,7 +256,7 @@ def main(args: Args) -> dict[str, float]:
             checkpoint = save_checkpoint(args, run, f"checkpoint-{step}")
         if has_signal and not is_last_step:
             flags = f"--resume auto --run-name {run.run_dir.name}"
-            print0(f"stopped by a signal, saved {checkpoint}; continue with {flags} and the same flags")
+            print0(f"stopped by a signal, saved {checkpoint}; continue with {flags} and the old flags")
             break
 
     # --- 6. finish ---
@@ -349,7 +349,7 @@ def check_args(args: Args) -> None:
 
 
 def require(condition: Any, message: str) -> None:
-    """Exit with code 2 and a message (what is wrong, and what to do) unless the condition holds."""
+    """Exit with code 2 and a message unless the condition holds."""
     if not condition:
         stop(message)
 
@@ -483,7 +483,7 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
 
 
 def load_rows(args: Args, source: str, split: str):
-    """Load a `datasets.Dataset` from easy-vqa, a file, a saved directory or the Hub, and apply --columns."""
+    """Load a `datasets.Dataset`, and rename its columns by --columns."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -506,8 +506,8 @@ def load_rows(args: Args, source: str, split: str):
         if old in rows.column_names and new not in ("", old):
             replaced = [new] if new in rows.column_names else []
             rows = rows.remove_columns(replaced).rename_column(old, new)
-        elif source == args.dataset or new not in rows.column_names:  # evaluation sets may have the new name
-            stop(f"--columns {pair} must be NEW=OLD; {source} has {', '.join(rows.column_names)}")
+        elif source == args.dataset or new not in rows.column_names:  # evaluation data may have `new`
+            stop(f"--columns {pair} must be NEW=OLD; {source} has {rows.column_names}")
     require(len(rows) > 0, f"{source} (split {split}) has no rows")
     return rows
 
@@ -687,15 +687,15 @@ class ExampleDataset:
         return self.prefixes[key]
 
     def locate_turns(self, messages: list[dict]) -> tuple[list[int], list[range]]:
-        r"""Token ids of a chat that ends with an assistant turn, up to its EOS, and the indices of all
-        assistant turns. A turn ends with its first EOS.
+        r"""Token ids of a chat that ends with an assistant turn, up to its EOS, and the
+        indices of all assistant turns. A turn ends with its first EOS.
 
         messages   user: "Hi", assistant: "Hello"
         ids        <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assistant \n Hello <|im_end|>
         turns      [range(9, 11)]: Hello <|im_end|>
 
-        Turns are located by their length: the chat before a turn, and up to its end, must be prefixes
-        of the whole chat. If the template writes no EOS, the last turn gets one."""
+        Turns are located by their length: the chat before a turn, and up to its end, must be
+        prefixes of the whole chat. If the template writes no EOS, the last turn gets one."""
         whole = self.token_ids(messages)
         turns = []
         for n, message in enumerate(messages):
@@ -832,9 +832,9 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
     "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
 
-    Media of the columns image(s) and video(s) replace, in order, the markers <image> and <video>
-    and the parts of these types that have no media. If a chat has no such markers or parts, media
-    precede the text of its first user message."""
+    Media of the columns image(s) and video(s) replace, in order, the markers <image> and
+    <video> and the parts of these types that have no media. If a chat has no such markers or
+    parts, media precede the text of its first user message."""
     chat = row["prompt"]
     if chat and isinstance(chat, str | int | float):
         chat = [{"role": "user", "content": str(chat)}]
@@ -898,8 +898,8 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
 
 
 def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
-    """Metrics of the evaluation set, with each pair in both orders if its reasoning can be swapped, and
-    one record per row."""
+    """Metrics of the evaluation set, with each pair in both orders if its reasoning can be
+    swapped, and one record per row."""
     data = run.eval_data
     if run.sampling_model is not run.judge.module.model:
         weights = run.sampling_model.state_dict()
@@ -932,9 +932,9 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
 def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> list[dict]:
     """Generate a judgment per example and return its record.
 
-    The probability of a verdict v is proportional to p(reasoning, v | prefix), where the generated
-    reasoning is tokenized again with v. The loss is that of the reference response, so it does not
-    depend on what is generated."""
+    The probability of a verdict v is proportional to p(reasoning, v | prefix), where the
+    generated reasoning is tokenized again with v. The loss is that of the reference response,
+    so it does not depend on what is generated."""
     prefixes = [example.prefix for example in examples]
     generated = decoding.generate(
         model=model,
@@ -1082,7 +1082,7 @@ def freeze_all_but_language_model(model) -> None:
 
 
 def load_model(args: Args, source: str, auto_class=None):
-    """Load a vision-language or text model with its LM head, or what `auto_class` makes of it."""
+    """Load a vision-language or text model, with its LM head or as `auto_class`."""
     try:
         config = transformers.AutoConfig.from_pretrained(source)
         text_config = config.get_text_config()
@@ -1107,8 +1107,8 @@ def load_model(args: Args, source: str, auto_class=None):
         stop(f"can't load the model {source}: {error}")
     mismatched = [name for name, *_ in info["mismatched_keys"]]
     missing = sorted({*info["missing_keys"], *mismatched})  # both would be random
-    require(not missing, f"{source}: {len(missing)} weights are missing or have other shapes: {missing[:3]}")
-    # Layers are in train mode for gradient checkpointing, in which their own dropout (OPT's) would be active.
+    require(not missing, f"{source}: {len(missing)} weights are missing or misshapen: {missing[:3]}")
+    # Checkpointed layers are in train mode, in which their own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -1135,7 +1135,7 @@ def prepare_for_training(args: Args, module: nn.Module) -> None:
 
 
 def add_lora(args: Args, model) -> None:
-    """Add LoRA adapters to the linear layers of the language model, not to its head or a vision tower."""
+    """Add LoRA adapters to the linear layers of the language model, without its head."""
     from peft import LoraConfig
 
     decoder = model.get_decoder()
@@ -1144,7 +1144,7 @@ def add_lora(args: Args, model) -> None:
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules="all-linear",
-        # Everything outside of the decoder (nothing if its prefix is ""), and towers inside of it.
+        # Exclude modules outside of the decoder (none if its prefix is ""), and towers inside of it.
         exclude_modules=rf"(?!{re.escape(prefix)}).*|.*(vision|visual|image|audio|perceiver).*",
     )
     model.add_adapter(config)
@@ -1177,7 +1177,7 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
 
 
 def init_distributed() -> None:
-    """Initialize torch.distributed. A single process uses no port, so runs on a machine can't conflict."""
+    """Initialize torch.distributed. A single process uses no port, so runs can't conflict."""
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
         # cuDNN's SDPA gives NaN gradients with masks on sm90 (torch 2.13, trl#7181).
@@ -1218,7 +1218,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
         "zero_force_ds_cpu_optimizer": False,  # it needs a compiler; torch's AdamW does not
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
-        # ZeRO-3 gathers these weights only in the head's own forward, but packing.py uses them elsewhere.
+        # ZeRO-3 gathers these weights in the head's forward only, but packing.py also uses them.
         for parameter in head.parameters():
             deepspeed.zero.register_external_parameter(module, parameter)
     optimizer = None
@@ -1237,9 +1237,9 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
 def set_gradient_checkpointing(module: nn.Module, enabled: bool) -> None:
     """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
 
-    transformers checkpoints a layer only if it is in train mode, and then disables its KV cache.
-    Only the layer itself is put into train mode: in its submodules, dropout and router noise
-    would change the output."""
+    transformers checkpoints a layer only if it is in train mode, and then disables its KV
+    cache. Only the layer itself is put into train mode: in its submodules, dropout and router
+    noise would change the output."""
     for layer in module.modules():
         is_layer = isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer)
         if is_layer and layer.gradient_checkpointing:
@@ -1342,7 +1342,7 @@ def find_last_checkpoint(run_dir: Path) -> Path | None:
 
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
-    """Load the engines' states; returns run.state. Warns about flags that differ from the saved ones."""
+    """Load the engines' states; returns run.state. Warns about flags that have changed."""
     for name, engine in engines.items():
         decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
@@ -1351,7 +1351,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
         except Exception as error:  # DeepSpeed raises many types
             rule = "--zero-stage, --lora-rank, --freeze and the number of ranks must be the same"
             stop(f"can't resume {checkpoint}: {rule} ({error!r:.200})")
-        # The checkpoint has overwritten these two, but --resume CHECKPOINT may come with new values.
+        # The checkpoint has overwritten these two: restore the values of the flags.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
@@ -1359,7 +1359,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     names = vars(args).keys() - {"resume", "run_name", "output_dir"}
     changed = sorted(name for name in names if getattr(args, name) != old.get(name))
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
-    is_whole = all(x.requires_grad for x in parameters)  # frozen weights are not in the checkpoint
+    is_whole = all(x.requires_grad for x in parameters)  # frozen weights aren't saved
     for name in changed:
         if name in ("model", "critic_model") and not is_whole:
             stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {old.get(name)}")
@@ -1372,7 +1372,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
 
 
 def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: int) -> None:
-    """Write args.json, and start metrics.jsonl and samples.jsonl with the lines up to the checkpoint.
+    """Write args.json, and start the logs with the lines up to the checkpoint.
 
     If a run is continued, it redoes the steps after its checkpoint; their old lines move to
     *.repeated.jsonl."""
@@ -1385,9 +1385,9 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         path = run_dir / f"{name}.jsonl"
         source = checkpoint.parent / path.name if checkpoint else path
         lines = source.read_text().splitlines(keepends=True) if source.exists() else []
-        lines = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one short
+        lines = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one
         num_kept = 0
-        if checkpoint:  # steps never decrease, so the lines up to the checkpoint are the first ones
+        if checkpoint:  # steps never decrease, so these are the first lines
             num_kept = sum(json.loads(line)["train/step"] <= last_step for line in lines)
         if is_continued:
             with (run_dir / f"{name}.repeated.jsonl").open("a") as file:
@@ -1397,11 +1397,11 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         import wandb
 
         wandb.init(id=run_dir.name, name=run_dir.name, config=asdict(args), dir=run_dir, resume="allow")
-        wandb.define_metric("*", step_metric="train/step")  # W&B drops steps that don't increase
+        wandb.define_metric("*", step_metric="train/step")  # else W&B drops lines
 
 
 def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, and log to W&B with --track wandb. On rank 0 only."""
+    """Append to metrics.jsonl and samples.jsonl, and log to W&B with --track wandb."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])
@@ -1449,13 +1449,13 @@ def save_checkpoint(args: Args, run: Run, name: str) -> Path:
 
 
 def export_model(args: Args, model, processor, folder: Path) -> None:
-    """Save a Hugging Face model, with LoRA merged and without packed attention. Call on all ranks."""
+    """Save a Hugging Face model, with LoRA merged. Call on all ranks."""
     import deepspeed
 
     if args.lora_rank > 0:
         adapter = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
         with deepspeed.zero.GatheredParameters(adapter, enabled=args.zero_stage == 3):
-            # In a folder of its own: beside merged weights, transformers would apply it a second time.
+            # Not beside the merged weights, to which transformers would apply it again.
             model.save_pretrained(folder / "adapter", is_main_process=RANK == 0)
     weights = {}
     for name, weight in iter_full_weights(model):  # on all ranks, but only rank 0 keeps them

@@ -1,12 +1,12 @@
 """Bradley-Terry reward model, for vision-language and text models.
 
-A linear head on the hidden state of a response's last token gives its reward. Training pushes the
-reward of the chosen response above that of the rejected one:
+A linear head on the hidden state of a response's last token gives its reward. Training pushes
+the reward of the chosen response above that of the rejected one:
 
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
-Paper: InstructGPT (Ouyang et al. 2022), https://arxiv.org/abs/2203.02155, eq. (1). docs/trl.md has
-the differences from TRL's and EasyDeL's RewardTrainer.
+Paper: InstructGPT (Ouyang et al. 2022), https://arxiv.org/abs/2203.02155, eq. (1).
+docs/trl.md has the differences from TRL's and EasyDeL's RewardTrainer.
 
 Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
 evaluation, model, DeepSpeed, files.
@@ -296,7 +296,7 @@ def main(args: Args) -> dict[str, float]:
             checkpoint = save_checkpoint(args, run)
         if has_signal and not is_last_step:
             flags = f"--resume auto --run-name {run.run_dir.name}"
-            print0(f"stopped by a signal, saved {checkpoint}; continue with {flags} and the same flags")
+            print0(f"stopped by a signal, saved {checkpoint}; continue with {flags} and the old flags")
             break
 
     # --- 6. finish ---
@@ -407,7 +407,7 @@ def check_args(args: Args) -> None:
 
 
 def require(condition: Any, message: str) -> None:
-    """Exit with code 2 and a message (what is wrong, and what to do) unless the condition holds."""
+    """Exit with code 2 and a message unless the condition holds."""
     if not condition:
         stop(message)
 
@@ -455,8 +455,8 @@ class RankingDataset:
         is_pair = "chosen" in columns and "rejected" in columns
         rule = "must have the columns chosen and rejected, or responses (rename with --columns)"
         require(is_pair != ("responses" in columns), f"{source} {rule}; it has {', '.join(columns)}")
-        # A rank encodes its share of a step's rows to plan the packs, and the rows of its own packs
-        # again to build them; rows that are in both come from the cache.
+        # A rank encodes its share of a step's rows to plan the packs, and the rows of its own
+        # packs again to build them; rows that are in both come from the cache.
         self.encode = functools.lru_cache(2 * math.ceil(args.train_batch_size / WORLD_SIZE))(self.encode)
 
     def encode_all(self, indices: list[int]) -> list[Ranking]:
@@ -596,7 +596,7 @@ def tokenize_chat(processor, messages: list[dict]) -> list[int]:
 
 
 def load_rows(args: Args, source: str, split: str):
-    """Load a `datasets.Dataset` from easy-vqa, a file, a saved directory or the Hub, and apply --columns."""
+    """Load a `datasets.Dataset`, and rename its columns by --columns."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -619,8 +619,8 @@ def load_rows(args: Args, source: str, split: str):
         if old in rows.column_names and new not in ("", old):
             replaced = [new] if new in rows.column_names else []
             rows = rows.remove_columns(replaced).rename_column(old, new)
-        elif source == args.dataset or new not in rows.column_names:  # evaluation sets may have the new name
-            stop(f"--columns {pair} must be NEW=OLD; {source} has {', '.join(rows.column_names)}")
+        elif source == args.dataset or new not in rows.column_names:  # evaluation data may have `new`
+            stop(f"--columns {pair} must be NEW=OLD; {source} has {rows.column_names}")
     require(len(rows) > 0, f"{source} (split {split}) has no rows")
     return rows
 
@@ -657,9 +657,9 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
     "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
 
-    Media of the columns image(s) and video(s) replace, in order, the markers <image> and <video>
-    and the parts of these types that have no media. If a chat has no such markers or parts, media
-    precede the text of its first user message."""
+    Media of the columns image(s) and video(s) replace, in order, the markers <image> and
+    <video> and the parts of these types that have no media. If a chat has no such markers or
+    parts, media precede the text of its first user message."""
     chat = row["prompt"]
     if chat and isinstance(chat, str | int | float):
         chat = [{"role": "user", "content": str(chat)}]
@@ -900,7 +900,7 @@ def load_backbone(args: Args):
         stop(f"can't load the model {args.model}: {error}")
     missing = sorted(info["missing_keys"])  # they would be random
     require(not missing, f"{args.model}: {len(missing)} weights are missing: {missing[:3]}")
-    # Layers are in train mode for gradient checkpointing, in which their own dropout (OPT's) would be active.
+    # Checkpointed layers are in train mode, in which their own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -939,7 +939,7 @@ def prepare_for_training(args: Args, module: nn.Module) -> None:
 
 
 def add_lora(args: Args, model) -> None:
-    """Add LoRA adapters to the linear layers of the language model, not to its head or a vision tower."""
+    """Add LoRA adapters to the linear layers of the language model, without its head."""
     from peft import LoraConfig
 
     decoder = model.get_decoder()
@@ -948,7 +948,7 @@ def add_lora(args: Args, model) -> None:
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules="all-linear",
-        # Everything outside of the decoder (nothing if its prefix is ""), and towers inside of it.
+        # Exclude modules outside of the decoder (none if its prefix is ""), and towers inside of it.
         exclude_modules=rf"(?!{re.escape(prefix)}).*|.*(vision|visual|image|audio|perceiver).*",
     )
     model.add_adapter(config)
@@ -981,7 +981,7 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
 
 
 def init_distributed() -> None:
-    """Initialize torch.distributed. A single process uses no port, so runs on a machine can't conflict."""
+    """Initialize torch.distributed. A single process uses no port, so runs can't conflict."""
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
         # cuDNN's SDPA gives NaN gradients with masks on sm90 (torch 2.13, trl#7181).
@@ -1035,9 +1035,9 @@ def init_reward_engine(args: Args, module: nn.Module):
 def set_gradient_checkpointing(module: nn.Module, enabled: bool) -> None:
     """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
 
-    transformers checkpoints a layer only if it is in train mode, and then disables its KV cache.
-    Only the layer itself is put into train mode: in its submodules, dropout and router noise
-    would change the output."""
+    transformers checkpoints a layer only if it is in train mode, and then disables its KV
+    cache. Only the layer itself is put into train mode: in its submodules, dropout and router
+    noise would change the output."""
     for layer in module.modules():
         is_layer = isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer)
         if is_layer and layer.gradient_checkpointing:
@@ -1140,7 +1140,7 @@ def find_last_checkpoint(run_dir: Path) -> Path | None:
 
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
-    """Load the engines' states; returns run.state. Warns about flags that differ from the saved ones."""
+    """Load the engines' states; returns run.state. Warns about flags that have changed."""
     for name, engine in engines.items():
         decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
@@ -1149,7 +1149,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
         except Exception as error:  # DeepSpeed raises many types
             rule = "--zero-stage, --lora-rank, --freeze and the number of ranks must be the same"
             stop(f"can't resume {checkpoint}: {rule} ({error!r:.200})")
-        # The checkpoint has overwritten these two, but --resume CHECKPOINT may come with new values.
+        # The checkpoint has overwritten these two: restore the values of the flags.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
@@ -1157,7 +1157,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     names = vars(args).keys() - {"resume", "run_name", "output_dir"}
     changed = sorted(name for name in names if getattr(args, name) != old.get(name))
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
-    is_whole = all(x.requires_grad for x in parameters)  # frozen weights are not in the checkpoint
+    is_whole = all(x.requires_grad for x in parameters)  # frozen weights aren't saved
     for name in changed:
         if name in ("model", "critic_model") and not is_whole:
             stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {old.get(name)}")
@@ -1170,7 +1170,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
 
 
 def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: int) -> None:
-    """Write args.json, and start metrics.jsonl and samples.jsonl with the lines up to the checkpoint.
+    """Write args.json, and start the logs with the lines up to the checkpoint.
 
     If a run is continued, it redoes the steps after its checkpoint; their old lines move to
     *.repeated.jsonl."""
@@ -1183,9 +1183,9 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         path = run_dir / f"{name}.jsonl"
         source = checkpoint.parent / path.name if checkpoint else path
         lines = source.read_text().splitlines(keepends=True) if source.exists() else []
-        lines = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one short
+        lines = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one
         num_kept = 0
-        if checkpoint:  # steps never decrease, so the lines up to the checkpoint are the first ones
+        if checkpoint:  # steps never decrease, so these are the first lines
             num_kept = sum(json.loads(line)["train/step"] <= last_step for line in lines)
         if is_continued:
             with (run_dir / f"{name}.repeated.jsonl").open("a") as file:
@@ -1195,11 +1195,11 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         import wandb
 
         wandb.init(id=run_dir.name, name=run_dir.name, config=asdict(args), dir=run_dir, resume="allow")
-        wandb.define_metric("*", step_metric="train/step")  # W&B drops steps that don't increase
+        wandb.define_metric("*", step_metric="train/step")  # else W&B drops lines
 
 
 def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, and log to W&B with --track wandb. On rank 0 only."""
+    """Append to metrics.jsonl and samples.jsonl, and log to W&B with --track wandb."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])
@@ -1256,13 +1256,13 @@ def save_checkpoint(args: Args, run: Run, suffix: str = "") -> Path:
 
 
 def export_model(args: Args, model, processor, folder: Path) -> None:
-    """Save a Hugging Face model, with LoRA merged and without packed attention. Call on all ranks."""
+    """Save a Hugging Face model, with LoRA merged. Call on all ranks."""
     import deepspeed
 
     if args.lora_rank > 0:
         adapter = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
         with deepspeed.zero.GatheredParameters(adapter, enabled=args.zero_stage == 3):
-            # In a folder of its own: beside merged weights, transformers would apply it a second time.
+            # Not beside the merged weights, to which transformers would apply it again.
             model.save_pretrained(folder / "adapter", is_main_process=RANK == 0)
     weights = {}
     for name, weight in iter_full_weights(model):  # on all ranks, but only rank 0 keeps them

@@ -85,7 +85,9 @@ def test_columns_are_renamed(script, tmp_path, capsys):
         ("prompt",): "--columns prompt must be NEW=OLD",
         ("problem=problem",): "--columns problem=problem must be NEW=OLD",
         ("=problem",): "--columns =problem must be NEW=OLD",
-        ("prompt=q",): f"--columns prompt=q must be NEW=OLD; {source} has problem, solution, photo, answer",
+        (
+            "prompt=q",
+        ): f"--columns prompt=q must be NEW=OLD; {source} has ['problem', 'solution', 'photo', 'answer']",
     }.items():
         with pytest.raises(SystemExit) as ended:
             load(source, *columns)

@@ -423,10 +423,10 @@ def test_models_that_would_be_random_or_are_no_decoders_are_refused(case, folder
     t, weights = transformers, None
     model = build("llava")[0]
     if case == "no head":
-        model, message = model.base_model, "1 weights are missing or have other shapes: ['lm_head.weight']"
+        model, message = model.base_model, "1 weights are missing or misshapen: ['lm_head.weight']"
     elif case == "another shape":
         weights = {name: x[:4] if "q_proj" in name else x for name, x in model.state_dict().items()}
-        message = "weights are missing or have other shapes: "
+        message = "weights are missing or misshapen: "
     elif case == "vision tower":
         model = t.CLIPVisionModel(t.CLIPVisionConfig(**SMALL))
         message = "clip_vision_model is not a text or image-text-to-text model"

@@ -9,10 +9,10 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1710, 405, 160, 59, 12),
-    "ppo_vl.py": (1930, 515, 190, 59, 11),
-    "reward_bt.py": (1340, 310, 100, 58, 11),
-    "grm_sft.py": (1540, 310, 100, 58, 11),
+    "rloo.py": (1655, 405, 165, 59, 10),
+    "ppo_vl.py": (1875, 515, 195, 59, 10),
+    "reward_bt.py": (1290, 310, 100, 57, 10),
+    "grm_sft.py": (1480, 310, 100, 58, 10),
     "common/*.py": (1990, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
