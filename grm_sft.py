@@ -62,7 +62,7 @@ from torch import Tensor, nn
 
 from common import chats, decoding, packing, packing_check, stop
 from common.chats import RowError
-from common.packing import Continuation, Prompt, PromptInfo
+from common.packing import Continuation, Prompt, PromptInfo, set_gradient_checkpointing
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -303,7 +303,19 @@ def setup(args: Args) -> Run:
         eval_data = load_examples(args, source, split, model, processor, training=False)
     num_examples = sum(map(len, train_data.groups))
     print0(f"{run_dir}: {num_examples} examples, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
-    choose_layouts(args, judge, train_data, must_generate=eval_data is not None)
+    # Pack batches if packing reproduces the unmodified model on some rows; else pad them.
+    rows = packing_check.choose_probe_rows(train_data.rows)
+    prompts = [example.prefix for example in train_data.encode_all([2 * row for row in rows])]
+    require(prompts, f"{args.dataset}: none of {len(rows)} rows can be used; see the warnings")
+    message = packing_check.choose_engine_layout(
+        engine=judge,
+        forward=lambda network, pack: network(pack),
+        prompts=prompts,
+        max_length=args.max_length,
+        max_tokens=args.micro_batch_tokens,
+        must_generate=eval_data is not None,
+    )
+    print0(message)
     sampling_model = model
     if args.zero_stage == 3 and eval_data:  # generation needs whole weights: a second model on every GPU
         sampling_model = load_model(args, args.model).to(DEVICE)
@@ -373,32 +385,6 @@ def catch_signals() -> list[int]:
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
     return received_signals
-
-
-def choose_layouts(args: Args, judge, data: "ExampleDataset", must_generate: bool) -> None:
-    """Pack batches if packing reproduces the unmodified model on some rows; otherwise pad them."""
-    rows = packing_check.choose_probe_rows(data.rows)
-    prompts = [example.prefix for example in data.encode_all([2 * row for row in rows])]
-    require(prompts, f"{data.source}: none of {len(rows)} rows can be used; see the warnings")
-
-    def forward(pack: packing.Pack) -> Tensor:
-        set_gradient_checkpointing(judge.module, torch.is_grad_enabled())
-        # Under ZeRO-3 only the engine's forward gathers weights. Otherwise the check needs the
-        # module, because the engine refuses autograd.grad.
-        return judge(pack) if args.zero_stage == 3 else judge.module(pack)
-
-    message = packing_check.choose_layout(
-        model=judge.module.model,
-        forward=forward,
-        prompts=prompts,
-        max_length=args.max_length,
-        max_tokens=args.micro_batch_tokens,
-        must_generate=must_generate,
-    )
-    set_gradient_checkpointing(judge.module, False)
-    print0(message)
-    if args.zero_stage == 3:  # a failed check can leave parameters gathered
-        judge.empty_partition_cache()
 
 
 def find_training_problem(state: dict) -> str | None:
@@ -1232,18 +1218,6 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
         model=module, config=config, optimizer=optimizer, dist_init_required=False
     )
     return engine
-
-
-def set_gradient_checkpointing(module: nn.Module, enabled: bool) -> None:
-    """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
-
-    transformers checkpoints a layer only if it is in train mode, and then disables its KV
-    cache. Only the layer itself is put into train mode: in its submodules, dropout and router
-    noise would change the output."""
-    for layer in module.modules():
-        is_layer = isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer)
-        if is_layer and layer.gradient_checkpointing:
-            layer.training = enabled
 
 
 def lr_factor(args: Args, update: int, total_updates: int) -> float:

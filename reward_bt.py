@@ -51,7 +51,7 @@ from torch import Tensor, nn
 
 from common import chats, packing, packing_check, stop
 from common.chats import RowError
-from common.packing import Prompt, PromptInfo
+from common.packing import Prompt, PromptInfo, set_gradient_checkpointing
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -340,23 +340,20 @@ def setup(args: Args) -> Run:
         eval_sets[name] = make_dataset(source, args.eval_dataset_split, seed=0)
     print0(f"{run_dir}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
 
-    # Pack batches if packing reproduces the unmodified model on some rows; otherwise pad them.
+    # Pack batches if packing reproduces the unmodified model on some rows; else pad them.
     rows = packing_check.choose_probe_rows(train_data.rows)
     prompts = [ranking.prompt for ranking in train_data.encode_all(rows)]
     require(prompts, f"{args.dataset}: none of {len(rows)} rows can be used; see the warnings")
-    message = packing_check.choose_layout(
-        model=model,
-        # Under ZeRO-3 only the engine's forward gathers weights. Otherwise the check needs the
-        # module, because the engine refuses autograd.grad.
-        forward=reward_model if args.zero_stage == 3 else reward_model.module,
+    message = packing_check.choose_engine_layout(
+        engine=reward_model,
+        forward=lambda network, pack: network(pack),
         prompts=prompts,
         max_length=args.max_length,
         max_tokens=args.micro_batch_tokens,
         must_generate=False,
     )
     print0(message)
-    if args.zero_stage == 3:  # a failed check can leave parameters gathered
-        reward_model.empty_partition_cache()
+    set_gradient_checkpointing(reward_model.module, True)  # always, because nothing is generated
     start_logs(args, run_dir, checkpoint, last_step=state["step"])
     return Run(
         run_dir=run_dir,
@@ -877,7 +874,6 @@ def load_reward_model(args: Args):
     prepare_for_training(args, module)
     engine = init_reward_engine(args, module)
     engine.eval()
-    set_gradient_checkpointing(module, True)  # always, because nothing is generated
     return engine
 
 
@@ -1030,18 +1026,6 @@ def init_reward_engine(args: Args, module: nn.Module):
         model=module, config=config, optimizer=optimizer, dist_init_required=False
     )
     return engine
-
-
-def set_gradient_checkpointing(module: nn.Module, enabled: bool) -> None:
-    """Switch gradient checkpointing on or off, if --gradient-checkpointing is set.
-
-    transformers checkpoints a layer only if it is in train mode, and then disables its KV
-    cache. Only the layer itself is put into train mode: in its submodules, dropout and router
-    noise would change the output."""
-    for layer in module.modules():
-        is_layer = isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer)
-        if is_layer and layer.gradient_checkpointing:
-            layer.training = enabled
 
 
 def lr_factor(args: Args, update: int, total_updates: int) -> float:

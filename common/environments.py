@@ -9,7 +9,6 @@ a newline), the observation's message, and the generation prompt.
 
 import asyncio
 import inspect
-import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,7 +112,6 @@ class EnvironmentSampler:
     def __post_init__(self):
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         self.logged_values = {}  # metric name -> one value per response of the last call of generate
-        self.checked_template = False
         self.short_ids = self.encode_ids(SHORT_CHAT)
         before = self.encode_ids(SHORT_CHAT[:1], add_generation_prompt=True)
         # EOS tokens before the assistant's own: many templates end every message with one.
@@ -134,8 +132,6 @@ class EnvironmentSampler:
 
     def generate(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
         """num_samples trajectories per prompt, in order of prompts; greedy if temperature is 0."""
-        if prompts and not self.checked_template:
-            self.check_template(prompts[0])
         trajectories = [
             Trajectory(
                 prompt=prompt,
@@ -202,25 +198,9 @@ class EnvironmentSampler:
             start = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self.short_ids))
         return continue_chat(self.model, sequence, chat, start)
 
-    def check_template(self, prompt: Prompt) -> None:
-        """Warn if the template renders a whole chat differently from what is appended turn by turn.
-
-        The sampler and the trainer see the same tokens, so only this check shows, for example,
-        that a server would render a chat without the <think> of earlier turns."""
-        self.checked_template = True
-        user, assistant = SHORT_CHAT
-        ids = self.encode_ids([user, assistant, user])
-        eos = ids[self.is_eos(ids)][self.num_eos : self.num_eos + 1]  # of the assistant's turn, if it has one
-        text_ids = self.tokenizer(".", add_special_tokens=False, return_tensors="pt")["input_ids"][0]
-        turn = continue_prompt(prompt, torch.cat([text_ids, eos]))
-        sequence = extend_prompt(prompt, turn)
-        sequence = extend_prompt(sequence, self.encode_message(sequence, user))
-        appended = torch.cat([sequence.input_ids, text_ids])
-        rendered = self.encode_ids([*prompt.messages, assistant, user, assistant])[: len(appended)]
-        if not torch.equal(appended, rendered):
-            rendered, appended = (self.tokenizer.decode(x[prompt.length :]) for x in (rendered, appended))
-            text = f"the chat template renders two turns and an observation as {rendered!r}"
-            warnings.warn(f"{text}, but the model is trained on {appended!r}", stacklevel=2)
+    def encode_example(self, sequence: Prompt) -> Continuation:
+        """An observation for the check at startup."""
+        return self.encode_message(sequence, {"role": "user", "content": "What else do you see?"})
 
 
 def reset_arguments(prompt: Prompt) -> dict:

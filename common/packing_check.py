@@ -21,7 +21,15 @@ from torch import Tensor
 from common import packing, stop
 from common.attention import ModelError, PackingNotSupported, set_attention
 from common.decoding import generate_padded
-from common.packing import TOLERANCE, Continuation, Prompt, continue_prompt, extend_prompt, run_model
+from common.packing import (
+    TOLERANCE,
+    Continuation,
+    Prompt,
+    continue_prompt,
+    extend_prompt,
+    run_model,
+    set_gradient_checkpointing,
+)
 
 SHORT_LENGTHS = (12, 7)  # tokens of the two short responses to each prompt
 MAX_LENGTH = 2048  # tokens of the sequence with the long response
@@ -67,8 +75,7 @@ def choose_layout(
     """Switch to the packed layout if it is exact; returns a message. Call on all ranks, which decide alike.
 
     It sets the model's attention, and for packing.py the attributes checked_media and logit_factor.
-    forward: pack -> log-probs or values (M,), or scores (S,); without no_grad it should run as in
-    training, with gradient checkpointing. max_length: maximum tokens of a prompt plus
+    forward: pack -> log-probs or values (M,), or scores (S,). max_length: maximum tokens of a prompt plus
     a response; max_tokens: maximum tokens of a pack. must_generate: exit if generate and forward differ,
     instead of a warning. encode_observation: sequence so far -> observation, for trajectories."""
     cases, long_case, notes = make_cases(model, prompts, max_length, max_tokens, encode_observation)
@@ -98,6 +105,26 @@ def choose_layout(
         reason = reason or "another rank could not pack it"
         message = f"warning: batches are padded, because packing is not supported for this model ({reason})"
     return "; ".join([message, *notes])
+
+
+def choose_engine_layout(engine, forward: Callable, **options) -> str:
+    """choose_layout for the model in a DeepSpeed engine around a module. Options are those of choose_layout.
+
+    forward: (network, pack) -> what choose_layout wants, where network is the engine or its module."""
+    # Under ZeRO-3 only the engine's forward gathers weights. Otherwise the check needs the
+    # module, because the engine refuses autograd.grad.
+    is_zero_3 = is_sharded(engine.module.model)
+    network = engine if is_zero_3 else engine.module
+
+    def checked_forward(pack: packing.Pack) -> Tensor:
+        set_gradient_checkpointing(engine.module, torch.is_grad_enabled())
+        return forward(network, pack)
+
+    message = choose_layout(engine.module.model, checked_forward, **options)
+    set_gradient_checkpointing(engine.module, False)
+    if is_zero_3:  # a failed check can leave parameters gathered
+        engine.empty_partition_cache()
+    return message
 
 
 # ---- cases ----

@@ -2,8 +2,8 @@
 
 import importlib
 import math
-import shutil
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path

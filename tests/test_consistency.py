@@ -12,7 +12,7 @@ BANNERS = ["args", "the algorithm: tensors in, tensors and metrics out", "the da
 BANNERS += ["setup", "rollout", "samplers", "rewards", "data", "forward", "evaluation", "model"]
 BANNERS += ["DeepSpeed", "files"]
 # Functions, classes and flags that differ between scripts although they have the same name.
-OWN = {"Args", "Rollout", "Run", "main", "setup", "check_args", "fill_defaults", "choose_layouts"}
+OWN = {"Args", "Rollout", "Run", "main", "setup", "check_args", "fill_defaults"}
 OWN |= {"iter_packs", "evaluate", "save_checkpoint"}
 OWN_FLAGS = """
     seed model eval_dataset_split rewards freeze max_length max_response_length lora_rank max_grad_norm mask_truncated num_epochs

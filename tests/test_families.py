@@ -313,7 +313,7 @@ def test_one_step_is_the_same_packed_and_padded(script, family, folder_of, tmp_p
         captured = capsys.readouterr()
         assert ("packing enabled" in captured.out) == (name == "packed")
         assert "skipped" not in captured.err
-        monkeypatch.setattr(packing_check, "choose_layout", lambda **arguments: "padded")
+        monkeypatch.setattr(packing_check, "choose_layout", lambda *arguments, **keywords: "padded")
     assert_same_run(tmp_path / "packed", tmp_path / "padded", 1e-4, of_weights=1e-4)
     assert metrics_of(tmp_path / "packed")[-1]["train/grad_norm"] > 0
 

@@ -16,6 +16,7 @@ import torch
 from conftest import ROOT, assert_same_run, metrics_differ, metrics_of, read_jsonl, weights_of, write_jsonl
 
 import rloo
+from common import packing_check
 from common.kl import kl_estimate
 
 
@@ -552,7 +553,8 @@ def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, w
 def test_the_check_at_startup_runs_as_in_training(run, any_reward, monkeypatch, spy):
     """With gradient checkpointing while it takes gradients: otherwise it would need more memory than an update."""
     monkeypatch.setattr(conftest, "CHECKED", {})
-    calls = spy(rloo, "set_gradient_checkpointing")
+    of_check = spy(packing_check, "set_gradient_checkpointing")
+    of_main = spy(rloo, "set_gradient_checkpointing")
     run("rloo", total_steps=1, gradient_checkpointing=True, eval_dataset=None, **any_reward)
-    *of_check, before, after = [enabled for (_, enabled), _, _ in calls]
-    assert True in of_check and (of_check[-1], before, after) == (False, True, False)
+    of_check, of_main = ([enabled for (_, enabled), _, _ in calls] for calls in (of_check, of_main))
+    assert True in of_check and not of_check[-1] and of_main == [True, False]
