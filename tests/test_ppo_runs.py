@@ -543,14 +543,14 @@ def test_results_do_not_depend_on_packs(run, spy):
 
 @slow
 @pytest.mark.parametrize("lora", [0, 2])
-def test_ranks_and_stages_have_the_same_metrics_and_weights(start, any_score, mixed, tmp_path, lora):
+def test_ranks_and_stages_have_the_same_metrics_and_weights(finish, any_score, mixed, tmp_path, lora):
     flags = {"dataset": mixed, "eval_dataset": None, "prompts_per_rollout": 5, "train_batch_size": 20}
     flags |= {"lora_rank": lora, "learning_rate": 1e-5, "critic_learning_rate": 1e-5}
     flags |= any_score
-    assert start("ppo_vl", **flags).wait() == 0
+    finish("ppo_vl", **flags)
     offloaded = {"zero_stage": 3, "offload_optimizer": True}
     plans = [(2, {"zero_stage": 2}), (2, {"zero_stage": 3}), (1, offloaded)]
     plans = [(2, offloaded)] if lora else plans
     for i, (ranks, plan) in enumerate(plans):
-        assert start("ppo_vl", ranks, **flags | plan | {"run_name": f"other{i}"}).wait() == 0
+        finish("ppo_vl", ranks, **flags | plan | {"run_name": f"other{i}"})
         assert_same_run(tmp_path / "runs/run", tmp_path / f"runs/other{i}", 2e-4, of_weights=2e-5)
