@@ -13,7 +13,6 @@ import transformers
 from conftest import TINY, assert_same_run, metrics_of, read_jsonl, write_jsonl
 from PIL import Image
 from test_families import load_data, load_model
-from test_properties import FLAG, SEED, cases, check, seeded, st
 
 from common import chats, packing
 from common.decoding import Response
@@ -261,62 +260,6 @@ def test_limits_and_seeds():
         overflow = first <= limit <= second
         assert sampler.logged_values["rollout/observation_overflow_frac"] == [overflow] or limit > second
         assert R == (first if overflow else min(limit, second + 1))  # the second turn is one token
-
-
-@cases(quick=6, slow=80)
-def test_masks_and_targets_of_random_trajectories(examples):
-    """The response mask is True for the sampled tokens and False for observations. Only hidden states that
-    predict a sampled token are targets of a pack; the gradients at all others are exactly 0."""
-    model, processor, prompt = tiny()
-    hidden_states = []
-
-    def remember(module, args, output) -> None:
-        hidden_states.append(output.last_hidden_state)
-        hidden_states[-1].retain_grad()
-
-    model.base_model.register_forward_hook(remember)
-
-    def property_(case: dict) -> None:
-        responses = []
-        for trajectory in case["trajectories"]:
-            sampler = ScriptedSampler(processor.tokenizer, 500, turns=())
-            observations = []
-            for num_tokens, num_words, has_image in trajectory:
-                token_ids = torch.randint(0, 490, (num_tokens,), generator=seeded(case["seed"] + num_tokens))
-                sampler.turns.append(torch.cat([token_ids, torch.tensor([500])]))
-                image = [{"type": "image", "image": crop(0)}] * has_image
-                observations.append([{"type": "text", "text": "no " * num_words}, *image])
-            parts = model, processor, observations[:-1], sampler
-            [response] = make_sampler(*parts, max_length=case["max_length"]).generate([prompt], 1, 1.0)
-            sampled = torch.cat(sampler.turns[: sampler.calls])
-            targets = response.token_ids[response.response_mask]
-            assert torch.equal(targets, sampled[: len(targets)])
-            assert len(response.token_ids) <= case["max_length"]
-            assert response.truncated or len(targets) == len(sampled)
-            assert not response.logprobs[~response.response_mask].any()
-            responses.append(response)
-        group = (0, [*range(len(responses))])
-        [pack] = packing.iter_rank_packs(
-            model, [group], [prompt], lambda i: prompt, [x.token_ids for x in responses], 9999,
-            continuations={b: x.continuation for b, x in enumerate(responses)},
-        )  # fmt: skip
-        expected = []  # for each sampled token the pack index of the token before it
-        start = prompt.length
-        for response in responses:
-            before = torch.arange(start - 1, start + len(response.token_ids) - 1)
-            before[0] = prompt.length - 1
-            expected += before[response.response_mask].tolist()
-            start += len(response.token_ids)
-        assert pack.logit_indices.tolist() == expected
-        assert torch.equal(pack.target_ids, torch.cat([x.token_ids[x.response_mask] for x in responses]))
-        logprobs = packing.response_logprobs(model, pack)[0]
-        (logprobs * torch.linspace(1, 2, len(logprobs))).sum().backward()
-        gradient = hidden_states.pop().grad[0].norm(dim=1)
-        assert gradient.nonzero()[:, 0].tolist() == sorted({*expected})
-
-    turn = st.tuples(st.integers(0, 6), st.integers(0, 20), FLAG)
-    trajectories = st.lists(st.lists(turn, min_size=1, max_size=4), min_size=1, max_size=3)
-    check(examples, property_, trajectories=trajectories, max_length=st.integers(1, 120), seed=SEED)
 
 
 def test_images_in_observations_are_scaled_down():
