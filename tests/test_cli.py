@@ -52,6 +52,29 @@ def test_invalid_arguments_exit_with_2(script, capsys):
         assert capsys.readouterr().err.startswith(f"error: {words[0]} requires --")
 
 
+REFUSED = [  # those of rloo.py: test_rloo_runs.py
+    ("ppo_vl", {"gamma": 2.0}, "--gamma (2.0) must be at most 1"),
+    ("ppo_vl", {"gae_lambda": 1.5}, "--gae-lambda (1.5) must be at most 1"),
+    ("ppo_vl", {"reward_clip": (1.0, 0.0)}, "--reward-clip (1.0 0.0)"),
+    ("ppo_vl", {"num_samples_per_prompt": 0}, "--num-samples-per-prompt (0)"),
+    ("ppo_vl", {"freeze": "none"}, "--freeze none matches no parameter"),
+    ("ppo_vl", {"freeze": "."}, "--freeze . freezes everything"),
+    ("reward_bt", {"eval_datasets": ("held.jsonl",)}, "--eval-datasets must be NAME=DATASET"),
+    ("reward_bt", {"eval_datasets": ("x=a.jsonl", "x=b.jsonl")}, "with different names"),
+    ("reward_bt", {"label_smoothing": 0.5}, "--label-smoothing (0.5) must be below 0.5"),
+    ("reward_bt", {"micro_batch_tokens": 100}, "--micro-batch-tokens must be at least --max-length (1024)"),
+    ("reward_bt", {"train_batch_size": 0}, "--train-batch-size (0) must be at least 1"),
+    ("grm_sft", {"micro_batch_tokens": 100}, "--micro-batch-tokens must be at least --max-length (2048)"),
+    ("grm_sft", {"max_num_seqs": 0}, "--max-num-seqs (0)"),
+]
+
+
+@pytest.mark.parametrize("script, flags, words", REFUSED, ids=[words for *_, words in REFUSED])
+def test_bad_flags_end_the_run_with_one_sentence(script, flags, words, run, refused):
+    with refused(f"error: {words}" if words.startswith("--") else words):
+        run(script, **flags)
+
+
 @each_script
 def test_every_flag_is_read_and_every_read_is_a_flag(script):
     tree = ast.parse(source_of(script))

@@ -131,11 +131,6 @@ def test_every_command_parses(page, capsys):
     assert problems == [], capsys.readouterr().err
 
 
-def test_commands_are_found():
-    words = [word for page in [*MARKDOWN, *PYTHON] for words in commands(page) for word in words]
-    assert all(words.count(f"{script}.py") >= 5 for script in SCRIPTS) and words.count("torchrun") >= 5
-
-
 @each_page
 def test_every_flag_named_in_the_text_exists(page):
     text = re.sub(r"(?m)^\|[^|]*\|", "|", prose(page)) if page.name in OF_OTHERS else prose(page)

@@ -3,16 +3,13 @@
 import asyncio
 import base64
 import io
-import json
 import runpy
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import common  # noqa: F401  before transformers # isort: skip
@@ -237,29 +234,12 @@ def test_remote_reward(reward_server, monkeypatch):
 
 
 @pytest.fixture
-def odd_server(monkeypatch):
-    """A server that sends a list of (status, reply) in turn; yields that list and the bodies of the requests."""
+def odd_server(serve, monkeypatch):
+    """A server that sends a list of (status, reply) in turn: that list and the bodies of the requests."""
     replies, requests = [], []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            status, reply = replies.pop(0)
-            body = json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    monkeypatch.setenv("REWARD_URL", f"http://127.0.0.1:{server.server_port}")
-    yield replies, requests
-    server.shutdown()
-    server.server_close()
+    url = serve(lambda path, body: (requests.append(body), replies.pop(0))[1])
+    monkeypatch.setenv("REWARD_URL", url)
+    return replies, requests
 
 
 def test_temporary_errors_of_the_server_are_retried(odd_server, monkeypatch):

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
@@ -92,6 +92,26 @@ def test_a_trajectory_of_two_turns_by_hand():
     advantages, returns = ppo_vl.compute_gae(rewards, values, mask, gamma=0.5, gae_lambda=0.5)
     assert advantages.tolist() == [[-0.453125, -0.8125, 0, 0, -2.25, 0]]
     assert returns.tolist() == [[0.546875, 1.1875, 0, 0, 1.75, 0]]
+
+
+@given(mask=masks, seed=seeds, gamma=st.floats(0, 1), gae_lambda=st.floats(0, 1))
+@quick
+def test_without_their_observations_trajectories_have_the_same_losses(mask, seed, gamma, gae_lambda):
+    """A mask with holes gives exactly what the tokens in it give as responses without holes."""
+    mask = tensor(mask)
+    assume(mask.any())
+    kl, values = (noise(*mask.shape, seed=seed + k) for k in range(2))
+    scores = noise(len(mask), seed=seed + 2)
+
+    def inputs_of_the_losses(mask, kl, values) -> list[torch.Tensor]:
+        rewards = ppo_vl.compute_token_rewards(scores, kl, mask)
+        advantages, returns = ppo_vl.compute_gae(rewards, values, mask, gamma, gae_lambda)
+        return [x[mask] for x in (rewards, ppo_vl.whiten(advantages, mask), returns)]
+
+    pad = torch.nn.utils.rnn.pad_sequence
+    without = [pad([x[m] for x, m in zip(table, mask)], True) for table in (mask, kl, values)]
+    for one, other in zip(inputs_of_the_losses(mask, kl, values), inputs_of_the_losses(*without)):
+        assert torch.equal(one, other)
 
 
 @given(mask=masks, seed=seeds, shift=finite)
