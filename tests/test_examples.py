@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from types import SimpleNamespace
 
-import common  # noqa: F401  before transformers # isort: skip
 import pytest
 import torch
 from conftest import ROOT, read_jsonl
@@ -58,8 +57,6 @@ def score(functions: dict, texts: list[str], ids=None, images=(), **columns) -> 
 
 
 # ---- functions ----
-
-
 def test_overlong():
     """The limit is 24 tokens: no penalty up to 19.2, -1 at 24."""
     function, ids = load("custom_reward.py")["overlong"], [torch.arange(n) for n in (19, 22, 24)]
@@ -98,8 +95,6 @@ def test_spelling_pairs(tmp_path):
 
 
 # ---- environments ----
-
-
 def test_guess_number(tmp_path):
     make("guess_number.py", tmp_path, "data")
     game = load("guess_number.py")
@@ -157,8 +152,6 @@ def test_environments_train(example, tmp_path, run):
 
 
 # ---- data ----
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, vqa_rows):
     """The directory with the six files made from forty images, which are in one directory per answer."""
@@ -199,8 +192,6 @@ def test_every_script_trains_on_its_file(script, data, run):
 
 
 # ---- a server ----
-
-
 def wait_for(port: int) -> None:
     for _ in range(200):
         try:
@@ -266,8 +257,6 @@ def test_temporary_errors_of_the_server_are_retried(odd_server, monkeypatch):
 
 
 # ---- TRL's own functions, where TRL is installed ----
-
-
 def test_rewards_of_trl_run_unchanged():
     rewards = pytest.importorskip("trl.rewards")
     texts = ["<think>half</think>\n$\\boxed{\\frac{1}{2}}$", "$\\boxed{\\frac{1}{3}}$"]

@@ -15,7 +15,6 @@ import warnings
 from dataclasses import replace
 from unittest.mock import Mock
 
-import common  # noqa: F401  before transformers # isort: skip
 import av
 import numpy as np
 import pytest

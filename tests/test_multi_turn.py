@@ -6,7 +6,6 @@ import shutil
 import warnings
 from dataclasses import replace
 
-import common  # noqa: F401  before transformers # isort: skip
 import pytest
 import torch
 import transformers

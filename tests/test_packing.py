@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-import common  # noqa: F401  before transformers # isort: skip
 import pytest
 import torch
 import transformers
@@ -39,8 +38,6 @@ GROUPS, RESPONSES = [(0, [0, 1, 2]), (1, [3])], [torch.arange(R) for R in (5, 1,
 
 
 # ---- packed and padded ----
-
-
 def test_padded_rows_need_few_logits(batch_of):
     """Models that can return logits of the last tokens only are asked for the responses'."""
     batch, shapes = batch_of("llama"), []
@@ -51,7 +48,6 @@ def test_padded_rows_need_few_logits(batch_of):
 
 
 # ---- the check at startup ----
-
 WARNING = "warning: batches are padded, because packing is not supported for this model ("
 ENABLED = "packing enabled: outputs match the unmodified model within"
 
@@ -280,8 +276,6 @@ def test_attention_refuses_inputs_that_it_would_ignore(batch_of):
 
 
 # ---- attention ----
-
-
 def separate_attention(q, k, v, scaling, groups, function) -> torch.Tensor:
     """Attention of each prompt and each [prompt; response] as a separate sequence, in matrix products."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[0] for x in (k, v))  # (heads, N, D)
@@ -349,8 +343,6 @@ def test_on_a_gpu_sdpa_never_gets_a_mask_and_grouped_heads(queries, kv_heads, mo
 
 
 # ---- planning ----
-
-
 @st.composite
 def plans(draw):
     shape = st.tuples(st.integers(1, 40), st.lists(st.integers(1, 30), max_size=9))
@@ -429,8 +421,6 @@ def test_configs_of_other_families():
 
 
 # ---- prompts ----
-
-
 def test_positions_after_a_long_video(batch_of):
     """A video's frames count in time beyond the text after them. The response continues from that text."""
     batch = batch_of("qwen2_5_vl")

@@ -46,8 +46,6 @@ def test_worked_examples_of_the_docstrings():
 
 
 # --- token rewards, GAE, whitening ---
-
-
 def test_score_lands_on_the_last_token_of_the_response():
     mask = tensor([[1, 1, 0], [1, 1, 1]]).bool()
     rewards = ppo_vl.compute_token_rewards(tensor([1.0, 2.0]), torch.full((2, 3), 0.1), mask)
@@ -137,8 +135,6 @@ def test_equal_advantages_whiten_to_exactly_zero(value):
 
 
 # --- policy loss ---
-
-
 def loss_of_one_token(logratio: float, A: float, c: float, c_high: float) -> float:
     """One token, as in the paper."""
     r = math.exp(logratio)
@@ -177,8 +173,6 @@ def test_policy_losses_and_gradients_are_the_formulas(c, c_high):
 
 
 # --- value loss, rewards ---
-
-
 @pytest.mark.parametrize(
     "new, old, target, clip, loss, clipped",
     [
@@ -205,8 +199,6 @@ def test_values_within_the_clip_range_never_count_as_clipped():
 
 
 # --- explained variance ---
-
-
 def test_explained_variance():
     returns = tensor([1.0, 2, 3])
     assert ppo_vl.explained_variance(returns, returns) == 1

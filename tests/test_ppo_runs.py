@@ -71,8 +71,6 @@ START = load_weights(Path(TINY))
 
 
 # --- the wiring of main ---
-
-
 def test_the_policy_moves_along_its_advantages(run, monkeypatch, spy, watch_steps):
     """In the second epoch over the same responses. An ascending loss gives -3, a constant ratio 0."""
     calls = spy(ppo_vl, "compute_policy_loss")
@@ -224,8 +222,6 @@ def test_gradients_of_the_critic_that_are_not_finite_stop_the_run(run, monkeypat
 
 
 # --- options ---
-
-
 @pytest.mark.parametrize("flags, moving", [({"freeze": "^visual"}, 0), ({"lora_rank": 2}, 0), ({}, 1)])
 def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
     run_dir = run(**ONE_UPDATE, **flags)
@@ -453,8 +449,6 @@ def test_the_value_head_is_a_module_that_multiplies_in_fp32():
 
 
 # --- videos, images and text ---
-
-
 @pytest.fixture
 def mixed(tmp_path, vqa_rows) -> str:
     """Text, one image, two images with markers, a video, a video and an image."""
@@ -483,8 +477,6 @@ def test_videos_images_and_text_in_one_batch(run, mixed, folder_of, spy, watch_s
 
 
 # --- packs, ranks and stages ---
-
-
 def test_results_do_not_depend_on_packs(run, spy):
     """Denominators are those of the whole optimizer step, however it is split."""
     packs = spy(ppo_vl, "compute_value_loss")

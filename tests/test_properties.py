@@ -5,7 +5,6 @@ import copy
 from dataclasses import replace
 from functools import cache
 
-import common  # noqa: F401  before transformers # isort: skip
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -44,8 +43,6 @@ def seeded(seed: int) -> torch.Generator:
 
 
 # ---- the head: log-probs, entropies and gradients against the dense formula ----
-
-
 def dense(hidden, weight, bias, targets, temperature, softcap, factor, suppressed) -> tuple:
     """Log-probs and entropies over the tokens that are not suppressed."""
     kept = torch.tensor([i for i in range(len(weight)) if i not in suppressed])
@@ -96,8 +93,6 @@ def test_head(examples, monkeypatch):
 
 
 # ---- packed and padded packs and the sampler against the unmodified model ----
-
-
 @cache
 def models_of(family: str) -> tuple:
     """The unmodified model, and a copy with packed attention."""

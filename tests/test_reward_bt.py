@@ -47,8 +47,6 @@ def mean_loss(rewards: torch.Tensor, rankings: list[Ranking], smoothing: float, 
 
 
 # --- loss and metrics ---
-
-
 def test_worked_examples_of_the_docstrings():
     pairs = make_pairs([ranking(2, 0), ranking(3, 0.5)])
     assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([0, 2, 2, 3], [1, 3, 4, 4])
@@ -105,8 +103,6 @@ def test_metrics_count_each_prompt_once_and_ties_as_one_half():
 
 
 # --- data ---
-
-
 @pytest.fixture(scope="module")
 def text(tiny_text_model):
     args = filled_args("reward_bt", model=tiny_text_model)
@@ -305,8 +301,6 @@ def test_easy_vqa_pairs_have_answers_of_one_type_and_follow_the_seed():
 
 
 # --- rewards and gradients against the unmodified model ---
-
-
 class Engine:
     """What main calls of a DeepSpeed engine, without one: gradients stay in the module, which is never in
     training mode, so that router noise or batch norm can't make it another function than the one checked."""
@@ -416,8 +410,6 @@ def test_main_has_the_gradients_of_the_unmodified_model(
 
 
 # --- runs ---
-
-
 FLAGS = {"run_name": "run", "train_batch_size": 8, "warmup_updates": 0, "learning_rate": 1e-3}
 FLAGS |= {"eval_rows": 8, "eval_steps": 0, "seed": 3}
 
@@ -485,8 +477,6 @@ def test_rewards_in_bf16_are_all_different(tmp_path):
 
 
 # --- what a saved checkpoint gives ---
-
-
 @pytest.mark.parametrize("template", ["", "<|end|>"])
 def test_exported_classifier_gives_the_same_rewards_with_any_padding(template, tiny_text_model, tmp_path):
     """A tokenizer whose pad token is EOS, chats that end in EOS or not; batches of unequal lengths."""

@@ -117,8 +117,6 @@ def test_rows_are_shuffled_epochs():
 
 
 # ---- rewards, rollouts, evaluation ----
-
-
 def test_accuracy_and_format(refused):
     texts = ["<answer>Blue </answer>", "<answer>a</answer> <answer>blue</answer>", "blue"]
     texts += ["<answer>red</answer>"]
@@ -307,8 +305,6 @@ def test_batches_are_counted_in_responses(monkeypatch):
 
 
 # ---- data ----
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return transformers.AutoTokenizer.from_pretrained(TINY)
@@ -383,8 +379,6 @@ def test_a_prompt_of_exactly_the_maximum_length_is_kept(tiny_text_model, tmp_pat
 
 
 # ---- signals, optimizer, weights ----
-
-
 @pytest.mark.parametrize("rank", [None, "0"])
 def test_a_second_signal_ends_a_process_without_a_launcher(monkeypatch, rank):
     """Whichever of the two it is. torchrun repeats signals that the rank has received already."""

@@ -352,8 +352,6 @@ def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_
 
 
 # ---- slow ----
-
-
 @pytest.mark.slow
 def test_the_checkpoint_is_a_transformers_directory_that_generates_the_same(run, vqa_rows):
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -494,8 +492,6 @@ def wait_for(path, lines: int) -> None:
 
 
 # ---- invalid input ----
-
-
 BAD = [  # flags, part of the message
     ({"num_samples_per_prompt": 1}, "--num-samples-per-prompt (1) must be at least 2"),
     ({"train_batch_size": 6}, "--train-batch-size (6) must be a multiple of --num-samples-per-prompt (4)"),

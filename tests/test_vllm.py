@@ -4,7 +4,6 @@
 model and one server; runs of rloo.py are separate processes.
 """
 
-import common  # noqa: F401  before transformers # isort: skip
 import copy
 import importlib.util
 import os
@@ -48,8 +47,6 @@ def environment():
 
 
 # ---- data and models ----
-
-
 @pytest.fixture(scope="module")
 def vqa_file(tmp_path_factory) -> str:
     rows = rloo.easy_vqa_rows("test").select(range(0, 4096, 64))
@@ -126,8 +123,6 @@ def truncated(responses: list[Response]) -> list[bool]:
 
 
 # ---- a server ----
-
-
 class Server:
     """vLLM's OpenAI-compatible server, with the options of the vLLM engine in this process."""
 
@@ -184,8 +179,6 @@ def servers(started):
 
 
 # ---- log-probs, updates of the weights ----
-
-
 @pytest.fixture(scope="module")
 def vlm(vqa_file, tmp_path_factory):
     yield (setup := prepare(TINY, vqa_file, rloo.VLLMSampler, tmp_path_factory.mktemp("run")))
@@ -296,8 +289,6 @@ def test_images_in_later_turns_are_refused(vlm, tmp_path, refused):
 
 
 # ---- whole runs ----
-
-
 def run(directory, sampler: str, script: str = "rloo", **flags) -> subprocess.CompletedProcess:
     """Two steps with a reward that differs between responses."""
     code = "def score(completion_ids, **columns):\n    return [sum(x) % 7 / 7 for x in completion_ids]\n"
