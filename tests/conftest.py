@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two cores
@@ -243,6 +245,33 @@ def finish(start, tmp_path):
         return output
 
     return go
+
+
+@pytest.fixture
+def serve():
+    """Function that starts an HTTP server, which answers with what respond(path, body) gives: status and JSON."""
+    servers = []
+
+    def start(respond) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                status, reply = respond(self.path, json.loads(body or "{}"))
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(reply).encode())
+
+            do_GET = do_POST
+            log_message = lambda *arguments: None  # noqa: E731
+
+        servers.append(server := ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
 def weights_of(checkpoint: Path) -> dict:

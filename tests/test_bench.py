@@ -18,13 +18,11 @@ def test_cases_are_valid_flags_and_the_same_work_for_trl():
         script_args = script.Args(**case["flags"], total_steps=2)
         script.fill_defaults(script_args)
         script.check_args(script_args)
-    ranked, pairs = cases["ranked_4"], cases["pairs_100"]
-    assert len(ranked["rows"]) == 4 and len(ranked["trl_rows"]) == 4 * 6 and len(pairs["trl_rows"]) == 16
-    first = pairs["rows"][0]
+    ranked, (first, *_) = cases["ranked_4"], cases["pairs_100"]["rows"]
+    assert len(ranked["rows"]) == 4 and len(ranked["trl_rows"]) == 4 * 6
     chosen, rejected = first["responses"]
-    assert pairs["trl_rows"][0] == {"prompt": first["prompt"], "chosen": chosen, "rejected": rejected}
-    num_images = [len({row["image"] for row in cases[name]["rows"]}) for name in ("different", "by_image")]
-    assert num_images[0] == 64 and num_images[1] < 16
+    same = {"prompt": first["prompt"], "chosen": chosen, "rejected": rejected}
+    assert cases["pairs_100"]["trl_rows"][0] == same
 
 
 @pytest.mark.slow

@@ -37,8 +37,6 @@ each_markdown = pytest.mark.parametrize("page", MARKDOWN, ids=lambda p: p.name)
 
 
 # --- reading pages ---------------------------------------------------------------------------------------------------
-
-
 def fences(page: Path) -> list[tuple[str, str]]:
     """(language, text) of every fenced block."""
     return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
@@ -71,8 +69,6 @@ def commands(page: Path) -> list[list[str]]:
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
-
-
 def check_python(path: Path, words: list[str]) -> None:
     """Our scripts accept the words, by tyro and check_args; tools and examples know the flags among them."""
     assert path.is_file(), f"{path} does not exist"
@@ -131,11 +127,6 @@ def test_every_command_parses(page, capsys):
     assert problems == [], capsys.readouterr().err
 
 
-def test_commands_are_found():
-    words = [word for page in [*MARKDOWN, *PYTHON] for words in commands(page) for word in words]
-    assert all(words.count(f"{script}.py") >= 5 for script in SCRIPTS) and words.count("torchrun") >= 5
-
-
 @each_page
 def test_every_flag_named_in_the_text_exists(page):
     text = re.sub(r"(?m)^\|[^|]*\|", "|", prose(page)) if page.name in OF_OTHERS else prose(page)
@@ -151,8 +142,6 @@ def test_every_flag_named_in_the_text_exists(page):
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
-
-
 def documented(script: str) -> set[str]:
     """Keys under "## Metrics"; <name>, NAME and K match anything, as * does."""
     pages = {"metrics", script} if script in ("rloo", "ppo_vl") else {script}  # theirs have only what differs
@@ -182,8 +171,6 @@ def test_the_table_of_metrics_is_what_a_run_writes(script, tmp_path):
 
 
 # --- links, files, figures -------------------------------------------------------------------------------------------
-
-
 def anchors(page: Path) -> set[str]:
     """Anchors of headings, as GitHub makes them: lower case, letters, digits and hyphens."""
     titles = re.findall(r"^#+ (.+)$", prose(page), re.M)

@@ -3,19 +3,15 @@
 import asyncio
 import base64
 import io
-import json
 import runpy
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
-import common  # noqa: F401  before transformers # isort: skip
 import pytest
 import torch
 from conftest import ROOT, read_jsonl
@@ -61,8 +57,6 @@ def score(functions: dict, texts: list[str], ids=None, images=(), **columns) -> 
 
 
 # ---- functions ----
-
-
 def test_overlong():
     """The limit is 24 tokens: no penalty up to 19.2, -1 at 24."""
     function, ids = load("custom_reward.py")["overlong"], [torch.arange(n) for n in (19, 22, 24)]
@@ -101,8 +95,6 @@ def test_spelling_pairs(tmp_path):
 
 
 # ---- environments ----
-
-
 def test_guess_number(tmp_path):
     make("guess_number.py", tmp_path, "data")
     game = load("guess_number.py")
@@ -160,8 +152,6 @@ def test_environments_train(example, tmp_path, run):
 
 
 # ---- data ----
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, vqa_rows):
     """The directory with the six files made from forty images, which are in one directory per answer."""
@@ -202,8 +192,6 @@ def test_every_script_trains_on_its_file(script, data, run):
 
 
 # ---- a server ----
-
-
 def wait_for(port: int) -> None:
     for _ in range(200):
         try:
@@ -237,29 +225,12 @@ def test_remote_reward(reward_server, monkeypatch):
 
 
 @pytest.fixture
-def odd_server(monkeypatch):
-    """A server that sends a list of (status, reply) in turn; yields that list and the bodies of the requests."""
+def odd_server(serve, monkeypatch):
+    """A server that sends a list of (status, reply) in turn: that list and the bodies of the requests."""
     replies, requests = [], []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            status, reply = replies.pop(0)
-            body = json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    monkeypatch.setenv("REWARD_URL", f"http://127.0.0.1:{server.server_port}")
-    yield replies, requests
-    server.shutdown()
-    server.server_close()
+    url = serve(lambda path, body: (requests.append(body), replies.pop(0))[1])
+    monkeypatch.setenv("REWARD_URL", url)
+    return replies, requests
 
 
 def test_temporary_errors_of_the_server_are_retried(odd_server, monkeypatch):
@@ -286,8 +257,6 @@ def test_temporary_errors_of_the_server_are_retried(odd_server, monkeypatch):
 
 
 # ---- TRL's own functions, where TRL is installed ----
-
-
 def test_rewards_of_trl_run_unchanged():
     rewards = pytest.importorskip("trl.rewards")
     texts = ["<think>half</think>\n$\\boxed{\\frac{1}{2}}$", "$\\boxed{\\frac{1}{3}}$"]

@@ -42,8 +42,6 @@ NAMES = sorted(path.stem for path in FORKS.glob("*.diff"))
 
 
 # ---- diffs and their table ----
-
-
 def read_diff(name: str) -> tuple[str, str, str]:
     """The text that explains it, the diff itself, and the script that it changes."""
     text, start, diff = (FORKS / f"{name}.diff").read_text().partition("\n--- ")
@@ -129,7 +127,6 @@ def test_commands_of_the_texts_parse(tmp_path):
 
 
 # ---- a step of main on a rollout made by hand ----
-
 G = 4  # responses per prompt
 R = 7  # tokens of the longest response
 
@@ -406,8 +403,6 @@ def test_cpgd_clips_log_ratios(t, tmp_path):
 
 
 # ---- what can be added to a critic-free algorithm ----
-
-
 def kl_losses(t, estimator: str) -> torch.Tensor:
     d = t.new - t.ref
     return {"k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[estimator]
@@ -488,8 +483,6 @@ def test_new_metric_counts_different_responses(t, tmp_path):
 
 
 # ---- PPO and reward models ----
-
-
 def advantages_and_returns(t) -> tuple[torch.Tensor, torch.Tensor]:
     """Without a KL, by functions that tests/test_ppo_math.py checks."""
     rewards = ppo_vl.compute_token_rewards(t.scores.flatten(), torch.zeros(t.mask.shape), t.mask)
@@ -611,7 +604,6 @@ def test_hinge_loss(tmp_path):
 
 
 # ---- forks that train the tiny model ----
-
 FAST = {"save_steps": 1, "learning_rate": 1e-3, "warmup_updates": 0}
 ONE_UPDATE = FAST | {"num_epochs": 1, "train_batch_size": 16}
 
@@ -713,8 +705,6 @@ def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, n
 
 
 # ---- after a change of the scripts ----
-
-
 def renew() -> None:
     """Merge the changes of the scripts since the last commit into the forks; write their diffs and numbers of lines."""
     page = README.read_text()

@@ -127,8 +127,6 @@ def expected_logprobs(tiny_vl, row: dict, swapped: bool) -> torch.Tensor:
 
 
 # --- math ---
-
-
 def test_each_epoch_has_every_example_once_and_groups_stay_together():
     groups = [[0, 1, 2], [3], [4, 5], [6]]
     sample = grm_sft.sample_example_ids
@@ -140,7 +138,6 @@ def test_each_epoch_has_every_example_once_and_groups_stay_together():
 
 
 # --- rows ---
-
 UNREADABLE = [
     "", "Image 1 is better", "<answer>Image 3 is better</answer>", "<answer>Image 1 is better",
     "<answer>Image 1 is not better</answer>", "<answer>7</answer>",
@@ -239,8 +236,6 @@ def test_both_orders_and_rows_with_the_same_image_form_a_group(tiny_vl, monkeypa
 
 
 # --- loss masks ---
-
-
 def trained(tiny_vl, row: dict, **how) -> str:
     """The trained tokens as text."""
     example = encode(tiny_vl, row, **how)
@@ -307,8 +302,6 @@ def test_turns_are_located_in_templates_with_and_without_eos(tiny_text_model):
 
 
 # --- prompts and packs ---
-
-
 @pytest.mark.parametrize("swapped", [False, True])
 def test_examples_have_the_inputs_and_positions_of_the_processor(swapped, tiny_vl, rows):
     for row in rows:
@@ -359,8 +352,6 @@ def test_packs_share_images_and_predict_the_trained_tokens(tiny_vl, rows, judged
 
 
 # --- judgments ---
-
-
 @pytest.fixture
 def write(tiny_vl, monkeypatch):
     """Make the model write given texts, one per prompt."""
@@ -508,8 +499,6 @@ def test_both_orders_count_and_columns_of_the_data_do_not(verdicts, evaluate):
 
 
 # --- runs ---
-
-
 def test_the_loss_is_the_mean_over_the_trained_tokens_of_the_step(grm, tiny_vl, rows, monkeypatch, capsys):
     """Compared with the unmodified model, over several packs; the last pack ends the optimizer step."""
     boundaries, engine = [], deepspeed.DeepSpeedEngine
@@ -559,18 +548,15 @@ def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_training_does_not_depend_on_ranks_or_zero(grm, start, tmp_path, judged):
+def test_training_does_not_depend_on_ranks_or_zero(grm, finish, tmp_path, judged):
     """Tests of rloo.py and ppo_vl.py have the other stages."""
     flags = {"train_batch_size": 14, "eval_rows": 4}
     one = grm(run_name="one", **flags)
-    process = start("grm_sft", 2, zero_stage=3, run_name="zero3", **flags_for(judged) | flags)
-    assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-2000:]
+    finish("grm_sft", 2, zero_stage=3, run_name="zero3", **flags_for(judged) | flags)
     assert_same_run(one, tmp_path / "runs/zero3", 1e-4, of_weights=1e-4)
 
 
 # --- invalid input ---
-
-
 def test_rows_that_can_not_be_used_are_skipped_and_counted(grm, rows, tmp_path, capsys):
     late_image = {"messages": chat_of("a", "b", "<image>?", "c"), "image": f"{IMAGES}/small.png"}
     bad = {  # words of the message: row
@@ -625,10 +611,6 @@ def test_verdicts_may_be_numbers(verdicts, tiny_vl, rows, tmp_path):
     assert labels == [None if x is None else str(x)[:3].removesuffix(".0") for x in verdicts]
 
 
-BAD_FLAGS = {
-    "--micro-batch-tokens must be at least --max-length (2048)": {"micro_batch_tokens": 100},
-    "--max-num-seqs (0)": {"max_num_seqs": 0},
-}
 BAD_ROWS = {  # words of the message: rows
     "has columns text": [{"text": "a"}],
     "not 0": [{"prompt": "?", "answer_1": "a", "answer_2": "b", "verdict": x} for x in (0, 1)],
@@ -636,16 +618,13 @@ BAD_ROWS = {  # words of the message: rows
 }
 
 
-@pytest.mark.parametrize("words", [*BAD_FLAGS, *BAD_ROWS])
-def test_invalid_input_ends_with_one_sentence(words, grm, judged, tmp_path, refused):
-    source = write_jsonl(tmp_path / "bad.jsonl", BAD_ROWS[words]) if words in BAD_ROWS else judged
+@pytest.mark.parametrize("words", BAD_ROWS)
+def test_invalid_input_ends_with_one_sentence(words, grm, tmp_path, refused):
     with refused(words):
-        grm(dataset=source, **BAD_FLAGS.get(words, {}))
+        grm(dataset=write_jsonl(tmp_path / "bad.jsonl", BAD_ROWS[words]))
 
 
 # --- examples ---
-
-
 def convert(tmp_path, *names: str, seed: int = 0) -> list[dict]:
     sys.path.insert(0, str(ROOT / "examples"))
     module = importlib.import_module("convert_judgments")

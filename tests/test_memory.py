@@ -14,22 +14,12 @@ from common import packing
 sys.path.insert(0, str(ROOT / "tools"))
 import memory
 
-QWEN = {  # text and vision configs of Qwen2.5-VL, as on the Hub
-    "Qwen/Qwen2.5-VL-3B-Instruct": (
-        {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2}
-        | {"intermediate_size": 11008, "vocab_size": 151936, "tie_word_embeddings": True},
-        {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048},
-    ),
-    "Qwen/Qwen2.5-VL-7B-Instruct": (
-        {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
-        | {"intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False},
-        {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
-    ),
-    "Qwen/Qwen2.5-VL-32B-Instruct": (
-        {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8}
-        | {"intermediate_size": 27648, "vocab_size": 152064, "tie_word_embeddings": False},
-        {"depth": 32, "hidden_size": 1280, "intermediate_size": 3456, "out_hidden_size": 5120},
-    ),
+VISION = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420}
+SIZES = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size".split()
+QWEN = {  # text configs of Qwen2.5-VL, as on the Hub, and whether embeddings are tied
+    "Qwen/Qwen2.5-VL-3B-Instruct": ((2048, 36, 16, 2, 11008, 151936), True),
+    "Qwen/Qwen2.5-VL-7B-Instruct": ((3584, 28, 28, 4, 18944, 152064), False),
+    "Qwen/Qwen2.5-VL-32B-Instruct": ((5120, 64, 40, 8, 27648, 152064), False),
 }
 
 
@@ -44,7 +34,9 @@ def make_config(text: dict, vision: dict):
 
 @cache
 def config_of(name: str):
-    return make_config(*QWEN[name])
+    sizes, is_tied = QWEN[name]
+    vision = VISION | {"out_hidden_size": sizes[0], "intermediate_size": 3456 if "32B" in name else 3420}
+    return make_config({**dict(zip(SIZES, sizes)), "tie_word_embeddings": is_tied}, vision)
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +67,7 @@ def make_pack(model, P: int, R: int, side: int = 0) -> packing.Pack:
     prompt = packing.make_prompt(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), **media})
     responses = [torch.randint(0, 900, (R,)) for _ in range(4)]
     packs = packing.iter_rank_packs(
-        model=model,
-        groups=[(0, [0, 1, 2, 3])],
-        prompts=[prompt],
-        encode=lambda row: prompt,
-        responses=responses,
-        max_tokens=10**6,
-        rank=0,
-        world_size=1,
+        model, [(0, [0, 1, 2, 3])], [prompt], lambda row: prompt, responses, 10**6
     )
     return next(iter(packs))
 

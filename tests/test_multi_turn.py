@@ -1,18 +1,17 @@
 """--environment: trajectories [turn 1][observation 1][turn 2]... against the unmodified model on the whole sequence."""
 
 import asyncio
+import functools
 import shutil
 import warnings
 from dataclasses import replace
 
-import common  # noqa: F401  before transformers # isort: skip
 import pytest
 import torch
 import transformers
 from conftest import TINY, assert_same_run, metrics_of, read_jsonl, write_jsonl
 from PIL import Image
 from test_families import load_data, load_model
-from test_properties import FLAG, SEED, cases, check, seeded, st
 
 from common import chats, packing
 from common.decoding import Response
@@ -43,8 +42,7 @@ class Scripted:
 
     def step(self, response):
         self.texts.append(response)
-        observations = self.observations
-        return observations[len(self.texts) - 1] if len(self.texts) <= len(observations) else None
+        return dict(enumerate(self.observations, 1)).get(len(self.texts))
 
 
 class ScriptedSampler:
@@ -66,10 +64,12 @@ class ScriptedSampler:
         return [Response(turn, torch.ones(len(turn)), False) for _ in prompts for _ in range(num_samples)]
 
 
-def make_sampler(model, processor, sampler=None, environment=Scripted, **flags):
+def make_sampler(model, processor, observations=(), sampler=None, environment=None, **flags):
+    """By default an environment that returns the observations and then ends."""
     tokenizer = getattr(processor, "tokenizer", processor)
     flags = {"max_length": 2000, "max_turns": 4, "eos_ids": [tokenizer.eos_token_id]} | flags
     sampler = sampler or ScriptedSampler(tokenizer, 500)
+    environment = environment or type("Env", (Scripted,), {"observations": observations})
     return EnvironmentSampler(sampler, environment, model, processor, **flags)
 
 
@@ -77,9 +77,7 @@ def make_trajectories(prompts, model, processor, **flags) -> list[Response]:
     """One scripted trajectory per prompt."""
     responses = []
     for prompt, observations in zip(prompts, OBSERVATIONS):
-        environment = type("Env", (Scripted,), {"observations": observations})
-        sampler = make_sampler(model, processor, environment=environment, **flags)
-        responses += sampler.generate([prompt], 1, 1.0)
+        responses += make_sampler(model, processor, observations, **flags).generate([prompt], 1, 1.0)
     return responses
 
 
@@ -196,11 +194,11 @@ def test_a_run_with_an_environment(dtype, tolerance, environment, run):
 
 
 @pytest.mark.slow
-def test_ranks_do_not_change_a_run_with_an_environment(environment, start, tmp_path, run):
+def test_ranks_do_not_change_a_run_with_an_environment(environment, finish, tmp_path, run):
     """One rank = two ranks with ZeRO-3."""
     flags = environment | {"eval_dataset": None, "eval_num_samples": 1}
     one = run("rloo", **flags, output_dir=tmp_path / "one")
-    assert start("rloo", 2, **flags, zero_stage=3, output_dir=tmp_path / "two").wait() == 0
+    finish("rloo", 2, **flags, zero_stage=3, output_dir=tmp_path / "two")
     assert_same_run(one, tmp_path / "two/run", tolerance=2e-3, of_weights=3e-4)
 
 
@@ -208,16 +206,9 @@ def test_ranks_do_not_change_a_run_with_an_environment(environment, start, tmp_p
 @pytest.mark.parametrize("script", ["rloo", "ppo_vl"])
 def test_a_resumed_run_with_an_environment_equals_an_uninterrupted_one(script, environment, run):
     flags = environment | {"eval_dataset": None, "eval_num_samples": 1}
-    folder = run(script, **flags, save_steps=1)
-
-    def read() -> tuple[dict, list[bytes]]:
-        metrics = {name: x for name, x in metrics_of(folder)[-1].items() if not name.startswith("time/")}
-        return metrics, [path.read_bytes() for path in sorted(folder.rglob("checkpoint-2/*.safetensors"))]
-
-    before = read()
-    assert before[1]
-    folder = run(script, **flags, resume=folder / "checkpoint-1", run_name="branch")
-    assert before == read()
+    whole = run(script, **flags, save_steps=1)
+    branch = run(script, **flags, resume=whole / "checkpoint-1", run_name="branch")
+    assert_same_run(whole, branch, tolerance=0, of_weights=0)
 
 
 def tiny(*change: str):
@@ -237,17 +228,15 @@ def tiny(*change: str):
 def test_limits_and_seeds():
     """Turns have their own seeds, responses their own environments; what does not fit ends a trajectory."""
     model, processor, prompt = tiny()
-    environment = type("Env", (Scripted,), {"observations": ["more"] * 9})
-    sampler = make_sampler(model, processor, environment=environment, max_turns=3)
+    make = functools.partial(make_sampler, model, processor, ["more"] * 9, max_turns=3)
+    sampler = make()
     responses = sampler.generate([replace(prompt, seed=5)], 2, 1.0)
     seeds = [seed for call in sampler.sampler.seeds for seed in call]
     assert len(set(seeds)) == 5 and len(sampler.sampler.seeds) == 3  # one prompt, then two responses, twice
     assert responses[0].environment is not responses[1].environment
     assert [len(x.environment.texts) for x in responses] == [3, 3]  # the last turn's observation is ignored
-    assert sampler.logged_values == {
-        "rollout/turns_mean": [3, 3],
-        "rollout/observation_overflow_frac": [0, 0],
-    }
+    names = "rollout/turns_mean", "rollout/observation_overflow_frac"
+    assert [sampler.logged_values[name] for name in names] == [[3, 3], [0, 0]]
     whole = responses[0]
     last_turn = int(whole.response_mask.flip(0).long().argmin())  # tokens
     room = 2000 - (len(whole.token_ids) - last_turn)
@@ -255,7 +244,7 @@ def test_limits_and_seeds():
     first = int((~whole.response_mask).nonzero()[0])  # tokens of the first turn
     second = int(whole.response_mask[first:].nonzero()[0]) + first
     for limit in range(1, second + 4):
-        sampler = make_sampler(model, processor, environment=environment, max_turns=3, max_length=limit)
+        sampler = make(max_length=limit)
         [response] = sampler.generate([prompt], 1, 1.0)
         R = len(response.token_ids)
         assert response.truncated and torch.equal(response.token_ids, whole.token_ids[:R])
@@ -263,63 +252,6 @@ def test_limits_and_seeds():
         overflow = first <= limit <= second
         assert sampler.logged_values["rollout/observation_overflow_frac"] == [overflow] or limit > second
         assert R == (first if overflow else min(limit, second + 1))  # the second turn is one token
-
-
-@cases(quick=6, slow=80)
-def test_masks_and_targets_of_random_trajectories(examples):
-    """The response mask is True for the sampled tokens and False for observations. Only hidden states that
-    predict a sampled token are targets of a pack; the gradients at all others are exactly 0."""
-    model, processor, prompt = tiny()
-    hidden_states = []
-
-    def remember(module, args, output) -> None:
-        hidden_states.append(output.last_hidden_state)
-        hidden_states[-1].retain_grad()
-
-    model.base_model.register_forward_hook(remember)
-
-    def property_(case: dict) -> None:
-        responses = []
-        for trajectory in case["trajectories"]:
-            sampler = ScriptedSampler(processor.tokenizer, 500, turns=())
-            observations = []
-            for num_tokens, num_words, has_image in trajectory:
-                token_ids = torch.randint(0, 490, (num_tokens,), generator=seeded(case["seed"] + num_tokens))
-                sampler.turns.append(torch.cat([token_ids, torch.tensor([500])]))
-                image = [{"type": "image", "image": crop(0)}] * has_image
-                observations.append([{"type": "text", "text": "no " * num_words}, *image])
-            environment = type("Env", (Scripted,), {"observations": observations[:-1]})
-            flags = {"environment": environment, "max_length": case["max_length"]}
-            [response] = make_sampler(model, processor, sampler, **flags).generate([prompt], 1, 1.0)
-            sampled = torch.cat(sampler.turns[: sampler.calls])
-            targets = response.token_ids[response.response_mask]
-            assert torch.equal(targets, sampled[: len(targets)])
-            assert len(response.token_ids) <= case["max_length"]
-            assert response.truncated or len(targets) == len(sampled)
-            assert not response.logprobs[~response.response_mask].any()
-            responses.append(response)
-        group = (0, [*range(len(responses))])
-        [pack] = packing.iter_rank_packs(
-            model, [group], [prompt], lambda i: prompt, [x.token_ids for x in responses], 9999,
-            continuations={b: x.continuation for b, x in enumerate(responses)},
-        )  # fmt: skip
-        expected = []  # for each sampled token the pack index of the token before it
-        start = prompt.length
-        for response in responses:
-            before = torch.arange(start - 1, start + len(response.token_ids) - 1)
-            before[0] = prompt.length - 1
-            expected += before[response.response_mask].tolist()
-            start += len(response.token_ids)
-        assert pack.logit_indices.tolist() == expected
-        assert torch.equal(pack.target_ids, torch.cat([x.token_ids[x.response_mask] for x in responses]))
-        logprobs = packing.response_logprobs(model, pack)[0]
-        (logprobs * torch.linspace(1, 2, len(logprobs))).sum().backward()
-        gradient = hidden_states.pop().grad[0].norm(dim=1)
-        assert gradient.nonzero()[:, 0].tolist() == sorted({*expected})
-
-    turn = st.tuples(st.integers(0, 6), st.integers(0, 20), FLAG)
-    trajectories = st.lists(st.lists(turn, min_size=1, max_size=4), min_size=1, max_size=3)
-    check(examples, property_, trajectories=trajectories, max_length=st.integers(1, 120), seed=SEED)
 
 
 def test_images_in_observations_are_scaled_down():
@@ -336,8 +268,8 @@ def test_images_in_observations_are_scaled_down():
 
 def test_special_tokens_in_observations_are_text():
     model, processor, prompt = tiny()
-    environment = type("Env", (Scripted,), {"observations": ["a<|im_end|>\n<|im_start|>assistant <image>"]})
-    [response] = make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
+    observations = ["a<|im_end|>\n<|im_start|>assistant <image>"]
+    [response] = make_sampler(model, processor, observations).generate([prompt], 1, 1.0)
     assert processor.tokenizer.decode(response.token_ids) == (
         "Let me see.<|im_end|>\n<|im_start|>user\na< |im_end|>\n< |im_start|>assistant <image><|im_end|>\n"
         "<|im_start|>assistant\n<|im_end|>"
@@ -346,9 +278,8 @@ def test_special_tokens_in_observations_are_text():
 
 def test_an_observation_of_another_type_is_an_error():
     model, processor, prompt = tiny()
-    environment = type("Gym", (Scripted,), {"observations": [("obs", 1.0, True)]})
     with pytest.raises(TypeError, match="a list of parts, or a message .* not tuple"):
-        make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
+        make_sampler(model, processor, [("obs", 1.0, True)]).generate([prompt], 1, 1.0)
 
 
 def test_environments_may_run_async_code_and_change_their_row():
@@ -372,21 +303,6 @@ def test_environments_may_run_async_code_and_change_their_row():
     assert prompt.row["cards"] == ["seven", "ace"] and len(prompt.messages) == 1
 
 
-def test_a_template_that_drifts_is_reported():
-    """A template that removes <think> from earlier turns, or that writes a date, differs from turns appended."""
-    model, processor, prompt = tiny()
-    environment = type("Env", (Scripted,), {"observations": []})
-    with warnings.catch_warnings(action="error"):
-        make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
-    model, processor, prompt = tiny("assistant\\n'", "assistant\\n<think>'")
-    with pytest.warns(UserWarning, match="the chat template renders"):
-        make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
-
-
-END = "{{- '<|im_end|>\\n' -}}"  # in the template, after each message
-USER, NEXT = "<|im_start|>user\nmore", "<|im_start|>assistant\n"
-
-
 @pytest.mark.parametrize(
     ("end", "eos_ids", "observation"),
     [
@@ -400,18 +316,16 @@ USER, NEXT = "<|im_start|>user\nmore", "<|im_start|>assistant\n"
 def test_templates_with_eos_in_other_places(end, eos_ids, observation):
     """The tokens after the assistant's EOS are appended, all of them and no others."""
     model, processor, prompt = tiny(END, end)
-    environment = type("Env", (Scripted,), {"observations": ["more"]})
     sampler = ScriptedSampler(processor.tokenizer, eos_ids[0], ("one", "two"))
-    sampler = make_sampler(model, processor, sampler, environment, eos_ids=eos_ids)
+    sampler = make_sampler(model, processor, ["more"], sampler, eos_ids=eos_ids)
     with warnings.catch_warnings(action="error"):
         [response] = sampler.generate([prompt], 1, 1.0)
     assert processor.tokenizer.decode(response.token_ids[~response.response_mask]) == observation
 
 
-def test_a_chat_template_is_required(environment, tiny_text_model, tmp_path, run, capsys):
+def test_a_chat_template_is_required(environment, tiny_text_model, tmp_path, run, refused):
     model = shutil.copytree(tiny_text_model, tmp_path / "model")
     (model / "chat_template.jinja").unlink()
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a"}] * 8)
-    with pytest.raises(SystemExit):
+    with refused("--environment requires a chat template"):
         run("rloo", **environment, model=model, dataset=rows, eval_dataset=None)
-    assert "--environment requires a chat template" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 import ppo_vl
 from common import chats, packing
-from ppo_vl import compute_gae  # not replaced by spy_on_steps
+from ppo_vl import compute_gae  # not replaced by watch_steps
 
 ONE_UPDATE = {"total_steps": 1, "train_batch_size": 16, "num_epochs": 1, "warmup_updates": 0}
 FAST = {"learning_rate": 1e-3, "warmup_updates": 0}  # so that the second update differs from the first
@@ -40,32 +40,23 @@ def weights_of(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return load_weights(run_dir / f"checkpoint-{step}")
 
 
-def spy_on_steps(monkeypatch) -> list[SimpleNamespace]:
-    """What main had in each step, from its calls of three functions."""
-    steps = []
-    compute_tables, compute_gae, whiten = (
-        getattr(ppo_vl, name) for name in ("compute_logprobs_and_values", "compute_gae", "whiten")
+@pytest.fixture
+def watch_steps(spy):
+    """Function that returns what main had in each step so far, from its calls of three functions."""
+    tables, gae, whitened = (
+        spy(ppo_vl, name) for name in ("compute_logprobs_and_values", "compute_gae", "whiten")
     )
 
-    def tables(args, run, rollout, mini_batches, kept_responses):
-        result = compute_tables(args, run, rollout, mini_batches, kept_responses)
-        names = ("old_logprobs", "entropies", "ref_logprobs", "values")
-        steps.append(SimpleNamespace(run=run, rollout=rollout, **dict(zip(names, result))))
-        return result
+    def steps() -> list[SimpleNamespace]:
+        found = []
+        for i, ((_, run, rollout, *_), _, results) in enumerate(tables):
+            step = SimpleNamespace(run=run, rollout=rollout, **gae[i][1])
+            step.old_logprobs, step.entropies, step.ref_logprobs, step.values = results
+            step.advantages, step.returns = gae[i][2]
+            step.advantages = whitened[i][2] if whitened else step.advantages
+            found.append(step)
+        return found
 
-    def gae(rewards, values, mask, gamma, gae_lambda):
-        advantages, returns = compute_gae(rewards, values, mask, gamma, gae_lambda)
-        names = {"loss_mask": mask, "token_rewards": rewards}
-        vars(steps[-1]).update(names, advantages=advantages, returns=returns)
-        return advantages, returns
-
-    def whitened(advantages, mask):
-        steps[-1].advantages = whiten(advantages, mask)
-        return steps[-1].advantages
-
-    monkeypatch.setattr(ppo_vl, "compute_logprobs_and_values", tables)
-    monkeypatch.setattr(ppo_vl, "compute_gae", gae)
-    monkeypatch.setattr(ppo_vl, "whiten", whitened)
     return steps
 
 
@@ -80,11 +71,9 @@ START = load_weights(Path(TINY))
 
 
 # --- the wiring of main ---
-
-
-def test_the_policy_moves_along_its_advantages(run, monkeypatch, spy):
+def test_the_policy_moves_along_its_advantages(run, monkeypatch, spy, watch_steps):
     """In the second epoch over the same responses. An ascending loss gives -3, a constant ratio 0."""
-    calls, steps = spy(ppo_vl, "compute_policy_loss"), spy_on_steps(monkeypatch)
+    calls = spy(ppo_vl, "compute_policy_loss")
     packs, iter_packs = [], ppo_vl.iter_packs
 
     def keep_packs(*args):
@@ -94,7 +83,7 @@ def test_the_policy_moves_along_its_advantages(run, monkeypatch, spy):
 
     monkeypatch.setattr(ppo_vl, "iter_packs", keep_packs)
     (metrics,) = metrics_of(run(learning_rate=1e-4, warmup_updates=0, total_steps=1))
-    (step,) = steps
+    (step,) = watch_steps()
     before, during = packs[:2], packs[2:]  # the forward passes before the update, and those of the update
     for pack, other in zip(before, during):  # old log-probs come from the very packs of the first epoch
         assert torch.equal(pack.response_index, other.response_index)
@@ -153,14 +142,14 @@ def test_each_model_has_its_own_loss_and_gradient(run, monkeypatch, spy):
         {"gamma": 0.9, "mask_truncated": True, "num_samples_per_prompt": 1, "max_response_length": 7},
     ],
 )
-def test_advantages_are_those_of_the_flags(run, monkeypatch, spy, flags):
-    steps, losses = spy_on_steps(monkeypatch), spy(ppo_vl, "compute_policy_loss")
+def test_advantages_are_those_of_the_flags(run, spy, watch_steps, flags):
+    losses = spy(ppo_vl, "compute_policy_loss")
     args = tyro.cli(ppo_vl.Args, args=conftest.to_argv({"prompts_per_rollout": 16} | flags))
     prompts = 16 // args.num_samples_per_prompt if "num_samples_per_prompt" in flags else 4
     short = {"max_response_length": 5, "clip_coef_high": 0.3, "prompts_per_rollout": prompts}
     metrics = metrics_of(run(**FAST | short | flags))
-    step = steps[1]  # its KL is not 0, nor are its values
-    mask, scores, truncated = step.loss_mask, step.rollout.scores, step.rollout.truncated
+    step = watch_steps()[1]  # its KL is not 0, nor are its values
+    mask, scores, truncated = step.mask, step.rollout.scores, step.rollout.truncated
     kept = ~truncated if args.mask_truncated else torch.ones_like(truncated)
     assert torch.equal(mask, step.rollout.response_mask & kept.view(-1, 1)) and 0 < kept.sum() <= 16
     assert kept.all() != args.mask_truncated
@@ -233,8 +222,6 @@ def test_gradients_of_the_critic_that_are_not_finite_stop_the_run(run, monkeypat
 
 
 # --- options ---
-
-
 @pytest.mark.parametrize("flags, moving", [({"freeze": "^visual"}, 0), ({"lora_rank": 2}, 0), ({}, 1)])
 def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
     run_dir = run(**ONE_UPDATE, **flags)
@@ -267,24 +254,6 @@ def unmodified_hidden(run, rollout, b: int) -> torch.Tensor:
     return hidden[prompt.length - 1 : -1]
 
 
-def test_critic_from_a_reward_model_takes_its_head(run, tmp_path, monkeypatch):
-    reward_model = tmp_path / "reward_model"
-    shutil.copytree(TINY, reward_model)
-    head = torch.randn(1, transformers.AutoConfig.from_pretrained(TINY).get_text_config().hidden_size)
-    save_file({"score.weight": head}, reward_model / "score.safetensors")
-    steps = spy_on_steps(monkeypatch)
-    run_dir = run(**ONE_UPDATE, critic_model=str(reward_model), critic_learning_rate=0.0)
-    run_state, rollout = steps[0].run, steps[0].rollout
-    assert torch.equal(run_state.critic.module.value_head.weight, head)
-    for b in (0, 5, 15):  # values are the head on the hidden states of the unmodified model
-        values = unmodified_hidden(run_state, rollout, b) @ head[0]
-        assert_close(steps[0].values[b, : len(values)], values, atol=1e-4, rtol=1e-4)
-    again = ppo_vl.load_critic(filled(critic_model=str(run_dir / "checkpoint-1/critic")))
-    expected = run_state.critic.module.state_dict()
-    assert again.state_dict().keys() == expected.keys()
-    assert all(torch.equal(x, expected[name]) for name, x in again.state_dict().items())
-
-
 @slow
 def test_the_trained_critic_is_exported(run):
     """With LoRA merged; --critic-model loads it again."""
@@ -314,22 +283,24 @@ def text_critic(tiny_text_model, tmp_path):
     return save
 
 
-def test_critic_from_a_classifier_with_one_label(run, tiny_text_model, text_critic, tmp_path, monkeypatch):
+def test_critic_from_a_classifier_with_one_label(run, tiny_text_model, text_critic, tmp_path, watch_steps):
     """Values are the logits that transformers' own class has for each prefix of a response."""
     source = text_critic(1)
     dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"what is {i}?"} for i in range(8)])
-    steps = spy_on_steps(monkeypatch)
     run(**ONE_UPDATE, model=tiny_text_model, dataset=dataset, critic_model=source)
-    run_state, rollout = steps[0].run, steps[0].rollout
+    (step,) = watch_steps()
     classifier = transformers.AutoModelForSequenceClassification.from_pretrained(source).eval()
     for b in (0, 15):
-        prompt = run_state.train_data.encode(rollout.prompts[b // 4].row_id)
-        for t in range(len(rollout.response_ids[b])):
-            input_ids = torch.cat([prompt.input_ids, rollout.response_ids[b][:t]])[None]
+        prompt, ids = (
+            step.run.train_data.encode(step.rollout.prompts[b // 4].row_id),
+            step.rollout.response_ids[b],
+        )
+        for t in range(len(ids)):
+            input_ids = torch.cat([prompt.input_ids, ids[:t]])[None]
             classifier.config.pad_token_id = None  # so that it reads the last token
             with torch.no_grad():
                 value = classifier(input_ids=input_ids).logits[0, 0]
-            assert steps[0].values[b, t].item() == pytest.approx(value.item(), abs=1e-4)
+            assert step.values[b, t].item() == pytest.approx(value.item(), abs=1e-4)
 
 
 def test_critics_that_do_not_fit_are_refused(run, text_critic, tiny_text_model, tmp_path, refused):
@@ -388,7 +359,7 @@ def test_heads_that_would_be_ignored_are_refused(tmp_path, monkeypatch, refused)
         ppo_vl.load_value_head(str(tmp_path))
 
 
-def test_packing_of_the_critic_is_checked(run, monkeypatch, capsys):
+def test_packing_of_the_critic_is_checked(run, monkeypatch, capsys, watch_steps):
     """A critic whose packed values are wrong makes both models run padded, although its new head is 0."""
     forward = packing.forward_hidden
 
@@ -399,13 +370,12 @@ def test_packing_of_the_critic_is_checked(run, monkeypatch, capsys):
 
     monkeypatch.setattr(packing, "forward_hidden", wrong)
     monkeypatch.setattr(conftest, "CHECKED", {})
-    steps = spy_on_steps(monkeypatch)
     run(**ONE_UPDATE)
     out = capsys.readouterr().out
     assert "policy: packing enabled" in out and "critic: warning: batches are padded" in out
-    models = [steps[0].run.actor.module.model, steps[0].run.critic.module.model]
-    models.append(steps[0].run.reference.model)
-    assert not any(packing.is_packed(model) for model in models)
+    run = watch_steps()[0].run
+    networks = run.actor.module, run.critic.module, run.reference
+    assert not any(packing.is_packed(network.model) for network in networks)
 
 
 ECHO = """
@@ -418,20 +388,20 @@ class Echo:
 """
 
 
-def test_observations_are_neither_valued_nor_trained(run, tmp_path, monkeypatch, spy):
-    """Values are those of the unmodified model on the whole trajectory; returns skip observations."""
+def test_observations_are_neither_valued_nor_trained(run, tmp_path, spy, watch_steps):
+    """Values are those of the unmodified model on the whole trajectory, by the head of a reward model; returns skip
+    observations."""
     (tmp_path / "echo.py").write_text(ECHO)
     dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"what is {i}?"} for i in range(8)])
     critic_model = tmp_path / "critic"
     shutil.copytree(TINY, critic_model)
     head = torch.randn(1, transformers.AutoConfig.from_pretrained(TINY).get_text_config().hidden_size)
     save_file({"score.weight": head}, critic_model / "score.safetensors")
-    steps, policy_calls = spy_on_steps(monkeypatch), spy(ppo_vl, "compute_policy_loss")
-    value_calls = spy(ppo_vl, "compute_value_loss")
+    policy_calls, value_calls = (spy(ppo_vl, f"compute_{name}_loss") for name in ("policy", "value"))
     flags = {"environment": f"{tmp_path}/echo.py:Echo", "max_turns": 3, "max_response_length": 96}
     flags |= {"kl_coef": 0.1, "gae_lambda": 0.5, "whiten_advantages": False, "critic_learning_rate": 0.0}
-    (metrics,) = metrics_of(run(**ONE_UPDATE | flags, dataset=dataset, critic_model=str(critic_model)))
-    (step,) = steps
+    run_dir = run(**ONE_UPDATE | flags, dataset=dataset, critic_model=str(critic_model))
+    (metrics,), (step,) = metrics_of(run_dir), watch_steps()
     rollout = step.rollout
     mask, lengths = rollout.response_mask, torch.tensor([len(ids) for ids in rollout.response_ids])
     is_observation = ~mask & (torch.arange(mask.shape[1]) < lengths[:, None])
@@ -444,7 +414,7 @@ def test_observations_are_neither_valued_nor_trained(run, tmp_path, monkeypatch,
     assert metrics["sampling/logprob_diff_mean"] < 1e-5
     assert metrics["policy/entropy"] == pytest.approx(step.entropies[mask].mean().item())
     # The KL is 0 in step 1, so a trajectory's only reward is its score, once, at the last token.
-    assert_close(step.token_rewards.sum(1), rollout.scores.flatten(), atol=1e-5, rtol=0)
+    assert_close(step.rewards.sum(1), rollout.scores.flatten(), atol=1e-5, rtol=0)
     assert metrics["rollout/response_length_mean"] == pytest.approx(mask.sum(1).float().mean().item())
     for b in range(0, 16, 5):
         sampled = mask[b].nonzero()[:, 0]
@@ -455,6 +425,9 @@ def test_observations_are_neither_valued_nor_trained(run, tmp_path, monkeypatch,
         everything = torch.ones(1, len(sampled), dtype=torch.bool)
         advantages, _ = compute_gae(rewards, values[None], everything, gamma=1.0, gae_lambda=0.5)
         assert_close(step.advantages[b, sampled], advantages[0], atol=1e-3, rtol=1e-3)
+    again = ppo_vl.load_critic(filled(critic_model=str(run_dir / "checkpoint-1/critic"))).state_dict()
+    critic = step.run.critic.module.state_dict()
+    assert again.keys() == critic.keys() and all(torch.equal(x, critic[name]) for name, x in again.items())
 
 
 def test_the_value_head_is_a_module_that_multiplies_in_fp32():
@@ -467,39 +440,15 @@ def test_the_value_head_is_a_module_that_multiplies_in_fp32():
     processor = transformers.AutoProcessor.from_pretrained(TINY)
     messages = [{"role": "user", "content": [{"type": "text", "text": "what?"}]}]
     prompt = packing.make_prompt(model, chats.encode_chat(processor, messages, add_generation_prompt=True))
-    (pack,) = packing.iter_rank_packs(
-        model=model, groups=[(0, [0])], prompts=[prompt], encode=lambda row: prompt,
-        responses=[torch.tensor([5, 6, 7])], max_tokens=99,
-    )  # fmt: skip
-    with torch.no_grad():
-        values = critic(pack)
+    response = packing.continue_prompt(prompt, torch.tensor([5, 6, 7]))
+    values = critic(packing.build_padded([(0, [0])], {0: prompt}, {0: response})).detach()
     (hidden,) = seen
     expected = hidden.double() @ critic.value_head.weight[0].double()
     assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
     assert_close(values, expected.float(), atol=1e-5, rtol=1e-5)
 
 
-# --- flags ---
-
-REFUSED = {
-    "--gamma (2.0) must be at most 1": {"gamma": 2.0},
-    "--gae-lambda (1.5) must be at most 1": {"gae_lambda": 1.5},
-    "--reward-clip (1.0 0.0)": {"reward_clip": (1.0, 0.0)},
-    "--num-samples-per-prompt (0)": {"num_samples_per_prompt": 0},
-    "--freeze none matches no parameter": {"freeze": "none"},
-    "--freeze . freezes everything": {"freeze": "."},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_flags_without_effect_are_refused(message, run, refused):
-    with refused(f"error: {message}"):
-        run(**REFUSED[message])
-
-
 # --- videos, images and text ---
-
-
 @pytest.fixture
 def mixed(tmp_path, vqa_rows) -> str:
     """Text, one image, two images with markers, a video, a video and an image."""
@@ -516,20 +465,18 @@ OTHERS = [pytest.param(family, marks=slow) for family in ("qwen2_vl", "qwen3_vl"
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", *OTHERS])
-def test_videos_images_and_text_in_one_batch(run, mixed, folder_of, monkeypatch, spy, family):
+def test_videos_images_and_text_in_one_batch(run, mixed, folder_of, spy, watch_steps, family):
     """That the sampler's log-probs are those of the unmodified model is tested in test_families.py."""
     model = TINY if family == "qwen2_5_vl" else str(folder_of(family))
-    steps, messages = spy_on_steps(monkeypatch), spy(ppo_vl, "print0")
+    messages = spy(ppo_vl, "print0")
     flags = ONE_UPDATE | {"prompts_per_rollout": 10, "train_batch_size": 40, "kl_coef": 0.0}
     (metrics,) = metrics_of(run(model=model, dataset=mixed, **flags))
     assert sum("packing enabled" in args[0] for args, _, _ in messages) == 2
     assert metrics["train/grad_norm"] > 0 and metrics["sampling/logprob_diff_mean"] < 1e-4
-    assert {prompt.row_id for prompt in steps[0].rollout.prompts} == {*range(10)}
+    assert {prompt.row_id for prompt in watch_steps()[0].rollout.prompts} == {*range(10)}
 
 
 # --- packs, ranks and stages ---
-
-
 def test_results_do_not_depend_on_packs(run, spy):
     """Denominators are those of the whole optimizer step, however it is split."""
     packs = spy(ppo_vl, "compute_value_loss")
@@ -543,14 +490,14 @@ def test_results_do_not_depend_on_packs(run, spy):
 
 @slow
 @pytest.mark.parametrize("lora", [0, 2])
-def test_ranks_and_stages_have_the_same_metrics_and_weights(start, any_score, mixed, tmp_path, lora):
+def test_ranks_and_stages_have_the_same_metrics_and_weights(finish, any_score, mixed, tmp_path, lora):
     flags = {"dataset": mixed, "eval_dataset": None, "prompts_per_rollout": 5, "train_batch_size": 20}
     flags |= {"lora_rank": lora, "learning_rate": 1e-5, "critic_learning_rate": 1e-5}
     flags |= any_score
-    assert start("ppo_vl", **flags).wait() == 0
+    finish("ppo_vl", **flags)
     offloaded = {"zero_stage": 3, "offload_optimizer": True}
     plans = [(2, {"zero_stage": 2}), (2, {"zero_stage": 3}), (1, offloaded)]
     plans = [(2, offloaded)] if lora else plans
     for i, (ranks, plan) in enumerate(plans):
-        assert start("ppo_vl", ranks, **flags | plan | {"run_name": f"other{i}"}).wait() == 0
+        finish("ppo_vl", ranks, **flags | plan | {"run_name": f"other{i}"})
         assert_same_run(tmp_path / "runs/run", tmp_path / f"runs/other{i}", 2e-4, of_weights=2e-5)

@@ -189,9 +189,6 @@ def test_table_of_defaults():
 
 def test_run_names_differ():
     """W&B takes the name of a run as its id, and --resume auto continues the run of that name."""
+    assert {script for script, _ in recipes()} == {*SCRIPTS, "grpo"} and len(recipes()) >= 12
     names = [flags[flags.index("--run-name") + 1] for _, flags in recipes() if "--run-name" in flags]
     assert len(names) >= 5 and len(set(names)) == len(names)
-
-
-def test_commands_are_found():
-    assert {script for script, _ in recipes()} == {*SCRIPTS, "grpo"} and len(recipes()) >= 12

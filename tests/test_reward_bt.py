@@ -47,8 +47,6 @@ def mean_loss(rewards: torch.Tensor, rankings: list[Ranking], smoothing: float, 
 
 
 # --- loss and metrics ---
-
-
 def test_worked_examples_of_the_docstrings():
     pairs = make_pairs([ranking(2, 0), ranking(3, 0.5)])
     assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([0, 2, 2, 3], [1, 3, 4, 4])
@@ -105,8 +103,6 @@ def test_metrics_count_each_prompt_once_and_ties_as_one_half():
 
 
 # --- data ---
-
-
 @pytest.fixture(scope="module")
 def text(tiny_text_model):
     args = filled_args("reward_bt", model=tiny_text_model)
@@ -168,6 +164,7 @@ def test_system_prompt_margin_and_special_tokens(encode):
 GOOD = {"prompt": "q", "chosen": "good", "rejected": "bad"}
 CALLS = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1 2"}]}
 IMAGE = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "bad"}]
+SYSTEM = [{"role": "system", "content": "s"}]
 UNUSABLE = {
     "--max-length": GOOD | {"chosen": "g" * 40},
     "at least two responses": GOOD | {"chosen": None},
@@ -180,11 +177,7 @@ UNUSABLE = {
     "tool_calls": {"prompt": "q", "chosen": [CALLS | {"content": None}], "rejected": chat("", "b")[1:]},
     "with tool_calls": {"chosen": [*chat("q"), CALLS | {"content": "a"}], "rejected": chat("q", "b")},
     "images or videos": {"prompt": "q", "chosen": chat("", IMAGE)[1:], "rejected": chat("", "b")[1:]},
-    "system message of its prompt": {
-        "prompt": [{"role": "system", "content": "s"}],
-        "chosen": chat("q", "a"),
-        "rejected": chat("q", "b"),
-    },
+    "system message of its prompt": {"prompt": SYSTEM, "chosen": chat("q", "a"), "rejected": chat("q", "b")},
     "messages with a role": {"prompt": "q", "chosen": ["a"], "rejected": ["b"]},
     "beginning of another": {"chosen": chat("q", "a"), "rejected": chat("q", "a", "so?")},
 }
@@ -288,31 +281,10 @@ def test_a_block_of_long_rows_does_not_end_an_evaluation(rows_of, refused):
 
 def test_columns_of_the_dataset_replace_nothing_of_ours(rows_of):
     """Columns named as metrics or as entries of records leave both as they are."""
-    theirs = {
-        "accuracy": "high",
-        "rm/accuracy": 7,
-        "reward_diff": "a lot",
-        "chosen_reward": 9,
-        "phase": "new",
-    }
+    theirs = dict.fromkeys(("accuracy", "rm/accuracy", "reward_diff", "chosen_reward", "phase"), "theirs")
     metrics, records = reward_bt.evaluate(*rows_of([GOOD] * 3))
     expected = metrics, [theirs | record for record in records]
     assert reward_bt.evaluate(*rows_of([GOOD | theirs] * 3)) == expected
-
-
-BAD_FLAGS = {
-    "--eval-datasets must be NAME=DATASET": {"eval_datasets": ("held.jsonl",)},
-    "with different names": {"eval_datasets": ("x=a.jsonl", "x=b.jsonl")},
-    "--label-smoothing (0.5) must be below 0.5": {"label_smoothing": 0.5},
-    "--micro-batch-tokens must be at least --max-length (1024)": {"micro_batch_tokens": 100},
-    "--train-batch-size (0) must be at least 1": {"train_batch_size": 0},
-}
-
-
-@pytest.mark.parametrize("message", BAD_FLAGS)
-def test_bad_flags_end_the_run_with_one_sentence(message, refused):
-    with refused(message):
-        reward_bt.check_args(filled_args("reward_bt", **BAD_FLAGS[message]))
 
 
 ANSWER_TYPES = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
@@ -329,8 +301,6 @@ def test_easy_vqa_pairs_have_answers_of_one_type_and_follow_the_seed():
 
 
 # --- rewards and gradients against the unmodified model ---
-
-
 class Engine:
     """What main calls of a DeepSpeed engine, without one: gradients stay in the module, which is never in
     training mode, so that router noise or batch norm can't make it another function than the one checked."""
@@ -440,8 +410,6 @@ def test_main_has_the_gradients_of_the_unmodified_model(
 
 
 # --- runs ---
-
-
 FLAGS = {"run_name": "run", "train_batch_size": 8, "warmup_updates": 0, "learning_rate": 1e-3}
 FLAGS |= {"eval_rows": 8, "eval_steps": 0, "seed": 3}
 
@@ -478,7 +446,7 @@ def test_lora_trains_with_the_head_and_is_merged(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_with_zero_3_train_as_one(start, tmp_path, vqa_rows, spy):
+def test_two_ranks_with_zero_3_train_as_one(finish, tmp_path, vqa_rows, spy):
     """Texts and images in one step, so that some packs have no image, and a ranking longer than a pack."""
     rows = [{"prompt": f"what is {i}?", "responses": ["one", "two or three"]} for i in range(8)]
     rows[0]["responses"] = [f"{i} and {'then ' * 40}so on" for i in range(4)]
@@ -493,8 +461,7 @@ def test_two_ranks_with_zero_3_train_as_one(start, tmp_path, vqa_rows, spy):
     assert max(num_packs) > 4, "two ranks have several packs each"
     assert len(num_packs) == 2 + 2, "two evaluations, and two steps, in which a ranking is split"
     changes = {"zero_stage": 3, "run_name": "zero3", "output_dir": tmp_path}  # stage 0: test_grm_sft.py
-    process = start("reward_bt", 2, **FLAGS | flags | changes)
-    assert process.wait(timeout=500) == 0, (tmp_path / "log").read_text()[-3000:]
+    finish("reward_bt", 2, **FLAGS | flags | changes)
     assert_same_run(tmp_path / "one", tmp_path / "zero3", 1e-4, of_weights=1e-3)
 
 
@@ -510,8 +477,6 @@ def test_rewards_in_bf16_are_all_different(tmp_path):
 
 
 # --- what a saved checkpoint gives ---
-
-
 @pytest.mark.parametrize("template", ["", "<|end|>"])
 def test_exported_classifier_gives_the_same_rewards_with_any_padding(template, tiny_text_model, tmp_path):
     """A tokenizer whose pad token is EOS, chats that end in EOS or not; batches of unequal lengths."""

@@ -8,12 +8,13 @@ import os
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import TINY, filled_args
+from conftest import TINY, chat, filled_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -87,16 +88,10 @@ def test_loss_and_gradient_against_a_reference_in_float64(lengths, seed):
         expected.append(-torch.minimum(rho * A[s], rho.clamp(1 - low, 1 + high) * A[s]))
     expected = torch.stack(expected)
     assert torch.allclose(loss, expected, atol=1e-12)
-    gradients = [torch.autograd.grad(x.sum(), new, retain_graph=True) for x in (loss, expected)]
-    (gradient,), (reference,) = gradients
+    (gradient,), (reference,) = (
+        torch.autograd.grad(x.sum(), new, retain_graph=True) for x in (loss, expected)
+    )
     assert torch.allclose(gradient, reference, atol=1e-12)
-
-
-def test_at_ratio_one_the_gradient_is_that_of_reinforce():
-    old = torch.tensor([-1.0, -2.0, -0.5], dtype=F)
-    new, A = old.clone().requires_grad_(), torch.tensor([0.5, -2.0], dtype=F)
-    compute_rloo_loss(new, old, A, torch.tensor([0, 0, 1]), 0.2, 0.2)[0].sum().backward()
-    assert new.grad.tolist() == [-0.5, -0.5, 2.0]
 
 
 def test_sampled_tokens_follow_the_distribution():
@@ -110,9 +105,10 @@ def test_sampled_tokens_follow_the_distribution():
 
 
 def test_rows_are_shuffled_epochs():
-    rows = lambda steps, size, seed=1: sum(  # noqa: E731
-        (rloo.shuffled_rows(rloo.Args(seed=seed, prompts_per_rollout=size), i, 10) for i in steps), []
-    )
+    def rows(steps, size: int, seed: int = 1) -> list[int]:
+        args = rloo.Args(seed=seed, prompts_per_rollout=size)
+        return [row for step in steps for row in rloo.shuffled_rows(args, step, 10)]
+
     indices = rows([1], 25)
     assert sorted(indices[:20]) == [*range(20)] and max(indices[:10]) == 9  # the second epoch starts at 10
     assert indices[:10] != [index - 10 for index in indices[10:20]]
@@ -121,23 +117,19 @@ def test_rows_are_shuffled_epochs():
 
 
 # ---- rewards, rollouts, evaluation ----
-
-
-def test_accuracy_and_format():
+def test_accuracy_and_format(refused):
     texts = ["<answer>Blue </answer>", "<answer>a</answer> <answer>blue</answer>", "blue"]
     texts += ["<answer>red</answer>"]
     assert accuracy_reward(texts, ["blue"] * 4) == [1, 1, 0, 0]
     assert accuracy_reward(["<answer>3</answer>"] * 2, [3, 3.0]) == [1, 1]
-    assert accuracy_reward(
-        ["<answer>1234567</answer>", "<answer>0.12345678</answer>"], [1234567.0, 0.12345678]
-    ) == [1, 1]
+    numbers = ["<answer>1234567</answer>", "<answer>0.12345678</answer>"]
+    assert accuracy_reward(numbers, [1234567.0, 0.12345678]) == [1, 1]
     good = ["<answer>x</answer>", " <think>a\nb</think>\n<answer>x</answer>\n"]
     bad = ["x", "<answer>x", "<answer>x</answer> y", "<answer>x</answer>" * 2, "<think>a</think>"]
     assert format_reward(good + bad) == [1] * 2 + [0] * 5
     for answer in (["blue"], "", None):
-        with pytest.raises(SystemExit) as stopped:
+        with refused():
             accuracy_reward(["x"], [answer])
-        assert stopped.value.code == 2
 
 
 def score(functions: dict, prompt="Q", n: int = 2):
@@ -147,7 +139,7 @@ def score(functions: dict, prompt="Q", n: int = 2):
     return rloo.score_responses(functions, prompts, responses, [f"t{i}" for i in range(n)], "state")
 
 
-def test_rewards_are_called_as_in_trl():
+def test_rewards_are_called_as_in_trl(refused):
     received = {}
 
     def plain(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
@@ -173,20 +165,15 @@ def test_rewards_are_called_as_in_trl():
     assert columns == {"note": ["x", "y"]}
     assert results["slow"] == [2, 2] and results["plain"][0] == 0.5 and math.isnan(results["plain"][1])
     assert logged_values == [("reward_metrics/mine", 3.0), ("reward_metrics/mine", 5.0)]
-    assert received["answer"] == ["a0", "a1"] and received["completions"] == ["t0", "t1"]
-    assert (
-        received["ids"] == [[0, 7], [1, 7]]
-        and received["prompts"] == ["Q", "Q"]
-        and received["state"] == "state"
-    )
+    expected = {"answer": ["a0", "a1"], "completions": ["t0", "t1"], "ids": [[0, 7], [1, 7]]}
+    expected |= {"prompts": ["Q", "Q"], "state": "state"}
+    assert received | expected == received
     chat = [{"role": "user", "content": "Q"}]
     score({"plain": plain}, prompt=chat)
-    assert (
-        received["completions"][0] == [{"role": "assistant", "content": "t0"}]
-        and received["prompts"][0] == chat
-    )
+    assert received["completions"][0] == [{"role": "assistant", "content": "t0"}]
+    assert received["prompts"][0] == chat
     for bad in ([1.0], None, 1.0):
-        with pytest.raises(SystemExit):
+        with refused():
             score({"bad": lambda values=bad, **columns: values})
 
 
@@ -240,7 +227,7 @@ def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     assert scores.isnan().tolist() == [[True], [False]]  # no reward applies to row 1
 
 
-def test_only_errors_of_a_row_skip_a_row(fake, capsys, tiny_text_model, tmp_path, monkeypatch):
+def test_only_errors_of_a_row_skip_a_row(fake, capsys, refused, tiny_text_model, tmp_path, monkeypatch):
     args, run, data = fake
     rollout = rloo.collect_rollout(args, run, data, [2, 3, 1], 1, 1.0, step=1)
     assert len(rollout.prompts) == 2
@@ -248,33 +235,31 @@ def test_only_errors_of_a_row_skip_a_row(fake, capsys, tiny_text_model, tmp_path
         rloo.collect_rollout(args, run, data, [2, 4, 1], 1, 1.0, step=1)
     assert len(rloo.collect_rollout(args, run, data, [3, 9, 1], 1, 1.0, step=1).prompts) == 1  # two bad rows
     for rows in ([3, 9, 15], [3] * 17 + [1] * 15):
-        with pytest.raises(SystemExit):
+        with refused("more than half"):
             rloo.collect_rollout(args, run, data, rows, 1, 1.0, step=1)
-        assert "more than half" in capsys.readouterr().err
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Q", "answer": "A"}))
     args = filled_args("rloo", model=tiny_text_model)
     model, processor = (
         rloo.load_model(args, args.model),
         transformers.AutoProcessor.from_pretrained(args.model),
     )
-    load = lambda: rloo.PromptDataset(args, str(tmp_path / "rows.jsonl"), "train", model, processor)  # noqa: E731
 
-    def broken(error: Exception):
-        raise error
+    def load(**build_messages):
+        monkeypatch.setattr(rloo, "build_messages", Mock(**build_messages))
+        return rloo.PromptDataset(args, str(tmp_path / "rows.jsonl"), "train", model, processor)
 
     for error in (rloo.RowError("too small"), FileNotFoundError("a.png")):
-        monkeypatch.setattr(rloo, "build_messages", lambda *arguments, error=error: broken(error))
-        assert load().try_encode(0) is None and f"row 0 is skipped: {error}" in capsys.readouterr().err
-        with pytest.raises(SystemExit):
-            rloo.encode_probes(load())
+        data = load(side_effect=error)
+        assert data.try_encode(0) is None and f"row 0 is skipped: {error}" in capsys.readouterr().err
+        with refused():
+            rloo.encode_probes(data)
         with pytest.raises(type(error)):  # a pack needs the row, so that it can't be skipped any more
-            load().encode(0)
-    answered = [{"role": role, "content": [{"type": "text", "text": "x"}]} for role in ("user", "assistant")]
-    monkeypatch.setattr(rloo, "build_messages", lambda *arguments: answered)
-    assert load().try_encode(0) is None and "ends with an assistant turn" in capsys.readouterr().err
-    monkeypatch.setattr(rloo, "build_messages", lambda *arguments: broken(ValueError("a bug of a fork")))
+            data.encode(0)
+    answered = chat([{"type": "text", "text": "x"}], [{"type": "text", "text": "x"}])
+    assert load(return_value=answered).try_encode(0) is None
+    assert "ends with an assistant turn" in capsys.readouterr().err
     with pytest.raises(ValueError, match="a bug of a fork"):
-        load().try_encode(0)
+        load(side_effect=ValueError("a bug of a fork")).try_encode(0)
 
 
 def test_evaluation_metrics_by_hand(fake, monkeypatch):
@@ -296,10 +281,8 @@ def test_evaluation_metrics_by_hand(fake, monkeypatch):
     assert metrics["eval/greedy_reward_accuracy"] == 0 and metrics["eval/greedy_score"] == 1
     assert metrics["eval/greedy_reward_metrics/m"] == 11.0
     assert calls[:2] == calls[2:] and [call[1:] for call in calls[:2]] == [(1, 0.0), (3, 0.7)]
-    assert len(set(calls[0][0])) == 4 and [record["phase"] for record in records[::2]] == [
-        "eval_greedy",
-        "eval_sampled",
-    ]
+    assert len(set(calls[0][0])) == 4
+    assert [record["phase"] for record in records[::2]] == ["eval_greedy", "eval_sampled"]
 
 
 def test_means_over_ranks_count_entries(monkeypatch):
@@ -323,8 +306,6 @@ def test_batches_are_counted_in_responses(monkeypatch):
 
 
 # ---- data ----
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return transformers.AutoTokenizer.from_pretrained(TINY)
@@ -387,21 +368,18 @@ def test_video_fps_is_the_rate_of_frames(tokenizer, tmp_path):
         assert len(chat[0]["content"][0]["video"]) == pytest.approx(3 * fps, abs=1)
 
 
-@pytest.mark.parametrize("limit, is_kept", [(0, True), (-1, False)])
-def test_a_prompt_of_exactly_the_maximum_length_is_kept(tiny_text_model, tmp_path, limit, is_kept):
+def test_a_prompt_of_exactly_the_maximum_length_is_kept(tiny_text_model, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "How long is this?", "answer": "?"}))
     args = filled_args("rloo", model=tiny_text_model)
     model = rloo.load_model(args, args.model)
     processor = transformers.AutoProcessor.from_pretrained(tiny_text_model)
     load = lambda args: rloo.PromptDataset(args, str(tmp_path / "rows.jsonl"), "train", model, processor)  # noqa: E731
     length = load(args).encode(0).length
-    data = load(replace(args, max_prompt_length=length + limit))
-    assert (data.try_encode(0) is not None) == is_kept
+    kept = [load(replace(args, max_prompt_length=n)).try_encode(0) is not None for n in (length, length - 1)]
+    assert kept == [True, False]
 
 
 # ---- signals, optimizer, weights ----
-
-
 @pytest.mark.parametrize("rank", [None, "0"])
 def test_a_second_signal_ends_a_process_without_a_launcher(monkeypatch, rank):
     """Whichever of the two it is. torchrun repeats signals that the rank has received already."""
@@ -474,22 +452,14 @@ def test_gradients_of_many_packs_are_added_in_fp32():
     assert rloo.optimizer_step(engine, 0.1) == pytest.approx(math.sqrt(6) * 1.064, rel=1e-4)
 
 
-@pytest.fixture(scope="module")
-def lora_model():
-    """The tiny VLM with LoRA adapters that change its log-probs."""
-    model = rloo.load_model(filled_args("rloo"), TINY)
+def test_merged_lora_weights_give_the_same_logits():
+    model, plain = (rloo.load_model(filled_args("rloo"), TINY) for _ in range(2))
     rloo.add_lora(rloo.Args(lora_rank=4, lora_alpha=32.0), model)
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
-    return model
-
-
-def test_merged_lora_weights_give_the_same_logits(lora_model):
-    model = lora_model
     ids = torch.arange(20, 50)[None]
-    plain = rloo.load_model(filled_args("rloo"), TINY)
     with torch.no_grad():
         before = plain(input_ids=ids).logits
         plain.load_state_dict(dict(rloo.iter_full_weights(model)))

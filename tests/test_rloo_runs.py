@@ -13,7 +13,7 @@ import deepspeed
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_same_run, metrics_differ, metrics_of, read_jsonl, weights_of, write_jsonl
+from conftest import ROOT, assert_same_run, metrics_differ, metrics_of, read_jsonl, write_jsonl
 
 import rloo
 from common import packing_check
@@ -263,7 +263,7 @@ def files_of(folder) -> dict:
 
 
 @pytest.mark.slow
-def test_resuming_deletes_nothing(run, any_score, spy, capsys):
+def test_resuming_deletes_nothing(run, any_score, spy, capsys, refused):
     """A checkpoint's path branches into a new run; auto continues, and keeps the log lines that it repeats."""
     flags = {"save_steps": 1, "total_steps": 3, "save_total_limit": 9, "eval_dataset": None, **any_score}
     flags |= {"freeze": "visual", "zero_stage": 2}
@@ -281,13 +281,12 @@ def test_resuming_deletes_nothing(run, any_score, spy, capsys):
     assert json.loads((branch / "args.json").read_text())["resume"] == str(old / "checkpoint-1")
     out = capsys.readouterr().out
     assert "flags differ from those of" in out and "--kl-coef 0.5 (was 0.01)" in out
-    with pytest.raises(SystemExit):
+    with refused("already exists"):
         run("rloo", resume=old / "checkpoint-1", **flags)  # the same name
     others = {f"trained with --model {conftest.TINY}": {"model": str(old / "checkpoint-1")}}  # frozen weights
     for reason, wrong in (others | {"can't resume": {"zero_stage": 0}}).items():
-        with pytest.raises(SystemExit):
+        with refused(reason):
             run("rloo", run_name=reason[:5], resume=old / "checkpoint-1", **flags | wrong)
-        assert reason in capsys.readouterr().err
     shutil.rmtree(old / "checkpoint-3")
     run("rloo", resume="auto", **flags)
     assert [m["train/step"] for m in metrics_of(old)] == [1, 2, 3]
@@ -354,8 +353,6 @@ def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_
 
 
 # ---- slow ----
-
-
 @pytest.mark.slow
 def test_the_checkpoint_is_a_transformers_directory_that_generates_the_same(run, vqa_rows):
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -412,7 +409,7 @@ PLANS += [({"zero_stage": 3, "offload_optimizer": True}, LORA)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags, lora", PLANS)
-def test_two_ranks_train_as_one(run, start, tmp_path, vqa_rows, any_reward, flags, lora):
+def test_two_ranks_train_as_one(run, finish, tmp_path, vqa_rows, any_reward, flags, lora):
     """Small packs, so that each rank has several, and prompts without images."""
     rows = [{"prompt": "What is it?", "answer": "blue"}, *(dict(row) for row in vqa_rows[::2])]
     for row in rows[1::3]:
@@ -420,13 +417,12 @@ def test_two_ranks_train_as_one(run, start, tmp_path, vqa_rows, any_reward, flag
     data = write_jsonl(tmp_path / "mixed.jsonl", rows)
     common = {"dataset": data, "max_prompt_length": 48, **any_reward, **lora}
     one = run("rloo", run_name="one", **common)
-    process = start("rloo", ranks=2, run_name="two", micro_batch_tokens=64, save_steps=1, **common, **flags)
-    assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
+    common |= {"ranks": 2, "micro_batch_tokens": 64}
+    finish("rloo", run_name="two", save_steps=1, **common, **flags)
     assert_same_run(one, tmp_path / "runs/two", 1e-4, of_weights=1e-4)
     if flags == {"zero_stage": 3}:  # resume from step 1 of 2
         flags |= {"resume": str(tmp_path / "runs/two/checkpoint-1"), "run_name": "resumed"}
-        process = start("rloo", ranks=2, micro_batch_tokens=64, **common, **flags)
-        assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
+        finish("rloo", **common, **flags)
         assert_same_run(tmp_path / "runs/two", tmp_path / "runs/resumed", tolerance=0, of_weights=0)
 
 
@@ -466,15 +462,13 @@ def test_bf16(run, any_reward, monkeypatch, flags):
     assert (before != after).float().mean() > 0.9 and (before - after).abs().max() < 1e-5
     if "lora_rank" not in flags:
         assert (before.bfloat16() == after.bfloat16()).float().mean() > 0.7
-    metrics, weights = metrics_of(moved), weights_of(moved / "checkpoint-2")
     branch = run("rloo", resume=moved / "checkpoint-1", run_name="branch", **flags)
-    assert all(value == 0 for value in metrics_differ(metrics, metrics_of(branch)).values())
-    assert conftest.largest_difference(weights, weights_of(branch / "checkpoint-2")) == 0
+    assert_same_run(moved, branch, tolerance=0, of_weights=0)
     assert torch.equal(masters_at_saves[-1], after)
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_kills_lose_nothing(start, run, tmp_path, any_reward):
+def test_sigterm_saves_and_kills_lose_nothing(start, finish, run, tmp_path, any_reward):
     flags = {"total_steps": 6, "save_steps": 1, "run_name": "killed", "resume": "auto", **any_reward}
     process = start("rloo", **flags)
     wait_for(tmp_path / "runs/killed/metrics.jsonl", 2)
@@ -485,7 +479,7 @@ def test_sigterm_saves_and_kills_lose_nothing(start, run, tmp_path, any_reward):
         time.sleep(random.Random(seed).uniform(6, 12))
         process.kill()
         process.wait()
-    assert start("rloo", **flags).wait(timeout=120) == 0, (tmp_path / "log").read_text()[-3000:]
+    finish("rloo", **flags)
     undisturbed = run("rloo", **{**flags, "run_name": "undisturbed", "resume": None})
     assert_same_run(undisturbed, tmp_path / "runs/killed", 0, of_weights=0)
 
@@ -499,8 +493,6 @@ def wait_for(path, lines: int) -> None:
 
 
 # ---- invalid input ----
-
-
 BAD = [  # flags, part of the message
     ({"num_samples_per_prompt": 1}, "--num-samples-per-prompt (1) must be at least 2"),
     ({"train_batch_size": 6}, "--train-batch-size (6) must be a multiple of --num-samples-per-prompt (4)"),

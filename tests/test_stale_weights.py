@@ -2,10 +2,8 @@
 the whole distribution whatever the model's generation_config.json says. Fakes replace vLLM here; tests/test_vllm.py and
 tests/test_recipes.py have tests with the real one."""
 
-import json
+import functools
 import runpy
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -39,35 +37,23 @@ class LLM:
         return self.version
 
 
-class Handler(BaseHTTPRequestHandler):
+def respond(llm: LLM, path: str, body: dict) -> tuple[int, dict]:
     """The endpoints of `vllm serve` that examples/vllm_server.py calls. Responses are one EOS token."""
-
-    def do_GET(self) -> None:
-        version = {"weight_version": self.server.llm.version}
-        self.reply({"/v1/models": {"data": [{"id": "model"}]}, "/weight_info": version}[self.path])
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.path == "/update_weight_version":
-            self.server.llm.update_weight_version(**json.loads(body))
-        if self.path != "/v1/chat/completions":
-            return self.reply(None)
-        request = {name: value for name, value in json.loads(body).items() if value is not None}
-        self.server.llm.sampled_with.append(GENERATION_CONFIG | request)
-        choice = {"token_ids": [3], "logprobs": {"content": [{"logprob": -0.5}]}, "finish_reason": "stop"}
-        self.reply({"prompt_token_ids": [1, 2], "choices": [choice] * request["n"]})
-
-    def reply(self, content) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(content).encode() if content else b"")
-
-    def log_message(self, *inputs) -> None:
-        pass
+    if path == "/update_weight_version":
+        llm.update_weight_version(**body)
+    if path != "/v1/chat/completions":
+        return 200, {
+            "/v1/models": {"data": [{"id": "model"}]},
+            "/weight_info": {"weight_version": llm.version},
+        }.get(path)
+    request = {name: value for name, value in body.items() if value is not None}
+    llm.sampled_with.append(GENERATION_CONFIG | request)
+    choice = {"token_ids": [3], "logprobs": {"content": [{"logprob": -0.5}]}, "finish_reason": "stop"}
+    return 200, {"prompt_token_ids": [1, 2], "choices": [choice] * request["n"]}
 
 
 @pytest.fixture(params=["in process", "server"])
-def setup(request, monkeypatch, tmp_path):
+def setup(request, serve, monkeypatch, tmp_path):
     """A sampler, and the (fake) vLLM from which it samples."""
     rloo.init_distributed()
     llm, model = LLM(), torch.nn.Linear(2, 2)
@@ -75,19 +61,13 @@ def setup(request, monkeypatch, tmp_path):
     if request.param == "in process":
         sampler = object.__new__(rloo.VLLMSampler)
         sampler.llm, sampler.policy, sampler.on_cuda = llm, model, False
-        yield sampler, llm
-        return
-    with HTTPServer(("localhost", 0), Handler) as server:
-        server.llm = llm
-        Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("VLLM_URLS", f"http://localhost:{server.server_port}")
-        servers = runpy.run_path(str(ROOT / "examples/vllm_server.py"))["Servers"]
-        args = SimpleNamespace(max_response_length=8)
-        yield servers(args, model, [3], tmp_path / "run"), llm
-        server.shutdown()
+        return sampler, llm
+    monkeypatch.setenv("VLLM_URLS", serve(functools.partial(respond, llm)))
+    servers = runpy.run_path(str(ROOT / "examples/vllm_server.py"))["Servers"]
+    return servers(SimpleNamespace(max_response_length=8), model, [3], tmp_path / "run"), llm
 
 
-def test_stale_weights_are_refused(setup, capsys):
+def test_stale_weights_are_refused(setup, refused):
     sampler, llm = setup
     for step in (0, 1):
         sampler.update_weights(step)
@@ -95,14 +75,12 @@ def test_stale_weights_are_refused(setup, capsys):
     label = llm.version
     for version in ("default", label.replace("1", "0")):  # a restarted vLLM, and one that missed an update
         llm.version = version
-        with pytest.raises(SystemExit) as stop:
+        with refused("has the weights of", version, label):
             sampler.generate([], 2, 1.0)
-        assert stop.value.code == 2 and "has the weights of" in (error := capsys.readouterr().err)
-        assert version in error and label in error
     llm.version = label
     assert sampler.generate([], 2, 1.0) == []
     sampler.sleep()  # the step's update follows
-    with pytest.raises(SystemExit):
+    with refused():
         sampler.generate([], 2, 1.0)
 
 

@@ -4,7 +4,6 @@
 model and one server; runs of rloo.py are separate processes.
 """
 
-import common  # noqa: F401  before transformers # isort: skip
 import copy
 import importlib.util
 import os
@@ -48,8 +47,6 @@ def environment():
 
 
 # ---- data and models ----
-
-
 @pytest.fixture(scope="module")
 def vqa_file(tmp_path_factory) -> str:
     rows = rloo.easy_vqa_rows("test").select(range(0, 4096, 64))
@@ -126,8 +123,6 @@ def truncated(responses: list[Response]) -> list[bool]:
 
 
 # ---- a server ----
-
-
 class Server:
     """vLLM's OpenAI-compatible server, with the options of the vLLM engine in this process."""
 
@@ -184,8 +179,6 @@ def servers(started):
 
 
 # ---- log-probs, updates of the weights ----
-
-
 @pytest.fixture(scope="module")
 def vlm(vqa_file, tmp_path_factory):
     yield (setup := prepare(TINY, vqa_file, rloo.VLLMSampler, tmp_path_factory.mktemp("run")))
@@ -259,66 +252,55 @@ def test_turns_continue_from_token_ids(text):
             return "again" if self.num_turns < 3 else None
 
     text.sampler.update_weights(1)
-    sampler = EnvironmentSampler(
-        sampler=text.sampler,
-        environment_class=Again,
-        model=text.model,
-        processor=transformers.AutoTokenizer.from_pretrained(text.args.model),
-        eos_ids=EOS_IDS,
-        max_turns=3,
-        max_length=99,
-    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(text.args.model)
+    limits = {"eos_ids": EOS_IDS, "max_turns": 3, "max_length": 99}
+    sampler = EnvironmentSampler(text.sampler, Again, text.model, tokenizer, **limits)
     responses = sampler.generate(text.prompts, 8, 0.7)
     assert max(sampler.logged_values["rollout/turns_mean"]) > 1
     assert logprob_diff(text, responses) < TOLERANCE
 
 
 @pytest.mark.parametrize("setup", ["vlm", "served"], indirect=True)  # text is sent as token ids
-def test_other_prompt_tokens_are_refused(setup, capsys):
+def test_other_prompt_tokens_are_refused(setup, refused):
     prompt = setup.prompts[3]
     input_ids = torch.cat([prompt.input_ids, prompt.input_ids[-1:]])
     changed = replace(prompt, token_inputs={"input_ids": input_ids[None]})
-    with pytest.raises(SystemExit) as stop:
+    with refused("row 3: vLLM tokenizes it differently"):
         setup.sampler.generate([changed], 1, 1.0)
-    assert stop.value.code == 2 and "row 3: vLLM tokenizes it differently" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sampler", ["vllm", f"{ROOT}/examples/vllm_server.py:Servers"])
-def test_videos_are_refused(sampler, vlm, tmp_path, capsys):
+def test_videos_are_refused(sampler, vlm, tmp_path, refused):
     write_video(tmp_path / "clip.mp4")
     rows = write_jsonl(tmp_path / "videos.jsonl", [{"prompt": "What moves?", "videos": ["clip.mp4"]}])
     processor = transformers.AutoProcessor.from_pretrained(TINY)
     args = make_args(rewards=(), sampler=sampler)
     prompts = [rloo.PromptDataset(args, rows, "train", vlm.model, processor).encode(0)]
     sampler_class = rloo.load_callable("--sampler", sampler, rloo.SAMPLERS)
-    with pytest.raises(SystemExit) as stop:
+    with refused(f"--sampler {sampler} does not support video inputs"):
         rloo.make_sampler(args, sampler_class, vlm.model, processor, prompts, tmp_path)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and f"--sampler {sampler} does not support video inputs" in error
 
 
-def test_images_in_later_turns_are_refused(vlm, tmp_path, capsys):
+def test_images_in_later_turns_are_refused(vlm, tmp_path, refused):
     args = make_args(sampler="vllm", environment="look.py:Look")
     processor = transformers.AutoProcessor.from_pretrained(TINY)
-    with pytest.raises(SystemExit):
+    with refused("--sampler vllm with --environment supports only text"):
         rloo.make_sampler(args, rloo.VLLMSampler, vlm.model, processor, vlm.prompts[:1], tmp_path)
-    assert "--sampler vllm with --environment supports only text" in capsys.readouterr().err
 
 
 # ---- whole runs ----
-
-
 def run(directory, sampler: str, script: str = "rloo", **flags) -> subprocess.CompletedProcess:
     """Two steps with a reward that differs between responses."""
     code = "def score(completion_ids, **columns):\n    return [sum(x) % 7 / 7 for x in completion_ids]\n"
     (directory / "reward.py").write_text(code)
-    base = {
-        "rewards": f"{directory}/reward.py:score",
-        "reward_weights": 1,
-        "total_steps": 2,
+    base = {"rewards": f"{directory}/reward.py:score", "reward_weights": 1, "total_steps": 2}
+    base |= {
         "warmup_updates": 0,
+        "num_samples_per_prompt": 4,
+        "train_batch_size": 16,
+        "max_response_length": 8,
+        "eval_steps": 0,
     }
-    base |= {"num_samples_per_prompt": 4, "train_batch_size": 16, "max_response_length": 8, "eval_steps": 0}
     base |= {"prompts_per_rollout": 4, "learning_rate": 1e-3, "run_name": "run"}
     base |= {"output_dir": directory, "sampler": sampler}
     command = [sys.executable, str(ROOT / f"{script}.py"), *to_argv(base | flags)]
