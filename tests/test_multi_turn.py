@@ -303,6 +303,10 @@ def test_environments_may_run_async_code_and_change_their_row():
     assert prompt.row["cards"] == ["seven", "ace"] and len(prompt.messages) == 1
 
 
+END = "{{- '<|im_end|>\\n' -}}"  # in the template, after each message
+USER, NEXT = "<|im_start|>user\nmore", "<|im_start|>assistant\n"
+
+
 @pytest.mark.parametrize(
     ("end", "eos_ids", "observation"),
     [
