@@ -6,7 +6,7 @@ A judge reads a question and two candidates (images, videos or texts) and writes
 
 It learns this by next-token prediction; the reasoning inside of <think> comes from the dataset and may
 be missing. Each pair of candidates is shown in both orders, so that the judge can't rely on their order
-(in one order only if its reasoning can't be rewritten for the other).
+(unless its reasoning can't be rewritten for the other order).
 
 Papers: Generative Verifiers, https://arxiv.org/abs/2408.15240; UnifiedReward-Think,
 https://arxiv.org/abs/2505.03318. docs/lightrft.md has the differences from LightRFT's GRMTrainerVL.
@@ -27,7 +27,7 @@ evaluation, model, DeepSpeed, files. Terms:
 Shapes: B examples per step, R tokens in a suffix. A pack (common/packing.py) is one forward
 pass over several examples, with M trained tokens.
 
-    python grm_sft.py                # default: a tiny VLM on easy-VQA, minutes on two CPU cores
+    python grm_sft.py                # default: a tiny VLM on easy-VQA, minutes on a CPU core
     python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset my.jsonl --lora-rank 8
     torchrun --standalone --nproc_per_node=8 grm_sft.py --zero-stage 3 ...    # or: deepspeed grm_sft.py ...
 """
@@ -146,7 +146,7 @@ class Example:
     """A pair in one order of its candidates, or a chat; see ExampleDataset.encode_chat."""
 
     example_id: int  # 2 * row, plus 1 if the candidates are swapped
-    prefix: PromptInfo  # `encode` returns a Prompt, with its tensors; gather_examples drops them
+    prefix: PromptInfo  # a Prompt, until gather_examples drops its tensors
     prefix_key: str  # examples with equal keys share their prefix
     suffix: Continuation  # R tokens; response_mask is True where they are trained
     row: dict  # dataset row
@@ -581,7 +581,7 @@ class ExampleDataset:
 
     def __post_init__(self):
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        self.eos_ids = get_eos_ids(self.model, self.tokenizer)
+        self.eos_ids = decoding.find_eos_ids(self.model, self.tokenizer)
         require(self.eos_ids, f"{self.args.model} has no EOS token")
         self.prefixes = {}  # of the current batch, by prefix key
         # Rows of this rank's share of a step that are also in its packs come from the cache.
@@ -748,7 +748,7 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
     if candidate_type == "answer":
         texts = [escape_markers(str(candidate)) for candidate in candidates]
     user = f"{question}\n{noun} 1: {texts[0]}\n{noun} 2: {texts[1]}"
-    reasoning = escape_markers(reasoning).replace("<answer>", "< answer>")  # the verdict has the only one
+    reasoning = escape_markers(reasoning).replace("<answer>", "< answer>")  # parse_verdict needs exactly one
     thought = f"<think>{reasoning}</think>" if reasoning else ""
     turns = [
         {"role": "user", "content": user},
@@ -918,16 +918,16 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
 def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> list[dict]:
     """Generate a judgment per example and return its record.
 
-    The probability of a verdict v is proportional to p(reasoning, v | prefix), where the
-    generated reasoning is tokenized again with v. The loss is that of the reference response,
-    so it does not depend on what is generated."""
+    The probability of a verdict v is proportional to p(reasoning, v | prefix). The generated
+    reasoning is tokenized again with v, because <answer> can begin inside of a token. The loss
+    is that of the reference response, so it does not depend on what is generated."""
     prefixes = [example.prefix for example in examples]
     generated = decoding.generate(
         model=model,
         prompts=prefixes,
         num_samples=1,
         max_new_tokens=args.max_response_length,
-        eos_ids=get_eos_ids(model, tokenizer),
+        eos_ids=decoding.find_eos_ids(model, tokenizer),
         temperature=0.0,
         max_tokens=args.micro_batch_tokens,
     )
@@ -975,15 +975,10 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
     return records
 
 
-def get_eos_ids(model, tokenizer) -> list[int]:
-    """Ids of all tokens that end a response, the tokenizer's first."""
-    ids = model.generation_config.eos_token_id  # an int, a list or None
-    ids = dict.fromkeys([tokenizer.eos_token_id, *np.atleast_1d(ids).tolist()])
-    return [i for i in ids if i is not None]
-
-
 def sum_logprobs(args: Args, model, prefixes: list[Prompt], responses: list[tuple[int, Tensor]]) -> Tensor:
-    """Log-probs (B,), in float64, of whole responses: pairs of a prefix index and token ids (R,)."""
+    """Sums of the log-probs of each response's tokens, (B,) float64.
+
+    responses: per response the index of its prefix, and its token ids (R,)."""
     groups = defaultdict(list)  # prefix index -> response indices
     for b, (i, _) in enumerate(responses):
         groups[i].append(b)

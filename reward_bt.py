@@ -6,16 +6,16 @@ the reward of the chosen response above that of the rejected one:
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
 Paper: InstructGPT (Ouyang et al. 2022), https://arxiv.org/abs/2203.02155, eq. (1).
-docs/trl.md has the differences from TRL's and EasyDeL's RewardTrainer.
+See docs/trl.md for the differences from TRL's and EasyDeL's RewardTrainer.
 
 Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
 evaluation, model, DeepSpeed, files.
 
 A ranking is a dataset row: a prompt with two or more responses, best first. Shapes: the
-rankings of a step have B responses, which form Q pairs. A pack (common/packing.py) is the
-input of one forward pass: some prompts and S of their responses.
+rankings of a step have B responses in total, which form Q pairs. A pack (common/packing.py) is
+the input of one forward pass: some prompts and S of the B responses.
 
-    python reward_bt.py           # default: a tiny VLM on easy-VQA, minutes on two CPU cores
+    python reward_bt.py           # default: a tiny VLM on easy-VQA, minutes on a CPU core
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --max-length 4096
     torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...    # or: deepspeed ...
 """
@@ -67,7 +67,7 @@ BUNDLED_MODEL = str(Path(__file__).parent / "assets/tiny_vl")
 @dataclass
 class Args:
     # --- experiment ---
-    seed: int = 1  # Random seed of the head, LoRA, data order and easy-VQA's rejected answers.
+    seed: int = 1  # Random seed for head, LoRA, data order and easy-VQA's rejected answers.
     output_dir: str = "runs"  # Directory that contains one directory per run.
     run_name: str | None = None  # Folder in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
     resume: str | None = None  # auto: continue --run-name. A checkpoint: continue from it as a new run.
@@ -441,7 +441,7 @@ class RankingDataset:
     def __init__(self, args: Args, source: str, split: str, seed: int, model, processor):
         self.args = args
         self.source = source
-        self.data_dir = Path(source) if Path(source).is_dir() else Path(source).parent  # of media
+        self.data_dir = Path(source) if Path(source).is_dir() else Path(source).parent  # where media are
         self.model = model
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
@@ -711,7 +711,8 @@ def choose_rows(positions: range, num_rows: int, seed: int) -> list[int]:
 
 
 def gather_rankings(data: RankingDataset, rows: list[int]) -> list[Ranking]:
-    """The rankings of the usable rows, without inputs of prompts. Each rank encodes its share."""
+    """Encode this rank's share of the rows, and gather the rankings of all ranks, without the
+    prompts' tensors."""
     rankings = []
     for ranking in data.encode_all(np.array_split(np.array(rows), WORLD_SIZE)[RANK].tolist()):
         prompt = ranking.prompt
@@ -818,7 +819,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
 
 
 def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[dict]:
-    """A record of each pair for samples.jsonl, whose keys win over columns of the dataset."""
+    """A record of each pair for samples.jsonl; its keys replace equal columns of the dataset."""
     records = []
     rewards_by_ranking = rewards.split([len(ranking.response_ids) for ranking in rankings])
     for ranking, ranking_rewards in zip(rankings, rewards_by_ranking):

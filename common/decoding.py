@@ -50,6 +50,13 @@ class Response:
         return self.continuation.response_mask
 
 
+def find_eos_ids(model, tokenizer) -> list[int]:
+    """Ids of all tokens that end a response, the tokenizer's first."""
+    ids = model.generation_config.eos_token_id  # an int, a list or None
+    ids = [tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])]
+    return list(dict.fromkeys(i for i in ids if i is not None))
+
+
 @torch.no_grad()
 def generate(
     model,
