@@ -291,7 +291,7 @@ def setup(args: Args) -> Run:
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, judge=judge)
-        state |= {"examples": 0, "skipped_examples": 0}  # the data may have been mended
+        state |= {"examples": 0, "skipped_examples": 0}  # the data may have been fixed since
         if args.resume != "auto":  # a branch has a checkpoint-best of its own
             state["best_score"] = -math.inf
 
@@ -355,7 +355,7 @@ def check_args(args: Args) -> None:
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage 1 to 3")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
-    require(args.system_prompt != "", "--system-prompt is empty")  # an unset variable of the shell
+    require(args.system_prompt != "", "--system-prompt is empty")  # such as an unset shell variable
     has_eval = args.eval_dataset or args.dataset == "easy-vqa"
     require(args.total_steps or has_eval, "--total-steps 0 only evaluates, which requires --eval-dataset")
 
@@ -492,7 +492,7 @@ def load_rows(args: Args, source: str, split: str):
         if old in rows.column_names and new not in ("", old):
             replaced = [new] if new in rows.column_names else []
             rows = rows.remove_columns(replaced).rename_column(old, new)
-        elif source == args.dataset or new not in rows.column_names:  # evaluation data may have `new`
+        elif source == args.dataset or new not in rows.column_names:  # evaluation data may be renamed already
             stop(f"--columns {pair} must be NEW=OLD; {source} has {rows.column_names}")
     require(len(rows) > 0, f"{source} (split {split}) has no rows")
     return rows
@@ -619,6 +619,8 @@ class ExampleDataset:
         turns = [message["content"] for message in messages if message["role"] == "assistant"]
         if not turns:
             raise RowError("the chat has no assistant turn")
+        if messages[0]["role"] == "assistant":
+            raise RowError("the chat begins with an assistant turn")
         if not all(turns) or any(part["type"] != "text" for parts in turns for part in parts):
             raise RowError("an assistant turn must have text, and nothing else")
         try:
@@ -774,13 +776,17 @@ def swap_references(reasoning: str, noun: str) -> str | None:
 
     "Image 1 has 3 cats" -> "Image 2 has 3 cats"
     """
+    if any(letter.isalpha() and not letter.isascii() for letter in reasoning):  # another language
+        return None
     names = rf"(?i)(?<=\b{noun} )[12]\b|\b(?:first|second)(?= {noun}\b)"
     rest = re.sub(names, "", reasoning)
-    rest = re.sub(r"(?m)^\s*\d+[.)]|\d+(?:[./]\d+)+", "", rest)  # numbers of a list, 8/10, 1.5
-    other_names = "first|second|1st|2nd|former|latter|left|right|top|bottom|above|below|previous|last"
-    nouns = rf"{noun}|img|picture|photo|option|candidate|response|assistant|model"
-    other_names += rf"|1|2|(?:{nouns})s?[\W_]*(?:1|2|one|two|(?-i:A))"
-    other_names += r"|(?-i:B)|(?-i:A)(?= (?:is|has|was|shows)\b)"
+    rest = re.sub(r"\d+(?:[./]\d+)+", "", rest)  # 8/10, 1.5
+    other_names = "first|second|1st|2nd|former|latter|left(?:most)?|right(?:most)?|top|bottom|upper|lower"
+    other_names += "|above|below|previous|last|number one|number two"
+    nouns = rf"{noun}|img|picture|photo|figure|option|candidate|response|assistant|model"
+    other_names += rf"|[^\W\d]*[12]|(?:{nouns})s?[\W_]*(?:1|2|one|two|II?|(?-i:A))"
+    verbs = "is|has|was|shows|looks|seems|appears|wins|matches|fits|contains|follows"
+    other_names += rf"|(?-i:B)|(?-i:A)(?= (?:{verbs})\b)"
     if re.search(rf"(?i)\b(?:{other_names})\b", rest):
         return None
     exchanged = {"1": "2", "2": "1", "first": "second", "second": "first"}
@@ -1207,7 +1213,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
     if trained:
         decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
         no_decay = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
-        groups = [group for group in (decay, no_decay) if group["params"]]  # LoRA has no vectors
+        groups = [group for group in (decay, no_decay) if group["params"]]  # with LoRA all are matrices
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # as in LLM pretraining
     engine, *_ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, dist_init_required=False
@@ -1305,7 +1311,7 @@ def find_last_checkpoint(run_dir: Path) -> Path | None:
     checkpoints = list_checkpoints(run_dir)
     last_step = checkpoint_step(checkpoints[-1]) if checkpoints else 0
     for problem in run_dir.glob("checkpoint-*-problem"):
-        if checkpoint_step(problem) > last_step:
+        if checkpoint_step(problem) >= last_step:
             stop(f"{problem} was saved after a problem: to go on from step {last_step}, rename or delete it")
     return checkpoints[-1] if checkpoints else None
 
@@ -1320,7 +1326,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
         except Exception as error:  # DeepSpeed raises many types
             rule = "--zero-stage, --lora-rank, --freeze and the number of ranks must be the same"
             stop(f"can't resume {checkpoint}: {rule} ({error!r:.200})")
-        # The checkpoint has overwritten these two: restore the values of the flags.
+        # The checkpoint has overwritten clipping and weight decay: restore the flags.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
@@ -1424,7 +1430,7 @@ def export_model(args: Args, model, processor, folder: Path) -> None:
     if args.lora_rank > 0:
         adapter = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
         with deepspeed.zero.GatheredParameters(adapter, enabled=args.zero_stage == 3):
-            # Not beside the merged weights, to which transformers would apply it again.
+            # In a subfolder, because from_pretrained would apply an adapter to the merged weights.
             model.save_pretrained(folder / "adapter", is_main_process=RANK == 0)
     weights = {}
     for name, weight in iter_full_weights(model):  # on all ranks, but only rank 0 keeps them

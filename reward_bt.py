@@ -325,12 +325,13 @@ def setup(args: Args) -> Run:
         "step": 0,
         "initial_eval": {},  # metrics before the first step
         "rows_read": 0,  # position in the endless stream of shuffled epochs
+        "rows_checked": 0,  # since the start or the last resume
         "rows_skipped": 0,  # of these, those that could not be used
         "consecutive_skipped_updates": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, reward=reward_model)
-        state["rows_skipped"] = 0  # the data may have been mended
+        state |= {"rows_checked": 0, "rows_skipped": 0}  # the data may have been fixed since
 
     processor = transformers.AutoProcessor.from_pretrained(args.model)
     make_dataset = functools.partial(RankingDataset, args, model=model, processor=processor)
@@ -398,7 +399,7 @@ def check_args(args: Args) -> None:
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage 1 to 3")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
-    require(args.system_prompt != "", "--system-prompt is empty")  # an unset variable of the shell
+    require(args.system_prompt != "", "--system-prompt is empty")  # such as an unset shell variable
     has_eval = args.total_steps or args.eval_datasets
     require(has_eval, "--total-steps 0 only evaluates, which requires --eval-datasets")
 
@@ -507,7 +508,12 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
     prompt = row.get("prompt") or row.get("messages")
     if prompt and isinstance(prompt, str | int | float):
         prompt = [{"role": "user", "content": str(prompt)}]
-    responses = [x if isinstance(x, list) else [{"role": "assistant", "content": str(x)}] for x in sources]
+    responses = []
+    for source in sources:  # a chat, a message or a text
+        if isinstance(source, list | dict):
+            responses.append(source if isinstance(source, list) else [source])
+        else:
+            responses.append([{"role": "assistant", "content": str(source)}])
     chats_of_row = [*responses, prompt or []]
     if not all(isinstance(x, dict) and "role" in x for chat in chats_of_row for x in chat):
         raise RowError("a chat must be a list of messages with a role")
@@ -616,7 +622,7 @@ def load_rows(args: Args, source: str, split: str):
         if old in rows.column_names and new not in ("", old):
             replaced = [new] if new in rows.column_names else []
             rows = rows.remove_columns(replaced).rename_column(old, new)
-        elif source == args.dataset or new not in rows.column_names:  # evaluation data may have `new`
+        elif source == args.dataset or new not in rows.column_names:  # evaluation data may be renamed already
             stop(f"--columns {pair} must be NEW=OLD; {source} has {rows.column_names}")
     require(len(rows) > 0, f"{source} (split {split}) has no rows")
     return rows
@@ -695,9 +701,10 @@ def next_rankings(args: Args, run: Run) -> list[Ranking]:
         found = gather_rankings(data, choose_rows(positions, len(data.rows), args.seed))
         rankings += found
         state["rows_read"] += missing
+        state["rows_checked"] += missing
         state["rows_skipped"] += missing - len(found)
-        if state["rows_read"] >= 100 and state["rows_skipped"] > state["rows_read"] / 2:
-            counts = f"{state['rows_skipped']} of {state['rows_read']} rows were skipped"
+        if state["rows_checked"] >= 100 and state["rows_skipped"] > state["rows_checked"] / 2:
+            counts = f"{state['rows_skipped']} of {state['rows_checked']} rows were skipped"
             save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
     return rankings
 
@@ -1021,7 +1028,7 @@ def init_reward_engine(args: Args, module: nn.Module):
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
     no_decay = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
-    groups = [group for group in (decay, no_decay) if group["params"]]  # LoRA has no vectors
+    groups = [group for group in (decay, no_decay) if group["params"]]  # with LoRA all are matrices
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # as in LLM pretraining
     engine, *_ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, dist_init_required=False
@@ -1119,7 +1126,7 @@ def find_last_checkpoint(run_dir: Path) -> Path | None:
     checkpoints = list_checkpoints(run_dir)
     last_step = checkpoint_step(checkpoints[-1]) if checkpoints else 0
     for problem in run_dir.glob("checkpoint-*-problem"):
-        if checkpoint_step(problem) > last_step:
+        if checkpoint_step(problem) >= last_step:
             stop(f"{problem} was saved after a problem: to go on from step {last_step}, rename or delete it")
     return checkpoints[-1] if checkpoints else None
 
@@ -1134,7 +1141,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
         except Exception as error:  # DeepSpeed raises many types
             rule = "--zero-stage, --lora-rank, --freeze and the number of ranks must be the same"
             stop(f"can't resume {checkpoint}: {rule} ({error!r:.200})")
-        # The checkpoint has overwritten these two: restore the values of the flags.
+        # The checkpoint has overwritten clipping and weight decay: restore the flags.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
@@ -1247,7 +1254,7 @@ def export_model(args: Args, model, processor, folder: Path) -> None:
     if args.lora_rank > 0:
         adapter = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
         with deepspeed.zero.GatheredParameters(adapter, enabled=args.zero_stage == 3):
-            # Not beside the merged weights, to which transformers would apply it again.
+            # In a subfolder, because from_pretrained would apply an adapter to the merged weights.
             model.save_pretrained(folder / "adapter", is_main_process=RANK == 0)
     weights = {}
     for name, weight in iter_full_weights(model):  # on all ranks, but only rank 0 keeps them

@@ -109,9 +109,10 @@ def generate_packed(
     position = torch.tensor([p.next_position for p in prompts], device=device).repeat_interleave(G)
     axes = prompts[0].position_ids.shape[:-1]  # (3,) for M-RoPE
     rows = torch.arange(len(position), device=device)  # (B,): unfinished responses
+    options = logit_options(model)
     for t in range(R):
         logits = model.get_output_embeddings()(hidden)  # (B, V)
-        token_logprobs = scaled_log_softmax(logits, temperature or 1.0, **logit_options(model))  # (B, V)
+        token_logprobs = scaled_log_softmax(logits, temperature or 1.0, **options)  # (B, V)
         if temperature:
             token = sample_token(token_logprobs, uniforms[rows, t])  # (B,)
         else:
@@ -137,12 +138,9 @@ def generate_packed(
     responses = []
     for b, length in enumerate((tokens >= 0).sum(1).tolist()):
         # Copies, because pickling a view for another rank would send the whole table.
-        response = Response(
-            token_ids=tokens[b, :length].cpu().clone(),
-            logprobs=logprobs[b, :length].cpu().clone(),
-            truncated=bool(truncated[b]),
-        )
-        responses.append(response)
+        token_ids = tokens[b, :length].cpu().clone()
+        token_logprobs = logprobs[b, :length].cpu().clone()
+        responses.append(Response(token_ids, token_logprobs, truncated=bool(truncated[b])))
     return responses
 
 

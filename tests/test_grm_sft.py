@@ -182,7 +182,7 @@ SWAPS = {
     "IMAGE 2 is dark, the first image isn't.": "IMAGE 1 is dark, the second image isn't.",
     "First image: dark. Second image: bright.": "Second image: dark. First image: bright.",
     "Both are good, but image 1 is sharp.": "Both are good, but image 2 is sharp.",
-    "1. Image 1 gets 8/10 or 1.5.\n2) Image 2 gets 1/2.": "1. Image 2 gets 8/10 or 1.5.\n2) Image 1 gets 1/2.",
+    "Image 1 gets 8/10 or 1.5.": "Image 2 gets 8/10 or 1.5.",
     "Image 12 is no candidate, 21 is no number.": "Image 12 is no candidate, 21 is no number.",
     "A cat is on a box.": "A cat is on a box.",
     "": "",
@@ -193,7 +193,8 @@ UNKNOWN_REFERENCES = [
     "Both are dark, but the former fits.", "the latter is better", "Image one fits.", "1 is better",
     "The left one fits.", "the first is better than the second", "Option A fits.", "Answer 1 is better.",
     "The previous image is better", "the 2nd image is better", "image_1 is dark", "img1 is dark",
-    "A is better.", "Assistant A is better.", "1: dark\n2: bright",
+    "A is better.", "Assistant A is better.", "1: dark\n2: bright", "1. It is dark.\n2. It fits.",
+    "图1更清晰", "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
 ]  # fmt: skip
 
 

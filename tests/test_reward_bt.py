@@ -239,7 +239,7 @@ def rows_of(text, tmp_path):
         torch.manual_seed(0)
         run = SimpleNamespace(train_data=data, eval_sets={"x": data})
         run.reward_model = Engine(reward_bt.RewardModel(model).eval())
-        run.state = {"rows_read": 0, "rows_skipped": 0, "step": 0}
+        run.state = {"rows_read": 0, "rows_checked": 0, "rows_skipped": 0, "step": 0}
         return args, run
 
     return make

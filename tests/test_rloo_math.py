@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import TINY, chat, filled_args
+from conftest import TINY, chat, filled_args, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -117,7 +117,7 @@ def test_rows_are_shuffled_epochs():
 
 
 # ---- rewards, rollouts, evaluation ----
-def test_accuracy_and_format(refused):
+def test_accuracy_and_format():
     texts = ["<answer>Blue </answer>", "<answer>a</answer> <answer>blue</answer>", "blue"]
     texts += ["<answer>red</answer>"]
     assert accuracy_reward(texts, ["blue"] * 4) == [1, 1, 0, 0]
@@ -127,9 +127,6 @@ def test_accuracy_and_format(refused):
     good = ["<answer>x</answer>", " <think>a\nb</think>\n<answer>x</answer>\n"]
     bad = ["x", "<answer>x", "<answer>x</answer> y", "<answer>x</answer>" * 2, "<think>a</think>"]
     assert format_reward(good + bad) == [1] * 2 + [0] * 5
-    for answer in (["blue"], "", None):
-        with refused():
-            accuracy_reward(["x"], [answer])
 
 
 def score(functions: dict, prompt="Q", n: int = 2):
@@ -368,8 +365,9 @@ def test_video_fps_is_the_rate_of_frames(tokenizer, tmp_path):
         assert len(chat[0]["content"][0]["video"]) == pytest.approx(3 * fps, abs=1)
 
 
-def test_a_prompt_of_exactly_the_maximum_length_is_kept(tiny_text_model, tmp_path):
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "How long is this?", "answer": "?"}))
+def test_prompts_that_are_too_long_or_have_no_answer_are_skipped(tiny_text_model, tmp_path, capsys):
+    rows = [{"prompt": "How long is this?", "answer": answer} for answer in ("?", "", None)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
     args = filled_args("rloo", model=tiny_text_model)
     model = rloo.load_model(args, args.model)
     processor = transformers.AutoProcessor.from_pretrained(tiny_text_model)
@@ -377,6 +375,8 @@ def test_a_prompt_of_exactly_the_maximum_length_is_kept(tiny_text_model, tmp_pat
     length = load(args).encode(0).length
     kept = [load(replace(args, max_prompt_length=n)).try_encode(0) is not None for n in (length, length - 1)]
     assert kept == [True, False]
+    assert [load(args).try_encode(i) for i in (1, 2)] == [None, None]
+    assert "its answer is None, but --rewards accuracy needs" in capsys.readouterr().err
 
 
 # ---- signals, optimizer, weights ----

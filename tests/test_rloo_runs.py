@@ -515,7 +515,7 @@ BAD = [  # flags, part of the message
     ({"dataset": "{tmp}/broken.jsonl"}, "broken.jsonl (split train): "),
     ({"dataset": "{tmp}/header.csv"}, "header.csv (split train): Instruction"),
     ({"dataset": "{tmp}/no_answer.jsonl"}, "has columns prompt: rename yours"),
-    ({"dataset": "{tmp}/listed.jsonl"}, "needs a string or a number as answer, not ['a']"),
+    ({"dataset": "{tmp}/listed.jsonl"}, "its answer is ['a'], but --rewards accuracy needs a string"),
     ({"rewards": ("accurate",), "reward_weights": (1,)}, "must be path.py:name or one of accuracy, format"),
     ({"rewards": ("{tmp}/none.py:f",), "reward_weights": (1,)}, "must be path.py:name"),
     ({"rewards": ("{tmp}/reward.py:g",), "reward_weights": (1,)}, "does not define 'g'"),
