@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, assert_same_run, metrics_of, read_jsonl, write_jsonl
+from conftest import ROOT, TINY, assert_same_run, metrics_of, read_jsonl, slow, write_jsonl
 from PIL import Image
 
 import grm_sft
@@ -147,9 +147,7 @@ def unmodified_logprobs(model, inputs: dict, response: torch.Tensor, temperature
     return logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in FAMILIES]
-)
+@pytest.mark.parametrize("family", [*QUICK, *slow(*(family for family in FAMILIES if family not in QUICK))])
 def test_logprobs_and_greedy_responses_equal_the_unmodified_model(family, folder_of):
     folder = folder_of(family)
     model, unmodified = (load_model(folder) for _ in range(2))
@@ -192,9 +190,7 @@ def on_family(folder_of, any_score):
     return lambda family: flags | {"model": folder_of(family), "dataset": folder_of(family) / "rows.jsonl"}
 
 
-@pytest.mark.parametrize(
-    "family", ["internvl", "granite", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", *PADDED))]
-)
+@pytest.mark.parametrize("family", ["internvl", "granite", *slow("gpt2", *PADDED)])
 def test_two_steps(family, on_family, folder_of, run, capsys):
     folder = run("rloo", **on_family(family))
     steps = metrics_of(folder)
@@ -212,7 +208,7 @@ def test_two_steps(family, on_family, folder_of, run, capsys):
     assert sum(changed) > len(changed) / 2
 
 
-@pytest.mark.parametrize("family", ["internvl", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["internvl", *slow("gemma3")])
 @pytest.mark.parametrize("script", [reward_bt, grm_sft], ids=["reward_bt", "grm_sft"])
 def test_one_step_is_the_same_packed_and_padded(script, family, folder_of, tmp_path, monkeypatch, capsys):
     """Metrics and weights after a step on all rows. One of the three answers is a prefix of another."""
@@ -448,14 +444,9 @@ def test_lora_is_on_the_language_model_only():
         assert len(names) == count and not re.search(words, " ".join(names))
 
 
-SCALED = [  # one multiplies, one divides hidden states, one has a multiplier and then a softcap
-    "hyperclovax (scaled logits)",
-    *(pytest.param(family, marks=pytest.mark.slow) for family in ("minicpm3", "muse_glimmer")),
-]
-
-
-@pytest.mark.parametrize("family", SCALED)
+@pytest.mark.parametrize("family", ["hyperclovax (scaled logits)", *slow("minicpm3", "muse_glimmer")])
 def test_scaled_logits_are_packed(family):
+    """One multiplies, one divides hidden states, one has a multiplier and then a softcap."""
     result = families.measure(family)
     assert (result.path, result.reason) == ("packed", "")
     assert max(result.errors[key] for key in ("training", "sampling", "gradient")) < 1e-4

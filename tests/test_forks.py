@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import conftest
 import pytest
 import torch
 import tyro
@@ -25,9 +26,8 @@ from conftest import (
     ROOT,
     SHORT,
     TINY,
-    chat,
+    assert_same_run,
     largest_difference,
-    metrics_differ,
     metrics_of,
     weights_of,
     write_jsonl,
@@ -629,7 +629,7 @@ def train_twice(module, folder: Path, **flags) -> tuple[SimpleNamespace, SimpleN
     """A run of two steps, and a branch from checkpoint-1 that repeats the second step exactly."""
     whole = train(module, folder, **flags)
     branch = train(module, folder, "branch", resume=str(whole.folder / "checkpoint-1"), **flags)
-    assert max(metrics_differ(whole.metrics, branch.metrics).values()) == 0
+    assert_same_run(whole.folder, branch.folder, tolerance=0, of_weights=0)
     return whole, branch
 
 
@@ -684,7 +684,7 @@ def test_moving_average_of_the_weights(tmp_path, vqa, any_score):
 
 @pytest.mark.slow
 def test_ptx_learns_the_assistant_turns(tmp_path, vqa, any_score):
-    turns = chat("what is 1 + 1?", "two", "and 2 + 2?", "four <|im_end|>")
+    turns = conftest.chat("what is 1 + 1?", "two", "and 2 + 2?", "four <|im_end|>")
     chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}, {"messages": turns[:2]}])
     flags = FAST | any_score | {"dataset": vqa, "ptx_dataset": chats, "ptx_batch_size": 3}
     first, second = train(load(tmp_path, "ppo_ptx"), tmp_path, **flags).metrics

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, assert_same_run, metrics_of, read_jsonl, weights_of, write_jsonl
+from conftest import ROOT, TINY, assert_same_run, metrics_of, read_jsonl, slow, weights_of, write_jsonl
 from conftest import chat as chat_of
 from test_families import write_video
 
@@ -31,10 +31,8 @@ EOS = "<|im_end|>"
 
 def make_rows(video: str) -> list[dict]:
     """Pairs of images, texts and videos; chats, with two images and of text only."""
-    turns = chat_of(
-        "<image><image>Good?", "<answer>8</answer>", "And this?", "<think>less</think>", "sure?", "yes"
-    )
-    turns = [{"role": "system", "content": "You judge."}, *turns]
+    turns = "<image><image>Good?", "<answer>8</answer>", "And this?", "<think>less</think>", "sure?", "yes"
+    turns = [{"role": "system", "content": "You judge."}, *chat_of(*turns)]
     reasoning = "Image 1 shows a ball, Image 2 a box. The first image fits."
     red, cat_a, cat_b = {"image": f"{IMAGES}/small.png"}, f"{IMAGES}/cat_a.png", f"{IMAGES}/cat_b.png"
     return [
@@ -388,9 +386,8 @@ def test_judgments_are_those_of_the_unmodified_model(tiny_vl, rows):
     suppressed = packing.media_token_ids(model.config)
     for example, record in zip(examples, records, strict=True):
         P = example.prefix.length
-        ids = model.generate(
-            **example.prefix.inputs, do_sample=False, max_new_tokens=12, suppress_tokens=suppressed
-        )[0, P:]
+        greedy = {"do_sample": False, "max_new_tokens": 12, "suppress_tokens": suppressed}
+        ids = model.generate(**example.prefix.inputs, **greedy)[0, P:]
         assert record["response"] == tokenizer.decode(ids, skip_special_tokens=True)
         assert record["length"] == len(ids)
         assert record["truncated"] == (ids[-1] != tokenizer.eos_token_id)
@@ -520,7 +517,7 @@ def test_the_loss_is_the_mean_over_the_trained_tokens_of_the_step(grm, tiny_vl, 
 BEST = {"accuracy": [0.1, 0.9, 0.3], "loss": [5.0, 1.0, 3.0]}  # before the first step, after steps 1 and 2
 
 
-@pytest.mark.parametrize("best_metric", ["accuracy", pytest.param("loss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("best_metric", ["accuracy", *slow("loss")])
 def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch, capsys):
     """By accuracy; by the loss if the evaluation set has no pairs and therefore no accuracy."""
     compute_metrics, values = grm_sft.compute_judge_metrics, iter(BEST[best_metric])

@@ -66,10 +66,9 @@ def make_pack(model, P: int, R: int, side: int = 0) -> packing.Pack:
         media |= {"mm_token_type_ids": (ids == model.config.image_token_id).long()}
     prompt = packing.make_prompt(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), **media})
     responses = [torch.randint(0, 900, (R,)) for _ in range(4)]
-    packs = packing.iter_rank_packs(
-        model, [(0, [0, 1, 2, 3])], [prompt], lambda row: prompt, responses, 10**6
+    return next(
+        packing.iter_rank_packs(model, [(0, [*range(4)])], [prompt], lambda row: prompt, responses, 10**6)
     )
-    return next(iter(packs))
 
 
 def saved_bytes(model, pack: packing.Pack) -> int:

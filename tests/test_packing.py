@@ -176,9 +176,8 @@ def test_the_check_notices_with_the_bundled_model_in_bf16(name, family, break_it
     """Rounding passes; what is wrong does not."""
     if family == "qwen2_5_vl":
         model, processor = load_model(TINY, "bfloat16"), transformers.AutoProcessor.from_pretrained(TINY)
-        data = rloo.PromptDataset(
-            rloo.Args(rewards=(), max_prompt_length=1024), vqa, "train", model, processor
-        )
+        args = rloo.Args(rewards=(), max_prompt_length=1024)
+        data = rloo.PromptDataset(args, vqa, "train", model, processor)
         prompts = [data.encode(i) for i in range(12)]
         batch = SimpleNamespace(model=model, processor=processor, prompts=prompts)
         test_the_check_notices(name, family, break_it, lambda family: batch, monkeypatch, capsys)
@@ -315,10 +314,8 @@ def test_attention_equals_separate_sequences(kv_heads, scaling, form):
     mask = attention.ModelMask(mask_function=functions[form.split()[0]])
     *qkv, weight = (torch.randn(1, n, offset, 16).requires_grad_() for n in (4, kv_heads, kv_heads, 4))
     how = {"attention_mask": mask, "packed_indices": indices, "scaling": scaling}
-    outputs = (
-        separate_attention(*qkv, scaling, groups, mask.function),
-        attention.packed_attention(None, *qkv, **how)[0],
-    )
+    separate = separate_attention(*qkv, scaling, groups, mask.function)
+    outputs = separate, attention.packed_attention(None, *qkv, **how)[0]
     results = [(x, *torch.autograd.grad((x * weight.transpose(1, 2)).sum(), qkv)) for x in outputs]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 

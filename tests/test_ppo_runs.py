@@ -43,9 +43,8 @@ def weights_of(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def watch_steps(spy):
     """Function that returns what main had in each step so far, from its calls of three functions."""
-    tables, gae, whitened = (
-        spy(ppo_vl, name) for name in ("compute_logprobs_and_values", "compute_gae", "whiten")
-    )
+    tables = spy(ppo_vl, "compute_logprobs_and_values")
+    gae, whitened = spy(ppo_vl, "compute_gae"), spy(ppo_vl, "whiten")
 
     def steps() -> list[SimpleNamespace]:
         found = []
@@ -291,10 +290,8 @@ def test_critic_from_a_classifier_with_one_label(run, tiny_text_model, text_crit
     (step,) = watch_steps()
     classifier = transformers.AutoModelForSequenceClassification.from_pretrained(source).eval()
     for b in (0, 15):
-        prompt, ids = (
-            step.run.train_data.encode(step.rollout.prompts[b // 4].row_id),
-            step.rollout.response_ids[b],
-        )
+        prompt = step.run.train_data.encode(step.rollout.prompts[b // 4].row_id)
+        ids = step.rollout.response_ids[b]
         for t in range(len(ids)):
             input_ids = torch.cat([prompt.input_ids, ids[:t]])[None]
             classifier.config.pad_token_id = None  # so that it reads the last token

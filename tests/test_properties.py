@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from conftest import slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_families import build, load_data, unmodified_logprobs
@@ -19,18 +20,17 @@ FLAG = st.booleans()
 TEMPERATURE = 0.7
 # Windows of 8; windows and image blocks that attend in both directions; M-RoPE; a factor of logits
 FAMILIES = ("mistral", "gemma3", "qwen2_5_vl", "granite")
-# Tiles, learned positions, token types; deepstack
 MORE_FAMILIES = (
     "internvl",
     "gpt2",
     "paligemma",
-    *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen3_vl", "llava")),
-)
+    *slow("qwen3_vl", "llava"),
+)  # tiles, learned positions, token types
 
 
-def cases(quick: int, slow: int):
+def cases(quick: int, many: int):
     """Parametrize a test by the number of examples that `check` tries."""
-    return pytest.mark.parametrize("examples", [quick, pytest.param(slow, marks=pytest.mark.slow)])
+    return pytest.mark.parametrize("examples", [quick, *slow(many)])
 
 
 def check(examples: int, property_, **fields) -> None:
@@ -53,7 +53,7 @@ def dense(hidden, weight, bias, targets, temperature, softcap, factor, suppresse
     return logp.gather(1, column[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-@cases(quick=50, slow=1000)
+@cases(quick=50, many=1000)
 def test_head(examples, monkeypatch):
     def property_(case: dict) -> None:
         M, V, chunk, random = case["M"], case["V"], case["chunk"], seeded(case["seed"])
@@ -124,7 +124,7 @@ def gradients(model) -> dict:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@cases(quick=5, slow=100)
+@cases(quick=5, many=100)
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_packs(family, examples, pool_of):
     pool = pool_of(family)
@@ -177,7 +177,7 @@ def test_packs(family, examples, pool_of):
     check(examples, property_, groups=st.lists(GROUP, min_size=1, max_size=5), **fields)
 
 
-@cases(quick=8, slow=100)
+@cases(quick=8, many=100)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoder(family, examples, pool_of):
     """Log-probs of sampled tokens equal teacher forcing, and responses end at an EOS or the limit."""

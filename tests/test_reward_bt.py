@@ -7,22 +7,13 @@ import shutil
 from itertools import combinations
 from types import SimpleNamespace
 
+import conftest
 import huggingface_hub
 import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import (
-    ROOT,
-    TINY,
-    assert_same_run,
-    chat,
-    filled_args,
-    metrics_of,
-    read_jsonl,
-    weights_of,
-    write_jsonl,
-)
+from conftest import TINY, assert_same_run, chat, filled_args, metrics_of, read_jsonl, weights_of, write_jsonl
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_families import VISION
@@ -31,7 +22,7 @@ import reward_bt
 from common.packing import PromptInfo
 from reward_bt import Args, Ranking, RankingDataset, compute_bt_loss, make_pairs, ranking_metrics
 
-EXPORT = runpy.run_path(str(ROOT / "examples/export_classifier.py"))
+EXPORT = runpy.run_path(str(conftest.ROOT / "examples/export_classifier.py"))
 
 
 def ranking(K: int, margin: float = 0.0) -> Ranking:
@@ -352,9 +343,7 @@ def by_transformers(row: dict, folder, model, processor, weight) -> list[torch.T
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llama", "gptj"])
-def test_main_has_the_gradients_of_the_unmodified_model(
-    family, folder_of, tmp_path, monkeypatch, capsys, spy
-):
+def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path, monkeypatch, capsys, spy):
     """Packed where the family allows it, one response at a time, and with rankings that don't fit into a pack.
 
     The evaluation set has the rows in reverse, so that its rewards are not those of training rows."""
@@ -566,7 +555,7 @@ def test_saved_backbone_head_and_second_stage(tmp_path, monkeypatch):
         assert again[0][f"eval/easy-vqa/{key}"] == pytest.approx(last[f"eval/easy-vqa/{key}"], abs=1e-5)
 
     monkeypatch.setenv("REWARD_MODEL", str(folder))
-    example = runpy.run_path(str(ROOT / "examples/reward_model.py"))
+    example = runpy.run_path(str(conftest.ROOT / "examples/reward_model.py"))
     chats, texts = [], []
     for x in records:
         content = [{"type": "image", "image": Image.open(x["image"]).convert("RGB")}]

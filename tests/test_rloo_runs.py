@@ -172,9 +172,7 @@ def test_a_reward_that_raises_on_one_rank_stops_all(start, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [{}, {"gradient_checkpointing": True}, {"mode": "train"}], ids=str)
-def test_random_routing_is_trained_exactly_or_stopped(
-    run, noisy_model, tmp_path, monkeypatch, refused, flags
-):
+def test_random_routing_is_exact_or_stopped(run, noisy_model, tmp_path, monkeypatch, refused, flags):
     rows = [{"prompt": f"Say {i}", "answer": str(i)} for i in range(8)]
     data = write_jsonl(tmp_path / "text.jsonl", rows)
     flags = {"model": noisy_model, "dataset": data, "eval_dataset": None, "dtype": "float32", **flags}
@@ -189,13 +187,12 @@ def test_random_routing_is_trained_exactly_or_stopped(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("script, network", [("reward_bt", "RewardModel"), ("grm_sft", "Judge")])
-def test_what_is_trained_without_a_sampler_is_what_was_checked(
-    run, noisy_model, tmp_path, monkeypatch, script, network, checkpointing
-):
+@pytest.mark.parametrize("script", ["reward_bt", "grm_sft"])
+def test_what_is_trained_is_what_was_checked(run, noisy_model, tmp_path, monkeypatch, script, checkpointing):
     """These scripts have no policy/ratio: at each training forward, another one in eval mode gives the same."""
     names = ("chosen", "rejected") if script == "reward_bt" else ("answer_1", "answer_2", "verdict")
     rows = [{"prompt": f"Say {i}", **dict(zip(names, (f"{i}", "no", "1")))} for i in range(4)]
+    network = "RewardModel" if script == "reward_bt" else "Judge"
     module_class = getattr(importlib.import_module(script), network)
     forward, errors = module_class.forward, []
 

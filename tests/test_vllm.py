@@ -294,14 +294,8 @@ def run(directory, sampler: str, script: str = "rloo", **flags) -> subprocess.Co
     code = "def score(completion_ids, **columns):\n    return [sum(x) % 7 / 7 for x in completion_ids]\n"
     (directory / "reward.py").write_text(code)
     base = {"rewards": f"{directory}/reward.py:score", "reward_weights": 1, "total_steps": 2}
-    base |= {
-        "warmup_updates": 0,
-        "num_samples_per_prompt": 4,
-        "train_batch_size": 16,
-        "max_response_length": 8,
-        "eval_steps": 0,
-    }
-    base |= {"prompts_per_rollout": 4, "learning_rate": 1e-3, "run_name": "run"}
+    base |= {"num_samples_per_prompt": 4, "train_batch_size": 16, "max_response_length": 8, "eval_steps": 0}
+    base |= {"warmup_updates": 0, "prompts_per_rollout": 4, "learning_rate": 1e-3, "run_name": "run"}
     base |= {"output_dir": directory, "sampler": sampler}
     command = [sys.executable, str(ROOT / f"{script}.py"), *to_argv(base | flags)]
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | ON_CPU)
