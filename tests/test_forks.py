@@ -411,28 +411,31 @@ def kl_losses(t, estimator: str) -> torch.Tensor:
 WITH_EACH = pytest.mark.parametrize("name", ["rloo", *ALGORITHMS])
 
 
+def load_with(folder: Path, name: str, addition: str):
+    return load(folder, *{name} & {*ALGORITHMS}, addition)
+
+
+ADDED = {  # fork and flags: what it adds to the loss; with GRPO and GSPO, the first ones are TRL's loss with beta
+    'kl_loss kl_coef=0.5 kl_estimator="k2"': lambda t: 0.5 * kl_losses(t, "k2"),
+    'kl_loss kl_coef=0.5 kl_estimator="k3"': lambda t: 0.5 * kl_losses(t, "k3"),
+    "entropy_bonus entropy_coef=0.5": lambda t: -0.5 * t.entropy,
+}
+
+
 @WITH_EACH
-def test_kl_loss(name, t, tmp_path):
-    """With GRPO and GSPO, the sum is TRL's loss with beta."""
-    module = load(tmp_path, *{name} & {*ALGORITHMS}, "kl_loss")
-    for estimator in ("k2", "k3"):
-        result = update(module, t, kl_coef=0.5, kl_estimator=estimator)
-        new_kl = mean_over_tokens(kl_losses(t, estimator), t.mask).mean()
-        check(result, t, ALGORITHMS.get(name, rloo)(t) + 0.5 * new_kl)
+@pytest.mark.parametrize("case", ADDED)
+def test_kl_loss_and_entropy_bonus(case, name, t, tmp_path):
+    result = run_case(tmp_path, f"{name} {case}".removeprefix("rloo "), t)
+    added = mean_over_tokens(ADDED[case](t), t.mask).mean()
+    check(result, t, ALGORITHMS.get(name, rloo)(t) + added)
+    if "entropy" in case:
+        assert torch.allclose(t.entropy.grad, gradient(added, t.entropy))
     assert result.metrics[0]["objective/rlhf_reward"] == pytest.approx(float(t.scores.mean()))
 
 
 @WITH_EACH
-def test_entropy_bonus(name, t, tmp_path):
-    result = update(load(tmp_path, *{name} & {*ALGORITHMS}, "entropy_bonus"), t, entropy_coef=0.5)
-    bonus = 0.5 * mean_over_tokens(t.entropy, t.mask).mean()
-    check(result, t, ALGORITHMS.get(name, rloo)(t) - bonus)
-    assert torch.allclose(t.entropy.grad, -gradient(bonus, t.entropy))
-
-
-@WITH_EACH
 def test_importance_sampling(name, t, tmp_path):
-    result = update(load(tmp_path, *{name} & {*ALGORITHMS}, "importance_sampling"), t, tis_clip=1.5)
+    result = update(load_with(tmp_path, name, "importance_sampling"), t, tis_clip=1.5)
     ratio = ((t.old - t.sampler) * t.mask).sum(1, keepdim=True).exp()
     weights = ratio.clamp(max=1.5)
     assert ratio.min() < 1 < 1.5 < ratio.max()
@@ -443,7 +446,7 @@ def test_importance_sampling(name, t, tmp_path):
 @WITH_EACH
 def test_dynamic_sampling(name, tmp_path):
     """Two useful prompts are wanted, and each batch has one. The responses of the second batch are longer."""
-    module = load(tmp_path, *{name} & {*ALGORITHMS}, "dynamic_sampling")
+    module = load_with(tmp_path, name, "dynamic_sampling")
     t = make_tables(4)
     t.mask[: 2 * G, 5:] = False
     t.scores[1] = 1.0

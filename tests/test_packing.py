@@ -13,7 +13,7 @@ import transformers
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_families import TEMPERATURE, build, load_data, load_model, unmodified_logprobs
+from test_families import TEMPERATURE, build, choose_layout, load_data, load_model, unmodified_logprobs
 
 import rloo
 from common import attention, chats, decoding, environments, packing, packing_check
@@ -52,15 +52,10 @@ WARNING = "warning: batches are padded, because packing is not supported for thi
 ENABLED = "packing enabled: outputs match the unmodified model within"
 
 
-def check(batch, which=slice(None), max_tokens: int = 2048, max_length: int = 200, **options) -> str:
+def check(batch, max_tokens: int = 2048, max_length: int = 200, **options) -> str:
     packing.set_attention(batch.model, "sdpa")
-    message = packing_check.choose_layout(
-        model=batch.model,
-        forward=lambda pack: response_logprobs(batch.model, pack, TEMPERATURE)[0],
-        prompts=batch.prompts[which],
-        max_length=max_length,
-        max_tokens=max_tokens,
-        **options,
+    message = choose_layout(
+        batch.model, batch.prompts, max_tokens=max_tokens, max_length=max_length, **options
     )
     assert packing.is_packed(batch.model) == message.startswith(ENABLED) != message.startswith(WARNING)
     return message

@@ -266,25 +266,18 @@ def test_the_trained_critic_is_exported(run):
     run(**ONE_UPDATE, run_name="next", critic_model=args.critic_model)
 
 
-@pytest.fixture
-def text_critic(tiny_text_model, tmp_path):
-    """Function from the number of labels to a transformers classifier with the small text model's tokenizer."""
-
-    def save(num_labels: int) -> str:
-        folder = tmp_path / f"classifier{num_labels}"
-        labels = {"num_labels": num_labels, "pad_token_id": 0}
-        config = transformers.AutoConfig.from_pretrained(tiny_text_model, **labels)
-        torch.manual_seed(0)
-        transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-        transformers.AutoTokenizer.from_pretrained(tiny_text_model).save_pretrained(folder)
-        return str(folder)
-
-    return save
+def save_classifier(text_model: str, num_labels: int, folder: Path) -> str:
+    """A classifier of transformers with the small text model's tokenizer."""
+    config = transformers.AutoConfig.from_pretrained(text_model, num_labels=num_labels, pad_token_id=0)
+    torch.manual_seed(0)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(text_model).save_pretrained(folder)
+    return str(folder)
 
 
-def test_critic_from_a_classifier_with_one_label(run, tiny_text_model, text_critic, tmp_path, watch_steps):
+def test_critic_from_a_classifier_with_one_label(run, tiny_text_model, tmp_path, watch_steps):
     """Values are the logits that transformers' own class has for each prefix of a response."""
-    source = text_critic(1)
+    source = save_classifier(tiny_text_model, 1, tmp_path / "one")
     dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"what is {i}?"} for i in range(8)])
     run(**ONE_UPDATE, model=tiny_text_model, dataset=dataset, critic_model=source)
     (step,) = watch_steps()
@@ -300,10 +293,11 @@ def test_critic_from_a_classifier_with_one_label(run, tiny_text_model, text_crit
             assert step.values[b, t].item() == pytest.approx(value.item(), abs=1e-4)
 
 
-def test_critics_that_do_not_fit_are_refused(run, text_critic, tiny_text_model, tmp_path, refused):
+def test_critics_that_do_not_fit_are_refused(run, tiny_text_model, tmp_path, refused):
     dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "what?"}] * 8)
     cases = {"does not have the vocabulary of --model": {"critic_model": tiny_text_model}}
-    cases["has a head of shape [2, 32]"] = {"critic_model": text_critic(2), "model": tiny_text_model}
+    of_two = save_classifier(tiny_text_model, 2, tmp_path / "two")
+    cases["has a head of shape [2, 32]"] = {"critic_model": of_two, "model": tiny_text_model}
     for message, flags in cases.items():
         with refused(message, "error: --critic-model"):
             run(**ONE_UPDATE, dataset=dataset, **flags)

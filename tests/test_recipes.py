@@ -35,8 +35,9 @@ def recipes(sampler: str | None = None) -> list[tuple[str, list[str]]]:
     return found
 
 
-def each_recipe(sampler: str | None = None):
-    return pytest.mark.parametrize("script, flags", recipes(sampler), ids=[x for x, _ in recipes(sampler)])
+def each_recipe(sampler: str | None = None, marks=pytest.mark.slow):
+    cases = [pytest.param(*recipe, marks=marks, id=recipe[0]) for recipe in recipes(sampler)]
+    return pytest.mark.parametrize("script, flags", cases)
 
 
 def module_of(script: str, folder: Path):
@@ -92,7 +93,6 @@ def assert_has_run(args) -> None:
     assert (run_dir / "checkpoint-1").exists() == (args.total_steps == 1)
 
 
-@pytest.mark.slow
 @each_recipe()
 def test_command_runs_for_a_step(script, flags, data, tmp_path):
     args = short_args(script, flags, data, tmp_path)
@@ -105,10 +105,7 @@ def test_command_runs_for_a_step(script, flags, data, tmp_path):
     assert_has_run(args)
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.skipif(test_vllm.missing, reason=test_vllm.reason)
-@each_recipe("vllm")
+@each_recipe("vllm", test_vllm.pytestmark)
 def test_command_runs_for_a_step_with_vllm(script, flags, data, tmp_path):
     args = short_args(script, flags, data, tmp_path)
     command = [sys.executable, module_of(script, tmp_path).__file__, *to_argv(vars(args))]
@@ -121,10 +118,7 @@ def test_command_runs_for_a_step_with_vllm(script, flags, data, tmp_path):
 SERVERS = "examples/vllm_server.py:Servers"
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.skipif(test_vllm.missing, reason=test_vllm.reason)
-@each_recipe(SERVERS)
+@each_recipe(SERVERS, test_vllm.pytestmark)
 def test_command_runs_for_a_step_with_a_server(script, flags, data, tmp_path, monkeypatch):
     """The server's model has the sampling parameters of Qwen2.5-VL, which must not change what it samples."""
     model = Path(shutil.copytree(TINY, tmp_path / "model"))

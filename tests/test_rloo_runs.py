@@ -132,40 +132,39 @@ def test_packs_do_not_change_the_result(run, any_score, spy):
     assert_same_run(one, several, 1e-4, of_weights=2e-5)
 
 
-FAILING = """
-def fails(trainer_state, texts, **columns):
-    if trainer_state.global_step == 2:
-        raise ZeroDivisionError("a bug of my reward")
-    return [0.0 for _ in texts]
-"""
+@pytest.fixture
+def failing(tmp_path):
+    """Function from a condition on the step and on earlier ones to flags for a reward that raises."""
+
+    def make(condition: str) -> dict:
+        code = "import os\nsteps = []\ndef fails(trainer_state, texts, **columns):\n"
+        code += f"    step = trainer_state.global_step\n    if {condition}:\n"
+        code += "        raise ZeroDivisionError('a bug of my reward')\n"
+        code += "    steps.append(step)\n    return [0.0 for _ in texts]\n"
+        (tmp_path / "reward.py").write_text(code)
+        return {"rewards": (f"{tmp_path}/reward.py:fails",), "reward_weights": (1,)}
+
+    return make
 
 
-def test_a_reward_that_raises_loses_nothing_and_shows_its_traceback(run, tmp_path):
-    (tmp_path / "reward.py").write_text(FAILING)
-    flags = {"rewards": (f"{tmp_path}/reward.py:fails",), "reward_weights": (1,), "eval_dataset": None}
+def test_a_reward_that_raises_loses_nothing_and_shows_its_traceback(run, tmp_path, failing):
     with pytest.raises(ZeroDivisionError, match="a bug of my reward") as raised:
-        run("rloo", **flags)
+        run("rloo", eval_dataset=None, **failing("step == 2"))
     assert raised.traceback[-1].name == "fails"
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
-def test_a_reward_that_raises_in_an_evaluation_loses_no_metrics(run, tmp_path, vqa):
-    fails = "global_step == 0 and 1 in steps or steps.append(trainer_state.global_step)"
-    code = FAILING.replace("global_step == 2", fails)
-    (tmp_path / "reward.py").write_text(f"steps = []\n{code}")
-    flags = {"rewards": (f"{tmp_path}/reward.py:fails",), "reward_weights": (1,), "eval_steps": 1}
+def test_a_reward_that_raises_in_an_evaluation_loses_no_metrics(run, tmp_path, failing):
     with pytest.raises(ZeroDivisionError):
-        run("rloo", **flags)
+        run("rloo", eval_steps=1, **failing("step == 0 and 1 in steps"))
     assert [metrics["train/step"] for metrics in metrics_of(tmp_path / "runs/run")] == [0, 1]
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
 @pytest.mark.slow
-def test_a_reward_that_raises_on_one_rank_stops_all(start, tmp_path):
-    code = FAILING.replace("global_step == 2", "global_step == 2 and __import__('os').environ['RANK'] == '1'")
-    (tmp_path / "reward.py").write_text(code)
-    flags = {"rewards": (f"{tmp_path}/reward.py:fails",), "reward_weights": (1,), "eval_dataset": None}
-    assert start("rloo", ranks=2, **flags).wait(timeout=200) != 0
+def test_a_reward_that_raises_on_one_rank_stops_all(start, tmp_path, failing):
+    flags = failing("step == 2 and os.environ['RANK'] == '1'")
+    assert start("rloo", ranks=2, eval_dataset=None, **flags).wait(timeout=200) != 0
     log = (tmp_path / "log").read_text()
     assert "in fails" in log and "a bug of my reward" in log
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
@@ -302,19 +301,16 @@ def test_zero_steps_evaluate_a_checkpoint(run, tmp_path, capsys):
 
 def test_defaults_fit_the_model(tiny_text_model, capsys):
     """A command with only --model changed must not train a pretrained model at a rate of 1e-4."""
-    bundled, other, lora = rloo.Args(), rloo.Args(model=tiny_text_model), rloo.Args(model="x", lora_rank=8)
-    for args in (bundled, other, lora):
-        rloo.fill_defaults(args)
+    of_six = {"num_samples_per_prompt": 6}  # 192 responses, which 128 does not divide
+    models = {"model": tiny_text_model}, {"model": "x", "lora_rank": 8}
+    flags = {}, *models, of_six, {"dtype": "bfloat16"}
+    bundled, other, lora, six, half = (conftest.filled_args("rloo", **x) for x in flags)
     assert (bundled.learning_rate, bundled.max_response_length, bundled.max_prompt_length) == (1e-4, 24, 1024)
     assert (other.learning_rate, other.max_response_length, other.max_prompt_length) == (1e-6, 512, 2048)
     assert (bundled.num_epochs, bundled.train_batch_size) == (2, 128)
     assert (other.num_epochs, other.train_batch_size) == (1, 32 * 8)
-    six = rloo.Args(num_samples_per_prompt=6)  # 192 responses, which 128 does not divide
-    rloo.fill_defaults(six)
     assert six.train_batch_size == 192
     assert lora.learning_rate == 1e-5 and "learning_rate 1e-05" in capsys.readouterr().out
-    half = rloo.Args(dtype="bfloat16")
-    rloo.fill_defaults(half)
     assert half.zero_stage == 2 and bundled.zero_stage == 0
 
 
