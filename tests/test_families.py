@@ -96,11 +96,6 @@ def build(family: str):
     return model, processor
 
 
-def write_image(path, seed: int, size=(32, 48, 3)) -> None:
-    pixels = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-    Image.fromarray(pixels).save(path)
-
-
 def write_video(path) -> None:
     """A white square that moves to the right on gray: 24 frames, 3 seconds."""
     with av.open(str(path), "w") as container:
@@ -120,7 +115,8 @@ def save_family(family: str, folder) -> None:
     rows = [{"prompt": "What is 2 + 2?"}, {"prompt": "Say something about rivers, please."}] * 2
     if family in VISION:
         for i, size in enumerate([(64, 64, 3), (32, 64, 3), (48, 32, 3)]):
-            write_image(folder / f"{i}.png", i, size)
+            pixels = np.random.default_rng(i).integers(0, 256, size, dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{i}.png")
         rows[2] = {"prompt": "<image>What is it?", "images": ["0.png"]}
         rows[3] = {"prompt": "Is <image> like <image>?", "images": ["1.png", "2.png"]}
         rows += [{"prompt": "Is <image> wider?", "images": ["1.png"]}]
@@ -450,35 +446,6 @@ def test_scaled_logits_are_packed(family):
     result = families.measure(family)
     assert (result.path, result.reason) == ("packed", "")
     assert max(result.errors[key] for key in ("training", "sampling", "gradient")) < 1e-4
-
-
-@pytest.mark.parametrize("family", ["mllama", "ernie4_5_vl_moe"])
-def test_responses_of_a_shared_prompt_have_the_inputs_of_the_processor(family, tmp_path):
-    """grm_sft.py's prompt ends in an image, and the text after it attends to that image, or is of type 0."""
-    processor = families.make_processor(family)
-    families.save_model(family, processor, tmp_path)
-    model = load_model(tmp_path)
-    for i in range(2):
-        write_image(tmp_path / f"{i}.png", i)
-    turns = [("user", "Is <image> like <image> ?"), ("assistant", "no")]
-    chat = [{"role": role, "content": text} for role, text in turns]
-    row = {"messages": chat, "images": ["0.png", "1.png"]}
-    args = grm_sft.Args(max_length=512)
-    data = grm_sft.ExampleDataset(args, "rows", [row], [[0]], tmp_path, model, processor, training=True)
-    example = data.encode(0)
-    P, ids = example.prefix.length, example.suffix.token_inputs["input_ids"][0]
-    messages = grm_sft.build_messages(args, row | {"prompt": chat}, tmp_path, processor.tokenizer)
-    whole = dict(chats.encode_chat(processor, messages))
-    assert 4 == len(ids) == whole["input_ids"].shape[1] - P + 1  # the template writes no EOS
-    pack = packing.build_padded([(0, [0])], {0: example.prefix}, {0: example.suffix})
-    with torch.no_grad():
-        logprobs = packing.response_logprobs(model, packing.to_device(pack, model))[0]
-        logits = model(**packing.to_device(whole, model)).logits[0, P - 1 : -1]
-    logits[:, packing.media_token_ids(model.config)] = -torch.inf
-    expected = logits.log_softmax(-1).gather(1, ids[:-1, None])[:, 0]
-    is_trained = example.suffix.response_mask  # the assistant's turn; its EOS is not in the template
-    assert is_trained[-1] and is_trained.sum() > 1
-    torch.testing.assert_close(logprobs[:-1], expected[is_trained[:-1]], atol=1e-5, rtol=0)
 
 
 def test_a_generate_that_fails_ends_the_run_in_one_sentence(folder_of, monkeypatch, refused):

@@ -494,7 +494,8 @@ def test_special_tokens_in_data_are_text():
     tokenizer = processor.tokenizer
     special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
-    def special_ids(content) -> list[int]:
+    def special_ids(*texts: str) -> list[int]:
+        content = [{"type": "text", "text": text} for text in texts]
         row = {"prompt": [{"role": "user", "content": content}]}
         messages = rloo.build_messages(rloo.Args(), row, ".", tokenizer)
         ids = chats.encode_chat(processor, messages, add_generation_prompt=True)["input_ids"][0].tolist()
@@ -503,11 +504,10 @@ def test_special_tokens_in_data_are_text():
     usual = special_ids("hello")
     assert len(special) >= 6 and usual
     for token in special:
-        for text in [token, *(token[:3] + other + token[3:] for other in special), f"a {token}{token} b"]:
-            assert special_ids(text) == usual
-        for split in range(1, len(token)):
-            parts = [{"type": "text", "text": text} for text in (token[:split], token[split:])]
-            assert special_ids(parts) == usual
+        nested = [(token[:3] + other + token[3:],) for other in special]
+        halves = [(token[:split], token[split:]) for split in range(1, len(token))]
+        for texts in [(token,), (f"a {token}{token} b",), *nested, *halves]:
+            assert special_ids(*texts) == usual
     for text in ("<think>a</think><answer>b</answer>", "a < b |im_end|>", "< |im_end|>"):  # these stay
         [message] = rloo.build_messages(rloo.Args(), {"prompt": text}, ".", tokenizer)
         assert message["content"] == [{"type": "text", "text": text}]

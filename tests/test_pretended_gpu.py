@@ -81,17 +81,6 @@ def test_a_step(script, flags, run, capsys):
 
 
 @pytest.mark.slow
-def test_resume(run, tmp_path, capsys):
-    import ppo_vl
-
-    with pretend(ppo_vl):
-        run("ppo_vl", total_steps=2, save_steps=1)
-    with pretend(ppo_vl):
-        run("ppo_vl", resume=tmp_path / "runs/run/checkpoint-1", run_name="resumed", total_steps=2)
-    assert capsys.readouterr().out.count("step 2 of 2") == 2
-
-
-@pytest.mark.slow
 def test_two_ranks(argv):
     """Our own collectives, which one rank leaves out, are on the device too."""
     command = f"-m torch.distributed.run --standalone --nproc_per_node=2 {ROOT}/tests/pretend_device.py rloo"

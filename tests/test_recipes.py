@@ -17,7 +17,7 @@ import pytest
 import test_forks
 import test_vllm
 import tyro
-from conftest import ROOT, SCRIPTS, TINY, filled_args, metrics_of, to_argv, write_jsonl
+from conftest import ROOT, SCRIPTS, TINY, filled_args, to_argv, write_jsonl
 from test_docs import commands, fences
 
 BATCH_SIZES = {"prompts_per_rollout": 2, "num_samples_per_prompt": 2, "train_batch_size": 4}
@@ -143,19 +143,6 @@ def test_servers_start_without_the_generation_config_of_the_model():
     found = commands(ROOT / "docs/recipes.md") + commands(ROOT / "docs/runs.md")
     served = [command for words in found if "vllm serve" in (command := " ".join(words)) and "--" in command]
     assert len(served) >= 2 and all("--generation-config vllm" in command for command in served), served
-
-
-def test_an_evaluation_with_new_adapters_is_that_of_the_checkpoint(data, tmp_path):
-    """The page evaluates on one GPU with --lora-rank 1: new adapters change nothing, and need little memory."""
-    import rloo
-
-    metrics = []
-    for rank in (0, 1):
-        flags = f"--total-steps 0 --kl-coef 0 --lora-rank {rank} --run-name {rank} --eval-prompts 8"
-        flags += f" --dataset {data['rloo']} --eval-dataset {data['rloo']} --output-dir {tmp_path}"
-        rloo.main(tyro.cli(rloo.Args, args=flags.split()))
-        metrics += metrics_of(tmp_path / str(rank))
-    assert metrics[0] == metrics[1] and metrics[0]["eval/sampled_score"] > 0
 
 
 def test_table_of_defaults():

@@ -13,9 +13,11 @@ import deepspeed
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import ROOT, assert_same_run, metrics_differ, metrics_of, read_jsonl, write_jsonl
 
 import rloo
+from common import chats, packing
 from common.kl import kl_estimate
 
 
@@ -326,14 +328,11 @@ def test_frozen_adapters_stay_frozen_after_the_reference_pass(run, spy, any_scor
     assert all(trained == (".layers.0." not in name) for name, trained in adapters.items())
 
 
-def test_images_are_scaled_down_before_the_processor(run, any_score, tmp_path, vqa_rows):
-    data = write_jsonl(tmp_path / "rows.jsonl", vqa_rows[:4])
-    args = rloo.Args(max_pixels=1024)
-    tokenizer = rloo.transformers.AutoTokenizer.from_pretrained(conftest.TINY)
-    messages = rloo.build_messages(args, vqa_rows[0], ROOT, tokenizer)
-    image = messages[0]["content"][0]["image"]
-    assert image.size == (32, 32)  # of 64 x 64
-    run("rloo", max_pixels=1024, dataset=data, eval_dataset=None, total_steps=1, **any_score)
+def test_images_are_scaled_down_before_the_processor(run, any_score, vqa_rows):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(conftest.TINY)
+    messages = rloo.build_messages(rloo.Args(max_pixels=1024), vqa_rows[0], ROOT, tokenizer)
+    assert messages[0]["content"][0]["image"].size == (32, 32)  # of 64 x 64
+    run("rloo", max_pixels=1024, eval_dataset=None, total_steps=1, **any_score)
 
 
 def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_path, vqa_rows, spy):
@@ -346,25 +345,18 @@ def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_
 
 # ---- slow ----
 @pytest.mark.slow
-def test_the_checkpoint_is_a_transformers_directory_that_generates_the_same(run, vqa_rows):
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    from common import chats, packing
-
+def test_the_checkpoint_is_a_transformers_directory_that_generates_the_same(run):
     run_dir = run("rloo", eval_steps=1, eval_prompts=4)
     checkpoint = run_dir / "checkpoint-2"
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    for record in read_jsonl(run_dir / "samples.jsonl")[-8:]:
-        if record["phase"] != "eval_greedy":
-            continue
-        row = {"prompt": record["prompt"], "image": record["image"]}
-        chat = rloo.build_messages(rloo.Args(), row, ROOT, processor.tokenizer)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
+    processor = transformers.AutoProcessor.from_pretrained(checkpoint)
+    how = {"max_new_tokens": 8, "suppress_tokens": packing.media_token_ids(model.config)}
+    records = read_jsonl(run_dir / "samples.jsonl")[-8:]
+    for record in (record for record in records if record["phase"] == "eval_greedy"):
+        chat = rloo.build_messages(rloo.Args(), record, ROOT, processor.tokenizer)
         inputs = chats.encode_chat(processor, chat, add_generation_prompt=True)
-        suppressed = packing.media_token_ids(model.config)
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=8, suppress_tokens=suppressed)
-        text = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert text == record["response"]
+        out = model.generate(**inputs, do_sample=False, **how)[0, inputs["input_ids"].shape[1] :]
+        assert processor.tokenizer.decode(out, skip_special_tokens=True) == record["response"]
 
 
 CHANGES = [{"max_num_seqs": 4}, *({"gradient_checkpointing": True, "zero_stage": x} for x in (0, 2, 3))]

@@ -161,21 +161,17 @@ WRONG = [  # function, a part of its code, and a replacement that makes the func
     ("compute_advantages", "(count - 1).clamp(min=1)", "count"),
     ("kl_estimate", "torch.expm1(-d) + d", "torch.expm1(d) - d"),
     ("compute_rloo_loss", "torch.maximum", "torch.minimum"),
-    ("compute_rloo_loss", "1 + clip_high)", "1 + clip_low)"),
     ("compute_rloo_loss", '"policy/clipfrac_low"', '"clipfrac"'),  # main reads it
     ("compute_token_rewards", "mask.sum(1, keepdim=True)", "1"),
     ("compute_gae", "torch.where(mask[:, t], advantage, next_advantage)", "advantage * mask[:, t]"),
     ("whiten", "x[mask]", "x.flatten()"),
     ("compute_policy_loss", "clamp(1 - clip_low", "clamp(1 - clip_high"),
     ("compute_value_loss", "old_values + change.clamp", "new_values + change.clamp"),
-    ("compute_bt_loss", "- margins", "+ margins"),
     ("compute_bt_loss", "+ rejected_rewards) ** 2", "- rejected_rewards) ** 2"),
     ("sample_token", "uniform[:, None] * cdf[:, -1:]", "uniform[:, None].square() * cdf[:, -1:]"),
     ("build_packed", "prompt[-1:], response", "response[:1], response"),
     ("build_packed", "len(continuations[b].response_mask)", "int(continuations[b].response_mask.sum())"),
-    ("build_packed", "position_ids[:, None]", "position_ids[:1]"),
     ("build_packed", '| inputs["media_inputs"]', ""),
-    ("build_packed", 'model_inputs["attention_mask"] =', "_ ="),
 ]
 
 
