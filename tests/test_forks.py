@@ -346,7 +346,7 @@ CRITIC_FREE = ALGORITHMS | {  # forks and flags: loss
 def run_case(folder: Path, case: str, t) -> SimpleNamespace:
     """An update by these forks with these flags, "cispo clip_coef=1"."""
     flags = dict(word.split("=") for word in case.split() if "=" in word)
-    names = [word for word in case.split() if "=" not in word]
+    names = [word for word in case.split() if "=" not in word and word != "rloo"]
     return update(load(folder, *names), t, **{name: json.loads(x) for name, x in flags.items()})
 
 
@@ -411,10 +411,6 @@ def kl_losses(t, estimator: str) -> torch.Tensor:
 WITH_EACH = pytest.mark.parametrize("name", ["rloo", *ALGORITHMS])
 
 
-def load_with(folder: Path, name: str, addition: str):
-    return load(folder, *{name} & {*ALGORITHMS}, addition)
-
-
 ADDED = {  # fork and flags: what it adds to the loss; with GRPO and GSPO, the first ones are TRL's loss with beta
     'kl_loss kl_coef=0.5 kl_estimator="k2"': lambda t: 0.5 * kl_losses(t, "k2"),
     'kl_loss kl_coef=0.5 kl_estimator="k3"': lambda t: 0.5 * kl_losses(t, "k3"),
@@ -425,7 +421,7 @@ ADDED = {  # fork and flags: what it adds to the loss; with GRPO and GSPO, the f
 @WITH_EACH
 @pytest.mark.parametrize("case", ADDED)
 def test_kl_loss_and_entropy_bonus(case, name, t, tmp_path):
-    result = run_case(tmp_path, f"{name} {case}".removeprefix("rloo "), t)
+    result = run_case(tmp_path, f"{name} {case}", t)
     added = mean_over_tokens(ADDED[case](t), t.mask).mean()
     check(result, t, ALGORITHMS.get(name, rloo)(t) + added)
     if "entropy" in case:
@@ -435,7 +431,7 @@ def test_kl_loss_and_entropy_bonus(case, name, t, tmp_path):
 
 @WITH_EACH
 def test_importance_sampling(name, t, tmp_path):
-    result = update(load_with(tmp_path, name, "importance_sampling"), t, tis_clip=1.5)
+    result = run_case(tmp_path, f"{name} importance_sampling tis_clip=1.5", t)
     ratio = ((t.old - t.sampler) * t.mask).sum(1, keepdim=True).exp()
     weights = ratio.clamp(max=1.5)
     assert ratio.min() < 1 < 1.5 < ratio.max()
@@ -446,7 +442,7 @@ def test_importance_sampling(name, t, tmp_path):
 @WITH_EACH
 def test_dynamic_sampling(name, tmp_path):
     """Two useful prompts are wanted, and each batch has one. The responses of the second batch are longer."""
-    module = load_with(tmp_path, name, "dynamic_sampling")
+    module = load(tmp_path, *{name} & {*ALGORITHMS}, "dynamic_sampling")
     t = make_tables(4)
     t.mask[: 2 * G, 5:] = False
     t.scores[1] = 1.0

@@ -14,7 +14,6 @@ import tyro
 from conftest import TINY, assert_same_run, write_jsonl
 from conftest import weights_of as load_weights
 from safetensors.torch import save_file
-from test_families import write_video
 from torch.testing import assert_close
 
 import ppo_vl
@@ -440,31 +439,21 @@ def test_the_value_head_is_a_module_that_multiplies_in_fp32():
 
 
 # --- videos, images and text ---
-@pytest.fixture
-def mixed(tmp_path, vqa_rows) -> str:
-    """Text, one image, two images with markers, a video, a video and an image."""
-    images = [row["image"] for row in vqa_rows[:4]]
-    write_video(tmp_path / "ball.mp4")
-    rows = [("say circle", [], []), ("what is it?", images[:1], [])]
-    rows += [("is <image> as <image>?", images[1:3], []), ("where is the ball?", [], ["ball.mp4"])]
-    rows += [("<video> and <image>?", images[3:], ["ball.mp4"])]
-    rows = [dict(zip(("prompt", "images", "videos"), row)) for row in rows]
-    return write_jsonl(tmp_path / "mixed.jsonl", rows * 2)
 
 
 OTHERS = [pytest.param(family, marks=slow) for family in ("qwen2_vl", "qwen3_vl")]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", *OTHERS])
-def test_videos_images_and_text_in_one_batch(run, mixed, folder_of, spy, watch_steps, family):
+def test_videos_images_and_text_in_one_batch(run, folder_of, spy, watch_steps, family):
     """That the sampler's log-probs are those of the unmodified model is tested in test_families.py."""
-    model = TINY if family == "qwen2_5_vl" else str(folder_of(family))
+    folder = folder_of(family)
     messages = spy(ppo_vl, "print0")
-    flags = ONE_UPDATE | {"prompts_per_rollout": 10, "train_batch_size": 40, "kl_coef": 0.0}
-    (metrics,) = metrics_of(run(model=model, dataset=mixed, **flags))
+    flags = ONE_UPDATE | {"prompts_per_rollout": 6, "train_batch_size": 24, "kl_coef": 0.0}
+    (metrics,) = metrics_of(run(model=folder, dataset=folder / "rows.jsonl", **flags))
     assert sum("packing enabled" in args[0] for args, _, _ in messages) == 2
     assert metrics["train/grad_norm"] > 0 and metrics["sampling/logprob_diff_mean"] < 1e-4
-    assert {prompt.row_id for prompt in watch_steps()[0].rollout.prompts} == {*range(10)}
+    assert {prompt.row_id for prompt in watch_steps()[0].rollout.prompts} == {*range(6)}
 
 
 # --- packs, ranks and stages ---
@@ -481,8 +470,9 @@ def test_results_do_not_depend_on_packs(run, spy):
 
 @slow
 @pytest.mark.parametrize("lora", [0, 2])
-def test_ranks_and_stages_have_the_same_metrics_and_weights(finish, any_score, mixed, tmp_path, lora):
-    flags = {"dataset": mixed, "eval_dataset": None, "prompts_per_rollout": 5, "train_batch_size": 20}
+def test_ranks_and_stages_have_the_same_metrics_and_weights(finish, any_score, folder_of, tmp_path, lora):
+    rows = folder_of("qwen2_5_vl") / "rows.jsonl"  # text, images, and a video
+    flags = {"dataset": rows, "eval_dataset": None, "prompts_per_rollout": 5, "train_batch_size": 20}
     flags |= {"lora_rank": lora, "learning_rate": 1e-5, "critic_learning_rate": 1e-5}
     flags |= any_score
     finish("ppo_vl", **flags)

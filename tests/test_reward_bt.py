@@ -16,7 +16,6 @@ import transformers
 from conftest import TINY, assert_same_run, chat, filled_args, metrics_of, read_jsonl, weights_of, write_jsonl
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_families import VISION
 
 import reward_bt
 from common.packing import PromptInfo
@@ -308,19 +307,6 @@ class Engine:
         loss.backward()
 
 
-def with_media(family: str) -> list[dict]:
-    """Pairs and rankings of texts, images and a video, as users write them."""
-    rows = [("What is 2 + 2?", [], [], ["4", "five, I think", "no idea, sorry", "4 or so"])]
-    rows += [("Say something.", [], [], ["Rivers are long.", "no"])]
-    if family in VISION:
-        rows += [("Is <image> like <image>?", ["1.png", "2.png"], [], ["yes", "not at all"])]
-        rows += [("What is it?", ["0.png"], [], ["a dog", "a cat", "dog"])]
-    if family == "qwen2_5_vl":
-        rows += [("What moves?", [], ["clip.mp4"], ["the square", "nothing"])]
-    names = ("prompt", "images", "videos", "responses")
-    return [{"margin": [None, 0.3][i == 1], **dict(zip(names, row))} for i, row in enumerate(rows)]
-
-
 def by_transformers(row: dict, folder, model, processor, weight) -> list[torch.Tensor]:
     """Rewards by transformers alone: a chat with loaded media, the processor's inputs, the model's own forward."""
     rewards, options = [], {"return_tensors": "pt", "add_special_tokens": False}
@@ -348,7 +334,10 @@ def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path,
 
     The evaluation set has the rows in reverse, so that its rewards are not those of training rows."""
     folder = folder_of(family)
-    rows, modules = with_media(family), []
+    rows = [{"margin": None} | row for row in read_jsonl(folder / "rows.jsonl")]
+    for i, row in enumerate(rows):
+        row["responses"] = ["4", "five, I think", "no idea, sorry", "4 or so"][: 4 - i % 3]
+    rows[1]["margin"], modules = 0.3, []
     made = spy(reward_bt, "make_packs")
     source = write_jsonl(folder / "pairs.jsonl", rows)
     eval_source = write_jsonl(folder / "eval.jsonl", rows[::-1])
