@@ -232,12 +232,6 @@ def test_the_check_notices_what_only_long_packs_or_responses_show(batch_of, monk
     assert check(batch, max_length=120).startswith(ENABLED)
 
 
-def test_messages_say_what_is_not_compared(batch_of):
-    batch = batch_of("llama")
-    assert "not compared" not in check(batch)
-    assert "not compared: sequences of more than 1024 tokens" in check(batch, max_length=4096)
-
-
 def test_a_generate_that_differs_is_refused_only_where_we_sample(batch_of, monkeypatch, refused):
     batch = batch_of("llama")
     generate = type(batch.model).generate
