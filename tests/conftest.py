@@ -175,7 +175,7 @@ def refused(capsys):
 
 @pytest.fixture
 def spy(monkeypatch):
-    """Function that records (arguments, keywords, result) of each call of a module's function, which still runs."""
+    """Function that records (arguments, keywords, result) of each call of a module's function."""
 
     def start(module, name: str) -> list[tuple]:
         calls, original = [], getattr(module, name)
@@ -254,7 +254,7 @@ def finish(start, tmp_path):
 
 @pytest.fixture
 def serve():
-    """Function that starts an HTTP server, which answers with what respond(path, body) gives: status and JSON."""
+    """Function that starts an HTTP server, which answers with respond(path, body): status and JSON."""
     servers = []
 
     def start(respond) -> str:

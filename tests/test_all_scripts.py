@@ -88,7 +88,7 @@ def test_a_run_without_finite_gradients_saves_and_stops(script, run_script, tmp_
 
 @each_policy
 def test_a_sampler_that_disagrees_stops_the_run(script, run_script, tmp_path, refused, spy, monkeypatch):
-    """The run is saved first, as a checkpoint that --resume auto does not pick. NaN is found before rewards are paid for."""
+    """The checkpoint saved first is not picked by --resume auto. NaN is found before rewards are paid for."""
     generate, shift, runs = decoding.generate, 0.01, tmp_path / "runs"
     shifted = lambda **how: [replace(x, logprobs=x.logprobs + shift) for x in generate(**how)]  # noqa: E731
     monkeypatch.setattr(decoding, "generate", shifted)

@@ -72,7 +72,7 @@ PROCESSORS = {  # images of several tiles
 
 @functools.cache
 def build(family: str):
-    """Model and processor, or a text model's tokenizer, of tools/families.py. EOS is also the padding token."""
+    """Model and processor, or tokenizer, of tools/families.py. EOS is also the padding token."""
     model_type = family.split()[0]
     fields = families.CONFIGS["families"].get(model_type, {}) | {"model_type": model_type}
     text = {"eos_token_id": 500, "pad_token_id": 500} | TEXT.get(family, {})

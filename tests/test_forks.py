@@ -411,7 +411,7 @@ def kl_losses(t, estimator: str) -> torch.Tensor:
 WITH_EACH = pytest.mark.parametrize("name", ["rloo", *ALGORITHMS])
 
 
-ADDED = {  # fork and flags: what it adds to the loss; with GRPO and GSPO, the first ones are TRL's loss with beta
+ADDED = {  # fork and flags: what it adds to the loss; the first ones are TRL's beta with GRPO and GSPO
     'kl_loss kl_coef=0.5 kl_estimator="k2"': lambda t: 0.5 * kl_losses(t, "k2"),
     'kl_loss kl_coef=0.5 kl_estimator="k3"': lambda t: 0.5 * kl_losses(t, "k3"),
     "entropy_bonus entropy_coef=0.5": lambda t: -0.5 * t.entropy,

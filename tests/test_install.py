@@ -1,4 +1,4 @@
-"""The workaround for torchvision, versions that are too old, pinned versions, and the installation commands of README.md."""
+"""The workaround for torchvision, old and pinned versions, and the installation commands of README.md."""
 
 import re
 import shlex

@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import memory
 
 VISION = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420}
-SIZES = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size".split()
+SIZES = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads".split()
+SIZES += ["intermediate_size", "vocab_size"]
 QWEN = {  # text configs of Qwen2.5-VL, as on the Hub, and whether embeddings are tied
     "Qwen/Qwen2.5-VL-3B-Instruct": ((2048, 36, 16, 2, 11008, 151936), True),
     "Qwen/Qwen2.5-VL-7B-Instruct": ((3584, 28, 28, 4, 18944, 152064), False),

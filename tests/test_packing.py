@@ -1,5 +1,5 @@
-"""Packing that would be wrong is detected at startup; packed attention, plans of packs, and prompts. That packed
-log-probs and gradients equal those of the unmodified model: test_families.py and test_properties.py."""
+"""Packing that would be wrong is detected at startup; packed attention, plans of packs, prompts. Packed log-probs
+and gradients against the unmodified model: test_families.py and test_properties.py."""
 
 import copy
 import functools

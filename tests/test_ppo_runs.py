@@ -379,8 +379,7 @@ class Echo:
 
 
 def test_observations_are_neither_valued_nor_trained(run, tmp_path, spy, watch_steps):
-    """Values are those of the unmodified model on the whole trajectory, by the head of a reward model; returns skip
-    observations."""
+    """Values are a reward model's head on hidden states of the unmodified model; returns skip observations."""
     (tmp_path / "echo.py").write_text(ECHO)
     dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"what is {i}?"} for i in range(8)])
     critic_model = tmp_path / "critic"

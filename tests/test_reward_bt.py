@@ -77,7 +77,7 @@ def test_metrics_count_each_prompt_once_and_ties_as_one_half():
     assert m["rm/reward_diff"] == pytest.approx((0 + 2 + (2 + 1 - 1) / 3) / 3)
     assert m["rm/chosen_rewards"] == pytest.approx((1 + 2 + (3 + 3 + 1) / 3) / 3)
     assert m["rm/rejected_rewards"] == pytest.approx((1 + 0 + (1 + 2 + 2) / 3) / 3)
-    # One pair, difference 2: -log sigmoid(2) = 0.1269; smoothing by 0.1 adds 0.1 * 2, centering 0.5 * (3 + 1)^2.
+    # Difference 2: -log sigmoid(2) = 0.1269; smoothing by 0.1 adds 0.1 * 2, centering 0.5 * (3 + 1)^2.
     m = metrics_by_hand([3.0, 1.0], [2])
     assert m["rm/bt_loss"] == pytest.approx(0.126928) and Args().label_smoothing == 0
     assert m["rm/loss"] == pytest.approx(0.126928 + 0.2 + 8)
@@ -214,7 +214,7 @@ LONG = GOOD | {"chosen": "g" * 400}  # can't be used if --max-length is 50
 
 @pytest.fixture
 def rows_of(text, tmp_path):
-    """Function from rows and flags to args, the data, and a run with this data for training and evaluation."""
+    """Function from rows and flags to args, and a run with these rows for training and evaluation."""
 
     def make(rows: list[dict], **flags):
         args, model, tokenizer = text
@@ -500,7 +500,7 @@ def test_a_head_on_the_hub_is_never_replaced_by_a_random_one(tiny_text_model, tm
     assert torch.equal(load_head("me/whole"), saved) and load_head("me/plain") is None
     with refused("me/lost has a trained head, but"):
         load_head("me/lost")
-    # A classifier has its head in model.safetensors; a reward model that starts from it would get a random one.
+    # A classifier has its head in model.safetensors; a reward model that starts from it got a random one.
     auto_class = transformers.AutoModelForSequenceClassification
     auto_class.from_pretrained(tiny_text_model, num_labels=1).save_pretrained(tmp_path / "classifier")
     with refused("a trained head, but no score.safetensors"):

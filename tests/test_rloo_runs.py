@@ -455,7 +455,9 @@ def test_bf16(run, any_reward, monkeypatch, flags):
 def test_sigterm_saves_and_kills_lose_nothing(start, finish, run, tmp_path, any_reward):
     flags = {"total_steps": 6, "save_steps": 1, "run_name": "killed", "resume": "auto", **any_reward}
     process = start("rloo", **flags)
-    wait_for(tmp_path / "runs/killed/metrics.jsonl", 2)
+    metrics = tmp_path / "runs/killed/metrics.jsonl"
+    while not metrics.is_file() or len(metrics.read_text().splitlines()) < 2:
+        time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0 and "stopped by a signal" in (tmp_path / "log").read_text()
     for seed in (1, 2):  # at any time, also while it starts and saves
@@ -466,14 +468,6 @@ def test_sigterm_saves_and_kills_lose_nothing(start, finish, run, tmp_path, any_
     finish("rloo", **flags)
     undisturbed = run("rloo", **{**flags, "run_name": "undisturbed", "resume": None})
     assert_same_run(undisturbed, tmp_path / "runs/killed", 0, of_weights=0)
-
-
-def wait_for(path, lines: int) -> None:
-    for _ in range(600):
-        if path.is_file() and len(path.read_text().splitlines()) >= lines:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{path} never had {lines} lines")
 
 
 # ---- invalid input ----

@@ -1,5 +1,5 @@
-"""docs/theory.md: the numbers of its examples, computed by the scripts' functions or by summing over all cases. KL estimators
-by hand."""
+"""docs/theory.md: the numbers of its examples, computed by the scripts' functions or by summing over all cases.
+KL estimators by hand."""
 
 import doctest
 import re
