@@ -355,12 +355,9 @@ def write(tiny_vl, monkeypatch):
     """Make the model write given texts, one per prompt."""
 
     def write(*texts: str) -> None:
-        def generate(prompts: list, max_tokens: int, temperature: float, **how) -> list[Response]:
-            assert max_tokens == ARGS.micro_batch_tokens and temperature == 0 and len(prompts) == len(texts)
-            ids = [torch.tensor(tiny_vl[2](text)["input_ids"]) for text in texts]
-            return [Response(x, torch.zeros(len(x)), truncated=EOS not in y) for x, y in zip(ids, texts)]
-
-        monkeypatch.setattr(decoding, "generate", generate)
+        ids = [torch.tensor(tiny_vl[2](text)["input_ids"]) for text in texts]
+        responses = [Response(x, torch.zeros(len(x)), EOS not in text) for x, text in zip(ids, texts)]
+        monkeypatch.setattr(decoding, "generate", lambda **how: responses)
 
     return write
 
@@ -430,12 +427,11 @@ def test_soft_accuracy_skips_a_truncated_reasoning(tiny_vl, rows, write):
         assert metrics["eval/num_soft_skipped"] == 1 - is_scored
 
 
-def test_reasoning_may_grow_when_it_is_tokenized_again(tiny_vl, rows, write, monkeypatch):
+def test_reasoning_may_grow_when_it_is_tokenized_again(tiny_vl, rows, write):
     """Bytes that form no character decode to replacement characters of three tokens each."""
     example = encode(tiny_vl, rows[3])
     length = example.prefix.length + len(example.suffix_ids)
     args = replace(ARGS, max_length=length, micro_batch_tokens=length)
-    monkeypatch.setattr(ARGS, "micro_batch_tokens", length)
     write("\ufffd" * 12)
     (record,) = grm_sft.judge_examples(args, make_judge().model, tiny_vl[2], [example])
     assert math.isfinite(record["loss"]) and sum(record["probabilities"].values()) == pytest.approx(1)

@@ -1,5 +1,6 @@
 """Short runs of ppo_vl.py: the wiring of main, its options, the critic, ranks and ZeRO stages."""
 
+import functools
 import math
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers
 import tyro
-from conftest import TINY, assert_same_run, write_jsonl
+from conftest import TINY, assert_same_run, filled_args, write_jsonl
 from conftest import weights_of as load_weights
 from safetensors.torch import save_file
 from torch.testing import assert_close
@@ -23,6 +24,7 @@ from ppo_vl import compute_gae  # not replaced by watch_steps
 ONE_UPDATE = {"total_steps": 1, "train_batch_size": 16, "num_epochs": 1, "warmup_updates": 0}
 FAST = {"learning_rate": 1e-3, "warmup_updates": 0}  # so that the second update differs from the first
 slow = pytest.mark.slow
+filled = functools.partial(filled_args, "ppo_vl")
 
 
 @pytest.fixture
@@ -56,13 +58,6 @@ def watch_steps(spy):
         return found
 
     return steps
-
-
-def filled(**flags) -> ppo_vl.Args:
-    """Args as main has them after setup."""
-    args = ppo_vl.Args(**flags)
-    ppo_vl.fill_defaults(args)
-    return args
 
 
 START = load_weights(Path(TINY))

