@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import av
@@ -48,11 +49,13 @@ def load_model(source, dtype: str = "float32"):
     return rloo.load_model(rloo.Args(dtype=dtype), str(source)).eval()
 
 
-def load_data(family_folder, model, processor, **flags):
-    """The rows of a family as rloo.py reads them."""
-    flags = {"rewards": (), "max_prompt_length": 2048} | flags
-    source = str(family_folder / "rows.jsonl")
-    return rloo.PromptDataset(rloo.Args(**flags), source, "train", model, processor)
+def load_family(folder) -> SimpleNamespace:
+    """A new copy of a family's model, its processor, and its rows as rloo.py encodes them."""
+    model, processor = load_model(folder), transformers.AutoProcessor.from_pretrained(folder)
+    args = rloo.Args(rewards=(), max_prompt_length=2048)
+    data = rloo.PromptDataset(args, str(folder / "rows.jsonl"), "train", model, processor)
+    prompts = [data.encode(i) for i in range(len(data.rows))]
+    return SimpleNamespace(model=model, processor=processor, encode=data.encode, prompts=prompts)
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -145,22 +148,21 @@ def unmodified_logprobs(model, inputs: dict, response: torch.Tensor, temperature
 
 @pytest.mark.parametrize("family", [*QUICK, *slow(*(family for family in FAMILIES if family not in QUICK))])
 def test_logprobs_and_greedy_responses_equal_the_unmodified_model(family, folder_of):
-    folder = folder_of(family)
-    model, unmodified = (load_model(folder) for _ in range(2))
-    processor = transformers.AutoProcessor.from_pretrained(folder)
-    data = load_data(folder, model, processor)
-    prompts = [replace(data.encode(i), seed=i) for i in range(len(data.rows))]
+    batch, unmodified = load_family(folder_of(family)), load_model(folder_of(family))
+    model, prompts = batch.model, [replace(prompt, seed=i) for i, prompt in enumerate(batch.prompts)]
     assert len(prompts) == 4 + (family in VISION) + (family in VIDEO)
     message = choose_layout(model, prompts, max_length=256, max_tokens=600)
     assert packing.is_packed(model) == (family in PACKED) == message.startswith("packing enabled"), message
 
-    inputs = [dict(chats.encode_chat(processor, p.messages, add_generation_prompt=True)) for p in prompts]
+    inputs = [
+        dict(chats.encode_chat(batch.processor, p.messages, add_generation_prompt=True)) for p in prompts
+    ]
     responses = decoding.generate(model, prompts, 3, 10, EOS_IDS, TEMPERATURE, max_tokens=250)
     response_ids = [response.token_ids for response in responses]
     packed = {}
     groups = [(i, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(len(prompts))]
     with torch.no_grad():
-        for pack in packing.iter_rank_packs(model, groups, prompts, data.encode, response_ids, 250):
+        for pack in packing.iter_rank_packs(model, groups, prompts, batch.encode, response_ids, 250):
             logprobs = packing.response_logprobs(model, pack, TEMPERATURE)[0]
             for s, b in enumerate(pack.response_index.tolist()):
                 packed[b] = logprobs[pack.response_of_token == s]
@@ -409,17 +411,13 @@ def test_rare_types_of_rows_are_probed(tmp_path):
 
 
 def test_media_that_the_check_has_not_seen_are_reported(folder_of):
-    folder = folder_of("llava")
-    model, processor = load_model(folder), transformers.AutoProcessor.from_pretrained(folder)
-    data = load_data(folder, model, processor)
-    prompts = [data.encode(i) for i in range(len(data.rows))]
-    choose_layout(model, prompts[:2], max_length=128, max_tokens=256)
-    responses = [torch.arange(5, 9)] * len(prompts)
-    packs = functools.partial(packing.iter_rank_packs, model, prompts=prompts, encode=data.encode)
+    batch = load_family(folder_of("llava"))
+    choose_layout(batch.model, batch.prompts[:2], max_length=128, max_tokens=256)
+    arguments = batch.prompts, batch.encode, [torch.arange(5, 9)] * len(batch.prompts), 256
     with warnings.catch_warnings(action="error"):
-        list(packs([(0, [0])], responses=responses, max_tokens=256))
+        list(packing.iter_rank_packs(batch.model, [(0, [0])], *arguments))
     with pytest.warns(UserWarning, match="did not compare: pixel_values"):
-        list(packs([(0, [0]), (2, [2])], responses=responses, max_tokens=256))
+        list(packing.iter_rank_packs(batch.model, [(0, [0]), (2, [2])], *arguments))
 
 
 def test_lora_is_on_the_language_model_only():

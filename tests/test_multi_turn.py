@@ -11,7 +11,7 @@ import torch
 import transformers
 from conftest import TINY, assert_same_run, metrics_of, read_jsonl, slow, write_jsonl
 from PIL import Image
-from test_families import load_data, load_model
+from test_families import load_family, load_model
 
 from common import chats, packing
 from common.decoding import Response
@@ -125,11 +125,8 @@ def gradients(model, logprobs: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trajectories_equal_the_unmodified_model_on_the_whole_chat(family, folder_of):
     """Packed and padded log-probs and gradients, for whole trajectories and ones truncated in each turn."""
-    folder = folder_of(family)
-    model, unmodified = (load_model(folder) for _ in range(2))
-    processor = transformers.AutoProcessor.from_pretrained(folder)
-    data = load_data(folder, model, processor)
-    prompts = [replace(data.encode(i), row_id=i) for i in range(4)]
+    batch, unmodified = load_family(folder_of(family)), load_model(folder_of(family))
+    model, processor, prompts = batch.model, batch.processor, batch.prompts[:4]
     whole = make_trajectories(prompts, model, processor)
     assert [len(x.messages) for x in whole] == [5] * 4 and not any(x.truncated for x in whole)
     assert max(int((~x.response_mask).sum()) for x in whole) > 200

@@ -13,7 +13,7 @@ import transformers
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_families import TEMPERATURE, build, choose_layout, load_data, load_model, unmodified_logprobs
+from test_families import TEMPERATURE, choose_layout, load_family, load_model, unmodified_logprobs
 
 import rloo
 from common import attention, chats, decoding, environments, packing, packing_check
@@ -22,16 +22,8 @@ from common.packing import iter_rank_packs, plan_packs, response_logprobs
 
 @pytest.fixture
 def batch_of(folder_of):
-    """Family -> a copy of its model, its processor, and its prompts."""
-
-    def make(family: str) -> SimpleNamespace:
-        model, processor = build(family)
-        model = copy.deepcopy(model)
-        data = load_data(folder_of(family), model, processor)
-        prompts = [data.encode(i) for i in range(len(data.rows))]
-        return SimpleNamespace(model=model, processor=processor, prompts=prompts, encode=data.encode)
-
-    return make
+    """Family -> its model, its processor, and its prompts."""
+    return lambda family: load_family(folder_of(family))
 
 
 GROUPS, RESPONSES = [(0, [0, 1, 2]), (1, [3])], [torch.arange(R) for R in (5, 1, 2, 4)]

@@ -1,7 +1,6 @@
 """Random sizes of everything that has boundaries: chunks, packs, ranks, token limits, windows, responses. The
 quick half tries a few cases of each, the slow half hundreds."""
 
-import copy
 from dataclasses import replace
 from functools import cache
 
@@ -10,7 +9,7 @@ import torch
 from conftest import slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_families import build, load_data, unmodified_logprobs
+from test_families import load_family, load_model, unmodified_logprobs
 
 from common import decoding, packing
 
@@ -93,29 +92,21 @@ def test_head(examples, monkeypatch):
 
 
 # ---- packed and padded packs and the sampler against the unmodified model ----
-@cache
-def models_of(family: str) -> tuple:
-    """The unmodified model, and a copy with packed attention."""
-    unmodified = copy.deepcopy(build(family)[0])
-    packed = copy.deepcopy(unmodified)
-    packing.set_attention(packed, "packed")
-    packed.logit_factor = 1 / 3 if family == "granite" else 1.0
-    return unmodified, packed
-
-
 @pytest.fixture(scope="module")
-def pool_of(folder_of):
-    """Family -> prompts to choose from: of any length for text models, else those of its dataset."""
+def models_of(folder_of):
+    """Family -> the unmodified model, a copy with packed attention, and prompts to choose from: of any length for text
+    models, else those of its dataset."""
 
     @cache
-    def make(family: str) -> list[packing.Prompt]:
-        model, processor = build(family)
-        if hasattr(processor, "tokenizer"):
-            data = load_data(folder_of(family), model, processor)
-            return [data.encode(i) for i in range(len(data.rows))]
-        ids = [torch.randint(0, 500, (1, P), generator=seeded(P)) for P in range(1, 30)]
-        inputs = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids]
-        return [packing.make_prompt(model, x, index) for index, x in enumerate(inputs)]
+    def make(family: str) -> tuple:
+        batch, packed = load_family(folder_of(family)), load_model(folder_of(family))
+        packing.set_attention(packed, "packed")
+        packed.logit_factor = 1 / 3 if family == "granite" else 1.0
+        if not hasattr(batch.processor, "tokenizer"):
+            ids = [torch.randint(0, 500, (1, P), generator=seeded(P)) for P in range(1, 30)]
+            inputs = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids]
+            batch.prompts = [packing.make_prompt(batch.model, x, index) for index, x in enumerate(inputs)]
+        return batch.model, packed, batch.prompts
 
     return make
 
@@ -126,9 +117,8 @@ def gradients(model) -> dict:
 
 @cases(quick=5, many=100)
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
-def test_packs(family, examples, pool_of):
-    pool = pool_of(family)
-    unmodified, packed = models_of(family)
+def test_packs(family, examples, models_of):
+    unmodified, packed, pool = models_of(family)
 
     def property_(case: dict) -> None:
         prompts = [pool[index % len(pool)] for index, _ in case["groups"]]
@@ -179,10 +169,9 @@ def test_packs(family, examples, pool_of):
 
 @cases(quick=8, many=100)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoder(family, examples, pool_of):
+def test_decoder(family, examples, models_of):
     """Log-probs of sampled tokens equal teacher forcing, and responses end at an EOS or the limit."""
-    pool = pool_of(family)
-    unmodified, packed = models_of(family)
+    unmodified, packed, pool = models_of(family)
 
     def property_(case: dict) -> None:
         G, R = case["G"], case["max_length"]
