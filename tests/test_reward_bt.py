@@ -94,17 +94,31 @@ def text(tiny_text_model):
 
 
 @pytest.fixture
-def encode(text, tmp_path):
+def rows_of(text, tmp_path):
+    """Function from rows and flags to args, and a run with these rows for training and evaluation."""
+
+    def make(rows: list[dict], **flags):
+        args, model, tokenizer = text
+        args = Args(**vars(args) | {"max_length": 100} | flags)
+        data = RankingDataset(args, write_jsonl(tmp_path / "data.jsonl", rows), "train", 0, model, tokenizer)
+        torch.manual_seed(0)
+        run = SimpleNamespace(train_data=data, eval_sets={"x": data})
+        run.reward_model = Engine(reward_bt.RewardModel(model).eval())
+        run.state = {"rows_read": 0, "rows_skipped": 0, "step": 0}
+        return args, run
+
+    return make
+
+
+@pytest.fixture
+def encode(rows_of):
     """Rows -> their rankings, and the text of prompt and response together for each response."""
 
     def build(*rows: dict, **flags):
-        args, model, tokenizer = text
-        source = write_jsonl(tmp_path / "data.jsonl", list(rows))
-        args = Args(**vars(args) | {"dataset": source} | flags)
-        data = RankingDataset(args, source, "train", 0, model, tokenizer)
+        data = rows_of(list(rows), **flags)[1].train_data
         rankings = data.encode_all(range(len(rows)))
         ids = [[torch.cat([x.prompt.input_ids, response]) for response in x.response_ids] for x in rankings]
-        return rankings, [tokenizer.batch_decode(chats) for chats in ids]
+        return rankings, [data.processor.batch_decode(chats) for chats in ids]
 
     return build
 
@@ -209,24 +223,7 @@ def test_media_of_a_saved_dataset_are_in_its_directory(tmp_path):
     assert data.encode(0).prompt.media_inputs
 
 
-LONG = GOOD | {"chosen": "g" * 400}  # can't be used if --max-length is 50
-
-
-@pytest.fixture
-def rows_of(text, tmp_path):
-    """Function from rows and flags to args, and a run with these rows for training and evaluation."""
-
-    def make(rows: list[dict], **flags):
-        args, model, tokenizer = text
-        args = Args(**vars(args) | {"max_length": 50} | flags)
-        data = RankingDataset(args, write_jsonl(tmp_path / "data.jsonl", rows), "train", 0, model, tokenizer)
-        torch.manual_seed(0)
-        run = SimpleNamespace(train_data=data, eval_sets={"x": data})
-        run.reward_model = Engine(reward_bt.RewardModel(model).eval())
-        run.state = {"rows_read": 0, "rows_skipped": 0, "step": 0}
-        return args, run
-
-    return make
+LONG = GOOD | {"chosen": "g" * 400}  # longer than rows_of's --max-length
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
