@@ -31,6 +31,11 @@ TINY = str(ROOT / "assets/tiny_vl")  # folder of the tiny VLM
 SCRIPTS = ("rloo", "ppo_vl", "reward_bt", "grm_sft")
 
 
+def slow(*values) -> list:
+    """Values of a parameter whose tests are slow."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def lasting_process_group():
     """DeepSpeed caches its groups, so runs in one process share the process group: it ends with the session."""
@@ -170,7 +175,7 @@ def refused(capsys):
 
 @pytest.fixture
 def spy(monkeypatch):
-    """Function that records (arguments, keywords, result) of each call of a module's function, which still runs."""
+    """Function that records (arguments, keywords, result) of each call of a module's function."""
 
     def start(module, name: str) -> list[tuple]:
         calls, original = [], getattr(module, name)
@@ -249,7 +254,7 @@ def finish(start, tmp_path):
 
 @pytest.fixture
 def serve():
-    """Function that starts an HTTP server, which answers with what respond(path, body) gives: status and JSON."""
+    """Function that starts an HTTP server, which answers with respond(path, body): status and JSON."""
     servers = []
 
     def start(respond) -> str:
@@ -357,8 +362,8 @@ def noisy_model(tiny_text_model, tmp_path_factory) -> str:
     size |= {
         "num_local_experts": 4,
         "router_jitter_noise": 0.5,
-        "pad_token_id": None,
         "initializer_range": 0.3,
+        "pad_token_id": None,
     }
     folder = shutil.copytree(tiny_text_model, tmp_path_factory.mktemp("noisy") / "model")
     torch.manual_seed(0)

@@ -208,15 +208,6 @@ def test_the_readme_links_every_page_and_every_image_is_shown():
     assert {path.name for path in (ROOT / "docs").glob("*.png")} == set(re.findall(r"(\w+\.png)\)", linked))
 
 
-def test_line_counts_of_the_readme():
-    rows = re.findall(r"^([\w/]+(?:\.py)?) +\S.* ([\d,]+) lines$", README.read_text(), re.M)
-    assert [name for name, _ in rows] == [*(f"{script}.py" for script in SCRIPTS), "common/"]
-    for name, number in rows:
-        files = (ROOT / name).glob("*.py") if name.endswith("/") else [ROOT / name]
-        num_lines = sum(len(file.read_text().splitlines()) for file in files)
-        assert abs(int(number.replace(",", "")) - num_lines) <= 20, f"{name} has {num_lines} lines"
-
-
 @each_markdown
 def test_functions_and_classes_exist(page):
     """Names in inline code are in the code. The first column of tables may have names of other projects."""
@@ -231,3 +222,32 @@ def words_of_the_code() -> set[str]:
     files = [*PYTHON, *(ROOT / "forks").glob("*.diff")]
     files += [*(ROOT / "common").glob("*.py"), *(ROOT / "tests").glob("*.py")]
     return {word for file in files for word in re.findall(r"\w+", file.read_text())}
+
+
+# --- measured numbers ---
+RESULTS = json.loads((ROOT / "docs/results.json").read_text())
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "pipeline"])
+def test_tables_have_the_numbers_of_the_json(script):
+    lines = (ROOT / f"docs/{script}.md").read_text().splitlines()
+    for run, values in RESULTS[script].items():
+        (line,) = [x for x in lines if x.startswith(f"| {run.removeprefix('seed ')} |")]
+        known = [float(x) for x in re.findall(r"\d+\.\d+", json.dumps(values))]
+        shown = [float(x) for x in re.findall(r"\d+\.\d+", line.partition(" | ")[2])]
+        assert len(shown) > 2
+        for number in shown:  # in the same order; the page may leave some out
+            assert number in known, line
+            known = known[known.index(number) + 1 :]
+
+
+def test_benchmarks_are_those_of_the_json():
+    """README shows a part of the tables of docs/benchmarks.md."""
+    benchmarks = (ROOT / "docs/benchmarks.md").read_text()
+    for case, numbers in RESULTS["benchmarks"].items():
+        (row,) = re.findall(rf"^\| {re.escape(case)} \| (.*) \|$", benchmarks, re.M)
+        assert [float(x) for x in re.findall(r"[\d.]+", row)] == numbers, case
+    section = (ROOT / "README.md").read_text().split("## Compared with TRL")[1].split("\n\n")[1]
+    known = {x for numbers in RESULTS["benchmarks"].values() for x in numbers}
+    for row in section.splitlines()[2:]:
+        assert {float(x) for x in re.findall(r"[\d.]+", row.partition(" | ")[2])} <= known, row

@@ -5,10 +5,8 @@ import base64
 import io
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -192,33 +190,19 @@ def test_every_script_trains_on_its_file(script, data, run):
 
 
 # ---- a server ----
-def wait_for(port: int) -> None:
-    for _ in range(200):
-        try:
-            return socket.create_connection(("127.0.0.1", port)).close()
-        except OSError:
-            time.sleep(0.1)
-    raise AssertionError(f"nothing listens on {port}")
 
 
-@pytest.fixture(scope="module")
-def reward_server():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, str(EXAMPLES / "reward_server.py"), str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    wait_for(port)
-    yield f"http://127.0.0.1:{port}"
-    process.kill()
-    process.wait()
-
-
-def test_remote_reward(reward_server, monkeypatch):
-    monkeypatch.setenv("REWARD_URL", reward_server)
+def test_remote_reward(monkeypatch):
+    command = [sys.executable, str(EXAMPLES / "reward_server.py"), "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    monkeypatch.setenv("REWARD_URL", process.stdout.readline().split()[-1])
     texts = [f"<answer>a{b}</answer>" if b % 3 else f"a{b}" for b in range(150)]
     answers = [f"A{b}" if b % 2 else (None if b % 4 else "no") for b in range(150)]
-    results, metrics = score({"remote": load("remote_reward.py")["remote"]}, texts, answer=answers)
+    try:
+        results, metrics = score({"remote": load("remote_reward.py")["remote"]}, texts, answer=answers)
+    finally:
+        process.kill()
+        process.communicate()
     expected = [1.0 if b % 2 else (None if b % 4 else 0.0) for b in range(150)]
     assert [x if x == x else None for x in results["remote"]] == expected  # in order, of three requests
     assert metrics == {"reward_metrics/remote_requests": [3]}

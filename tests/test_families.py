@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import av
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, assert_same_run, metrics_of, read_jsonl, write_jsonl
+from conftest import ROOT, TINY, assert_same_run, metrics_of, read_jsonl, slow, write_jsonl
 from PIL import Image
 
 import grm_sft
@@ -48,11 +49,13 @@ def load_model(source, dtype: str = "float32"):
     return rloo.load_model(rloo.Args(dtype=dtype), str(source)).eval()
 
 
-def load_data(family_folder, model, processor, **flags):
-    """The rows of a family as rloo.py reads them."""
-    flags = {"rewards": (), "max_prompt_length": 2048} | flags
-    source = str(family_folder / "rows.jsonl")
-    return rloo.PromptDataset(rloo.Args(**flags), source, "train", model, processor)
+def load_family(folder) -> SimpleNamespace:
+    """A new copy of a family's model, its processor, and its rows as rloo.py encodes them."""
+    model, processor = load_model(folder), transformers.AutoProcessor.from_pretrained(folder)
+    args = rloo.Args(rewards=(), max_prompt_length=2048)
+    data = rloo.PromptDataset(args, str(folder / "rows.jsonl"), "train", model, processor)
+    prompts = [data.encode(i) for i in range(len(data.rows))]
+    return SimpleNamespace(model=model, processor=processor, encode=data.encode, prompts=prompts)
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -72,7 +75,7 @@ PROCESSORS = {  # images of several tiles
 
 @functools.cache
 def build(family: str):
-    """Model and processor, or a text model's tokenizer, of tools/families.py. EOS is also the padding token."""
+    """Model and processor, or tokenizer, of tools/families.py. EOS is also the padding token."""
     model_type = family.split()[0]
     fields = families.CONFIGS["families"].get(model_type, {}) | {"model_type": model_type}
     text = {"eos_token_id": 500, "pad_token_id": 500} | TEXT.get(family, {})
@@ -96,11 +99,6 @@ def build(family: str):
     return model, processor
 
 
-def write_image(path, seed: int, size=(32, 48, 3)) -> None:
-    pixels = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-    Image.fromarray(pixels).save(path)
-
-
 def write_video(path) -> None:
     """A white square that moves to the right on gray: 24 frames, 3 seconds."""
     with av.open(str(path), "w") as container:
@@ -120,7 +118,8 @@ def save_family(family: str, folder) -> None:
     rows = [{"prompt": "What is 2 + 2?"}, {"prompt": "Say something about rivers, please."}] * 2
     if family in VISION:
         for i, size in enumerate([(64, 64, 3), (32, 64, 3), (48, 32, 3)]):
-            write_image(folder / f"{i}.png", i, size)
+            pixels = np.random.default_rng(i).integers(0, 256, size, dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{i}.png")
         rows[2] = {"prompt": "<image>What is it?", "images": ["0.png"]}
         rows[3] = {"prompt": "Is <image> like <image>?", "images": ["1.png", "2.png"]}
         rows += [{"prompt": "Is <image> wider?", "images": ["1.png"]}]
@@ -147,26 +146,23 @@ def unmodified_logprobs(model, inputs: dict, response: torch.Tensor, temperature
     return logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in FAMILIES]
-)
+@pytest.mark.parametrize("family", [*QUICK, *slow(*(family for family in FAMILIES if family not in QUICK))])
 def test_logprobs_and_greedy_responses_equal_the_unmodified_model(family, folder_of):
-    folder = folder_of(family)
-    model, unmodified = (load_model(folder) for _ in range(2))
-    processor = transformers.AutoProcessor.from_pretrained(folder)
-    data = load_data(folder, model, processor)
-    prompts = [replace(data.encode(i), seed=i) for i in range(len(data.rows))]
+    batch, unmodified = load_family(folder_of(family)), load_model(folder_of(family))
+    model, prompts = batch.model, [replace(prompt, seed=i) for i, prompt in enumerate(batch.prompts)]
     assert len(prompts) == 4 + (family in VISION) + (family in VIDEO)
     message = choose_layout(model, prompts, max_length=256, max_tokens=600)
     assert packing.is_packed(model) == (family in PACKED) == message.startswith("packing enabled"), message
 
-    inputs = [dict(chats.encode_chat(processor, p.messages, add_generation_prompt=True)) for p in prompts]
+    inputs = [
+        dict(chats.encode_chat(batch.processor, p.messages, add_generation_prompt=True)) for p in prompts
+    ]
     responses = decoding.generate(model, prompts, 3, 10, EOS_IDS, TEMPERATURE, max_tokens=250)
     response_ids = [response.token_ids for response in responses]
     packed = {}
     groups = [(i, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(len(prompts))]
     with torch.no_grad():
-        for pack in packing.iter_rank_packs(model, groups, prompts, data.encode, response_ids, 250):
+        for pack in packing.iter_rank_packs(model, groups, prompts, batch.encode, response_ids, 250):
             logprobs = packing.response_logprobs(model, pack, TEMPERATURE)[0]
             for s, b in enumerate(pack.response_index.tolist()):
                 packed[b] = logprobs[pack.response_of_token == s]
@@ -192,9 +188,7 @@ def on_family(folder_of, any_score):
     return lambda family: flags | {"model": folder_of(family), "dataset": folder_of(family) / "rows.jsonl"}
 
 
-@pytest.mark.parametrize(
-    "family", ["internvl", "granite", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", *PADDED))]
-)
+@pytest.mark.parametrize("family", ["internvl", "granite", *slow("gpt2", *PADDED)])
 def test_two_steps(family, on_family, folder_of, run, capsys):
     folder = run("rloo", **on_family(family))
     steps = metrics_of(folder)
@@ -212,7 +206,7 @@ def test_two_steps(family, on_family, folder_of, run, capsys):
     assert sum(changed) > len(changed) / 2
 
 
-@pytest.mark.parametrize("family", ["internvl", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["internvl", *slow("gemma3")])
 @pytest.mark.parametrize("script", [reward_bt, grm_sft], ids=["reward_bt", "grm_sft"])
 def test_one_step_is_the_same_packed_and_padded(script, family, folder_of, tmp_path, monkeypatch, capsys):
     """Metrics and weights after a step on all rows. One of the three answers is a prefix of another."""
@@ -417,17 +411,13 @@ def test_rare_types_of_rows_are_probed(tmp_path):
 
 
 def test_media_that_the_check_has_not_seen_are_reported(folder_of):
-    folder = folder_of("llava")
-    model, processor = load_model(folder), transformers.AutoProcessor.from_pretrained(folder)
-    data = load_data(folder, model, processor)
-    prompts = [data.encode(i) for i in range(len(data.rows))]
-    choose_layout(model, prompts[:2], max_length=128, max_tokens=256)
-    responses = [torch.arange(5, 9)] * len(prompts)
-    packs = functools.partial(packing.iter_rank_packs, model, prompts=prompts, encode=data.encode)
+    batch = load_family(folder_of("llava"))
+    choose_layout(batch.model, batch.prompts[:2], max_length=128, max_tokens=256)
+    arguments = batch.prompts, batch.encode, [torch.arange(5, 9)] * len(batch.prompts), 256
     with warnings.catch_warnings(action="error"):
-        list(packs([(0, [0])], responses=responses, max_tokens=256))
+        list(packing.iter_rank_packs(batch.model, [(0, [0])], *arguments))
     with pytest.warns(UserWarning, match="did not compare: pixel_values"):
-        list(packs([(0, [0]), (2, [2])], responses=responses, max_tokens=256))
+        list(packing.iter_rank_packs(batch.model, [(0, [0]), (2, [2])], *arguments))
 
 
 def test_lora_is_on_the_language_model_only():
@@ -448,46 +438,12 @@ def test_lora_is_on_the_language_model_only():
         assert len(names) == count and not re.search(words, " ".join(names))
 
 
-SCALED = [  # one multiplies, one divides hidden states, one has a multiplier and then a softcap
-    "hyperclovax (scaled logits)",
-    *(pytest.param(family, marks=pytest.mark.slow) for family in ("minicpm3", "muse_glimmer")),
-]
-
-
-@pytest.mark.parametrize("family", SCALED)
+@pytest.mark.parametrize("family", ["hyperclovax (scaled logits)", *slow("minicpm3", "muse_glimmer")])
 def test_scaled_logits_are_packed(family):
+    """One multiplies, one divides hidden states, one has a multiplier and then a softcap."""
     result = families.measure(family)
     assert (result.path, result.reason) == ("packed", "")
     assert max(result.errors[key] for key in ("training", "sampling", "gradient")) < 1e-4
-
-
-@pytest.mark.parametrize("family", ["mllama", "ernie4_5_vl_moe"])
-def test_responses_of_a_shared_prompt_have_the_inputs_of_the_processor(family, tmp_path):
-    """grm_sft.py's prompt ends in an image, and the text after it attends to that image, or is of type 0."""
-    processor = families.make_processor(family)
-    families.save_model(family, processor, tmp_path)
-    model = load_model(tmp_path)
-    for i in range(2):
-        write_image(tmp_path / f"{i}.png", i)
-    turns = [("user", "Is <image> like <image> ?"), ("assistant", "no")]
-    chat = [{"role": role, "content": text} for role, text in turns]
-    row = {"messages": chat, "images": ["0.png", "1.png"]}
-    args = grm_sft.Args(max_length=512)
-    data = grm_sft.ExampleDataset(args, "rows", [row], [[0]], tmp_path, model, processor, training=True)
-    example = data.encode(0)
-    P, ids = example.prefix.length, example.suffix.token_inputs["input_ids"][0]
-    messages = grm_sft.build_messages(args, row | {"prompt": chat}, tmp_path, processor.tokenizer)
-    whole = dict(chats.encode_chat(processor, messages))
-    assert 4 == len(ids) == whole["input_ids"].shape[1] - P + 1  # the template writes no EOS
-    pack = packing.build_padded([(0, [0])], {0: example.prefix}, {0: example.suffix})
-    with torch.no_grad():
-        logprobs = packing.response_logprobs(model, packing.to_device(pack, model))[0]
-        logits = model(**packing.to_device(whole, model)).logits[0, P - 1 : -1]
-    logits[:, packing.media_token_ids(model.config)] = -torch.inf
-    expected = logits.log_softmax(-1).gather(1, ids[:-1, None])[:, 0]
-    is_trained = example.suffix.response_mask  # the assistant's turn; its EOS is not in the template
-    assert is_trained[-1] and is_trained.sum() > 1
-    torch.testing.assert_close(logprobs[:-1], expected[is_trained[:-1]], atol=1e-5, rtol=0)
 
 
 def test_a_generate_that_fails_ends_the_run_in_one_sentence(folder_of, monkeypatch, refused):

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import conftest
 import pytest
 import torch
 import tyro
@@ -25,9 +26,8 @@ from conftest import (
     ROOT,
     SHORT,
     TINY,
-    chat,
+    assert_same_run,
     largest_difference,
-    metrics_differ,
     metrics_of,
     weights_of,
     write_jsonl,
@@ -346,7 +346,7 @@ CRITIC_FREE = ALGORITHMS | {  # forks and flags: loss
 def run_case(folder: Path, case: str, t) -> SimpleNamespace:
     """An update by these forks with these flags, "cispo clip_coef=1"."""
     flags = dict(word.split("=") for word in case.split() if "=" in word)
-    names = [word for word in case.split() if "=" not in word]
+    names = [word for word in case.split() if "=" not in word and word != "rloo"]
     return update(load(folder, *names), t, **{name: json.loads(x) for name, x in flags.items()})
 
 
@@ -411,28 +411,27 @@ def kl_losses(t, estimator: str) -> torch.Tensor:
 WITH_EACH = pytest.mark.parametrize("name", ["rloo", *ALGORITHMS])
 
 
+ADDED = {  # fork and flags: what it adds to the loss; the first ones are TRL's beta with GRPO and GSPO
+    'kl_loss kl_coef=0.5 kl_estimator="k2"': lambda t: 0.5 * kl_losses(t, "k2"),
+    'kl_loss kl_coef=0.5 kl_estimator="k3"': lambda t: 0.5 * kl_losses(t, "k3"),
+    "entropy_bonus entropy_coef=0.5": lambda t: -0.5 * t.entropy,
+}
+
+
 @WITH_EACH
-def test_kl_loss(name, t, tmp_path):
-    """With GRPO and GSPO, the sum is TRL's loss with beta."""
-    module = load(tmp_path, *{name} & {*ALGORITHMS}, "kl_loss")
-    for estimator in ("k2", "k3"):
-        result = update(module, t, kl_coef=0.5, kl_estimator=estimator)
-        new_kl = mean_over_tokens(kl_losses(t, estimator), t.mask).mean()
-        check(result, t, ALGORITHMS.get(name, rloo)(t) + 0.5 * new_kl)
+@pytest.mark.parametrize("case", ADDED)
+def test_kl_loss_and_entropy_bonus(case, name, t, tmp_path):
+    result = run_case(tmp_path, f"{name} {case}", t)
+    added = mean_over_tokens(ADDED[case](t), t.mask).mean()
+    check(result, t, ALGORITHMS.get(name, rloo)(t) + added)
+    if "entropy" in case:
+        assert torch.allclose(t.entropy.grad, gradient(added, t.entropy))
     assert result.metrics[0]["objective/rlhf_reward"] == pytest.approx(float(t.scores.mean()))
 
 
 @WITH_EACH
-def test_entropy_bonus(name, t, tmp_path):
-    result = update(load(tmp_path, *{name} & {*ALGORITHMS}, "entropy_bonus"), t, entropy_coef=0.5)
-    bonus = 0.5 * mean_over_tokens(t.entropy, t.mask).mean()
-    check(result, t, ALGORITHMS.get(name, rloo)(t) - bonus)
-    assert torch.allclose(t.entropy.grad, -gradient(bonus, t.entropy))
-
-
-@WITH_EACH
 def test_importance_sampling(name, t, tmp_path):
-    result = update(load(tmp_path, *{name} & {*ALGORITHMS}, "importance_sampling"), t, tis_clip=1.5)
+    result = run_case(tmp_path, f"{name} importance_sampling tis_clip=1.5", t)
     ratio = ((t.old - t.sampler) * t.mask).sum(1, keepdim=True).exp()
     weights = ratio.clamp(max=1.5)
     assert ratio.min() < 1 < 1.5 < ratio.max()
@@ -629,7 +628,7 @@ def train_twice(module, folder: Path, **flags) -> tuple[SimpleNamespace, SimpleN
     """A run of two steps, and a branch from checkpoint-1 that repeats the second step exactly."""
     whole = train(module, folder, **flags)
     branch = train(module, folder, "branch", resume=str(whole.folder / "checkpoint-1"), **flags)
-    assert max(metrics_differ(whole.metrics, branch.metrics).values()) == 0
+    assert_same_run(whole.folder, branch.folder, tolerance=0, of_weights=0)
     return whole, branch
 
 
@@ -684,7 +683,7 @@ def test_moving_average_of_the_weights(tmp_path, vqa, any_score):
 
 @pytest.mark.slow
 def test_ptx_learns_the_assistant_turns(tmp_path, vqa, any_score):
-    turns = chat("what is 1 + 1?", "two", "and 2 + 2?", "four <|im_end|>")
+    turns = conftest.chat("what is 1 + 1?", "two", "and 2 + 2?", "four <|im_end|>")
     chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}, {"messages": turns[:2]}])
     flags = FAST | any_score | {"dataset": vqa, "ptx_dataset": chats, "ptx_batch_size": 3}
     first, second = train(load(tmp_path, "ppo_ptx"), tmp_path, **flags).metrics

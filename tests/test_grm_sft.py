@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, assert_same_run, metrics_of, read_jsonl, weights_of, write_jsonl
+from conftest import ROOT, TINY, assert_same_run, metrics_of, read_jsonl, slow, weights_of, write_jsonl
 from conftest import chat as chat_of
 from test_families import write_video
 
@@ -31,10 +31,8 @@ EOS = "<|im_end|>"
 
 def make_rows(video: str) -> list[dict]:
     """Pairs of images, texts and videos; chats, with two images and of text only."""
-    turns = chat_of(
-        "<image><image>Good?", "<answer>8</answer>", "And this?", "<think>less</think>", "sure?", "yes"
-    )
-    turns = [{"role": "system", "content": "You judge."}, *turns]
+    turns = "<image><image>Good?", "<answer>8</answer>", "And this?", "<think>less</think>", "sure?", "yes"
+    turns = [{"role": "system", "content": "You judge."}, *chat_of(*turns)]
     reasoning = "Image 1 shows a ball, Image 2 a box. The first image fits."
     red, cat_a, cat_b = {"image": f"{IMAGES}/small.png"}, f"{IMAGES}/cat_a.png", f"{IMAGES}/cat_b.png"
     return [
@@ -358,12 +356,9 @@ def write(tiny_vl, monkeypatch):
     """Make the model write given texts, one per prompt."""
 
     def write(*texts: str) -> None:
-        def generate(prompts: list, max_tokens: int, temperature: float, **how) -> list[Response]:
-            assert max_tokens == ARGS.micro_batch_tokens and temperature == 0 and len(prompts) == len(texts)
-            ids = [torch.tensor(tiny_vl[2](text)["input_ids"]) for text in texts]
-            return [Response(x, torch.zeros(len(x)), truncated=EOS not in y) for x, y in zip(ids, texts)]
-
-        monkeypatch.setattr(decoding, "generate", generate)
+        ids = [torch.tensor(tiny_vl[2](text)["input_ids"]) for text in texts]
+        responses = [Response(x, torch.zeros(len(x)), EOS not in text) for x, text in zip(ids, texts)]
+        monkeypatch.setattr(decoding, "generate", lambda **how: responses)
 
     return write
 
@@ -389,9 +384,8 @@ def test_judgments_are_those_of_the_unmodified_model(tiny_vl, rows):
     suppressed = packing.media_token_ids(model.config)
     for example, record in zip(examples, records, strict=True):
         P = example.prefix.length
-        ids = model.generate(
-            **example.prefix.inputs, do_sample=False, max_new_tokens=12, suppress_tokens=suppressed
-        )[0, P:]
+        greedy = {"do_sample": False, "max_new_tokens": 12, "suppress_tokens": suppressed}
+        ids = model.generate(**example.prefix.inputs, **greedy)[0, P:]
         assert record["response"] == tokenizer.decode(ids, skip_special_tokens=True)
         assert record["length"] == len(ids)
         assert record["truncated"] == (ids[-1] != tokenizer.eos_token_id)
@@ -434,12 +428,11 @@ def test_soft_accuracy_skips_a_truncated_reasoning(tiny_vl, rows, write):
         assert metrics["eval/num_soft_skipped"] == 1 - is_scored
 
 
-def test_reasoning_may_grow_when_it_is_tokenized_again(tiny_vl, rows, write, monkeypatch):
+def test_reasoning_may_grow_when_it_is_tokenized_again(tiny_vl, rows, write):
     """Bytes that form no character decode to replacement characters of three tokens each."""
     example = encode(tiny_vl, rows[3])
     length = example.prefix.length + len(example.suffix_ids)
     args = replace(ARGS, max_length=length, micro_batch_tokens=length)
-    monkeypatch.setattr(ARGS, "micro_batch_tokens", length)
     write("\ufffd" * 12)
     (record,) = grm_sft.judge_examples(args, make_judge().model, tiny_vl[2], [example])
     assert math.isfinite(record["loss"]) and sum(record["probabilities"].values()) == pytest.approx(1)
@@ -521,7 +514,7 @@ def test_the_loss_is_the_mean_over_the_trained_tokens_of_the_step(grm, tiny_vl, 
 BEST = {"accuracy": [0.1, 0.9, 0.3], "loss": [5.0, 1.0, 3.0]}  # before the first step, after steps 1 and 2
 
 
-@pytest.mark.parametrize("best_metric", ["accuracy", pytest.param("loss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("best_metric", ["accuracy", *slow("loss")])
 def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch, capsys):
     """By accuracy; by the loss if the evaluation set has no pairs and therefore no accuracy."""
     compute_metrics, values = grm_sft.compute_judge_metrics, iter(BEST[best_metric])

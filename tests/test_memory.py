@@ -8,6 +8,7 @@ import pytest
 import torch
 import tyro
 from conftest import ROOT
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from common import packing
 
@@ -15,7 +16,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import memory
 
 VISION = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420}
-SIZES = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size".split()
+SIZES = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads".split()
+SIZES += ["intermediate_size", "vocab_size"]
 QWEN = {  # text configs of Qwen2.5-VL, as on the Hub, and whether embeddings are tied
     "Qwen/Qwen2.5-VL-3B-Instruct": ((2048, 36, 16, 2, 11008, 151936), True),
     "Qwen/Qwen2.5-VL-7B-Instruct": ((3584, 28, 28, 4, 18944, 152064), False),
@@ -23,17 +25,14 @@ QWEN = {  # text configs of Qwen2.5-VL, as on the Hub, and whether embeddings ar
 }
 
 
-def make_config(text: dict, vision: dict):
-    from transformers import Qwen2_5_VLConfig
-
-    sections = [16, 24, 24]  # of a head of 128
-    text = text | {"rope_scaling": {"type": "mrope", "mrope_section": sections}}
-    tied = text["tie_word_embeddings"]
-    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+def make_config(text: dict, vision: dict) -> Qwen2_5_VLConfig:
+    text = text | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}  # of a head of 128
+    is_tied = text["tie_word_embeddings"]
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
 
 
 @cache
-def config_of(name: str):
+def config_of(name: str) -> Qwen2_5_VLConfig:
     sizes, is_tied = QWEN[name]
     vision = VISION | {"out_hidden_size": sizes[0], "intermediate_size": 3456 if "32B" in name else 3420}
     return make_config({**dict(zip(SIZES, sizes)), "tie_word_embeddings": is_tied}, vision)
@@ -42,8 +41,6 @@ def config_of(name: str):
 @pytest.fixture(scope="module")
 def model():
     """The proportions of Qwen2.5-VL-7B, seven times as narrow."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
     text = {"hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1}
     text |= {"intermediate_size": 2688, "vocab_size": 152_000, "tie_word_embeddings": True}
     vision = {"depth": 4, "hidden_size": 256, "num_heads": 4, "intermediate_size": 684}
@@ -66,10 +63,9 @@ def make_pack(model, P: int, R: int, side: int = 0) -> packing.Pack:
         media |= {"mm_token_type_ids": (ids == model.config.image_token_id).long()}
     prompt = packing.make_prompt(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), **media})
     responses = [torch.randint(0, 900, (R,)) for _ in range(4)]
-    packs = packing.iter_rank_packs(
-        model, [(0, [0, 1, 2, 3])], [prompt], lambda row: prompt, responses, 10**6
+    return next(
+        packing.iter_rank_packs(model, [(0, [*range(4)])], [prompt], lambda row: prompt, responses, 10**6)
     )
-    return next(iter(packs))
 
 
 def saved_bytes(model, pack: packing.Pack) -> int:

@@ -1,5 +1,5 @@
-"""Packing that would be wrong is detected at startup; packed attention, plans of packs, and prompts. That packed
-log-probs and gradients equal those of the unmodified model: test_families.py and test_properties.py."""
+"""Packing that would be wrong is detected at startup; packed attention, plans of packs, prompts. Packed log-probs
+and gradients against the unmodified model: test_families.py and test_properties.py."""
 
 import copy
 import functools
@@ -13,7 +13,7 @@ import transformers
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_families import TEMPERATURE, build, load_data, load_model, unmodified_logprobs
+from test_families import TEMPERATURE, choose_layout, load_family, load_model, unmodified_logprobs
 
 import rloo
 from common import attention, chats, decoding, environments, packing, packing_check
@@ -22,16 +22,8 @@ from common.packing import iter_rank_packs, plan_packs, response_logprobs
 
 @pytest.fixture
 def batch_of(folder_of):
-    """Family -> a copy of its model, its processor, and its prompts."""
-
-    def make(family: str) -> SimpleNamespace:
-        model, processor = build(family)
-        model = copy.deepcopy(model)
-        data = load_data(folder_of(family), model, processor)
-        prompts = [data.encode(i) for i in range(len(data.rows))]
-        return SimpleNamespace(model=model, processor=processor, prompts=prompts, encode=data.encode)
-
-    return make
+    """Family -> its model, its processor, and its prompts."""
+    return lambda family: load_family(folder_of(family))
 
 
 GROUPS, RESPONSES = [(0, [0, 1, 2]), (1, [3])], [torch.arange(R) for R in (5, 1, 2, 4)]
@@ -52,15 +44,10 @@ WARNING = "warning: batches are padded, because packing is not supported for thi
 ENABLED = "packing enabled: outputs match the unmodified model within"
 
 
-def check(batch, which=slice(None), max_tokens: int = 2048, max_length: int = 200, **options) -> str:
+def check(batch, max_tokens: int = 2048, max_length: int = 200, **options) -> str:
     packing.set_attention(batch.model, "sdpa")
-    message = packing_check.choose_layout(
-        model=batch.model,
-        forward=lambda pack: response_logprobs(batch.model, pack, TEMPERATURE)[0],
-        prompts=batch.prompts[which],
-        max_length=max_length,
-        max_tokens=max_tokens,
-        **options,
+    message = choose_layout(
+        batch.model, batch.prompts, max_tokens=max_tokens, max_length=max_length, **options
     )
     assert packing.is_packed(batch.model) == message.startswith(ENABLED) != message.startswith(WARNING)
     return message
@@ -176,9 +163,8 @@ def test_the_check_notices_with_the_bundled_model_in_bf16(name, family, break_it
     """Rounding passes; what is wrong does not."""
     if family == "qwen2_5_vl":
         model, processor = load_model(TINY, "bfloat16"), transformers.AutoProcessor.from_pretrained(TINY)
-        data = rloo.PromptDataset(
-            rloo.Args(rewards=(), max_prompt_length=1024), vqa, "train", model, processor
-        )
+        args = rloo.Args(rewards=(), max_prompt_length=1024)
+        data = rloo.PromptDataset(args, vqa, "train", model, processor)
         prompts = [data.encode(i) for i in range(12)]
         batch = SimpleNamespace(model=model, processor=processor, prompts=prompts)
         test_the_check_notices(name, family, break_it, lambda family: batch, monkeypatch, capsys)
@@ -236,12 +222,6 @@ def test_the_check_notices_what_only_long_packs_or_responses_show(batch_of, monk
     hide(monkeypatch, lambda index, q, k: q - k < 128)
     assert check(batch, max_length=200).startswith(WARNING)
     assert check(batch, max_length=120).startswith(ENABLED)
-
-
-def test_messages_say_what_is_not_compared(batch_of):
-    batch = batch_of("llama")
-    assert "not compared" not in check(batch)
-    assert "not compared: sequences of more than 1024 tokens" in check(batch, max_length=4096)
 
 
 def test_a_generate_that_differs_is_refused_only_where_we_sample(batch_of, monkeypatch, refused):
@@ -315,10 +295,8 @@ def test_attention_equals_separate_sequences(kv_heads, scaling, form):
     mask = attention.ModelMask(mask_function=functions[form.split()[0]])
     *qkv, weight = (torch.randn(1, n, offset, 16).requires_grad_() for n in (4, kv_heads, kv_heads, 4))
     how = {"attention_mask": mask, "packed_indices": indices, "scaling": scaling}
-    outputs = (
-        separate_attention(*qkv, scaling, groups, mask.function),
-        attention.packed_attention(None, *qkv, **how)[0],
-    )
+    separate = separate_attention(*qkv, scaling, groups, mask.function)
+    outputs = separate, attention.packed_attention(None, *qkv, **how)[0]
     results = [(x, *torch.autograd.grad((x * weight.transpose(1, 2)).sum(), qkv)) for x in outputs]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
@@ -502,7 +480,8 @@ def test_special_tokens_in_data_are_text():
     tokenizer = processor.tokenizer
     special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
-    def special_ids(content) -> list[int]:
+    def special_ids(*texts: str) -> list[int]:
+        content = [{"type": "text", "text": text} for text in texts]
         row = {"prompt": [{"role": "user", "content": content}]}
         messages = rloo.build_messages(rloo.Args(), row, ".", tokenizer)
         ids = chats.encode_chat(processor, messages, add_generation_prompt=True)["input_ids"][0].tolist()
@@ -511,11 +490,10 @@ def test_special_tokens_in_data_are_text():
     usual = special_ids("hello")
     assert len(special) >= 6 and usual
     for token in special:
-        for text in [token, *(token[:3] + other + token[3:] for other in special), f"a {token}{token} b"]:
-            assert special_ids(text) == usual
-        for split in range(1, len(token)):
-            parts = [{"type": "text", "text": text} for text in (token[:split], token[split:])]
-            assert special_ids(parts) == usual
+        nested = [(token[:3] + other + token[3:],) for other in special]
+        halves = [(token[:split], token[split:]) for split in range(1, len(token))]
+        for texts in [(token,), (f"a {token}{token} b",), *nested, *halves]:
+            assert special_ids(*texts) == usual
     for text in ("<think>a</think><answer>b</answer>", "a < b |im_end|>", "< |im_end|>"):  # these stay
         [message] = rloo.build_messages(rloo.Args(), {"prompt": text}, ".", tokenizer)
         assert message["content"] == [{"type": "text", "text": text}]

@@ -144,9 +144,7 @@ def loss_of_one_token(logratio: float, A: float, c: float, c_high: float) -> flo
 def loss_and_grad(new, old, advantages, c=0.2, c_high=0.28):
     """Losses, metrics, and the gradient of the sum of losses with respect to new."""
     new = new.clone().requires_grad_()
-    losses, metrics = ppo_vl.compute_policy_loss(
-        new_logprobs=new, old_logprobs=old, advantages=advantages, clip_low=c, clip_high=c_high
-    )
+    losses, metrics = ppo_vl.compute_policy_loss(new, old, advantages, c, c_high)
     losses.sum().backward()
     assert all(x.shape == new.shape and not x.requires_grad for x in metrics.values())
     assert losses.shape == new.shape and torch.equal(metrics.pop("loss/policy"), losses.detach())

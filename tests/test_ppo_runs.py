@@ -1,5 +1,6 @@
 """Short runs of ppo_vl.py: the wiring of main, its options, the critic, ranks and ZeRO stages."""
 
+import functools
 import math
 import shutil
 from pathlib import Path
@@ -11,10 +12,9 @@ import pytest
 import torch
 import transformers
 import tyro
-from conftest import TINY, assert_same_run, write_jsonl
+from conftest import TINY, assert_same_run, filled_args, write_jsonl
 from conftest import weights_of as load_weights
 from safetensors.torch import save_file
-from test_families import write_video
 from torch.testing import assert_close
 
 import ppo_vl
@@ -24,6 +24,7 @@ from ppo_vl import compute_gae  # not replaced by watch_steps
 ONE_UPDATE = {"total_steps": 1, "train_batch_size": 16, "num_epochs": 1, "warmup_updates": 0}
 FAST = {"learning_rate": 1e-3, "warmup_updates": 0}  # so that the second update differs from the first
 slow = pytest.mark.slow
+filled = functools.partial(filled_args, "ppo_vl")
 
 
 @pytest.fixture
@@ -43,9 +44,8 @@ def weights_of(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def watch_steps(spy):
     """Function that returns what main had in each step so far, from its calls of three functions."""
-    tables, gae, whitened = (
-        spy(ppo_vl, name) for name in ("compute_logprobs_and_values", "compute_gae", "whiten")
-    )
+    tables = spy(ppo_vl, "compute_logprobs_and_values")
+    gae, whitened = spy(ppo_vl, "compute_gae"), spy(ppo_vl, "whiten")
 
     def steps() -> list[SimpleNamespace]:
         found = []
@@ -58,13 +58,6 @@ def watch_steps(spy):
         return found
 
     return steps
-
-
-def filled(**flags) -> ppo_vl.Args:
-    """Args as main has them after setup."""
-    args = ppo_vl.Args(**flags)
-    ppo_vl.fill_defaults(args)
-    return args
 
 
 START = load_weights(Path(TINY))
@@ -267,34 +260,25 @@ def test_the_trained_critic_is_exported(run):
     run(**ONE_UPDATE, run_name="next", critic_model=args.critic_model)
 
 
-@pytest.fixture
-def text_critic(tiny_text_model, tmp_path):
-    """Function from the number of labels to a transformers classifier with the small text model's tokenizer."""
-
-    def save(num_labels: int) -> str:
-        folder = tmp_path / f"classifier{num_labels}"
-        labels = {"num_labels": num_labels, "pad_token_id": 0}
-        config = transformers.AutoConfig.from_pretrained(tiny_text_model, **labels)
-        torch.manual_seed(0)
-        transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-        transformers.AutoTokenizer.from_pretrained(tiny_text_model).save_pretrained(folder)
-        return str(folder)
-
-    return save
+def save_classifier(text_model: str, num_labels: int, folder: Path) -> str:
+    """A classifier of transformers with the small text model's tokenizer."""
+    config = transformers.AutoConfig.from_pretrained(text_model, num_labels=num_labels, pad_token_id=0)
+    torch.manual_seed(0)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(text_model).save_pretrained(folder)
+    return str(folder)
 
 
-def test_critic_from_a_classifier_with_one_label(run, tiny_text_model, text_critic, tmp_path, watch_steps):
+def test_critic_from_a_classifier_with_one_label(run, tiny_text_model, tmp_path, watch_steps):
     """Values are the logits that transformers' own class has for each prefix of a response."""
-    source = text_critic(1)
+    source = save_classifier(tiny_text_model, 1, tmp_path / "one")
     dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"what is {i}?"} for i in range(8)])
     run(**ONE_UPDATE, model=tiny_text_model, dataset=dataset, critic_model=source)
     (step,) = watch_steps()
     classifier = transformers.AutoModelForSequenceClassification.from_pretrained(source).eval()
     for b in (0, 15):
-        prompt, ids = (
-            step.run.train_data.encode(step.rollout.prompts[b // 4].row_id),
-            step.rollout.response_ids[b],
-        )
+        prompt = step.run.train_data.encode(step.rollout.prompts[b // 4].row_id)
+        ids = step.rollout.response_ids[b]
         for t in range(len(ids)):
             input_ids = torch.cat([prompt.input_ids, ids[:t]])[None]
             classifier.config.pad_token_id = None  # so that it reads the last token
@@ -303,10 +287,11 @@ def test_critic_from_a_classifier_with_one_label(run, tiny_text_model, text_crit
             assert step.values[b, t].item() == pytest.approx(value.item(), abs=1e-4)
 
 
-def test_critics_that_do_not_fit_are_refused(run, text_critic, tiny_text_model, tmp_path, refused):
+def test_critics_that_do_not_fit_are_refused(run, tiny_text_model, tmp_path, refused):
     dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "what?"}] * 8)
     cases = {"does not have the vocabulary of --model": {"critic_model": tiny_text_model}}
-    cases["has a head of shape [2, 32]"] = {"critic_model": text_critic(2), "model": tiny_text_model}
+    of_two = save_classifier(tiny_text_model, 2, tmp_path / "two")
+    cases["has a head of shape [2, 32]"] = {"critic_model": of_two, "model": tiny_text_model}
     for message, flags in cases.items():
         with refused(message, "error: --critic-model"):
             run(**ONE_UPDATE, dataset=dataset, **flags)
@@ -389,8 +374,7 @@ class Echo:
 
 
 def test_observations_are_neither_valued_nor_trained(run, tmp_path, spy, watch_steps):
-    """Values are those of the unmodified model on the whole trajectory, by the head of a reward model; returns skip
-    observations."""
+    """Values are a reward model's head on hidden states of the unmodified model; returns skip observations."""
     (tmp_path / "echo.py").write_text(ECHO)
     dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"what is {i}?"} for i in range(8)])
     critic_model = tmp_path / "critic"
@@ -449,31 +433,21 @@ def test_the_value_head_is_a_module_that_multiplies_in_fp32():
 
 
 # --- videos, images and text ---
-@pytest.fixture
-def mixed(tmp_path, vqa_rows) -> str:
-    """Text, one image, two images with markers, a video, a video and an image."""
-    images = [row["image"] for row in vqa_rows[:4]]
-    write_video(tmp_path / "ball.mp4")
-    rows = [("say circle", [], []), ("what is it?", images[:1], [])]
-    rows += [("is <image> as <image>?", images[1:3], []), ("where is the ball?", [], ["ball.mp4"])]
-    rows += [("<video> and <image>?", images[3:], ["ball.mp4"])]
-    rows = [dict(zip(("prompt", "images", "videos"), row)) for row in rows]
-    return write_jsonl(tmp_path / "mixed.jsonl", rows * 2)
 
 
 OTHERS = [pytest.param(family, marks=slow) for family in ("qwen2_vl", "qwen3_vl")]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", *OTHERS])
-def test_videos_images_and_text_in_one_batch(run, mixed, folder_of, spy, watch_steps, family):
+def test_videos_images_and_text_in_one_batch(run, folder_of, spy, watch_steps, family):
     """That the sampler's log-probs are those of the unmodified model is tested in test_families.py."""
-    model = TINY if family == "qwen2_5_vl" else str(folder_of(family))
+    folder = folder_of(family)
     messages = spy(ppo_vl, "print0")
-    flags = ONE_UPDATE | {"prompts_per_rollout": 10, "train_batch_size": 40, "kl_coef": 0.0}
-    (metrics,) = metrics_of(run(model=model, dataset=mixed, **flags))
+    flags = ONE_UPDATE | {"prompts_per_rollout": 6, "train_batch_size": 24, "kl_coef": 0.0}
+    (metrics,) = metrics_of(run(model=folder, dataset=folder / "rows.jsonl", **flags))
     assert sum("packing enabled" in args[0] for args, _, _ in messages) == 2
     assert metrics["train/grad_norm"] > 0 and metrics["sampling/logprob_diff_mean"] < 1e-4
-    assert {prompt.row_id for prompt in watch_steps()[0].rollout.prompts} == {*range(10)}
+    assert {prompt.row_id for prompt in watch_steps()[0].rollout.prompts} == {*range(6)}
 
 
 # --- packs, ranks and stages ---
@@ -490,8 +464,9 @@ def test_results_do_not_depend_on_packs(run, spy):
 
 @slow
 @pytest.mark.parametrize("lora", [0, 2])
-def test_ranks_and_stages_have_the_same_metrics_and_weights(finish, any_score, mixed, tmp_path, lora):
-    flags = {"dataset": mixed, "eval_dataset": None, "prompts_per_rollout": 5, "train_batch_size": 20}
+def test_ranks_and_stages_have_the_same_metrics_and_weights(finish, any_score, folder_of, tmp_path, lora):
+    rows = folder_of("qwen2_5_vl") / "rows.jsonl"  # text, images, and a video
+    flags = {"dataset": rows, "eval_dataset": None, "prompts_per_rollout": 5, "train_batch_size": 20}
     flags |= {"lora_rank": lora, "learning_rate": 1e-5, "critic_learning_rate": 1e-5}
     flags |= any_score
     finish("ppo_vl", **flags)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, filled_args
 from pretend_device import pretend
 
 import rloo
@@ -19,19 +19,16 @@ FLAGS = {"rloo": {}, "ppo_vl": {}, "reward_bt": PAIRS, "grm_sft": PAIRS}
 NUM_LAYERS = 4  # of the tiny model
 
 
-def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tmp_path):
+def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tmp_path, refused):
     """With a fake engine, whose completion g of the prompt [i] is the token 10 * i + g."""
 
     class FakeEngine:
-        def __init__(self, **keywords):
-            pass
+        __init__ = lambda self, **keywords: None  # noqa: E731
+        get_weight_version = lambda self: "0"  # noqa: E731
 
         def generate(self, inputs, params, use_tqdm):
             assert [x["seed"] for x in params] == [7, 8]
             return [self.answer(x["prompt_token_ids"], params[0]["n"]) for x in inputs]
-
-        def get_weight_version(self):
-            return "0"
 
         def answer(self, prompt_ids, n):
             outputs = []
@@ -42,8 +39,7 @@ def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tm
             return SimpleNamespace(prompt_token_ids=[*prompt_ids], outputs=outputs)
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeEngine, SamplingParams=dict))
-    args = rloo.Args()
-    rloo.fill_defaults(args)
+    args = filled_args("rloo")
     model = rloo.load_model(args, args.model)
     sampler = rloo.VLLMSampler(args, model, [500], tmp_path)
     sampler.step = 0
@@ -56,7 +52,7 @@ def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tm
     assert [x.truncated for x in responses] == [False, True, False, True]
     assert responses[3].logprobs.tolist() == pytest.approx([-5.1])
     monkeypatch.setattr(FakeEngine, "answer", lambda self, ids, n: SimpleNamespace(prompt_token_ids=[1]))
-    with pytest.raises(SystemExit):  # vLLM has tokenized the chat differently
+    with refused("vLLM tokenizes it differently"):
         sampler.generate(prompts, 2, 1.0)
 
 
@@ -78,17 +74,6 @@ def test_a_step(script, flags, run, capsys):
     out = capsys.readouterr().out
     assert "packing enabled" in out and "cuda:0, torch.bfloat16" in out
     assert gpu.num_varlen_calls >= 4 * NUM_LAYERS  # in the check at startup, and in the step
-
-
-@pytest.mark.slow
-def test_resume(run, tmp_path, capsys):
-    import ppo_vl
-
-    with pretend(ppo_vl):
-        run("ppo_vl", total_steps=2, save_steps=1)
-    with pretend(ppo_vl):
-        run("ppo_vl", resume=tmp_path / "runs/run/checkpoint-1", run_name="resumed", total_steps=2)
-    assert capsys.readouterr().out.count("step 2 of 2") == 2
 
 
 @pytest.mark.slow

@@ -1,15 +1,15 @@
 """Random sizes of everything that has boundaries: chunks, packs, ranks, token limits, windows, responses. The
 quick half tries a few cases of each, the slow half hundreds."""
 
-import copy
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
+from conftest import slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_families import build, load_data, unmodified_logprobs
+from test_families import load_family, load_model, unmodified_logprobs
 
 from common import decoding, packing
 
@@ -19,18 +19,17 @@ FLAG = st.booleans()
 TEMPERATURE = 0.7
 # Windows of 8; windows and image blocks that attend in both directions; M-RoPE; a factor of logits
 FAMILIES = ("mistral", "gemma3", "qwen2_5_vl", "granite")
-# Tiles, learned positions, token types; deepstack
 MORE_FAMILIES = (
     "internvl",
     "gpt2",
     "paligemma",
-    *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen3_vl", "llava")),
-)
+    *slow("qwen3_vl", "llava"),
+)  # tiles, learned positions, token types
 
 
-def cases(quick: int, slow: int):
+def cases(quick: int, many: int):
     """Parametrize a test by the number of examples that `check` tries."""
-    return pytest.mark.parametrize("examples", [quick, pytest.param(slow, marks=pytest.mark.slow)])
+    return pytest.mark.parametrize("examples", [quick, *slow(many)])
 
 
 def check(examples: int, property_, **fields) -> None:
@@ -53,7 +52,7 @@ def dense(hidden, weight, bias, targets, temperature, softcap, factor, suppresse
     return logp.gather(1, column[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-@cases(quick=50, slow=1000)
+@cases(quick=50, many=1000)
 def test_head(examples, monkeypatch):
     def property_(case: dict) -> None:
         M, V, chunk, random = case["M"], case["V"], case["chunk"], seeded(case["seed"])
@@ -93,29 +92,21 @@ def test_head(examples, monkeypatch):
 
 
 # ---- packed and padded packs and the sampler against the unmodified model ----
-@cache
-def models_of(family: str) -> tuple:
-    """The unmodified model, and a copy with packed attention."""
-    unmodified = copy.deepcopy(build(family)[0])
-    packed = copy.deepcopy(unmodified)
-    packing.set_attention(packed, "packed")
-    packed.logit_factor = 1 / 3 if family == "granite" else 1.0
-    return unmodified, packed
-
-
 @pytest.fixture(scope="module")
-def pool_of(folder_of):
-    """Family -> prompts to choose from: of any length for text models, else those of its dataset."""
+def models_of(folder_of):
+    """Family -> the unmodified model, a copy with packed attention, and prompts to choose from: of any length for text
+    models, else those of its dataset."""
 
     @cache
-    def make(family: str) -> list[packing.Prompt]:
-        model, processor = build(family)
-        if hasattr(processor, "tokenizer"):
-            data = load_data(folder_of(family), model, processor)
-            return [data.encode(i) for i in range(len(data.rows))]
-        ids = [torch.randint(0, 500, (1, P), generator=seeded(P)) for P in range(1, 30)]
-        inputs = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids]
-        return [packing.make_prompt(model, x, index) for index, x in enumerate(inputs)]
+    def make(family: str) -> tuple:
+        batch, packed = load_family(folder_of(family)), load_model(folder_of(family))
+        packing.set_attention(packed, "packed")
+        packed.logit_factor = 1 / 3 if family == "granite" else 1.0
+        if not hasattr(batch.processor, "tokenizer"):
+            ids = [torch.randint(0, 500, (1, P), generator=seeded(P)) for P in range(1, 30)]
+            inputs = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids]
+            batch.prompts = [packing.make_prompt(batch.model, x, index) for index, x in enumerate(inputs)]
+        return batch.model, packed, batch.prompts
 
     return make
 
@@ -124,11 +115,10 @@ def gradients(model) -> dict:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@cases(quick=5, slow=100)
+@cases(quick=5, many=100)
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
-def test_packs(family, examples, pool_of):
-    pool = pool_of(family)
-    unmodified, packed = models_of(family)
+def test_packs(family, examples, models_of):
+    unmodified, packed, pool = models_of(family)
 
     def property_(case: dict) -> None:
         prompts = [pool[index % len(pool)] for index, _ in case["groups"]]
@@ -177,12 +167,11 @@ def test_packs(family, examples, pool_of):
     check(examples, property_, groups=st.lists(GROUP, min_size=1, max_size=5), **fields)
 
 
-@cases(quick=8, slow=100)
+@cases(quick=8, many=100)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoder(family, examples, pool_of):
+def test_decoder(family, examples, models_of):
     """Log-probs of sampled tokens equal teacher forcing, and responses end at an EOS or the limit."""
-    pool = pool_of(family)
-    unmodified, packed = models_of(family)
+    unmodified, packed, pool = models_of(family)
 
     def property_(case: dict) -> None:
         G, R = case["G"], case["max_length"]

@@ -17,7 +17,7 @@ import pytest
 import test_forks
 import test_vllm
 import tyro
-from conftest import ROOT, SCRIPTS, TINY, filled_args, metrics_of, to_argv, write_jsonl
+from conftest import ROOT, SCRIPTS, TINY, filled_args, to_argv, write_jsonl
 from test_docs import commands, fences
 
 BATCH_SIZES = {"prompts_per_rollout": 2, "num_samples_per_prompt": 2, "train_batch_size": 4}
@@ -35,8 +35,9 @@ def recipes(sampler: str | None = None) -> list[tuple[str, list[str]]]:
     return found
 
 
-def each_recipe(sampler: str | None = None):
-    return pytest.mark.parametrize("script, flags", recipes(sampler), ids=[x for x, _ in recipes(sampler)])
+def each_recipe(sampler: str | None = None, marks=pytest.mark.slow):
+    cases = [pytest.param(*recipe, marks=marks, id=recipe[0]) for recipe in recipes(sampler)]
+    return pytest.mark.parametrize("script, flags", cases)
 
 
 def module_of(script: str, folder: Path):
@@ -92,7 +93,6 @@ def assert_has_run(args) -> None:
     assert (run_dir / "checkpoint-1").exists() == (args.total_steps == 1)
 
 
-@pytest.mark.slow
 @each_recipe()
 def test_command_runs_for_a_step(script, flags, data, tmp_path):
     args = short_args(script, flags, data, tmp_path)
@@ -105,10 +105,7 @@ def test_command_runs_for_a_step(script, flags, data, tmp_path):
     assert_has_run(args)
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.skipif(test_vllm.missing, reason=test_vllm.reason)
-@each_recipe("vllm")
+@each_recipe("vllm", test_vllm.pytestmark)
 def test_command_runs_for_a_step_with_vllm(script, flags, data, tmp_path):
     args = short_args(script, flags, data, tmp_path)
     command = [sys.executable, module_of(script, tmp_path).__file__, *to_argv(vars(args))]
@@ -121,10 +118,7 @@ def test_command_runs_for_a_step_with_vllm(script, flags, data, tmp_path):
 SERVERS = "examples/vllm_server.py:Servers"
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.skipif(test_vllm.missing, reason=test_vllm.reason)
-@each_recipe(SERVERS)
+@each_recipe(SERVERS, test_vllm.pytestmark)
 def test_command_runs_for_a_step_with_a_server(script, flags, data, tmp_path, monkeypatch):
     """The server's model has the sampling parameters of Qwen2.5-VL, which must not change what it samples."""
     model = Path(shutil.copytree(TINY, tmp_path / "model"))
@@ -149,19 +143,6 @@ def test_servers_start_without_the_generation_config_of_the_model():
     found = commands(ROOT / "docs/recipes.md") + commands(ROOT / "docs/runs.md")
     served = [command for words in found if "vllm serve" in (command := " ".join(words)) and "--" in command]
     assert len(served) >= 2 and all("--generation-config vllm" in command for command in served), served
-
-
-def test_an_evaluation_with_new_adapters_is_that_of_the_checkpoint(data, tmp_path):
-    """The page evaluates on one GPU with --lora-rank 1: new adapters change nothing, and need little memory."""
-    import rloo
-
-    metrics = []
-    for rank in (0, 1):
-        flags = f"--total-steps 0 --kl-coef 0 --lora-rank {rank} --run-name {rank} --eval-prompts 8"
-        flags += f" --dataset {data['rloo']} --eval-dataset {data['rloo']} --output-dir {tmp_path}"
-        rloo.main(tyro.cli(rloo.Args, args=flags.split()))
-        metrics += metrics_of(tmp_path / str(rank))
-    assert metrics[0] == metrics[1] and metrics[0]["eval/sampled_score"] > 0
 
 
 def test_table_of_defaults():

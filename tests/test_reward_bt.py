@@ -7,31 +7,20 @@ import shutil
 from itertools import combinations
 from types import SimpleNamespace
 
+import conftest
 import huggingface_hub
-import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import (
-    ROOT,
-    TINY,
-    assert_same_run,
-    chat,
-    filled_args,
-    metrics_of,
-    read_jsonl,
-    weights_of,
-    write_jsonl,
-)
+from conftest import TINY, assert_same_run, chat, filled_args, metrics_of, read_jsonl, weights_of, write_jsonl
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_families import VISION
 
 import reward_bt
 from common.packing import PromptInfo
 from reward_bt import Args, Ranking, RankingDataset, compute_bt_loss, make_pairs, ranking_metrics
 
-EXPORT = runpy.run_path(str(ROOT / "examples/export_classifier.py"))
+EXPORT = runpy.run_path(str(conftest.ROOT / "examples/export_classifier.py"))
 
 
 def ranking(K: int, margin: float = 0.0) -> Ranking:
@@ -59,26 +48,21 @@ def test_worked_examples_of_the_docstrings():
 
 @pytest.mark.parametrize("smoothing, center", [(0.0, 0.0), (0.0, 0.3), (0.2, 0.0), (0.1, 0.05)])
 def test_loss_and_gradient_equal_the_closed_form(smoothing, center):
-    """Rankings of 2, 4 and 3 responses with margins, pair by pair by hand."""
+    """Rankings of 2, 4 and 3 responses with margins, pair by pair."""
     rankings = [ranking(2, 0.5), ranking(4), ranking(3, -0.25)]
-    rewards = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    loss = mean_loss(rewards, rankings, smoothing, center)
-    (gradient,) = torch.autograd.grad(loss, rewards)
-    expected, by_hand, start, r = 0.0, np.zeros(9), 0, rewards.detach().numpy()
+    r = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    loss, expected, start = mean_loss(r, rankings, smoothing, center), 0.0, 0
     for x in rankings:
         pairs = list(combinations(range(start, start + len(x.response_ids)), 2))
         for i, j in pairs:
-            w, d, total = 1 / 3 / len(pairs), r[i] - r[j] - x.margin, r[i] + r[j]
-            p = 1 / (1 + np.exp(-d))
-            expected += w * (-(1 - smoothing) * np.log(p) - smoothing * np.log(1 - p) + center * total**2)
-            slope = -(1 - smoothing) * (1 - p) + smoothing * p  # of the loss in d
-            by_hand[i] += w * (slope + 2 * center * total)
-            by_hand[j] += w * (-slope + 2 * center * total)
+            p = 1 / (1 + (-(r[i] - r[j] - x.margin)).exp())
+            bt = -(1 - smoothing) * p.log() - smoothing * (1 - p).log()
+            expected = expected + (bt + center * (r[i] + r[j]) ** 2) / 3 / len(pairs)
         start += len(x.response_ids)
-    assert float(loss.detach()) == pytest.approx(expected, rel=1e-6)
-    assert gradient.numpy() == pytest.approx(by_hand, rel=1e-5, abs=1e-8)
-    shifted = mean_loss(rewards + 7.5, rankings, smoothing, center)
-    assert (abs(float(shifted.detach()) - expected) < 1e-6) == (center == 0), "only centering sees a shift"
+    gradients = [torch.autograd.grad(x, r, retain_graph=True)[0] for x in (loss, expected)]
+    torch.testing.assert_close((loss, gradients[0]), (expected, gradients[1]), rtol=1e-5, atol=1e-8)
+    shifted = mean_loss(r + 7.5, rankings, smoothing, center)
+    assert (abs((shifted - expected).item()) < 1e-6) == (center == 0), "only centering sees a shift"
 
 
 def metrics_by_hand(rewards: list[float], sizes: list[int]) -> dict[str, float]:
@@ -93,7 +77,7 @@ def test_metrics_count_each_prompt_once_and_ties_as_one_half():
     assert m["rm/reward_diff"] == pytest.approx((0 + 2 + (2 + 1 - 1) / 3) / 3)
     assert m["rm/chosen_rewards"] == pytest.approx((1 + 2 + (3 + 3 + 1) / 3) / 3)
     assert m["rm/rejected_rewards"] == pytest.approx((1 + 0 + (1 + 2 + 2) / 3) / 3)
-    # One pair, difference 2: -log sigmoid(2) = 0.1269; smoothing by 0.1 adds 0.1 * 2, centering 0.5 * (3 + 1)^2.
+    # Difference 2: -log sigmoid(2) = 0.1269; smoothing by 0.1 adds 0.1 * 2, centering 0.5 * (3 + 1)^2.
     m = metrics_by_hand([3.0, 1.0], [2])
     assert m["rm/bt_loss"] == pytest.approx(0.126928) and Args().label_smoothing == 0
     assert m["rm/loss"] == pytest.approx(0.126928 + 0.2 + 8)
@@ -110,17 +94,31 @@ def text(tiny_text_model):
 
 
 @pytest.fixture
-def encode(text, tmp_path):
+def rows_of(text, tmp_path):
+    """Function from rows and flags to args, and a run with these rows for training and evaluation."""
+
+    def make(rows: list[dict], **flags):
+        args, model, tokenizer = text
+        args = Args(**vars(args) | {"max_length": 100} | flags)
+        data = RankingDataset(args, write_jsonl(tmp_path / "data.jsonl", rows), "train", 0, model, tokenizer)
+        torch.manual_seed(0)
+        run = SimpleNamespace(train_data=data, eval_sets={"x": data})
+        run.reward_model = Engine(reward_bt.RewardModel(model).eval())
+        run.state = {"rows_read": 0, "rows_checked": 0, "rows_skipped": 0, "step": 0}
+        return args, run
+
+    return make
+
+
+@pytest.fixture
+def encode(rows_of):
     """Rows -> their rankings, and the text of prompt and response together for each response."""
 
     def build(*rows: dict, **flags):
-        args, model, tokenizer = text
-        source = write_jsonl(tmp_path / "data.jsonl", list(rows))
-        args = Args(**vars(args) | {"dataset": source} | flags)
-        data = RankingDataset(args, source, "train", 0, model, tokenizer)
+        data = rows_of(list(rows), **flags)[1].train_data
         rankings = data.encode_all(range(len(rows)))
         ids = [[torch.cat([x.prompt.input_ids, response]) for response in x.response_ids] for x in rankings]
-        return rankings, [tokenizer.batch_decode(chats) for chats in ids]
+        return rankings, [data.processor.batch_decode(chats) for chats in ids]
 
     return build
 
@@ -225,24 +223,7 @@ def test_media_of_a_saved_dataset_are_in_its_directory(tmp_path):
     assert data.encode(0).prompt.media_inputs
 
 
-LONG = GOOD | {"chosen": "g" * 400}  # can't be used if --max-length is 50
-
-
-@pytest.fixture
-def rows_of(text, tmp_path):
-    """Function from rows and flags to args, the data, and a run with this data for training and evaluation."""
-
-    def make(rows: list[dict], **flags):
-        args, model, tokenizer = text
-        args = Args(**vars(args) | {"max_length": 50} | flags)
-        data = RankingDataset(args, write_jsonl(tmp_path / "data.jsonl", rows), "train", 0, model, tokenizer)
-        torch.manual_seed(0)
-        run = SimpleNamespace(train_data=data, eval_sets={"x": data})
-        run.reward_model = Engine(reward_bt.RewardModel(model).eval())
-        run.state = {"rows_read": 0, "rows_checked": 0, "rows_skipped": 0, "step": 0}
-        return args, run
-
-    return make
+LONG = GOOD | {"chosen": "g" * 400}  # longer than rows_of's --max-length
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -317,19 +298,6 @@ class Engine:
         loss.backward()
 
 
-def with_media(family: str) -> list[dict]:
-    """Pairs and rankings of texts, images and a video, as users write them."""
-    rows = [("What is 2 + 2?", [], [], ["4", "five, I think", "no idea, sorry", "4 or so"])]
-    rows += [("Say something.", [], [], ["Rivers are long.", "no"])]
-    if family in VISION:
-        rows += [("Is <image> like <image>?", ["1.png", "2.png"], [], ["yes", "not at all"])]
-        rows += [("What is it?", ["0.png"], [], ["a dog", "a cat", "dog"])]
-    if family == "qwen2_5_vl":
-        rows += [("What moves?", [], ["clip.mp4"], ["the square", "nothing"])]
-    names = ("prompt", "images", "videos", "responses")
-    return [{"margin": [None, 0.3][i == 1], **dict(zip(names, row))} for i, row in enumerate(rows)]
-
-
 def by_transformers(row: dict, folder, model, processor, weight) -> list[torch.Tensor]:
     """Rewards by transformers alone: a chat with loaded media, the processor's inputs, the model's own forward."""
     rewards, options = [], {"return_tensors": "pt", "add_special_tokens": False}
@@ -352,14 +320,15 @@ def by_transformers(row: dict, folder, model, processor, weight) -> list[torch.T
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llama", "gptj"])
-def test_main_has_the_gradients_of_the_unmodified_model(
-    family, folder_of, tmp_path, monkeypatch, capsys, spy
-):
+def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path, monkeypatch, capsys, spy):
     """Packed where the family allows it, one response at a time, and with rankings that don't fit into a pack.
 
     The evaluation set has the rows in reverse, so that its rewards are not those of training rows."""
     folder = folder_of(family)
-    rows, modules = with_media(family), []
+    rows = [{"margin": None} | row for row in read_jsonl(folder / "rows.jsonl")]
+    for i, row in enumerate(rows):
+        row["responses"] = ["4", "five, I think", "no idea, sorry", "4 or so"][: 4 - i % 3]
+    rows[1]["margin"], modules = 0.3, []
     made = spy(reward_bt, "make_packs")
     source = write_jsonl(folder / "pairs.jsonl", rows)
     eval_source = write_jsonl(folder / "eval.jsonl", rows[::-1])
@@ -528,7 +497,7 @@ def test_a_head_on_the_hub_is_never_replaced_by_a_random_one(tiny_text_model, tm
     assert torch.equal(load_head("me/whole"), saved) and load_head("me/plain") is None
     with refused("me/lost has a trained head, but"):
         load_head("me/lost")
-    # A classifier has its head in model.safetensors; a reward model that starts from it would get a random one.
+    # A classifier has its head in model.safetensors; a reward model that starts from it got a random one.
     auto_class = transformers.AutoModelForSequenceClassification
     auto_class.from_pretrained(tiny_text_model, num_labels=1).save_pretrained(tmp_path / "classifier")
     with refused("a trained head, but no score.safetensors"):
@@ -566,7 +535,7 @@ def test_saved_backbone_head_and_second_stage(tmp_path, monkeypatch):
         assert again[0][f"eval/easy-vqa/{key}"] == pytest.approx(last[f"eval/easy-vqa/{key}"], abs=1e-5)
 
     monkeypatch.setenv("REWARD_MODEL", str(folder))
-    example = runpy.run_path(str(ROOT / "examples/reward_model.py"))
+    example = runpy.run_path(str(conftest.ROOT / "examples/reward_model.py"))
     chats, texts = [], []
     for x in records:
         content = [{"type": "image", "image": Image.open(x["image"]).convert("RGB")}]

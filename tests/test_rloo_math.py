@@ -2,7 +2,7 @@
 
 import asyncio
 import base64
-import json
+import contextlib
 import math
 import os
 import signal
@@ -88,10 +88,8 @@ def test_loss_and_gradient_against_a_reference_in_float64(lengths, seed):
         expected.append(-torch.minimum(rho * A[s], rho.clamp(1 - low, 1 + high) * A[s]))
     expected = torch.stack(expected)
     assert torch.allclose(loss, expected, atol=1e-12)
-    (gradient,), (reference,) = (
-        torch.autograd.grad(x.sum(), new, retain_graph=True) for x in (loss, expected)
-    )
-    assert torch.allclose(gradient, reference, atol=1e-12)
+    gradients = [torch.autograd.grad(x.sum(), new, retain_graph=True)[0] for x in (loss, expected)]
+    assert torch.allclose(*gradients, atol=1e-12)
 
 
 def test_sampled_tokens_follow_the_distribution():
@@ -224,7 +222,7 @@ def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     assert scores.isnan().tolist() == [[True], [False]]  # no reward applies to row 1
 
 
-def test_only_errors_of_a_row_skip_a_row(fake, capsys, refused, tiny_text_model, tmp_path, monkeypatch):
+def test_only_errors_of_a_row_skip_a_row(fake, capsys, refused, text_data, monkeypatch):
     args, run, data = fake
     rollout = rloo.collect_rollout(args, run, data, [2, 3, 1], 1, 1.0, step=1)
     assert len(rollout.prompts) == 2
@@ -234,16 +232,10 @@ def test_only_errors_of_a_row_skip_a_row(fake, capsys, refused, tiny_text_model,
     for rows in ([3, 9, 15], [3] * 17 + [1] * 15):
         with refused("more than half"):
             rloo.collect_rollout(args, run, data, rows, 1, 1.0, step=1)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Q", "answer": "A"}))
-    args = filled_args("rloo", model=tiny_text_model)
-    model, processor = (
-        rloo.load_model(args, args.model),
-        transformers.AutoProcessor.from_pretrained(args.model),
-    )
 
     def load(**build_messages):
         monkeypatch.setattr(rloo, "build_messages", Mock(**build_messages))
-        return rloo.PromptDataset(args, str(tmp_path / "rows.jsonl"), "train", model, processor)
+        return text_data()
 
     for error in (rloo.RowError("too small"), FileNotFoundError("a.png")):
         data = load(side_effect=error)
@@ -365,17 +357,22 @@ def test_video_fps_is_the_rate_of_frames(tokenizer, tmp_path):
         assert len(chat[0]["content"][0]["video"]) == pytest.approx(3 * fps, abs=1)
 
 
-def test_prompts_that_are_too_long_or_have_no_answer_are_skipped(tiny_text_model, tmp_path, capsys):
+@pytest.fixture
+def text_data(tiny_text_model, tmp_path):
+    """Function from flags to the data of three rows of text, of which one has an answer."""
     rows = [{"prompt": "How long is this?", "answer": answer} for answer in ("?", "", None)]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
     args = filled_args("rloo", model=tiny_text_model)
     model = rloo.load_model(args, args.model)
-    processor = transformers.AutoProcessor.from_pretrained(tiny_text_model)
-    load = lambda args: rloo.PromptDataset(args, str(tmp_path / "rows.jsonl"), "train", model, processor)  # noqa: E731
-    length = load(args).encode(0).length
-    kept = [load(replace(args, max_prompt_length=n)).try_encode(0) is not None for n in (length, length - 1)]
+    processor = transformers.AutoProcessor.from_pretrained(args.model)
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+    return lambda **flags: rloo.PromptDataset(replace(args, **flags), source, "train", model, processor)
+
+
+def test_prompts_that_are_too_long_or_have_no_answer_are_skipped(text_data, capsys):
+    length = text_data().encode(0).length
+    kept = [text_data(max_prompt_length=n).try_encode(0) is not None for n in (length, length - 1)]
     assert kept == [True, False]
-    assert [load(args).try_encode(i) for i in (1, 2)] == [None, None]
+    assert [text_data().try_encode(i) for i in (1, 2)] == [None, None]
     assert "its answer is None, but --rewards accuracy needs" in capsys.readouterr().err
 
 
@@ -383,18 +380,12 @@ def test_prompts_that_are_too_long_or_have_no_answer_are_skipped(tiny_text_model
 @pytest.mark.parametrize("rank", [None, "0"])
 def test_a_second_signal_ends_a_process_without_a_launcher(monkeypatch, rank):
     """Whichever of the two it is. torchrun repeats signals that the rank has received already."""
-    monkeypatch.delenv("RANK", raising=False)
-    if rank:
-        monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("RANK", rank) if rank else monkeypatch.delenv("RANK", raising=False)
     received = rloo.catch_signals()
     os.kill(os.getpid(), signal.SIGINT)
-    assert received == [signal.SIGINT]
-    if rank is None:
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
-    else:
+    with contextlib.nullcontext() if rank else pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert received == [signal.SIGINT, signal.SIGTERM]
+    assert received == ([signal.SIGINT, signal.SIGTERM] if rank else [signal.SIGINT])
 
 
 class Two(torch.nn.Module):

