@@ -115,7 +115,7 @@ def gradients(model) -> dict:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@cases(quick=5, many=100)
+@cases(quick=5, many=40)
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_packs(family, examples, models_of):
     unmodified, packed, pool = models_of(family)
