@@ -65,10 +65,11 @@ def my_reward(folder: Path) -> str:
 def test_my_reward(tmp_path):
     reward = runpy.run_path(my_reward(tmp_path))["accuracy"]
     right = {"Answer: dog\nNo.\nAnswer: **Cat.**": " cat.", "Answer: (b).": "B", "Answer: 1,000.0": 1000}
+    right |= {"**Answer**: 3": "3", "Final answer: 3": 3, "**Answer: 3.**": "3"}
     wrong = {"Answer: a **cat**": "a cat", "cat": "cat", "Answer: 5": ".5", "Answer:": 0, "Answer: -3": 3}
     reported = []
     rewards = reward([*right, *wrong], [*(right | wrong).values()], lambda *x: reported.append(x))
-    assert rewards == [1.0] * 3 + [0.0] * 5 and reported == [("answered", 6 / 8)]
+    assert rewards == [1.0] * 6 + [0.0] * 5 and reported == [("answered", 9 / 11)]
 
 
 def short_args(script: str, flags: list[str], data: dict[str, str], folder: Path):
