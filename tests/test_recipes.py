@@ -11,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -66,10 +67,11 @@ def my_reward(folder: Path) -> str:
 def test_my_reward(tmp_path):
     reward = runpy.run_path(my_reward(tmp_path))["accuracy"]
     right = {"Answer: dog\nNo.\nAnswer: **Cat.**": " cat.", "Answer: (b).": "B", "Answer: 1,000.0": 1000}
+    right |= {"**Answer**: 3": "3", "Final answer: 3": 3, "**Answer: 3.**": "3"}
     wrong = {"Answer: a **cat**": "a cat", "cat": "cat", "Answer: 5": ".5", "Answer:": 0, "Answer: -3": 3}
     reported = []
     rewards = reward([*right, *wrong], [*(right | wrong).values()], lambda *x: reported.append(x))
-    assert rewards == [1.0] * 3 + [0.0] * 5 and reported == [("answered", 6 / 8)]
+    assert rewards == [1.0] * 6 + [0.0] * 5 and reported == [("answered", 9 / 11)]
 
 
 def short_args(script: str, flags: list[str], data: dict[str, str], folder: Path):
@@ -143,6 +145,52 @@ def test_servers_start_without_the_generation_config_of_the_model():
     found = commands(ROOT / "docs/recipes.md") + commands(ROOT / "docs/runs.md")
     served = [command for words in found if "vllm serve" in (command := " ".join(words)) and "--" in command]
     assert len(served) >= 2 and all("--generation-config vllm" in command for command in served), served
+
+
+def test_an_evaluation_with_new_adapters_is_that_of_the_checkpoint(data, tmp_path):
+    """The page evaluates on one GPU with --lora-rank 1: new adapters change nothing, and need little memory."""
+    import rloo
+
+    metrics = []
+    for rank in (0, 1):
+        flags = f"--total-steps 0 --kl-coef 0 --lora-rank {rank} --run-name {rank} --eval-prompts 8"
+        flags += f" --dataset {data['rloo']} --eval-dataset {data['rloo']} --output-dir {tmp_path}"
+        rloo.main(tyro.cli(rloo.Args, args=flags.split()))
+        metrics += metrics_of(tmp_path / str(rank))
+    assert metrics[0] == metrics[1] and metrics[0]["eval/sampled_score"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_sync_run_detects_stale_weights(is_stale, tmp_path):
+    """The page has these numbers. The sampler is a copy of the bundled model that gets bf16(W + LoRA), as vLLM does."""
+    import rloo
+
+    class Sampler(rloo.HFSampler):
+        def __init__(self, args, model, eos_ids, run_dir):
+            super().__init__(args, model, eos_ids, run_dir)
+            self.model = rloo.load_model(args, args.model)
+
+        def update_weights(self, step):
+            if step == 0 or not is_stale:
+                super().update_weights(step)
+
+    args = tyro.cli(rloo.Args, args=next(flags for _, flags in recipes() if "sync" in flags))
+    for name in ("dataset", "eval_dataset", "rewards", "system_prompt", "max_response_length", "track"):
+        setattr(args, name, getattr(rloo.Args, name))
+    vars(args).update(
+        model=TINY, output_dir=str(tmp_path), dtype="bfloat16", num_epochs=1, train_batch_size=256
+    )
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) if is_stale else nullcontext():
+        patch.setitem(rloo.SAMPLERS, "vllm", Sampler)
+        rloo.main(args)
+    steps = metrics_of(tmp_path / "sync")[1:]  # without the evaluation of step 0
+    differences = [step["sampling/logprob_diff_mean"] for step in steps]
+    assert (tmp_path / "sync/checkpoint-2-problem").exists() == is_stale
+    if is_stale:
+        assert len(steps) == 2 and 0.05 < differences[1] < 0.15
+    else:
+        assert len(steps) == 5 and max(differences) < 0.003 and steps[-1]["objective/kl"] > 0.3
 
 
 def test_table_of_defaults():

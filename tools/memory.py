@@ -1,6 +1,6 @@
 """Will it fit? GPU memory by part, CPU memory and disk of a run in bf16, from the model's config alone.
 
-    python tools/memory.py --model Qwen/Qwen2.5-VL-7B-Instruct --script rloo.py --gpus 8 --zero-stage 3 --freeze visual
+    python tools/memory.py --script rloo.py --gpus 8 --zero-stage 3 --freeze visual
 
 GB are 1e9 bytes. The last line is a row of the table in docs/recipes.md. What is assumed:
 - A trained parameter has bf16 weights (2 bytes), an fp32 gradient (4), an fp32 copy and AdamW's moments (12), and
@@ -30,13 +30,13 @@ from common.packing import LOGITS_CHUNK  # noqa: E402
 
 @dataclass
 class Args:
-    model: str  # config.json, a folder with one, or a Hub id.
+    model: str = "Qwen/Qwen2.5-VL-7B-Instruct"  # config.json, a folder with one, or a Hub id.
     script: Literal["rloo.py", "ppo_vl.py", "reward_bt.py", "grm_sft.py"] = "rloo.py"
     gpus: int = 8  # Ranks; up to eight share a node.
     gpu_memory: float = 85.0  # Memory of each GPU in GB; an "80 GB" A100 or H100 has 85e9 bytes.
     zero_stage: Literal[2, 3] = 2  # The stages that bf16 supports.
     lora_rank: int = 0
-    freeze: Literal["", "visual"] = ""  # grm_sft.py always freezes the vision tower.
+    freeze: Literal["", "visual"] = ""  # For grm_sft.py, the vision tower counts as frozen, its default.
     kl_coef: float = 0.01  # 0: no reference.
     gradient_checkpointing: bool = True
     offload_optimizer: bool = False
