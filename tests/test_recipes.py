@@ -18,7 +18,7 @@ import pytest
 import test_forks
 import test_vllm
 import tyro
-from conftest import ROOT, SCRIPTS, TINY, filled_args, to_argv, write_jsonl
+from conftest import ROOT, SCRIPTS, TINY, filled_args, metrics_of, to_argv, write_jsonl
 from test_docs import commands, fences
 
 BATCH_SIZES = {"prompts_per_rollout": 2, "num_samples_per_prompt": 2, "train_batch_size": 4}
