@@ -208,6 +208,15 @@ def test_the_readme_links_every_page_and_every_image_is_shown():
     assert {path.name for path in (ROOT / "docs").glob("*.png")} == set(re.findall(r"(\w+\.png)\)", linked))
 
 
+def test_line_counts_of_the_readme():
+    rows = re.findall(r"^([\w/]+(?:\.py)?) +\S.* ([\d,]+) lines$", README.read_text(), re.M)
+    assert [name for name, _ in rows] == [*(f"{script}.py" for script in SCRIPTS), "common/"]
+    for name, number in rows:
+        files = (ROOT / name).glob("*.py") if name.endswith("/") else [ROOT / name]
+        num_lines = sum(len(file.read_text().splitlines()) for file in files)
+        assert abs(int(number.replace(",", "")) - num_lines) <= 20, f"{name} has {num_lines} lines"
+
+
 @each_markdown
 def test_functions_and_classes_exist(page):
     """Names in inline code are in the code. The first column of tables may have names of other projects."""
