@@ -22,6 +22,7 @@ import torch
 import tyro
 from jinja2 import Environment, StrictUndefined
 from PIL import Image
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
@@ -87,8 +88,10 @@ def take_step(args: rloo.Args) -> Step:
     optimizer_step = rloo.optimizer_step
 
     def step_and_record(engine, learning_rate: float) -> float:
+        before = nn.utils.parameters_to_vector(engine.module.parameters()).detach()  # a copy
         norm = optimizer_step(engine, learning_rate)
-        updates[-1].update(norm=norm, learning_rate=learning_rate)
+        moved = nn.utils.parameters_to_vector(engine.module.parameters()).detach() - before
+        updates[-1].update(norm=norm, learning_rate=learning_rate, moved=float(moved.norm()))
         return norm
 
     def log(args, run, metrics, sample_records):
@@ -219,7 +222,7 @@ def probabilities(step: Step) -> list[tuple[str, float, float, float]]:
         sequence_probs.append(sums.exp().tolist())
     texts = data.tokenizer.batch_decode(different, skip_special_tokens=True)
     scores = np.zeros(len(texts))
-    for function, weight in zip(run.rewards.values(), step.args.reward_weights):
+    for function, weight in zip(run.reward_funcs.values(), step.args.reward_weights):
         scores += weight * np.array(function(texts=texts, answer=[prompt.row["answer"]] * len(texts)))
     return sorted(zip(map(readable, texts), scores, *sequence_probs), key=lambda row: -max(row[2:]))
 
