@@ -9,6 +9,7 @@ from conftest import ROOT
 sys.path.append(str(ROOT / "tools"))
 import exercises  # noqa: E402
 from exercises import EXERCISES  # noqa: E402
+from test_forks import patch  # noqa: E402
 
 WRONG = [  # function, a part of its code, and a replacement that makes the function wrong
     ("compute_advantages", "(count - 1).clamp(min=1)", "count"),
@@ -61,6 +62,32 @@ def test_wrong_solutions_fail(function, right, wrong, tmp_path):
         exercises.check(tmp_path, function)
 
 
+@pytest.mark.parametrize(
+    "function, right, wrong",
+    [
+        ("compute_advantages", "(count - 1)", "count"),  # the standard deviation of a population
+        ("compute_advantages", "centered / (std", "centered * count / (count - 1).clamp(min=1) / (std"),
+        ("compute_rloo_loss", "return losses / lengths", "return losses"),
+        ("compute_rloo_loss", "return losses / lengths", "return losses / lengths.float().mean()"),
+        ("compute_rloo_loss", "return losses / lengths", "return losses / len(losses)"),
+    ],
+)
+def test_grpo_is_compared_with_the_fork(function, right, wrong, tmp_path):
+    """Constant factors, too, which training hides."""
+    fork, _ = patch(tmp_path, ["grpo"])
+    source = fork.read_text()
+    solution = tmp_path / "solution"
+    solution.mkdir()
+    code = source[source.index(f"def {function}") :].partition("\n# ----")[0].partition("\ndef ")[0]
+    assert code.count(right) == 1
+    (solution / "grpo.py").write_text(source.replace(code, code.replace(right, wrong)))
+    with pytest.raises(AssertionError, match=f"{function}: (result 0|the sum) is"):
+        exercises.check(solution, function, grpo=fork)
+    per_response = "return torch.zeros(4).index_add(0, response_of_token, losses / lengths)"
+    (solution / "grpo.py").write_text(source.replace("return losses / lengths", per_response))
+    exercises.check(solution, function, grpo=fork)
+
+
 def test_existing_files_are_not_changed(directory, refused):
     before = (directory / "rloo.py").read_bytes()
     with refused("error: give a directory"):
@@ -72,5 +99,5 @@ def test_the_page_has_all_exercises_in_order(directory):
     page = (ROOT / "docs/exercises.md").read_text()
     rows = re.findall(r"^\| \d+ \| `([\w.]+)` \| `([\w/.]+)` \|", page, re.M)
     assert rows == list(EXERCISES.items())
-    assert (directory / "test_exercises.py").read_text().count("def test_") == 1
+    assert (directory / "test_exercises.py").read_text().count("def test_") == 2
     assert "min(rho" not in (directory / "rloo.py").read_text() + (directory / "ppo_vl.py").read_text()

@@ -12,9 +12,9 @@ import io
 import re
 import sys
 import tempfile
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -39,25 +39,11 @@ PALETTE = np.array([list(bytes.fromhex(color[1:])) for color in COLORS], dtype=n
 # ---- the step ----
 
 
-@dataclass
-class Step:
-    args: rloo.Args
-    run: rloo.Run  # with the weights after the step
-    rollout: rloo.Rollout
-    metrics: dict[str, float]
-    updates: list[dict]  # one per pack; ratio and clipped are by response index
-    advantages: torch.Tensor  # (n, G)
-    old_logprobs: torch.Tensor  # (B, R): before the step
-    ref_logprobs: torch.Tensor  # (B, R)
-    new_logprobs: torch.Tensor  # (B, R): after the step
-    example: int  # index of the prompt that the page follows
-
-
 class Finished(Exception):
     """The first step is over."""
 
 
-def take_step(args: rloo.Args) -> Step:
+def take_step(args: rloo.Args) -> SimpleNamespace:
     results = {}  # function name -> first result
     rollouts = []  # those of the evaluation come first
     updates = []
@@ -116,17 +102,17 @@ def take_step(args: rloo.Args) -> Step:
     old_logprobs, _, ref_logprobs = results["compute_logprobs"]
     everything = torch.ones_like(rollout.truncated)  # (n, G)
     after = rloo.compute_logprobs(args, run, rollout, [np.arange(len(rollout.prompts))], everything)
-    return Step(
+    return SimpleNamespace(
         args=args,
-        run=run,
+        run=run,  # with the weights after the step
         rollout=rollout,
         metrics=results["metrics"],
-        updates=updates,
-        advantages=results["compute_advantages"],
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        new_logprobs=after[0],
-        example=choose_prompt(rollout),
+        updates=updates,  # one per pack; ratio and clipped are by response index
+        advantages=results["compute_advantages"],  # (n, G)
+        old_logprobs=old_logprobs,  # (B, R): before the step
+        ref_logprobs=ref_logprobs,  # (B, R)
+        new_logprobs=after[0],  # (B, R): after the step
+        example=choose_prompt(rollout),  # index of the prompt that the page follows
     )
 
 
@@ -196,7 +182,7 @@ def attended_pairs(pack: packing.Pack, policy) -> np.ndarray:
 
 
 @torch.no_grad()
-def probabilities(step: Step) -> list[tuple[str, float, float, float]]:
+def probabilities(step: SimpleNamespace) -> list[tuple[str, float, float, float]]:
     """(text, score, p before, p after) of responses to the example prompt, the most likely first.
 
     They are all answers of the dataset, in tags and bare, and the sampled responses, with their EOS. The
@@ -228,7 +214,7 @@ def probabilities(step: Step) -> list[tuple[str, float, float, float]]:
 
 
 @torch.no_grad()
-def padding_difference(step: Step) -> float:
+def padding_difference(step: SimpleNamespace) -> float:
     """Largest difference between the final log-probs in packs and those in ordinary padded batches."""
     policy, rollout, G = step.run.actor, step.rollout, step.args.num_samples_per_prompt
     model = policy.module.model
@@ -245,7 +231,7 @@ def padding_difference(step: Step) -> float:
     return max(differences)
 
 
-def describe(step: Step) -> dict:
+def describe(step: SimpleNamespace) -> dict:
     """The variables of the page's template."""
     run, rollout, example = step.run, step.rollout, step.example
     n, G = rollout.scores.shape
