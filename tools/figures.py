@@ -3,7 +3,7 @@
     python ppo_vl.py --run-name readme
     python tools/figures.py readme runs            # docs/readme.png: rewards, and responses before and after
     python tools/figures.py environments runs      # docs/environments.png: scores with and without tools
-    python tools/figures.py variance runs          # prints the table of docs/theory.md, about three minutes
+    python tools/figures.py variance runs          # prints the table of docs/theory.md, about two minutes
 
 For environments, run the commands of examples/guess_number.py and examples/zoom.py with --seed 1, 2 and 3 and --run-name
 guess1, ..., zoom3, then once with --max-turns 1 and --run-name guess_without or zoom_without. With one turn, the model
@@ -177,7 +177,7 @@ def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: in
     none, higher, *_ = variances.values()
     covariance = (higher - none - of_ones) / 2
     best = covariance / of_ones
-    variances[f"best number for all prompts: {best:.2f} (mean reward {scores.mean():.2f})"] = none - best * covariance
+    variances[f"best for all: {best:.2f} (mean reward {scores.mean():.2f})"] = none - best * covariance
     for name, variance in variances.items():
         print(f"| {name} | {variance:.1f} |")
 
