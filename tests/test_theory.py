@@ -8,6 +8,7 @@ from math import comb
 import pytest
 import torch
 from conftest import ROOT
+from test_forks import load
 
 import common.kl
 import common.packing
@@ -52,6 +53,14 @@ def test_leave_one_out_is_unbiased_and_grpo_is_not():
         expected = f"{truth:.3f} | {leave_one_out:.3f} | {grpo:.3f} | {grpo / truth:.2f}"
         assert cells == expected
 
+    def ratio(G: int, p: float) -> float:  # of GRPO's mean gradient to the true one
+        root = [((G - 1) * k * (G - k) / G**3) ** 0.5 for k in range(G + 1)]
+        return sum(comb(G, k) * p**k * (1 - p) ** (G - k) * root[k] for k in range(G + 1)) / (p * (1 - p))
+
+    text = f"{7 / 8**0.5:.2f} for $G = 8$, but {63 / 8:.2f} for $G = 64$, four times the {ratio(64, 0.5):.2f} at 0.5"
+    assert text in " ".join(SECTIONS[1].split())
+    assert [ratio(8, 1e-6), ratio(64, 1e-6)] == pytest.approx([7 / 8**0.5, 4 * ratio(64, 0.5)], rel=1e-3)
+
 
 def test_gae_from_lambda_0_to_1():
     rows = re.findall(r"^\| (?:reward|value|advantage)[^|]*\| (.*) \|$", SECTIONS[2], re.M)
@@ -60,6 +69,8 @@ def test_gae_from_lambda_0_to_1():
         result, _ = compute_gae(rewards[None], values[None], torch.ones(1, 4, dtype=bool), 1.0, gae_lambda)
         assert torch.allclose(result[0], expected, atol=1e-6)
     assert torch.allclose(advantages[2], 1 - values)
+    seen = rewards.cumsum(0) + torch.cat([values[1:], torch.zeros(1)]) - values[0]  # 1 to 4 rewards
+    assert torch.tensor([0.5, 0.25, 0.125, 0.125]) @ seen == pytest.approx(advantages[1][0])
 
 
 def test_estimators_of_the_kl_in_the_reward_and_in_the_loss():
@@ -90,9 +101,32 @@ def test_the_ratio_corrects_for_an_old_policy_and_the_clip_biases():
         ratios = ", ".join(f"{x:.2f}" for x in metrics["policy/ratio"])
         row = f"{p} | {name} | {ratios} | {a + 0:.3f} | {b:.3f} | {a + b:.3f} | {p * (1 - p):.3f}"
         assert f"| {row} |" in SECTIONS[4]
-    losses, _ = compute_rloo_loss(logprobs, old.log(), rewards, responses, clip, clip)
-    mean = -torch.autograd.grad((old * losses)[0], logit)[0]
-    assert f"= {mean:.3f}, but" in SECTIONS[4] and f"= {0.4 * 0.25 + 0.6 * 0.24:.3f}." in SECTIONS[4]
+
+
+def test_the_best_policy_under_a_kl_penalty_and_dpo():
+    ref, rewards = torch.tensor([[0.5, 0.3, 0.2], [1.0, 2.0, 6.0]], dtype=torch.double)
+    rows = re.findall(r"^\| ([\d.]+) \| (.*) \|$", SECTIONS[6], re.M)
+    assert [beta for beta, _ in rows] == ["10", "2", "0.5"]
+    for beta, cells in ((float(beta), cells) for beta, cells in rows):
+        logprobs = (ref.log() + rewards / beta).log_softmax(0).requires_grad_()  # of the best policy
+        logratios = logprobs.log_softmax(0) - ref.log()
+        best = logprobs.softmax(0)
+        numbers = (*best, best @ rewards, best @ logratios)
+        assert cells == "{:.2f}, {:.2f}, {:.2f} | {:.2f} | {:.2f}".format(*numbers)
+        assert torch.autograd.grad(best @ (rewards - beta * logratios), logprobs)[0].abs().max() < 1e-12
+        assert f"has $d = {beta * (logratios[2] - logratios[0]):.2f}$ for" in " ".join(SECTIONS[6].split())
+
+
+def test_weights_of_tokens_if_the_loss_is_divided_by_lengths(tmp_path):
+    grpo, dr_grpo = (load(tmp_path, name).compute_rloo_loss for name in ("grpo", "dr_grpo"))
+    cases = (compute_rloo_loss, 2), (grpo, 2), (dr_grpo, 10), (dr_grpo, 2 * 24)
+    logprobs = torch.zeros(10, requires_grad=True)
+    advantages, response_of_token = torch.tensor([1.0, -1.0]), torch.tensor([0] * 2 + [1] * 8)
+    rows = re.findall(r"^\| .* \| (-?[\d.]+) \| (-?[\d.]+) \|$", SECTIONS[7], re.M)
+    for (function, divisor), row in zip(cases, rows, strict=True):
+        losses, _ = function(logprobs, torch.zeros(10), advantages, response_of_token, 0.2, 0.2)
+        (gradient,) = torch.autograd.grad(-losses.sum() / divisor, logprobs)
+        assert row == (f"{gradient[0]:.3g}", f"{gradient[-1]:.3g}")
 
 
 # ---- KL estimators ----

@@ -21,6 +21,7 @@ import exercises  # noqa: E402
 import pipeline  # noqa: E402
 import report as report_tool  # noqa: E402
 from exercises import EXERCISES  # noqa: E402
+from test_forks import patch  # noqa: E402
 
 # ---- report.py: sections of each script's runs, escaping, a self-contained file, seeds ----
 EVIL = "<script>alert('x')</script><img src=http://a.b/c onerror=alert(1)> \ud83d \x00 </style>"
@@ -211,11 +212,28 @@ def test_existing_files_are_not_changed(directory, refused):
     assert (directory / "rloo.py").read_bytes() == before
 
 
+def test_grpo_is_compared_with_the_fork(tmp_path):
+    """Also constant factors, which training hides."""
+    fork, _ = patch(tmp_path, ["grpo"])
+    source, solution = fork.read_text(), tmp_path / "solution" / "grpo.py"
+    solution.parent.mkdir()
+    for function, right, wrong in (
+        ("compute_advantages", "(count - 1).clamp(min=1)).sqrt", "count).sqrt"),  # of a population
+        ("compute_rloo_loss", "return losses / lengths", "return losses / lengths.float().mean()"),
+    ):
+        solution.write_text(source.replace(right, wrong))
+        with pytest.raises(AssertionError, match=f"{function}: (result 0|the sum) is"):
+            exercises.check(solution.parent, function, grpo=fork)
+    per_response = "losses = torch.zeros(4).index_add(0, response_of_token, losses / lengths)"
+    solution.write_text(source.replace("return losses / lengths,", f"{per_response}\n    return losses,"))
+    exercises.check(solution.parent, "compute_rloo_loss", grpo=fork)
+
+
 def test_the_page_has_all_exercises_in_order(directory):
     page = (ROOT / "docs/exercises.md").read_text()
     rows = re.findall(r"^\| \d+ \| `([\w.]+)` \| `([\w/.]+)` \|", page, re.M)
     assert rows == list(EXERCISES.items())
-    assert (directory / "test_exercises.py").read_text().count("def test_") == 1
+    assert (directory / "test_exercises.py").read_text().count("def test_") == 2
     assert "min(rho" not in (directory / "rloo.py").read_text() + (directory / "ppo_vl.py").read_text()
 
 

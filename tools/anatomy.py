@@ -12,9 +12,9 @@ import io
 import re
 import sys
 import tempfile
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 import tyro
 from jinja2 import Environment, StrictUndefined
 from PIL import Image
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
@@ -38,25 +39,11 @@ PALETTE = np.array([list(bytes.fromhex(color[1:])) for color in COLORS], dtype=n
 # ---- the step ----
 
 
-@dataclass
-class Step:
-    args: rloo.Args
-    run: rloo.Run  # with the weights after the step
-    rollout: rloo.Rollout
-    metrics: dict[str, float]
-    updates: list[dict]  # one per pack; ratio and clipped are by response index
-    advantages: torch.Tensor  # (n, G)
-    old_logprobs: torch.Tensor  # (B, R): before the step
-    ref_logprobs: torch.Tensor  # (B, R)
-    new_logprobs: torch.Tensor  # (B, R): after the step
-    example: int  # index of the prompt that the page follows
-
-
 class Finished(Exception):
     """The first step is over."""
 
 
-def take_step(args: rloo.Args) -> Step:
+def take_step(args: rloo.Args) -> SimpleNamespace:
     results = {}  # function name -> first result
     rollouts = []  # those of the evaluation come first
     updates = []
@@ -87,8 +74,10 @@ def take_step(args: rloo.Args) -> Step:
     optimizer_step = rloo.optimizer_step
 
     def step_and_record(engine, learning_rate: float) -> float:
+        before = nn.utils.parameters_to_vector(engine.module.parameters()).detach()  # a copy
         norm = optimizer_step(engine, learning_rate)
-        updates[-1].update(norm=norm, learning_rate=learning_rate)
+        moved = nn.utils.parameters_to_vector(engine.module.parameters()).detach() - before
+        updates[-1].update(norm=norm, learning_rate=learning_rate, moved=float(moved.norm()))
         return norm
 
     def log(args, run, metrics, sample_records):
@@ -113,17 +102,17 @@ def take_step(args: rloo.Args) -> Step:
     old_logprobs, _, ref_logprobs = results["compute_logprobs"]
     everything = torch.ones_like(rollout.truncated)  # (n, G)
     after = rloo.compute_logprobs(args, run, rollout, [np.arange(len(rollout.prompts))], everything)
-    return Step(
+    return SimpleNamespace(
         args=args,
-        run=run,
+        run=run,  # with the weights after the step
         rollout=rollout,
         metrics=results["metrics"],
-        updates=updates,
-        advantages=results["compute_advantages"],
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        new_logprobs=after[0],
-        example=choose_prompt(rollout),
+        updates=updates,  # one per pack; ratio and clipped are by response index
+        advantages=results["compute_advantages"],  # (n, G)
+        old_logprobs=old_logprobs,  # (B, R): before the step
+        ref_logprobs=ref_logprobs,  # (B, R)
+        new_logprobs=after[0],  # (B, R): after the step
+        example=choose_prompt(rollout),  # index of the prompt that the page follows
     )
 
 
@@ -193,7 +182,7 @@ def attended_pairs(pack: packing.Pack, policy) -> np.ndarray:
 
 
 @torch.no_grad()
-def probabilities(step: Step) -> list[tuple[str, float, float, float]]:
+def probabilities(step: SimpleNamespace) -> list[tuple[str, float, float, float]]:
     """(text, score, p before, p after) of responses to the example prompt, the most likely first.
 
     They are all answers of the dataset, in tags and bare, and the sampled responses, with their EOS. The
@@ -219,13 +208,13 @@ def probabilities(step: Step) -> list[tuple[str, float, float, float]]:
         sequence_probs.append(sums.exp().tolist())
     texts = data.tokenizer.batch_decode(different, skip_special_tokens=True)
     scores = np.zeros(len(texts))
-    for function, weight in zip(run.rewards.values(), step.args.reward_weights):
+    for function, weight in zip(run.reward_funcs.values(), step.args.reward_weights):
         scores += weight * np.array(function(texts=texts, answer=[prompt.row["answer"]] * len(texts)))
     return sorted(zip(map(readable, texts), scores, *sequence_probs), key=lambda row: -max(row[2:]))
 
 
 @torch.no_grad()
-def padding_difference(step: Step) -> float:
+def padding_difference(step: SimpleNamespace) -> float:
     """Largest difference between the final log-probs in packs and those in ordinary padded batches."""
     policy, rollout, G = step.run.actor, step.rollout, step.args.num_samples_per_prompt
     model = policy.module.model
@@ -242,7 +231,7 @@ def padding_difference(step: Step) -> float:
     return max(differences)
 
 
-def describe(step: Step) -> dict:
+def describe(step: SimpleNamespace) -> dict:
     """The variables of the page's template."""
     run, rollout, example = step.run, step.rollout, step.example
     n, G = rollout.scores.shape

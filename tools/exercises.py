@@ -2,6 +2,7 @@
 
     python tools/exercises.py exercises      # writes exercises/; docs/exercises.md describes them
     pytest -x exercises                      # checks your functions in order, up to the first that is wrong
+    pytest exercises -k grpo                 # compares exercises/grpo.py, if you wrote it, with forks/grpo.diff
     python exercises/rloo.py                 # trains with your functions
 
 A check compares a function, and the gradient of a loss, with the original on random inputs. Metrics of a loss function
@@ -13,6 +14,7 @@ import ast
 import importlib.util
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -60,7 +62,7 @@ def make_inputs(function: str, seed: int) -> dict:
     mask = torch.arange(5) < torch.randint(1, 6, (4, 1), generator=generator)  # (4, 5)
     kept = torch.rand(4, 5, generator=generator) < 0.7
     x[0] = 0.3  # a group of equal scores
-    response_of_token = torch.arange(4).repeat_interleave(5)  # (20,)
+    response_of_token = torch.arange(4).repeat_interleave(torch.tensor([2, 8, 3, 7]))  # (20,)
     return {
         "compute_advantages": dict(
             rewards=x.masked_fill(~kept, torch.nan), kept_responses=kept, normalize=seed % 2 == 1
@@ -132,14 +134,18 @@ def describe_pack(pack) -> dict:
     return described
 
 
-def check(directory: Path, function: str) -> None:
-    """Compare a function of a directory with the original; raises AssertionError if they differ."""
-    solution = load(directory / EXERCISES[function], function)
-    original = load(ROOT / EXERCISES[function], function)
+def check(directory: Path, function: str, grpo: Path | None = None) -> None:
+    """Compare a function of a directory with the original; raises AssertionError if they differ.
+
+    grpo: compare grpo.py with this file. Losses may be per token or per response, so only their sum counts."""
+    file = "grpo.py" if grpo else EXERCISES[function]
+    solution, original = load(directory / file, function), load(grpo or ROOT / file, function)
     for seed in range(20):
         inputs = make_inputs(function, seed)
         expected, expected_gradient = run(original, inputs)
         results, gradient = run(solution, inputs)
+        if grpo and gradient is not None:
+            results, expected = ({"the sum": x["result 0"].sum()} for x in (results, expected))
         required = {name for name in expected if "/" not in name or "clipfrac_" in name}  # not other metrics
         missing = ", ".join(sorted(required - results.keys()))
         assert not missing, f"{function} must also return {missing}"
@@ -153,6 +159,14 @@ def check(directory: Path, function: str) -> None:
 @pytest.mark.parametrize("function", EXERCISES)
 def test_exercise(function):
     check(Path(__file__).parent, function)
+
+
+@pytest.mark.skipif(not Path(__file__).with_name("grpo.py").exists(), reason="no grpo.py")
+@pytest.mark.parametrize("function", ["compute_advantages", "compute_rloo_loss"])
+def test_grpo(function, tmp_path):
+    diff = ROOT / "forks/grpo.diff"
+    subprocess.run(["patch", "-s", "-o", tmp_path / "grpo.py", ROOT / "rloo.py", diff], check=True)
+    check(Path(__file__).parent, function, grpo=tmp_path / "grpo.py")
 
 
 # ---- writing the copy ----

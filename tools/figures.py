@@ -139,8 +139,8 @@ def draw_environments(runs: Path):
 
 
 def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: int = 8) -> None:
-    """Variance of the first gradient of a prompt with G responses, summed over all weights, for three baselines,
-    and the squared norm of its mean: over num_groups groups of responses to each prompt, averaged over prompts."""
+    """Variance of the first gradient of a prompt with G responses, summed over all weights, with several baselines:
+    over num_groups groups of responses to each prompt, averaged over prompts."""
     sys.path.insert(0, str(DOCS.parent))
     import rloo
 
@@ -149,15 +149,16 @@ def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: in
     rows = rloo.shuffled_rows(args, 1, len(run.train_data.rows))
     rollout = rloo.collect_rollout(args, run, run.train_data, rows, num_groups * G, 1.0, step=1)
     scores = rollout.scores.view(-1, G)  # (n * num_groups, G)
+    means = scores.view(num_prompts, -1).mean(1).repeat_interleave(num_groups)[:, None]
     advantages = {
         "none": scores,
         "none, if each reward were higher by 1": scores + 1,
-        "mean of the group": scores - scores.mean(1, keepdim=True),
-        "leave-one-out": rloo.compute_advantages(scores, torch.ones_like(scores).bool(), normalize=False),
+        "leave-one-out": rloo.compute_advantages(scores, scores.isfinite(), normalize=False),
+        f"mean of the prompt's {num_groups * G} responses": scores - means,
+        "b": torch.ones_like(scores),
     }
     weights = list(run.actor.module.parameters())
     variances = {name: 0.0 for name in advantages}
-    signals = {name: 0.0 for name in advantages}
     for i in range(num_prompts):
         gradients = {name: [] for name in advantages}
         for group in range(i * num_groups, (i + 1) * num_groups):
@@ -170,13 +171,15 @@ def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: in
                 parts = torch.autograd.grad(objective, weights, retain_graph=True, allow_unused=True)
                 gradients[name].append(torch.cat([x.flatten() for x in parts if x is not None]))
         for name, estimates in gradients.items():
-            variance = float(torch.stack(estimates).var(0).sum())
-            variances[name] += variance / num_prompts
-            # The squared norm of a mean is larger than that of the true gradient by variance / num_groups.
-            mean_norm = float(torch.stack(estimates).mean(0).square().sum())
-            signals[name] += (mean_norm - variance / num_groups) / num_prompts
+            variances[name] += float(torch.stack(estimates).var(0).sum()) / num_prompts
+    # Gradients are linear in the advantages, so a baseline b gives none - 2 * b * covariance + b^2 * of_ones.
+    of_ones = variances.pop("b")
+    none, higher, *_ = variances.values()
+    covariance = (higher - none - of_ones) / 2
+    best = covariance / of_ones
+    variances[f"best for all: {best:.2f} (mean reward {scores.mean():.2f})"] = none - best * covariance
     for name, variance in variances.items():
-        print(f"| {name} | {variance:.1f} | {signals[name]:.1f} |")
+        print(f"| {name} | {variance:.1f} |")
 
 
 def main(
