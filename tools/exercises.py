@@ -74,7 +74,7 @@ def make_inputs(function: str, seed: int) -> dict:
         ),
         "compute_token_rewards": dict(scores=y[:, 0], kl_penalty=x.abs(), mask=mask & kept),
         "compute_gae": dict(rewards=x, values=y, mask=mask & kept, gamma=0.9, gae_lambda=0.8),
-        "whiten": dict(x=x, mask=mask),
+        "whiten": dict(x=torch.full_like(x, 0.1) if seed == 0 else x, mask=mask),
         "compute_policy_loss": dict(
             new_logprobs=0.3 * x[1], old_logprobs=0.3 * y[1], advantages=y[2], clip_low=0.2, clip_high=0.3,
         ),
