@@ -778,7 +778,7 @@ def swap_references(reasoning: str, noun: str) -> str | None:
     """
     if any(letter.isalpha() and not letter.isascii() for letter in reasoning):  # another language
         return None
-    names = rf"(?i)(?<=\b{noun} )[12]\b|\b(?:first|second)(?= {noun}\b)"
+    names = rf"(?i)(?<=\b{noun} )[12]\b(?![./]\d)|\b(?:first|second)(?= {noun}\b)"
     rest = re.sub(names, "", reasoning)
     rest = re.sub(r"\d+(?:[./]\d+)+", "", rest)  # 8/10, 1.5
     other_names = "first|second|1st|2nd|former|latter|left(?:most)?|right(?:most)?|top|bottom|upper|lower"

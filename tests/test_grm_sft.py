@@ -181,6 +181,7 @@ SWAPS = {
     "First image: dark. Second image: bright.": "Second image: dark. First image: bright.",
     "Both are good, but image 1 is sharp.": "Both are good, but image 2 is sharp.",
     "Image 1 gets 8/10 or 1.5.": "Image 2 gets 8/10 or 1.5.",
+    "The sum of the image 1.5 is no name.": "The sum of the image 1.5 is no name.",
     "Image 12 is no candidate, 21 is no number.": "Image 12 is no candidate, 21 is no number.",
     "A cat is on a box.": "A cat is on a box.",
     "": "",
