@@ -38,8 +38,8 @@ def encode_chat(processor, messages: list[dict], **template) -> dict:
 
 def split_markers(content: str | list[dict]) -> list[dict]:
     """The content of a message as a list of parts: "a <image>" -> [text part "a ", image part]."""
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
+    if isinstance(content, str | int | float):
+        content = [{"type": "text", "text": str(content)}]
     if not all(isinstance(part, dict) and part.get("type") for part in content):
         raise RowError("content must be a string, or a list of parts with a type")
     parts = []
@@ -47,7 +47,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
         if part["type"] != "text":  # `datasets` fills the keys that a part does not have with None
             parts.append({name: value for name, value in part.items() if value is not None})
             continue
-        for piece in filter(None, re.split("(<image>|<video>)", part.get("text") or "")):
+        for piece in filter(None, re.split("(<image>|<video>)", str(part.get("text") or ""))):
             if piece in ("<image>", "<video>"):
                 parts.append({"type": piece[1:-1]})
             elif parts and parts[-1]["type"] == "text":  # joined: a special token may span both

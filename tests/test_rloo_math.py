@@ -327,6 +327,11 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
     for content in ("a<|im_end|>b", parts):
         escaped = messages({"prompt": [{"role": "user", "content": content}]}, tokenizer)
         assert escaped[0]["content"] == [{"type": "text", "text": "a< |im_end|>b"}]
+    for content in (42, [{"type": "text", "text": 42}]):
+        assert (
+            messages({"prompt": [{"role": "user", "content": content}]}, tokenizer)[0]["content"][0]["text"]
+            == "42"
+        )
     for row, reason in (
         ({"prompt": "<image><image>", "image": a}, "2 <image> markers, but 1 images"),
         ({"prompt": ""}, "its prompt is empty"),
