@@ -202,4 +202,5 @@ def test_explained_variance():
     assert ppo_vl.explained_variance(returns, returns) == 1
     assert ppo_vl.explained_variance(torch.zeros(3), returns) == 0
     assert_close(ppo_vl.explained_variance(tensor([3.0, 2, 1]), returns), tensor(-3.0))
-    assert ppo_vl.explained_variance(returns, torch.ones(3)) == 0  # nothing to explain
+    for equal in (torch.ones(3), tensor([1.0, 1 + 1e-7, 1])):  # nothing to explain
+        assert ppo_vl.explained_variance(returns, equal) == 0
