@@ -128,6 +128,7 @@ FORMATS = {
     "prompt as chat": {"messages": chat("q"), "chosen": "good", "rejected": "bad"},
     "prompt wins": {"prompt": "q", "messages": chat("q", "good"), "chosen": "good", "rejected": "bad"},
     "responses as chats": {"prompt": "q", "chosen": chat("", "good")[1:], "rejected": chat("", "bad")[1:]},
+    "responses as messages": {"prompt": "q", "chosen": chat("", "good")[1], "rejected": chat("", "bad")[1]},
     "whole chats": {"chosen": chat("q", "good"), "rejected": chat("q", "bad")},
     "prompt and whole chats": {"prompt": "x", "chosen": chat("q", "good"), "rejected": chat("q", "bad")},
     "ranking": {"prompt": "q", "responses": ["good", "bad"]},

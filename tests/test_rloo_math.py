@@ -3,8 +3,10 @@
 import asyncio
 import base64
 import contextlib
+import io
 import math
 import os
+import pickle
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
@@ -332,6 +334,11 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
             messages({"prompt": [{"role": "user", "content": content}]}, tokenizer)[0]["content"][0]["text"]
             == "42"
         )
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)).save(
+        file := io.BytesIO(), "png"
+    )
+    start, _, rest = file.getvalue().rpartition(b"IDAT")
+    broken = start + bytes(4) + rest  # the type of the last chunk of pixels
     for row, reason in (
         ({"prompt": "<image><image>", "image": a}, "2 <image> markers, but 1 images"),
         ({"prompt": ""}, "its prompt is empty"),
@@ -340,6 +347,8 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
         ({"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}, "type audio"),
         ({"prompt": [{"role": "user", "content": [{"text": "no type"}]}]}, "parts with a type"),
         ({"prompt": ["Q"]}, "without the keys role and content"),
+        ({"prompt": [{"role": "user", "content": "Q", "tool_calls": [1]}]}, "tool_calls are not supported"),
+        ({"prompt": "Q", "image": broken}, "can't load an image"),
         ({"prompt": chat[1:2], "image": a}, "0 <image> markers, but 1 images"),  # it has its own already
         ({"prompt": "Q", "images": [None]}, "can't load an image"),
         ({"prompt": "Q", "image": "data:image/png;base64,A"}, "can't load an image"),
@@ -353,6 +362,12 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
     assert loaded[0]["content"][0]["image"].tobytes() == a.tobytes()
     with pytest.raises(ValueError, match="a text model can't read images"):
         chats.encode_chat(tokenizer, chat)
+
+
+def test_functions_of_files_can_be_pickled(tmp_path):
+    (tmp_path / "math.py").write_text("def score(texts, **columns):\n    return [1.0]\n")
+    score = rloo.load_callable("--rewards", f"{tmp_path}/math.py:score", {})
+    assert pickle.loads(pickle.dumps(score)) is score
 
 
 def test_video_fps_is_the_rate_of_frames(tokenizer, tmp_path):
