@@ -378,7 +378,7 @@ def test_wandb_gets_metrics_and_a_table_of_samples(run, vqa_rows, tmp_path, monk
     for name, value in {"MODE": "offline", "SILENT": "true", "DATA_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     run_dir = run("rloo", track="wandb", save_total_limit=1)
-    wandb.finish()
+    wandb.teardown()  # waits until W&B's own process has written all; finish() sometimes doesn't
     [binary] = (run_dir / "wandb").glob("offline-run-*/*.wandb")
     assert b"objective/scores" in binary.read_bytes()
     tables = [*(run_dir / "wandb").rglob("samples_*.table.json")]
