@@ -92,7 +92,7 @@ def load_video(source: str, data_dir: Path, fps: float) -> tuple[np.ndarray, Any
     """Frames (F, height, width, 3) of a video, sampled at `fps`, and metadata with their times."""
     try:
         return transformers.video_utils.load_video(str(data_dir / source), fps=fps, backend="pyav")
-    except (TypeError, ValueError) as error:  # no such file, or not a video
+    except (TypeError, ValueError, ZeroDivisionError) as error:  # no such file, no video, too short
         raise RowError(f"can't load the video {source}: {error}") from error
 
 

@@ -348,7 +348,7 @@ def measure_logit_factor(model, case: Case) -> float:
         return 1.0
     pack = one_row(model, case.prompt, case.responses[0])
     logits = packing.padded_logits(model, pack).float()  # (R, V)
-    unscaled = head(packing.forward_hidden(model, pack)).float()  # (R, V)
+    unscaled = run_model(head, packing.forward_hidden(model, pack)).float()  # (R, V)
     if softcap := packing.logit_options(model)["softcap"]:
         is_small = logits.abs() < softcap / 2
         logits, unscaled = softcap * (logits[is_small] / softcap).atanh(), unscaled[is_small]

@@ -135,8 +135,9 @@ def test_few_responses_make_few_updates_and_the_schedule_counts_rollouts(script,
     of_epoch = 2 if script == "rloo" else 4  # PPO has two models
     assert len({*rates[: 4 * of_epoch : of_epoch // 2]}) == 8, "each update has its own rate"
     assert rates[4 * of_epoch :] == [*rates[:of_epoch], *rates[2 * of_epoch : 3 * of_epoch]]
-    assert len(module.draw_mini_batches(module.Args(train_batch_size=8), 1, 0, torch.eye(4) > 0)) == 1
-    batches = module.draw_mini_batches(module.Args(train_batch_size=128), 1, 0, torch.ones(17, 8) > 0)
+    args = module.Args(train_batch_size=8, num_epochs=1)
+    assert len(module.draw_mini_batches(args, 1, torch.eye(4) > 0)[0]) == 1
+    [batches] = module.draw_mini_batches(replace(args, train_batch_size=128), 1, torch.ones(17, 8) > 0)
     assert [*map(len, batches)] == [9, 8], "17 prompts are not 16 and 1"
 
 

@@ -59,6 +59,7 @@ REFUSED = [  # those of rloo.py: test_rloo_runs.py
     ("ppo_vl", {"num_samples_per_prompt": 0}, "--num-samples-per-prompt (0)"),
     ("ppo_vl", {"freeze": "none"}, "--freeze none matches no parameter"),
     ("ppo_vl", {"freeze": "."}, "--freeze . freezes everything"),
+    ("rloo", {"freeze": "visual", "lora_rank": 2}, "--lora-rank freezes all other weights"),
     ("reward_bt", {"eval_datasets": ("held.jsonl",)}, "--eval-datasets must be NAME=DATASET"),
     ("reward_bt", {"eval_datasets": ("x=a.jsonl", "x=b.jsonl")}, "with different names"),
     ("reward_bt", {"label_smoothing": 0.5}, "--label-smoothing (0.5) must be below 0.5"),

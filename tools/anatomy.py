@@ -100,8 +100,9 @@ def take_step(args: rloo.Args) -> SimpleNamespace:
     run = results["setup"]
     rollout = rollouts[-1]
     old_logprobs, _, ref_logprobs = results["compute_logprobs"]
-    everything = torch.ones_like(rollout.truncated)  # (n, G)
-    after = rloo.compute_logprobs(args, run, rollout, [np.arange(len(rollout.prompts))], everything)
+    kept = torch.ones_like(rollout.truncated)  # (n, G): all
+    packs = list(rloo.iter_packs(args, run, rollout, np.arange(len(rollout.prompts)), kept))
+    after = rloo.compute_logprobs(run, rollout, [packs])
     return SimpleNamespace(
         args=args,
         run=run,  # with the weights after the step
