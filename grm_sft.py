@@ -380,6 +380,7 @@ def catch_signals() -> list[int]:
     def handler(number, frame):
         if received_signals and "RANK" not in os.environ:
             raise KeyboardInterrupt
+        print0("stopping: this step is finished and saved first")
         received_signals.append(number)
 
     signal.signal(signal.SIGTERM, handler)
@@ -1094,7 +1095,7 @@ def load_model(args: Args, source: str, auto_class=None):
         stop(f"can't load the model {source}: {error}")
     mismatched = [name for name, *_ in info["mismatched_keys"]]
     missing = sorted({*info["missing_keys"], *mismatched})  # both would be random
-    require(not missing, f"{source}: {len(missing)} weights are missing or misshapen: {missing[:3]}")
+    require(not missing, f"{source}: {len(missing)} weights are missing or have another shape: {missing[:3]}")
     # Checkpointed layers are in train mode, in which their own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -1190,26 +1191,26 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
     set_gradient_accumulation_boundary."""
     import deepspeed
 
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
         "zero_optimization": {
-            "stage": args.zero_stage,
+            "stage": args.zero_stage if trained or args.zero_stage == 3 else 0,
             "overlap_comm": False,
             "reduce_scatter": dist.get_backend() != "gloo",  # gloo does not support it
             "stage3_param_persistence_threshold": 10_000,
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_force_ds_cpu_optimizer": False,  # it needs a compiler; torch's AdamW does not
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's AdamW needs a compiler, torch's does not
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
         # ZeRO-3 gathers these weights in the head's forward only, but packing.py also uses them.
         for parameter in head.parameters():
             deepspeed.zero.register_external_parameter(module, parameter)
     optimizer = None
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if trained:
         decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
         no_decay = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
@@ -1280,11 +1281,13 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         now = time.strftime("%Y%m%d-%H%M%S")
         name = args.run_name or f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{now}"
         run_dir = Path(args.output_dir, name)
-        checkpoint = Path(args.resume).resolve() if args.resume else None
+        checkpoint = None
         if args.resume == "auto":
             checkpoint = find_last_checkpoint(run_dir)
-        elif checkpoint and not (checkpoint / "state").is_dir():
-            stop(f"--resume {args.resume} is not a checkpoint: it has no folder named state")
+        elif args.resume:
+            checkpoint = Path(args.resume).resolve()
+            if not (checkpoint / "state").is_dir():
+                stop(f"--resume {args.resume} is not a checkpoint: it has no folder named state")
         if args.resume != "auto" and (run_dir / "args.json").exists():
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
         try:
@@ -1312,7 +1315,7 @@ def find_last_checkpoint(run_dir: Path) -> Path | None:
     last_step = checkpoint_step(checkpoints[-1]) if checkpoints else 0
     for problem in run_dir.glob("checkpoint-*-problem"):
         if checkpoint_step(problem) >= last_step:
-            stop(f"{problem} was saved after a problem: to go on from step {last_step}, rename or delete it")
+            stop(f"{problem} was saved after a problem: delete it to go on from step {last_step}")
     return checkpoints[-1] if checkpoints else None
 
 

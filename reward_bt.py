@@ -424,6 +424,7 @@ def catch_signals() -> list[int]:
     def handler(number, frame):
         if received_signals and "RANK" not in os.environ:
             raise KeyboardInterrupt
+        print0("stopping: this step is finished and saved first")
         received_signals.append(number)
 
     signal.signal(signal.SIGTERM, handler)
@@ -1023,7 +1024,7 @@ def init_reward_engine(args: Args, module: nn.Module):
             "stage3_param_persistence_threshold": 10_000,
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_force_ds_cpu_optimizer": False,  # it needs a compiler; torch's AdamW does not
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's AdamW needs a compiler, torch's does not
     }
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
@@ -1095,11 +1096,13 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         now = time.strftime("%Y%m%d-%H%M%S")
         name = args.run_name or f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{now}"
         run_dir = Path(args.output_dir, name)
-        checkpoint = Path(args.resume).resolve() if args.resume else None
+        checkpoint = None
         if args.resume == "auto":
             checkpoint = find_last_checkpoint(run_dir)
-        elif checkpoint and not (checkpoint / "state").is_dir():
-            stop(f"--resume {args.resume} is not a checkpoint: it has no folder named state")
+        elif args.resume:
+            checkpoint = Path(args.resume).resolve()
+            if not (checkpoint / "state").is_dir():
+                stop(f"--resume {args.resume} is not a checkpoint: it has no folder named state")
         if args.resume != "auto" and (run_dir / "args.json").exists():
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
         try:
@@ -1127,7 +1130,7 @@ def find_last_checkpoint(run_dir: Path) -> Path | None:
     last_step = checkpoint_step(checkpoints[-1]) if checkpoints else 0
     for problem in run_dir.glob("checkpoint-*-problem"):
         if checkpoint_step(problem) >= last_step:
-            stop(f"{problem} was saved after a problem: to go on from step {last_step}, rename or delete it")
+            stop(f"{problem} was saved after a problem: delete it to go on from step {last_step}")
     return checkpoints[-1] if checkpoints else None
 
 

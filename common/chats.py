@@ -136,9 +136,14 @@ def trajectory_columns(messages: list[dict]) -> dict[str, str]:
     """The texts of a trajectory for logs: {"turn/1": text, "observation/1": text, "turn/2": text}."""
     columns = {}
     for k, message in enumerate(messages):
-        content = message["content"]
-        if not isinstance(content, str):
-            content = "".join(part.get("text", "<image>") for part in content)
         kind = "turn" if k % 2 == 0 else "observation"
-        columns[f"{kind}/{k // 2 + 1}"] = content
+        columns[f"{kind}/{k // 2 + 1}"] = content_text(message)
     return columns
+
+
+def content_text(message: dict) -> str:
+    """The content of a message as text, with markers for media."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", f"<{part['type']}>") for part in content)

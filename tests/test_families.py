@@ -326,8 +326,8 @@ SMALL |= {"vocab_size": 320}
 
 
 REFUSED = {
-    "no head": "1 weights are missing or misshapen: ['lm_head.weight']",
-    "another shape": "weights are missing or misshapen: ",
+    "no head": "1 weights are missing or have another shape: ['lm_head.weight']",
+    "another shape": "weights are missing or have another shape: ",
     "vision tower": "clip_vision_model is not a text or image-text-to-text model",
     "bart": "encoder-decoder models are not supported",
     "florence2": "encoder-decoder models are not supported",

@@ -160,6 +160,22 @@ def test_a_reward_that_raises_in_an_evaluation_loses_no_metrics(run, tmp_path, f
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
+def test_an_image_that_can_not_be_loaded_again_loses_nothing(run, tmp_path, spy, monkeypatch):
+    """A rank may need a prompt that another rank sampled. All packs of a step are made before its first update."""
+    updates, mini_batches, iter_packs = spy(rloo, "optimizer_step"), [], rloo.iter_packs
+
+    def fail_in_step_2(*args):
+        mini_batches.append(args[3])
+        if len(mini_batches) == 8:  # the last of two epochs of two mini-batches
+            raise OSError("no such image")
+        return iter_packs(*args)
+
+    monkeypatch.setattr(rloo, "iter_packs", fail_in_step_2)
+    with pytest.raises(OSError, match="no such image"):
+        run("rloo", eval_dataset=None)
+    assert len(updates) == 4 and (tmp_path / "runs/run/checkpoint-1/state").is_dir()
+
+
 @pytest.mark.slow
 def test_a_reward_that_raises_on_one_rank_stops_all(start, tmp_path, failing):
     flags = failing("step == 2 and os.environ['RANK'] == '1'")
@@ -227,6 +243,7 @@ def test_text_models_and_a_custom_sampler(run, tiny_text_model, tmp_path):
     last = metrics_of(run_dir)[-1]
     assert last["reward_metrics/train/step"] == 1, "step 2 samples with the weights of step 1"
     assert last["train/step"] == 2 and "reward/brief" in last
+    assert all(record["prompt"].startswith("Say ") for record in read_jsonl(run_dir / "samples.jsonl"))
 
 
 def test_rows_that_cannot_be_used_are_named_and_counted(run, tmp_path, vqa_rows, capsys):
@@ -289,8 +306,10 @@ def test_resuming_deletes_nothing(run, any_score, spy, capsys, refused):
     assert (old / "args-from-step-3.json").is_file()
 
 
-def test_zero_steps_evaluate_a_checkpoint(run, tmp_path, capsys):
-    run_dir = run("rloo", total_steps=0)
+def test_zero_steps_evaluate_a_checkpoint(run, spy, capsys):
+    setups = spy(rloo, "setup")
+    run_dir = run("rloo", total_steps=0, zero_stage=2)
+    assert setups[0][2].actor.optimizer is None, "an evaluation allocates no optimizer states"
     assert [m["train/step"] for m in metrics_of(run_dir)] == [0] and not [*run_dir.glob("checkpoint-*")]
     assert "eval/greedy_score" in capsys.readouterr().out
     trained = run("rloo", run_name="trained", total_steps=1, eval_dataset=None)
