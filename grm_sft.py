@@ -1339,7 +1339,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
     is_whole = all(x.requires_grad for x in parameters)  # frozen weights aren't saved
     for name in changed:
-        if name in ("model", "critic_model") and not is_whole:
+        if name.endswith("model") and not is_whole:
             stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {old.get(name)}")
     if changed:
         changes = [f"--{x.replace('_', '-')} {getattr(args, x)} (was {old.get(x)})" for x in changed]

@@ -1,11 +1,12 @@
-"""Sampling responses: the prompts run once, in packs, and then all responses grow token by token.
+"""Sampling: in the packed layout the prompts run once, in packs, and then all responses grow token by
+token. In the padded layout the model's own generate runs, prompt by prompt.
 
 Letters: n prompts with G responses each, of which B are unfinished; P tokens in the longest prompt;
 R response tokens at most; V vocabulary size; H hidden size; D head dimension.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +26,6 @@ from common.packing import (
     scaled_log_softmax,
     to_device,
 )
-
-if TYPE_CHECKING:  # imported in `prefill`, because it takes 0.4 s
-    from transformers import DynamicCache
 
 
 @dataclass
@@ -96,9 +94,9 @@ def generate_packed(
     """num_samples responses to each prompt, all of which grow together. limits: tokens, by prompt."""
     device = model.device
     G = num_samples
-    R = max(limits, default=0)
+    R = max(limits)
     limits = torch.tensor(limits, device=device).repeat_interleave(G)  # (n * G,)
-    # Drawn per prompt and all at once, so that they don't depend on the other prompts of the same limit.
+    # A generator per prompt, so that its responses don't depend on the other prompts in the batch.
     uniforms = [np.random.default_rng(p.seed).random((G, R)) for p in prompts]
     uniforms = torch.tensor(np.concatenate(uniforms), device=device)  # (n * G, R)
     tokens = torch.full(uniforms.shape, -1, device=device)  # (n * G, R): -1 after the end
@@ -145,13 +143,11 @@ def generate_packed(
 
 
 @torch.no_grad()
-def prefill(
-    model, prompts: list[Prompt], num_samples: int, max_tokens: int
-) -> tuple[Tensor, "DynamicCache", Tensor]:
+def prefill(model, prompts: list[Prompt], num_samples: int, max_tokens: int) -> tuple[Tensor, Any, Tensor]:
     """Run each prompt once, and copy its keys and values to the rows of its responses.
 
-    Returns the hidden states (n * G, H) that predict the first token of each response, the
-    cache with keys and values (n * G, kv_heads, P, D) per layer, and its mask (n * G, P),
+    Returns the hidden states (n * G, H) that predict the first token of each response, a
+    DynamicCache with keys and values (n * G, kv_heads, P, D) per layer, and its mask (n * G, P),
     False at padding. Prompts are padded on the left, so that all responses continue in the
     same column of the cache."""
     from transformers import DynamicCache

@@ -151,9 +151,7 @@ class EnvironmentSampler:
                 self.append_turn(trajectory, turn)
             active = [trajectory for trajectory in active if not trajectory.truncated]
             observations = await_all([x.environment.step(x.messages[-1]["content"]) for x in active])
-            for trajectory, observation in zip(active, observations):
-                self.append_observation(trajectory, observation)
-            active = [x for x in active if x.messages[-1]["role"] != "assistant"]  # with an observation
+            active = [x for x, observed in zip(active, observations) if self.append_observation(x, observed)]
             if active:
                 turns = self.sampler.generate([x.next_prompt() for x in active], 1, temperature)
         self.logged_values = {
@@ -170,10 +168,10 @@ class EnvironmentSampler:
         part = continue_prompt(trajectory.sequence, token_ids)
         trajectory.append({"role": "assistant", "content": text}, part, turn.logprobs[: len(token_ids)])
 
-    def append_observation(self, trajectory: Trajectory, observation) -> None:
-        """Append the observation unless it ends the episode or leaves no room for another turn."""
+    def append_observation(self, trajectory: Trajectory, observation) -> bool:
+        """Append the observation, and return True, unless the episode ends or there is no room for a turn."""
         if observation is None or trajectory.num_turns == self.max_turns:
-            return
+            return False
         message = observation
         if not isinstance(message, dict):
             message = {"role": "user", "content": observation}
@@ -181,8 +179,9 @@ class EnvironmentSampler:
         R = len(part.response_mask)
         if R >= trajectory.room:
             trajectory.truncated = trajectory.observation_overflow = True
-        else:
-            trajectory.append(message, part, logprobs=torch.zeros(R))
+            return False
+        trajectory.append(message, part, logprobs=torch.zeros(R))
+        return True
 
     def encode_message(self, sequence: Prompt, message: dict) -> Continuation:
         """The tokens that follow the assistant's EOS in a short chat with this observation."""

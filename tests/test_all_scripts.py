@@ -125,7 +125,9 @@ def test_nothing_to_train_on_is_no_error(script, run_script):
 
 
 @each_policy
-def test_few_responses_make_few_updates_and_the_schedule_counts_rollouts(script, run_script, tmp_path, spy):
+def test_few_responses_make_few_updates_and_the_schedule_counts_rollouts(
+    script, run_script, tmp_path, spy, monkeypatch
+):
     """Of 16 responses 4 have a score: one update per epoch instead of two, at the rates of the first ones."""
     code = "def rare(texts, **columns):\n    return [i % 2 if i < 4 else None for i in range(len(texts))]\n"
     (tmp_path / "reward.py").write_text(code)
@@ -138,10 +140,12 @@ def test_few_responses_make_few_updates_and_the_schedule_counts_rollouts(script,
     of_epoch = 2 if script == "rloo" else 4  # PPO has two models
     assert len({*rates[: 4 * of_epoch : of_epoch // 2]}) == 8, "each update has its own rate"
     assert rates[4 * of_epoch :] == [*rates[:of_epoch], *rates[2 * of_epoch : 3 * of_epoch]]
+    monkeypatch.setattr(module, "iter_packs", lambda *args: [])
     args = module.Args(train_batch_size=8, num_epochs=1)
-    assert len(module.draw_mini_batches(args, 1, torch.eye(4) > 0)[0]) == 1
-    [batches] = module.draw_mini_batches(replace(args, train_batch_size=128), 1, torch.ones(17, 8) > 0)
-    assert [*map(len, batches)] == [9, 8], "17 prompts are not 16 and 1"
+    assert len(module.make_mini_batches(args, None, None, torch.eye(4) > 0, 1)[0]) == 1
+    args.train_batch_size = 128
+    [batches] = module.make_mini_batches(args, None, None, torch.ones(17, 8) > 0, 1)
+    assert [len(batch.prompt_indices) for batch in batches] == [9, 8], "17 prompts are not 16 and 1"
 
 
 LEARNS = {  # steps and other flags; bounds of metrics after the last step, and of their maxima over the steps

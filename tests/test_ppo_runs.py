@@ -71,7 +71,7 @@ def test_the_policy_moves_along_its_advantages(run, monkeypatch, spy, watch_step
     monkeypatch.setattr(ppo_vl.Critic, "forward", lambda *args: packs.append(args[1]) or forward(*args))
     (metrics,) = metrics_of(run(learning_rate=1e-4, warmup_updates=0, total_steps=1))
     (step,) = watch_steps()
-    before, during = packs[:2], packs[2:]  # the forward passes before the update, and those of the update
+    before, during = packs[-6:-4], packs[-4:]  # the forward passes before the update, and those of the update
     assert before == during[:2], "old log-probs come from the very packs of the first epoch"
     assert len(calls) == len(during) == 4
     gain = 0.0

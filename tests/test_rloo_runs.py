@@ -488,7 +488,7 @@ BAD = [  # flags, part of the message
     ({"num_samples_per_prompt": 1}, "--num-samples-per-prompt (1) must be at least 2"),
     ({"train_batch_size": 6}, "--train-batch-size (6) must be a multiple of --num-samples-per-prompt (4)"),
     ({"prompts_per_rollout": 5}, "--prompts-per-rollout * 4 responses must be a multiple of"),
-    ({"total_steps": 0, "eval_dataset": None}, "--total-steps 0 only evaluates"),
+    ({"total_steps": 0, "eval_dataset": None}, "--total-steps 0 requires --eval-dataset"),
     ({"max_response_length": 0}, "--max-response-length (0) must be positive"),
     ({"dtype": "bfloat16", "zero_stage": 0}, "--dtype bfloat16 needs --zero-stage 2 or 3"),
     ({"save_total_limit": 0}, "--save-total-limit (0) must be positive"),

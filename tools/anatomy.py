@@ -101,8 +101,8 @@ def take_step(args: rloo.Args) -> SimpleNamespace:
     rollout = rollouts[-1]
     old_logprobs, _, ref_logprobs = results["compute_logprobs"]
     kept = torch.ones_like(rollout.truncated)  # (n, G): all
-    packs = list(rloo.iter_packs(args, run, rollout, np.arange(len(rollout.prompts)), kept))
-    after = rloo.compute_logprobs(run, rollout, [packs])
+    mini_batches = rloo.make_mini_batches(args, run, rollout, kept, step=1)[0]
+    after = rloo.compute_logprobs(run, rollout, mini_batches)
     return SimpleNamespace(
         args=args,
         run=run,  # with the weights after the step
