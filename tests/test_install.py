@@ -44,7 +44,7 @@ def test_readme_commands_are_one_line_with_existing_files(name, last):
     command = marked_command(name)
     assert "\n" not in command
     steps = [step.strip() for step in command.split("&&")]
-    assert steps[0].startswith("python -m venv ") and steps[-1] == last
+    assert steps[0].startswith("python3 -m venv ") and steps[-1] == last
     subprocess.run(["bash", "-n", "-c", command], check=True)
     for word in shlex.split(command):
         if word.endswith((".txt", ".py")):
