@@ -43,7 +43,7 @@ class Servers:
         self.model = model
         self.eos_ids = eos_ids
         self.weights_dir = run_dir.resolve() / "server_weights"
-        self.client = httpx.Client(timeout=600)
+        self.client = httpx.Client(timeout=7200)  # seconds: one request may take a whole rollout
         self.urls = os.environ.get("VLLM_URLS", "http://localhost:8000").split(",")
         self.url = self.urls[dist.get_rank() % len(self.urls)]  # this rank generates with one server
         self.model_name = self.request(self.url, "GET", "/v1/models")["data"][0]["id"]

@@ -105,6 +105,15 @@ def test_text_from_the_data_is_never_markup(tmp_path):
     assert "gone.png: not found" in page.text
 
 
+def test_a_long_response_keeps_its_answer():
+    """The line that a reward reads is the last one."""
+    text = Page(report_tool.paragraph("Look: " + "x" * 3000 + "\nAnswer: 3")).text
+    shown, omitted, end = text.split(" … ")
+    assert (len(shown), omitted, len(end)) == (400, "1816 characters", 800)
+    assert text.startswith("Look: ") and text.endswith("\nAnswer: 3")
+    assert "…" not in report_tool.paragraph("x" * 1200)
+
+
 def test_a_reward_model(tmp_path):
     """Differences 2, -2, 0: confidences .881, .881, .5; calibration error (2 * |.5 - .881| + 0) / 3 = .254."""
     bins = report_tool.reliability([2.0, -2.0, 0.0])

@@ -3,8 +3,7 @@
     python tools/report.py runs/a                                    # writes runs/a/report.html
     python tools/report.py runs/a runs/b runs/c --output abc.html    # seeds are averaged, with a band
 
-A run is a directory written by one of the four scripts. The tool reads metrics.jsonl, samples.jsonl, args.json
-and the images named in samples.jsonl. The HTML file is self-contained: images are embedded, scaled down.
+It reads a run's metrics.jsonl, samples.jsonl, args.json and images, which are scaled down and embedded.
 """
 
 import base64
@@ -30,7 +29,7 @@ matplotlib.rcParams |= dict.fromkeys(("text.color", "axes.edgecolor", "xtick.col
 
 IMAGE_SIDE = 160  # maximum side of an embedded image, in pixels
 MAX_ROWS = 12  # rows of a table, per run
-MAX_CHARACTERS = 1200  # of a prompt or response
+FIRST, LAST = 400, 800  # characters of a long text that are shown: the answer is at its end
 MAX_POINTS = 100  # per curve; longer curves are averaged in bins
 IGNORED_FLAGS = {"seed", "run_name", "output_dir", "resume"}  # runs that differ only in these are averaged
 COLORS = ("#2878c0", "#d4691c", "#1f9d76", "#b5539a", "#9a7b0a", "#4fa3c7", "#d0405a", "#7a828c")
@@ -140,11 +139,12 @@ def escape(text) -> str:
 
 
 def paragraph(text, css: str = "text") -> str:
-    """A paragraph; long texts are truncated."""
-    text = str(text)
-    rest = len(text) - MAX_CHARACTERS
-    note = f' <span class="muted">… {rest} more characters</span>' if rest > 0 else ""
-    return f'<p class="{css}">{escape(text[:MAX_CHARACTERS]) or "(empty)"}{note}</p>'
+    """A paragraph, without the middle of a long text."""
+    text, end = str(text), ""
+    if (num_omitted := len(text) - FIRST - LAST) > 0:
+        end = f'<span class="muted"> … {num_omitted} characters … </span>{escape(text[-LAST:])}'
+        text = text[:FIRST]
+    return f'<p class="{css}">{escape(text) or "(empty)"}{end}</p>'
 
 
 def find_image(source: str, run: dict) -> Path | None:
