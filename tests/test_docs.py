@@ -239,7 +239,7 @@ def words_of_the_code() -> set[str]:
 RESULTS = json.loads((ROOT / "docs/results.json").read_text())
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "pipeline"])
+@pytest.mark.parametrize("script", [*SCRIPTS, "pipeline", "theory"])
 def test_tables_have_the_numbers_of_the_json(script):
     lines = (ROOT / f"docs/{script}.md").read_text().splitlines()
     for run, values in RESULTS[script].items():

@@ -24,7 +24,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/grm_sft.md": 190,
     "docs/models.md": 100,
     "docs/recipes.md": 305,
-    "tools/*.py": 3626,
+    "tools/*.py": 3636,
     "tests/*.py": 8530,
 }
 

@@ -31,7 +31,24 @@ def test_baselines_leave_the_mean_and_reduce_the_variance():
         total = probs @ (estimates - gradient).square().sum(1)
         assert f"{total:.2f}" == variance and variance in SECTIONS[0]
     assert f"({', '.join(f'{x:.2f}' for x in gradient)})" == "(-0.65, -0.09, 0.74)"
-    assert "(-0.65, -0.09, 0.74)" in SECTIONS[0] and f"the best $b$, {best:.2f}." in SECTIONS[0]
+    assert "(-0.65, -0.09, 0.74)" in SECTIONS[0] and f"$b$, {best:.2f}." in SECTIONS[0]
+
+
+def test_variance_of_leave_one_out():
+    """Problem 2, by summing over all groups of four responses."""
+    probs, rewards = torch.tensor([[0.5, 0.3, 0.2], [1.0, 2.0, 6.0]], dtype=torch.double)
+    scores = torch.eye(3, dtype=torch.double) - probs
+    mean = probs @ rewards
+    gradient = probs * (rewards - mean)
+    groups = torch.cartesian_prod(*[torch.arange(3)] * 4)  # (81, 4)
+    advantages = compute_advantages(rewards[groups], groups >= 0, normalize=False)
+    estimates = (advantages[..., None] * scores[groups]).mean(1)
+    variance = probs[groups].prod(1) @ (estimates - gradient).square().sum(1)
+    norms = scores.square().sum(1)
+    of_mean = probs @ ((rewards - mean).square() * norms) - gradient.square().sum()
+    more = probs @ (rewards - mean).square() * (probs @ norms) + gradient.square().sum()
+    assert variance == pytest.approx(float(of_mean / 4 + more / 12))
+    assert f"with $G = 4$: {variance:.2f} instead of {of_mean / 4:.2f}" in " ".join(SECTIONS[9].split())
 
 
 def test_leave_one_out_is_unbiased_and_grpo_is_not():
@@ -50,16 +67,11 @@ def test_leave_one_out_is_unbiased_and_grpo_is_not():
                 grpo += probability * float(((rewards[0] - rewards.mean()) / rewards.std() * score).mean())
         truth = p * (1 - p)
         assert leave_one_out == pytest.approx(truth)
-        expected = f"{truth:.3f} | {leave_one_out:.3f} | {grpo:.3f} | {grpo / truth:.2f}"
+        expected = f"{truth:.3f} | {leave_one_out:.3f} | {grpo:.3f} | {grpo / truth:.2f} | {truth**-0.5:.2f}"
         assert cells == expected
-
-    def ratio(G: int, p: float) -> float:  # of GRPO's mean gradient to the true one
-        root = [((G - 1) * k * (G - k) / G**3) ** 0.5 for k in range(G + 1)]
-        return sum(comb(G, k) * p**k * (1 - p) ** (G - k) * root[k] for k in range(G + 1)) / (p * (1 - p))
-
-    text = f"{7 / 8**0.5:.2f} for $G = 8$, but {63 / 8:.2f} for $G = 64$, four times the {ratio(64, 0.5):.2f} at 0.5"
-    assert text in " ".join(SECTIONS[1].split())
-    assert [ratio(8, 1e-6), ratio(64, 1e-6)] == pytest.approx([7 / 8**0.5, 4 * ratio(64, 0.5)], rel=1e-3)
+        shares = [comb(1000, k) * p**k * (1 - p) ** (1000 - k) for k in range(1001)]
+        large = sum(share * (k * (1000 - k)) ** 0.5 / 1000 for k, share in enumerate(shares))
+        assert large / truth == pytest.approx(truth**-0.5, rel=0.02)
 
 
 def test_gae_from_lambda_0_to_1():
@@ -89,6 +101,9 @@ def test_estimators_of_the_kl_in_the_reward_and_in_the_loss():
         gradients = [torch.autograd.grad(x, logit, retain_graph=True)[0] for x in surrogates]
         row = " | ".join(f"{x.item():.3f}" for x in (mean, deviation, *gradients)).replace("-0.000", "0.000")
         assert f"| {name} | {row} |" in SECTIONS[3]
+    d = logprobs.detach() - ref_logprobs
+    covariance = torch.cov(torch.stack([d, (-d).exp()]), correction=0, aweights=probs)
+    assert f"section 4's example {-covariance[0, 1] / covariance[1, 1]:.2f}." in SECTIONS[9]
 
 
 def test_the_ratio_corrects_for_an_old_policy_and_the_clip_biases():
@@ -101,6 +116,12 @@ def test_the_ratio_corrects_for_an_old_policy_and_the_clip_biases():
         ratios = ", ".join(f"{x:.2f}" for x in metrics["policy/ratio"])
         row = f"{p} | {name} | {ratios} | {a + 0:.3f} | {b:.3f} | {a + b:.3f} | {p * (1 - p):.3f}"
         assert f"| {row} |" in SECTIONS[4]
+    anatomy = (ROOT / "docs/anatomy.html").read_text()
+    assert (
+        "goes from 1.23 to 1.87" in SECTIONS[4]
+        and "1.23 in update 3" in anatomy
+        and "1.87 afterwards" in anatomy
+    )
 
 
 def test_the_best_policy_under_a_kl_penalty_and_dpo():

@@ -3,11 +3,10 @@
     python ppo_vl.py --run-name readme
     python tools/figures.py readme runs            # docs/readme.png: rewards, and responses before and after
     python tools/figures.py environments runs      # docs/environments.png: scores with and without tools
-    python tools/figures.py variance runs          # prints the table of docs/theory.md, about two minutes
+    python tools/figures.py variance runs          # prints a column of docs/theory.md, about three minutes
 
-For environments, run the commands of examples/guess_number.py and examples/zoom.py with --seed 1, 2 and 3 and --run-name
-guess1, ..., zoom3, then once with --max-turns 1 and --run-name guess_without or zoom_without. With one turn, the model
-sees no observation.
+For environments, run the commands of examples/guess_number.py and examples/zoom.py with --seed 1, 2 and 3 and
+--run-name guess1, ..., zoom3, then once with --max-turns 1 (no observations) and --run-name guess_without or zoom_without.
 """
 
 import json
@@ -138,27 +137,32 @@ def draw_environments(runs: Path):
 # ---- the table of docs/theory.md ----
 
 
-def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: int = 8) -> None:
-    """Variance of the first gradient of a prompt with G responses, summed over all weights, with several baselines:
-    over num_groups groups of responses to each prompt, averaged over prompts."""
+def print_variance(runs: Path, model: str, num_prompts: int = 64, num_groups: int = 8, G: int = 8) -> None:
+    """Variance of the gradient of a prompt with G responses, summed over all weights, with several baselines: over
+    num_groups groups of responses to each prompt, averaged over prompts. In parentheses: the ratio to leave-one-out,
+    a 95 % interval by bootstrapping prompts."""
     sys.path.insert(0, str(DOCS.parent))
     import rloo
 
-    args = rloo.Args(output_dir=str(runs), prompts_per_rollout=num_prompts, kl_coef=0)
+    args = rloo.Args(output_dir=str(runs), model=model, prompts_per_rollout=num_prompts, kl_coef=0)
+    args.max_prompt_length, args.max_response_length = 1024, 24  # those of the bundled model
     run = rloo.setup(args)
-    rows = rloo.shuffled_rows(args, 1, len(run.train_data.rows))
+    rows = rloo.shuffled_rows(args, step=1, num_rows=len(run.train_data.rows))
     rollout = rloo.collect_rollout(args, run, run.train_data, rows, num_groups * G, 1.0, step=1)
     scores = rollout.scores.view(-1, G)  # (n * num_groups, G)
-    means = scores.view(num_prompts, -1).mean(1).repeat_interleave(num_groups)[:, None]
+    loo, others = (
+        rloo.compute_advantages(x, kept_responses=x.isfinite(), normalize=False).view(-1, G)
+        for x in (scores, scores.view(num_prompts, -1))
+    )
     advantages = {
+        "leave-one-out": loo,
         "none": scores,
         "none, if each reward were higher by 1": scores + 1,
-        "leave-one-out": rloo.compute_advantages(scores, scores.isfinite(), normalize=False),
-        f"mean of the prompt's {num_groups * G} responses": scores - means,
-        "b": torch.ones_like(scores),
+        f"average of the prompt's other {num_groups * G - 1} responses": others,
+        "ones": torch.ones_like(scores),
     }
     weights = list(run.actor.module.parameters())
-    variances = {name: 0.0 for name in advantages}
+    variances = {name: torch.zeros(num_prompts) for name in advantages}
     for i in range(num_prompts):
         gradients = {name: [] for name in advantages}
         for group in range(i * num_groups, (i + 1) * num_groups):
@@ -171,24 +175,28 @@ def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: in
                 parts = torch.autograd.grad(objective, weights, retain_graph=True, allow_unused=True)
                 gradients[name].append(torch.cat([x.flatten() for x in parts if x is not None]))
         for name, estimates in gradients.items():
-            variances[name] += float(torch.stack(estimates).var(0).sum()) / num_prompts
-    # Gradients are linear in the advantages, so a baseline b gives none - 2 * b * covariance + b^2 * of_ones.
-    of_ones = variances.pop("b")
-    none, higher, *_ = variances.values()
-    covariance = (higher - none - of_ones) / 2
-    best = covariance / of_ones
-    variances[f"best for all: {best:.2f} (mean reward {scores.mean():.2f})"] = none - best * covariance
-    for name, variance in variances.items():
-        print(f"| {name} | {variance:.1f} |")
+            variances[name][i] = torch.stack(estimates).var(0).sum()
+    # Gradients are linear in the advantages: a baseline b gives none - 2 * b * covariance + b^2 * ones.
+    ones = variances.pop("ones")
+    covariance = (variances["none, if each reward were higher by 1"] - variances["none"] - ones) / 2
+    best = (covariance.sum() - covariance) / (ones.sum() - ones)  # (n,): fitted on the other prompts
+    variances["best number for all prompts"] = variances["none"] - best * (2 * covariance - best * ones)
+    print(f"average score {scores.mean():.2f}, best number {best.mean():.2f}")
+    samples = torch.randint(num_prompts, (10_000, num_prompts), generator=torch.Generator().manual_seed(0))
+    for name, x in variances.items():
+        ratios = x[samples].sum(1) / variances["leave-one-out"][samples].sum(1)
+        low, high = ratios.quantile(torch.tensor([0.025, 0.975])).tolist()
+        print(f"| {name} | {x.mean():.1f} ({low:.2f} to {high:.2f}) |")
 
 
 def main(
     name: tyro.conf.Positional[Literal["readme", "environments", "variance"]],
     runs: tyro.conf.Positional[Path],
+    model: str = str(DOCS.parent / "assets/tiny_vl"),
 ) -> None:
-    """name: figure to draw, or variance. runs: directory with the runs."""
+    """name: figure to draw, or variance. runs: directory with the runs. model: for variance."""
     if name == "variance":
-        return print_variance(runs)
+        return print_variance(runs, model)
     plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
     draw = {"readme": draw_readme, "environments": draw_environments}[name]
     draw(runs).savefig(DOCS / f"{name}.png")
