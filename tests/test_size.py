@@ -24,7 +24,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/grm_sft.md": 190,
     "docs/models.md": 100,
     "docs/recipes.md": 305,
-    "tools/*.py": 3626,
+    "tools/*.py": 3635,
     "tests/*.py": 8520,
 }
 
