@@ -24,8 +24,8 @@ LINES = {  # of one file, or of all files that match together
     "docs/grm_sft.md": 190,
     "docs/models.md": 100,
     "docs/recipes.md": 305,
-    "tools/*.py": 3636,
-    "tests/*.py": 8530,
+    "tools/*.py": 3644,
+    "tests/*.py": 8582,
 }
 
 

@@ -173,8 +173,14 @@ WRONG = [  # function, a part of its code, and a replacement that makes the func
     ("compute_rloo_loss", "torch.maximum", "torch.minimum"),
     ("compute_rloo_loss", '"policy/clipfrac_low"', '"clipfrac"'),  # main reads it
     ("compute_token_rewards", "mask.sum(1, keepdim=True)", "1"),
+    (
+        "compute_token_rewards",
+        "torch.where(is_last_token, scores[:, None], 0.0)",
+        "is_last_token * scores[:, None]",
+    ),
     ("compute_gae", "torch.where(mask[:, t], advantage, next_advantage)", "advantage * mask[:, t]"),
     ("whiten", "x[mask]", "x.flatten()"),
+    ("whiten", ".masked_fill(~mask, 0.0)", " * mask"),  # NaN times 0
     ("compute_policy_loss", "clamp(1 - clip_low", "clamp(1 - clip_high"),
     ("compute_value_loss", "old_values + change.clamp", "new_values + change.clamp"),
     ("compute_bt_loss", "+ rejected_rewards) ** 2", "- rejected_rewards) ** 2"),

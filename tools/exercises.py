@@ -1,8 +1,8 @@
 """Exercises: a copy of the scripts in which the functions that are the algorithms are empty.
 
     python tools/exercises.py exercises      # writes exercises/; docs/exercises.md describes them
-    pytest -x exercises                      # checks your functions in order, up to the first that is wrong
-    pytest exercises -k grpo                 # compares exercises/grpo.py, if you wrote it, with forks/grpo.diff
+    pytest -n 0 exercises -k compute_gae     # checks one function
+    pytest -n 0 exercises -k grpo            # compares exercises/grpo.py, if you wrote it, with forks/grpo.diff
     python exercises/rloo.py                 # trains with your functions
 
 A check compares a function, and the gradient of a loss, with the original on random inputs. Metrics of a loss function
@@ -72,9 +72,11 @@ def make_inputs(function: str, seed: int) -> dict:
             new_logprobs=0.1 * x.flatten(), old_logprobs=0.1 * y.flatten(), advantages=y[:, 0] - x[:, 1],
             response_of_token=response_of_token, clip_low=0.2, clip_high=0.3,
         ),
-        "compute_token_rewards": dict(scores=y[:, 0], kl_penalty=x.abs(), mask=mask & kept),
+        "compute_token_rewards": dict(
+            scores=y[:, 0].masked_fill(~(mask & kept).any(1), torch.nan), kl_penalty=x.abs(), mask=mask & kept
+        ),
         "compute_gae": dict(rewards=x, values=y, mask=mask & kept, gamma=0.9, gae_lambda=0.8),
-        "whiten": dict(x=torch.full_like(x, 0.1) if seed == 0 else x, mask=mask),
+        "whiten": dict(x=torch.where(mask, x if seed else 0 * x + 0.1, torch.nan), mask=mask),
         "compute_policy_loss": dict(
             new_logprobs=0.3 * x[1], old_logprobs=0.3 * y[1], advantages=y[2], clip_low=0.2, clip_high=0.3,
         ),
@@ -206,4 +208,4 @@ def without_body(source: str, function: str) -> str:
 if __name__ == "__main__":
     directory = Path(*sys.argv[1:2])
     write_exercises(directory)
-    print(f"{directory}: {len(EXERCISES)} functions to write; check them with pytest -x {directory}")
+    print(f"{directory}: {len(EXERCISES)} functions to write; check one with pytest -n 0 {directory} -k NAME")

@@ -3,6 +3,7 @@
     python tools/mutants.py                  # all mutants, about ten minutes on two CPU cores
     python tools/mutants.py --only reward    # those whose file, test or text contains this word
     python tools/mutants.py --all-tests      # run the whole quick half per mutant, to see which tests fail
+    python tools/mutants.py --only rloo.py --write 3     # only write mutant.py, a script with a secret mistake
 
 tools/mutants.txt lists the mutants: a file and the test that must fail, then the line's text before and after.
 The test suite checks that each text still occurs exactly once. A survivor is a mutant that its test does not notice.
@@ -28,6 +29,7 @@ class Args:
     only: str = ""  # Run only mutants that contain this word.
     all_tests: bool = False  # Run the quick half of the test suite instead of the test in the list.
     timeout: int = 900  # Seconds per run of tests; a test that hangs has noticed the mutant.
+    write: int = 0  # Write the script with this mutant, counted from 1, to mutant.py, without showing it.
 
 
 @dataclass
@@ -75,6 +77,11 @@ def run_tests(args: Args, tests: set[str], copy: Path) -> tuple[bool, str]:
 def main(args: Args) -> None:
     survivors = []
     mutants = [mutant for mutant in read_mutants() if args.only in f"{mutant}"]
+    if args.write:
+        mutant = mutants[args.write - 1]
+        source = (ROOT / mutant.file).read_text()
+        (ROOT / "mutant.py").write_text(source.replace(mutant.before, mutant.after))
+        return
     counts = Counter(mutant.group for mutant in mutants)
     noticed = Counter()
     with tempfile.TemporaryDirectory() as directory:

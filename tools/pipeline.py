@@ -47,8 +47,8 @@ def policy_table(runs: dict[str, list[dict]]) -> str:
         has_learned = "rm_" in policy  # greedy responses have no others that a judge could compare them with
         cells.append([f"{x[0][learned]:.2f} -> {x[-1][learned]:.2f}" for x in curves if has_learned])
         rows.append([policy, *map(", ".join, cells)])
-    head = "policy | accuracy, sampled | accuracy, greedy | its highest (step) | tagged, greedy | KL, nats"
-    return markdown(f"{head} | learned reward", rows)
+    head = "policy | accuracy, sampled | accuracy, greedy | peak greedy accuracy (step) | tagged, greedy"
+    return markdown(f"{head} | KL, nats | learned reward", rows)
 
 
 def proxy_table(reward_model: list[dict], judge: list[dict]) -> str:
