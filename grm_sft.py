@@ -8,10 +8,9 @@ It learns this by next-token prediction; the reasoning inside of <think> comes f
 be missing. Pairs are trained in both orders, so that the position of a candidate carries no information;
 a pair whose reasoning can't be rewritten safely keeps one order.
 
-Papers: Generative Verifiers (Zhang et al. 2024, https://arxiv.org/abs/2408.15240): the probability of a
-verdict is a reward (examples/judge_reward.py). UnifiedReward-Think (Wang et al. 2025,
-https://arxiv.org/abs/2505.03318): its format, and its first stage, SFT on given reasoning, without
-rejection sampling and GRPO. docs/lightrft.md has the differences from LightRFT's GRMTrainerVL.
+Papers: Generative Verifiers (https://arxiv.org/abs/2408.15240), whose reward is the probability of a
+verdict (examples/judge_reward.py); UnifiedReward-Think (https://arxiv.org/abs/2505.03318), of which this
+is the format and the first stage, SFT. docs/lightrft.md has the differences from LightRFT's GRMTrainerVL.
 
 Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
 evaluation, model, DeepSpeed, files. Terms:
@@ -19,16 +18,14 @@ evaluation, model, DeepSpeed, files. Terms:
     row         dataset row: two candidates with a verdict (a pair), or a chat
     example     what the model reads: a pair in one order of its candidates, or a chat. Its id is
                 2 * row, plus 1 if the candidates are swapped
-    prefix      the tokens of an example that others may share. In training it ends with the last image, so
-                that different questions about an image share it; in evaluations it is the whole prompt,
-                because generation starts after it
+    prefix      tokens that examples can share. In training it ends with the last image, which
+                questions can share; in evaluations it is all that the judge reads
     suffix      the rest of an example; only its assistant turns are trained
     verdict     "1", "2" or "tie": which candidate is better
     label       the correct verdict in the order that is shown
     judgment    what the judge writes in an evaluation
-
-Shapes: B examples per step, R tokens in a suffix. A pack (common/packing.py) is one forward
-pass over several examples, with M trained tokens.
+    pack        input of one forward pass (common/packing.py)
+    B, R, M     examples of a step, tokens of a suffix, trained tokens of a pack
 
     python grm_sft.py                # default: a tiny VLM on easy-VQA, minutes on a CPU core
     python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset my.jsonl --eval-dataset test.jsonl
@@ -96,9 +93,8 @@ class Args:
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
     video_fps: float = 2.0  # Frames per second to sample from videos.
     max_length: int = 2048  # Longer examples (tokens, with images; see --max-pixels) are skipped.
-    # Shuffle images, not rows: rows with the same image path stay together, and a pack runs the image once.
-    # Faster if several rows share an image, but a batch then has fewer different images. Rows with
-    # the same image are not shuffled, so disable it if all rows have the same one.
+    # Shuffle images, not rows: rows with the same image path stay together, in their order, and a pack runs
+    # the image once. Faster if several rows share an image, but a batch then has fewer different images.
     group_by_image: bool = True
     freeze: str | None = None  # Regex of the weights to freeze. Default: all but the language model.
     lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
@@ -235,7 +231,8 @@ def main(args: Args) -> dict[str, float]:
         state["step"] = step
         run.train_data.num_read += len(example_ids)
         run.train_data.num_skipped += len(example_ids) - len(examples)
-        state["consecutive_skipped_updates"] = 0 if is_finite else state["consecutive_skipped_updates"] + 1
+        num_skipped = state["consecutive_skipped_updates"]
+        state["consecutive_skipped_updates"] = 0 if is_finite else num_skipped + 1
 
         # --- 5. evaluate, log, save ---
         is_last_step = step == args.total_steps
@@ -394,7 +391,7 @@ def find_training_problem(run: Run) -> str | None:
     data = run.train_data
     if run.state["consecutive_skipped_updates"] >= 5:
         return "no finite gradients in 5 steps"
-    # A single bad row can be half of a small batch, so rows are counted over several steps.
+    # Over several steps, because a single bad row can be half of a small batch.
     if data.num_read >= 100 and data.num_skipped > data.num_read / 2:
         return f"{data.num_skipped} of {data.num_read} examples were skipped; see the warnings"
     return None
@@ -587,10 +584,10 @@ class ExampleDataset:
         self.eos_ids = decoding.find_eos_ids(self.model, self.tokenizer)
         require(self.eos_ids, f"{self.args.model} has no EOS token")
         self.prefixes = {}  # of the current batch, by prefix key
-        self.num_read = 0  # examples that were trained or skipped since the start or the last resume
+        self.num_read = 0  # examples of training steps since the start or the last resume
         self.num_skipped = 0  # of these, those that could not be used
-        # A rank encodes its share of a step's examples to plan the packs, and those of its own packs
-        # again to build them; examples that are in both come from the cache.
+        # A rank encodes its share of a step to plan the packs, and the examples of its own packs
+        # to build them. Examples that are in both come from the cache.
         self.encode = functools.lru_cache(2 * math.ceil(self.args.train_batch_size / WORLD_SIZE))(self.encode)
 
     def encode_all(self, example_ids: list[int]) -> list[Example]:
@@ -649,8 +646,9 @@ class ExampleDataset:
         if not self.training:
             turns = turns[-1:]
             trained = trained[-1:]
-        context = messages[: trained[0]]  # everything before the first trained turn
-        if any(part["type"] != "text" for message in messages[trained[0] :] for part in message["content"]):
+        context = messages[: trained[0]]
+        later_parts = [part for message in messages[trained[0] :] for part in message["content"]]
+        if any(part["type"] != "text" for part in later_parts):
             raise RowError("images and videos after the first assistant turn can't be trained")
         start = turns[0].start
         ends = [start]  # where the prefix may end, the preferred index first
@@ -665,8 +663,8 @@ class ExampleDataset:
             if prefix is not None:
                 break
         suffix = packing.continue_prompt(prefix, torch.tensor(ids[end:]))
-        is_trained = [any(t in turn for turn in turns) for t in range(end, len(ids))]
-        suffix.response_mask = torch.tensor(is_trained)
+        mask = [any(t in turn for turn in turns) for t in range(end, len(ids))]
+        suffix.response_mask = torch.tensor(mask)  # (R,)
         return prefix, key, suffix
 
     def encode_prefix(self, key: str, context: list[dict], tail: list[int]) -> Prompt | None:
@@ -765,14 +763,13 @@ def find_candidate_types(row: dict) -> list[str]:
 
 
 def escape_markers(text: str) -> str:
-    """Break up markers in candidates and reasoning, so that no image is expected: "< image>"."""
+    """Break up markers of images in a text: "< image>". Otherwise images would be missing."""
     return re.sub("<(image|video)>", r"< \1>", text)
 
 
 def swap_references(reasoning: str, noun: str) -> str | None:
-    """The reasoning with the names of the candidates exchanged. None if it may name them in a way that
-    is not recognized, because half of a reasoning must not be rewritten. Words such as "both" and
-    "the other" stay.
+    """The reasoning with the names of the candidates exchanged. None if it may name them in other ways,
+    because half of a reasoning must not be rewritten. Words such as "both" and "the other" stay.
 
     "Image 1 has 3 cats" -> "Image 2 has 3 cats", "Image 1 and 2" -> None, "the left one" -> None
     """
@@ -935,7 +932,7 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
 
     The probability of a verdict v is proportional to p(reasoning, v | prefix). The generated
     reasoning is tokenized again with v, because <answer> can begin inside of a token.
-    soft_correct: the most probable verdict is right. first: the written verdict is "1"."""
+    soft_correct: the most probable verdict is right."""
     prefixes = [example.prefix for example in examples]
     generated = decoding.generate(
         model=model,
@@ -982,9 +979,6 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
                 "probabilities": probabilities,
                 "correct": verdict == example.label,  # False if it can't be parsed
                 "soft_correct": likeliest == example.label if is_complete else None,
-                "parsed": verdict is not None,
-                "tie": verdict == "tie",
-                "first": verdict == "1",
             }
         records.append(record)
     return records
@@ -1021,9 +1015,6 @@ def compute_judge_metrics(records: list[dict]) -> dict[str, float]:
         "accuracy": "correct",
         "soft_accuracy": "soft_correct",
         "swap_consistency": "consistent",
-        "parse_rate": "parsed",
-        "tie_rate": "tie",
-        "first_rate": "first",
         "length": "length",
         "truncated_frac": "truncated",
     }
@@ -1031,9 +1022,13 @@ def compute_judge_metrics(records: list[dict]) -> dict[str, float]:
         values = [record[key] for record in records if record.get(key) is not None]
         if values:  # chats have no verdict
             metrics[f"eval/{name}"] = float(np.mean(values))
-    pairs = [record for record in records if "soft_correct" in record]
-    if pairs:
-        metrics["eval/num_soft_skipped"] = sum(record["soft_correct"] is None for record in pairs)
+    verdicts = [record["predicted_verdict"] for record in records if "predicted_verdict" in record]
+    if verdicts:
+        metrics["eval/parse_rate"] = 1 - verdicts.count(None) / len(verdicts)
+        metrics["eval/tie_rate"] = verdicts.count("tie") / len(verdicts)
+        metrics["eval/first_rate"] = verdicts.count("1") / len(verdicts)
+        num_scored = sum(record.get("soft_correct") is not None for record in records)
+        metrics["eval/num_soft_skipped"] = len(verdicts) - num_scored
     num_tokens = sum(record["num_tokens"] for record in records)
     metrics["eval/loss"] = sum(record["loss_sum"] for record in records) / num_tokens
     return metrics

@@ -12,11 +12,9 @@ Start with `main`. The functions that it calls are grouped by topic: setup, data
 evaluation, model, DeepSpeed, files. Terms and letters:
 
     ranking     dataset row: a prompt with two or more responses, best first
-    pair        two responses of a ranking: the better one is chosen, the other one rejected
-    pack        input of one forward pass: some prompts and their responses (common/packing.py)
-    B           responses of a step
-    Q           pairs of a step
-    S           responses of a pack
+    pair        two responses of a ranking, of which the better one is "chosen"
+    pack        input of one forward pass (common/packing.py)
+    B, S, Q     responses of a step, responses of a pack, pairs of a step
 
     python reward_bt.py           # default: a tiny VLM on easy-VQA, minutes on a CPU core
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --max-length 4096
@@ -36,7 +34,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
+from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -123,16 +121,15 @@ def compute_bt_loss(
     label_smoothing: float,
     center_coef: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Losses (Q,) and metrics (Q,) of pairs; the caller takes weighted means. All inputs are (Q,).
+    """Losses (Q,) and metrics (Q,) of pairs, for weighted means; all inputs are (Q,).
 
     d = chosen - rejected - margin
     bt_loss = -log sigmoid(d)
     loss = (1 - label_smoothing) * bt_loss - label_smoothing * log sigmoid(-d)
            + center_coef * (chosen + rejected)^2
 
-    The margin is that of Llama 2 (Touvron et al. 2023, https://arxiv.org/abs/2307.09288), label
-    smoothing that of conservative DPO (cDPO, Mitchell 2023), and centering, which keeps rewards
-    near 0, that of Eisenstein et al. 2023 (https://arxiv.org/abs/2312.09244).
+    Margin: Llama 2 (Touvron et al. 2023, https://arxiv.org/abs/2307.09288). Label smoothing:
+    cDPO (Mitchell 2023). Centering: Eisenstein et al. 2023 (https://arxiv.org/abs/2312.09244).
 
     chosen [1, 0], rejected [0, 2], margins [0, .5], label_smoothing 0, center_coef .1
     -> d [1, -2.5], bt_loss [.3133, 2.5789], loss [.4133, 2.9789]
@@ -160,15 +157,13 @@ def compute_bt_loss(
 
 @dataclass
 class Ranking:
-    """A dataset row: a prompt and its responses, best first.
+    """A dataset row: a prompt and its responses, best first."""
 
-    prompt: the tokens that all chats of the row begin with; after gather_rankings without tensors."""
-
-    prompt: PromptInfo
+    prompt: PromptInfo  # what all chats begin with; a Prompt until gather_rankings
     response_ids: list[Tensor]  # (R,) each: the other tokens of each chat
     texts: list[str]  # text of each response, for samples.jsonl
     margin: float  # subtracted from the reward difference, the same for all pairs of the row
-    columns: dict  # the prompt's text, and strings and numbers of the row, for samples.jsonl
+    columns: dict  # the prompt and columns of the row, for samples.jsonl
 
 
 @dataclass
@@ -195,8 +190,8 @@ def make_pairs(rankings: list[Ranking]) -> Pairs:
         for i, j in combinations(range(start, start + K), 2):
             rows.append((i, j, ranking.margin, weight))
         start += K
-    columns = torch.tensor(rows, dtype=torch.float64, device=DEVICE).T.contiguous()  # (4, Q)
-    chosen, rejected, margins, weights = columns
+    table = torch.tensor(rows, dtype=torch.float64, device=DEVICE)  # (Q, 4)
+    chosen, rejected, margins, weights = table.T.contiguous()
     return Pairs(chosen.long(), rejected.long(), margins, weights)
 
 
@@ -234,18 +229,18 @@ def main(args: Args) -> dict[str, float]:
         pairs = make_pairs(rankings)
         B = sum(len(ranking.response_ids) for ranking in rankings)
         packs = make_packs(args, run, run.train_data, rankings)
-        # If a ranking is split over packs, each pack needs the rewards of the other halves of its pairs as
-        # constants. So first compute all rewards without gradients (GradCache, Gao et al. 2021,
-        # https://arxiv.org/abs/2101.06983). Else constants have no influence on gradients: zeros will do.
+        # A pack's gradient needs the rewards of the other halves of its pairs, as constants. If
+        # every ranking is in one pack, there are none, and zeros will do. Otherwise compute all
+        # rewards first, without gradients (GradCache, https://arxiv.org/abs/2101.06983).
         constant_rewards = torch.zeros(B, device=DEVICE)
-        if has_split_pair(packs, pairs, B):  # usually not
+        if has_split_pair(packs, pairs, B):
             constant_rewards = compute_rewards(run, packs, B)
 
         # --- 3. update: one optimizer step on all pairs ---
         rewards = torch.zeros(B, device=DEVICE)  # of this rank's packs, for the metrics
         for k, pack in enumerate(packs):  # each rank has the same number of packs
             pack_rewards = reward_model(pack)  # (S,), with gradients
-            # A copy of the constants, in which this pack's rewards replace those of its responses.
+            # The constants, with this pack's rewards in place of those of its responses.
             all_rewards = constant_rewards.index_put((pack.response_index,), pack_rewards)  # (B,)
             losses, _ = compute_bt_loss(
                 chosen_rewards=all_rewards[pairs.chosen],
@@ -254,19 +249,20 @@ def main(args: Args) -> dict[str, float]:
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            loss = (pairs.weights * losses).sum()  # only its gradient is meaningful: some rewards are zeros
+            loss = (pairs.weights * losses).sum()  # only its gradient is meaningful
             reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
             reward_model.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             rewards[pack.response_index] = pack_rewards.detach()
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
         grad_norm = optimizer_step(reward_model, learning_rate)  # NaN if the update was skipped
-        rewards = all_reduce_sum(rewards)  # of all packs
+        rewards = all_reduce_sum(rewards)  # of all ranks
         seconds = time.perf_counter() - step_start
 
         # --- 4. metrics ---
         state["step"] = step
         is_skipped = math.isnan(grad_norm)
-        state["consecutive_skipped_updates"] = state["consecutive_skipped_updates"] + 1 if is_skipped else 0
+        num_skipped = state["consecutive_skipped_updates"]
+        state["consecutive_skipped_updates"] = num_skipped + 1 if is_skipped else 0
         metrics = {
             "train/step": step,
             "train/learning_rate": learning_rate,
@@ -439,7 +435,7 @@ class RankingDataset:
         self.model = model
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.num_read = 0  # rows that next_rankings has read since the start or the last resume
+        self.num_read = 0  # rows of next_rankings since the start or the last resume
         self.num_skipped = 0  # of these, those that could not be used
         self.rows = load_rows(args, source, split)
         if source == "easy-vqa":
@@ -449,7 +445,7 @@ class RankingDataset:
         rule = "must have the columns chosen and rejected, or responses (rename with --columns)"
         require(num_formats == 1, f"{source} {rule}; it has {', '.join(columns)}")
         # A rank encodes its share of a step's rows to plan the packs, and the rows of its own
-        # packs again to build them; rows that are in both come from the cache.
+        # packs to build them. Rows that are in both come from the cache.
         self.encode = functools.lru_cache(2 * math.ceil(args.train_batch_size / WORLD_SIZE))(self.encode)
 
     def encode_all(self, row_ids: list[int]) -> list[Ranking]:
@@ -501,17 +497,15 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
     sources = row["responses"] if "responses" in row else [row["chosen"], row["rejected"]]
     if not isinstance(sources, list) or len(sources) < 2 or None in sources:
         raise RowError("a ranking needs a list of at least two responses")
-    prompt = row.get("prompt") or row.get("messages")
-    if prompt and isinstance(prompt, str | int | float):
+    prompt = row.get("prompt") or row.get("messages") or []
+    if isinstance(prompt, str | int | float):
         prompt = [{"role": "user", "content": str(prompt)}]
     responses = []
     for source in sources:  # a chat, a message or a text
-        if isinstance(source, list | dict):
-            responses.append(source if isinstance(source, list) else [source])
-        else:
-            responses.append([{"role": "assistant", "content": str(source)}])
-    chats_of_row = [*responses, prompt or []]
-    if not all(isinstance(x, dict) and "role" in x for chat in chats_of_row for x in chat):
+        if not isinstance(source, dict | list):
+            source = {"role": "assistant", "content": str(source)}
+        responses.append(source if isinstance(source, list) else [source])
+    if not all(isinstance(x, dict) and "role" in x for chat in [prompt, *responses] for x in chat):
         raise RowError("a chat must be a list of messages with a role")
     if responses[0] and responses[0][0]["role"] != "assistant":
         num_shared = common_prefix_length(responses)  # the chats contain the prompt
@@ -531,10 +525,8 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
 
 def common_prefix_length(sequences: list[list]) -> int:
     """Length of the longest common prefix: [[1, 2, 3], [1, 2, 4]] -> 2."""
-    for i, items in enumerate(zip(*sequences)):
-        if any(item != items[0] for item in items):
-            return i
-    return min(map(len, sequences))
+    shared = takewhile(lambda items: all(x == items[0] for x in items), zip(*sequences))
+    return len(list(shared))
 
 
 def build_response(chat: list[dict], tokenizer) -> list[dict]:
@@ -553,7 +545,7 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
 
 
 def join_texts(messages: list[dict]) -> str:
-    """The text of all messages, without media, for samples.jsonl."""
+    """The texts of messages, for samples.jsonl."""
     parts = [part for message in messages for part in message["content"]]
     return " ".join(part["text"] for part in parts if part["type"] == "text")
 
@@ -563,13 +555,13 @@ def encode_ranking(
 ) -> tuple[Prompt, list[Tensor]]:
     """Split the chats of a ranking at the end of their longest common prefix of tokens.
 
-    The prefix becomes the Prompt, and the rest of each chat its response ids (R,). At least one token
-    per response stays outside of the prefix, because the head reads the last one.
+    The prefix becomes the Prompt, and the rest of each chat its response ids (R,): at least the
+    last token, which the head reads.
 
-        user <image> Color ? assistant red <eos>             num_shared = 5
-        user <image> Color ? assistant dark blue <eos>       [red <eos>], [dark blue <eos>]
+        user <image> Color ? assistant red <eos>         num_shared = 5, response red <eos>
+        user <image> Color ? assistant dark blue <eos>                   dark blue <eos>
 
-    Images are slow to process, so only the first chat goes through the processor. The tokenizer,
+    Images are slow to process, so the processor runs once, on the first chat. The tokenizer,
     for which an image is one token, finds where the chats diverge."""
     inputs = chats.encode_chat(processor, messages + responses[0])
     processed_ids = inputs["input_ids"][0].tolist()
@@ -712,7 +704,7 @@ def next_rankings(args: Args, run: Run) -> list[Ranking]:
 
 
 def choose_row_ids(positions: range, num_rows: int, seed: int) -> list[int]:
-    """The rows at some positions of an endless stream of epochs, each shuffled by (seed, epoch)."""
+    """The rows at some positions of an endless stream of shuffled epochs."""
     stream = []
     for epoch in range(positions[0] // num_rows, positions[-1] // num_rows + 1):
         stream += np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()
@@ -720,11 +712,10 @@ def choose_row_ids(positions: range, num_rows: int, seed: int) -> list[int]:
 
 
 def gather_rankings(data: RankingDataset, row_ids: list[int]) -> list[Ranking]:
-    """The rankings of some rows, on all ranks and without the prompts' tensors.
-
-    Each rank encodes its share of the rows."""
+    """The rankings of some rows, on all ranks, without the tensors of their prompts."""
     rankings = []
-    for ranking in data.encode_all(np.array_split(np.array(row_ids), WORLD_SIZE)[RANK].tolist()):
+    share = np.array_split(np.array(row_ids), WORLD_SIZE)[RANK].tolist()
+    for ranking in data.encode_all(share):
         prompt = ranking.prompt
         info = PromptInfo(prompt.row_id, prompt.length, prompt.media_keys)
         rankings.append(replace(ranking, prompt=info))
@@ -817,7 +808,8 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
         row_ids = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_rows or None]
         rankings = []
         rewards = []
-        for batch in np.array_split(np.sort(row_ids), math.ceil(len(row_ids) / args.train_batch_size)):
+        num_batches = math.ceil(len(row_ids) / args.train_batch_size)
+        for batch in np.array_split(np.sort(row_ids), num_batches):
             found = gather_rankings(data, batch.tolist())
             packs = make_packs(args, run, data, found)
             num_responses = sum(len(ranking.response_ids) for ranking in found)
@@ -836,16 +828,15 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
 
 
 def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[dict]:
-    """A record of each pair for samples.jsonl; its keys replace equal columns of the dataset.
+    """A record of each pair with finite rewards (JSON has no NaN) for samples.jsonl.
 
-    Pairs without finite rewards are left out, because JSON has no NaN."""
+    Its keys replace equal columns of the dataset."""
     records = []
     rewards_by_ranking = rewards.split([len(ranking.response_ids) for ranking in rankings])
     for ranking, ranking_rewards in zip(rankings, rewards_by_ranking):
         responses = zip(ranking.texts, ranking_rewards.tolist())
+        responses = [(text, reward) for text, reward in responses if math.isfinite(reward)]
         for (chosen, chosen_reward), (rejected, rejected_reward) in combinations(responses, 2):
-            if not math.isfinite(chosen_reward - rejected_reward):
-                continue
             record = ranking.columns | {
                 "phase": phase,
                 "row": ranking.prompt.row_id,

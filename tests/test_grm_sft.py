@@ -395,7 +395,9 @@ def test_judgments_are_those_of_the_unmodified_model(tiny_vl, rows):
         assert record["loss_sum"] == pytest.approx(loss, abs=1e-3)
         assert record["num_tokens"] == len(example.suffix_ids)
         assert 2 * record["row"] + record["swapped"] == example.example_id
-    assert "correct" in records[0] and not {"correct", "parsed", "probabilities"} & records[-1].keys()
+    assert (
+        "correct" in records[0] and not {"correct", "predicted_verdict", "probabilities"} & records[-1].keys()
+    )
 
 
 def test_soft_verdicts_follow_the_own_reasoning(tiny_vl, rows, write):
@@ -412,7 +414,7 @@ def test_soft_verdicts_follow_the_own_reasoning(tiny_vl, rows, write):
         assert record["soft_correct"] == (likeliest == example.label)
     assert [x["predicted_verdict"] for x in records] == ["2", "2"]
     assert [x["correct"] for x in records] == [True, False], "the labels are 2 and 1"
-    assert [x["first"] for x in records] == [False, False]
+    assert grm_sft.compute_judge_metrics(records)["eval/first_rate"] == 0
 
 
 def test_soft_accuracy_skips_a_truncated_reasoning(tiny_vl, rows, write):
@@ -445,7 +447,6 @@ def make_record(example_id: int, label: str | None, verdict: str | None, **other
     record |= {"length": 5, "truncated": False, "loss_sum": 6.0, "num_tokens": 4} | other
     if label is not None:
         record |= {"predicted_verdict": verdict, "correct": verdict == label, "soft_correct": True}
-        record |= {"parsed": verdict is not None, "tie": verdict == "tie", "first": verdict == "1"}
     return record
 
 

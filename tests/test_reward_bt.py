@@ -1,9 +1,11 @@
 """reward_bt.py: the loss in closed form, every data format, rewards and gradients against the unmodified model, runs
 on one and two ranks, learning, and what a saved checkpoint gives."""
 
+import math
 import re
 import runpy
 import shutil
+from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -207,6 +209,9 @@ def test_without_a_chat_template_responses_end_in_eos(text, tmp_path):
     chats = [torch.cat([ranking.prompt.input_ids, response]) for response in ranking.response_ids]
     assert [len(response) for response in ranking.response_ids] == [3, 2], "a token and EOS at least"
     assert plain.batch_decode(chats) == ["q: ab<|end|>", "q: a<|end|>"]
+    plain.eos_token = None
+    with pytest.raises(reward_bt.RowError, match="neither a chat template nor an EOS token"):
+        RankingDataset(args, source, "train", 0, model, plain).encode(0)
 
 
 def test_media_of_a_saved_dataset_are_in_its_directory(tmp_path):
@@ -269,6 +274,9 @@ def test_columns_of_the_dataset_replace_nothing_of_ours(rows_of):
     metrics, records = reward_bt.evaluate(*rows_of([GOOD] * 3))
     assert records[0]["prompt"] == "q"
     expected = metrics, [theirs | record for record in records]
+    nan = torch.tensor([math.nan, 0.0, 1.0, 0.0])  # JSON has no NaN
+    rankings = [replace(ranking(2), texts=["good", "bad"])] * 2
+    assert [x["reward_diff"] for x in reward_bt.make_records("eval", rankings, nan)] == [1.0]
     assert reward_bt.evaluate(*rows_of([GOOD | theirs] * 3)) == expected
 
 
