@@ -303,9 +303,9 @@ def setup(args: Args) -> Run:
     num_examples = sum(map(len, train_data.groups))
     print0(f"{run_dir}: {num_examples} examples, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
     # Pack batches if packing reproduces the unmodified model on some rows; else pad them.
-    rows = packing_check.choose_probe_rows(train_data.rows)
-    prompts = [example.prefix for example in train_data.encode_all([2 * row for row in rows])]
-    require(prompts, f"{args.dataset}: none of {len(rows)} rows can be used; see the warnings")
+    row_ids = packing_check.choose_probe_rows(train_data.rows)
+    prompts = [example.prefix for example in train_data.encode_all([2 * i for i in row_ids])]
+    require(prompts, f"{args.dataset}: none of {len(row_ids)} rows can be used; see the warnings")
     message = packing_check.choose_engine_layout(
         engine=judge,
         forward=lambda network, pack: network(pack),

@@ -77,7 +77,9 @@ class Args:
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or a Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
-    eval_datasets: tuple[str, ...] = ()  # Evaluation sets: NAME=DATASET. Default: easy-vqa's or none.
+    eval_datasets: tuple[
+        str, ...
+    ] = ()  # Sets to evaluate, NAME=DATASET. Default: easy-vqa's test split, or none.
     eval_dataset_split: str = "test"  # Split of each of --eval-datasets; ignored for files.
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
@@ -182,15 +184,15 @@ def make_pairs(rankings: list[Ranking]) -> Pairs:
     2 and 3 responses, margins 0 and .5
     -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4], margins [0, .5, .5, .5], weights [1/2, 1/6, 1/6, 1/6]
     """
-    rows = []  # of each pair: chosen, rejected, margin, weight
+    pairs = []  # of each: chosen, rejected, margin, weight
     start = 0  # index of the ranking's first response among all B
     for ranking in rankings:
         K = len(ranking.response_ids)
         weight = 1 / len(rankings) / math.comb(K, 2)
         for i, j in combinations(range(start, start + K), 2):
-            rows.append((i, j, ranking.margin, weight))
+            pairs.append((i, j, ranking.margin, weight))
         start += K
-    table = torch.tensor(rows, dtype=torch.float64, device=DEVICE)  # (Q, 4)
+    table = torch.tensor(pairs, dtype=torch.float64, device=DEVICE)  # (Q, 4)
     chosen, rejected, margins, weights = table.T.contiguous()
     return Pairs(chosen.long(), rejected.long(), margins, weights)
 
@@ -334,9 +336,9 @@ def setup(args: Args) -> Run:
     print0(f"{run_dir}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
 
     # Pack batches if packing reproduces the unmodified model on some rows; else pad them.
-    rows = packing_check.choose_probe_rows(train_data.rows)
-    prompts = [ranking.prompt for ranking in train_data.encode_all(rows)]
-    require(prompts, f"{args.dataset}: none of {len(rows)} rows can be used; see the warnings")
+    row_ids = packing_check.choose_probe_rows(train_data.rows)
+    prompts = [ranking.prompt for ranking in train_data.encode_all(row_ids)]
+    require(prompts, f"{args.dataset}: none of {len(row_ids)} rows can be used; see the warnings")
     message = packing_check.choose_engine_layout(
         engine=reward_model,
         forward=lambda network, pack: network(pack),
@@ -441,9 +443,9 @@ class RankingDataset:
         if source == "easy-vqa":
             self.rows = add_easy_vqa_responses(self.rows, seed)
         columns = self.rows.column_names
-        num_formats = ({"chosen", "rejected"} <= {*columns}) + ("responses" in columns)
+        formats = [{"chosen", "rejected"} <= {*columns}, "responses" in columns]
         rule = "must have the columns chosen and rejected, or responses (rename with --columns)"
-        require(num_formats == 1, f"{source} {rule}; it has {', '.join(columns)}")
+        require(sum(formats) == 1, f"{source} {rule}; it has {', '.join(columns)}")
         # A rank encodes its share of a step's rows to plan the packs, and the rows of its own
         # packs to build them. Rows that are in both come from the cache.
         self.encode = functools.lru_cache(2 * math.ceil(args.train_batch_size / WORLD_SIZE))(self.encode)
