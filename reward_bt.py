@@ -77,9 +77,7 @@ class Args:
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or a Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
-    eval_datasets: tuple[
-        str, ...
-    ] = ()  # Sets to evaluate, NAME=DATASET. Default: easy-vqa's test split, or none.
+    eval_datasets: tuple[str, ...] = ()  # NAME=DATASET each. Default: easy-vqa's test split, or none.
     eval_dataset_split: str = "test"  # Split of each of --eval-datasets; ignored for files.
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
