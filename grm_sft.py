@@ -5,30 +5,30 @@ A judge reads a question and two candidates (images, videos or texts) and writes
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
 It learns this by next-token prediction; the reasoning inside of <think> comes from the dataset and may
-be missing. Each pair of candidates is shown in both orders, so that the judge can't rely on their order
-(unless its reasoning can't be rewritten for the other order).
+be missing. Pairs are trained in both orders, so that the position of a candidate carries no information;
+a pair whose reasoning can't be rewritten safely keeps one order.
 
-Papers: Generative Verifiers, https://arxiv.org/abs/2408.15240; UnifiedReward-Think,
-https://arxiv.org/abs/2505.03318. docs/lightrft.md has the differences from LightRFT's GRMTrainerVL.
-examples/judge_reward.py turns the probabilities of a judge's verdicts into a reward.
+Papers: Generative Verifiers (https://arxiv.org/abs/2408.15240), whose reward is the probability of a
+verdict (examples/judge_reward.py); UnifiedReward-Think (https://arxiv.org/abs/2505.03318), of which this
+is the format and the first stage, SFT. docs/lightrft.md has the differences from LightRFT's GRMTrainerVL.
 
 Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
 evaluation, model, DeepSpeed, files. Terms:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
-    example     what the model reads: a pair in one order of its candidates, or a chat
-    prefix      the part that examples can share: in training everything up to the last image, in
-                evaluations everything before the judge's turn
+    example     what the model reads: a pair in one order of its candidates, or a chat. Its id is
+                2 * row, plus 1 if the candidates are swapped
+    prefix      tokens that examples can share. In training it ends with the last image, which
+                questions can share; in evaluations it is all that the judge reads
     suffix      the rest of an example; only its assistant turns are trained
     verdict     "1", "2" or "tie": which candidate is better
     label       the correct verdict in the order that is shown
-    judgment    the judge's response to an example of the evaluation set
-
-Shapes: B examples per step, R tokens in a suffix. A pack (common/packing.py) is one forward
-pass over several examples, with M trained tokens.
+    judgment    what the judge writes in an evaluation
+    pack        input of one forward pass (common/packing.py)
+    B, R, M     examples of a step, tokens of a suffix, trained tokens of a pack
 
     python grm_sft.py                # default: a tiny VLM on easy-VQA, minutes on a CPU core
-    python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset my.jsonl --lora-rank 8
+    python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset my.jsonl --eval-dataset test.jsonl
     torchrun --standalone --nproc_per_node=8 grm_sft.py --zero-stage 3 ...    # or: deepspeed grm_sft.py ...
 """
 
@@ -92,9 +92,9 @@ class Args:
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
     video_fps: float = 2.0  # Frames per second to sample from videos.
-    max_length: int = 2048  # Maximum tokens per example, with its images; longer: skipped.
-    # Shuffle images, not rows: rows with the same image path stay together, and a pack runs the image once.
-    # Faster if many rows share an image, but a batch then has fewer different images.
+    max_length: int = 2048  # Longer examples (tokens, with images; see --max-pixels) are skipped.
+    # Shuffle images, not rows: rows with the same image path stay together, in their order, and a pack runs
+    # the image once. Faster if several rows share an image, but a batch then has fewer different images.
     group_by_image: bool = True
     freeze: str | None = None  # Regex of the weights to freeze. Default: all but the language model.
     lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
@@ -118,7 +118,7 @@ class Args:
     eval_steps: int = 100  # Evaluation interval in steps; 0: at the start and the end only.
     eval_rows: int = 500  # Rows per evaluation set, a fixed random subset; 0 for all.
     max_num_seqs: int = 64  # Responses generated in parallel on a rank.
-    max_response_length: int | None = None  # Tokens per judgment. Default: 512 (bundled model: 16).
+    max_response_length: int | None = None  # Tokens per generated judgment. Default: 512 (bundled: 16).
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
     save_total_limit: int = 2  # Checkpoints to keep, at least 1; the oldest are deleted.
     track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
@@ -224,19 +224,22 @@ def main(args: Args) -> dict[str, float]:
             "train/skipped_updates": int(not is_finite),
             "train/trained_tokens": num_tokens,
             "train/rows_skipped": len({example_id // 2 for example_id in skipped_ids}),
-            "time/total": seconds,
+            "time/total": seconds,  # data and update
         }
         if examples:  # the only row of a small batch may be skipped
             metrics["loss/sft"] = mean_loss
         state["step"] = step
-        state["examples"] += len(example_ids)
-        state["skipped_examples"] += len(example_ids) - len(examples)
-        state["consecutive_skipped_updates"] = 0 if is_finite else state["consecutive_skipped_updates"] + 1
+        run.train_data.num_read += len(example_ids)
+        run.train_data.num_skipped += len(example_ids) - len(examples)
+        num_skipped = state["consecutive_skipped_updates"]
+        state["consecutive_skipped_updates"] = 0 if is_finite else num_skipped + 1
 
         # --- 5. evaluate, log, save ---
         is_last_step = step == args.total_steps
+        has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
+        is_eval_step = args.eval_steps and step % args.eval_steps == 0 and not has_signal
         eval_records = []
-        if run.eval_data and (is_last_step or (args.eval_steps and step % args.eval_steps == 0)):
+        if run.eval_data and (is_last_step or is_eval_step):
             eval_metrics, eval_records = evaluate(args, run)
             metrics |= eval_metrics
             # Without pairs there is no accuracy, so the score is minus the loss.
@@ -246,12 +249,11 @@ def main(args: Args) -> dict[str, float]:
                 save_checkpoint(args, run, "checkpoint-best")
         log(args, run, metrics, eval_records)
         names = ("loss/sft", "eval/loss", "eval/accuracy")
-        shown = {name: f"{metrics[name]:.3g}" for name in names if name in metrics}
+        shown = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
-        if problem := find_training_problem(state):
+        if problem := find_training_problem(run):
             checkpoint = save_checkpoint(args, run, f"checkpoint-{step}-problem")
             stop(f"step {step}: {problem}. The run is saved in {checkpoint}")
-        has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
             checkpoint = save_checkpoint(args, run, f"checkpoint-{step}")
         if has_signal and not is_last_step:
@@ -285,13 +287,10 @@ def setup(args: Args) -> Run:
         "step": 0,
         "initial_eval": {},  # metrics before the first step
         "best_score": -math.inf,  # accuracy, or minus the loss, of checkpoint-best
-        "examples": 0,  # of all steps so far
-        "skipped_examples": 0,  # of these, those that could not be used
         "consecutive_skipped_updates": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, judge=judge)
-        state |= {"examples": 0, "skipped_examples": 0}  # the data may have been fixed since
         if args.resume != "auto":  # a branch has a checkpoint-best of its own
             state["best_score"] = -math.inf
 
@@ -304,9 +303,9 @@ def setup(args: Args) -> Run:
     num_examples = sum(map(len, train_data.groups))
     print0(f"{run_dir}: {num_examples} examples, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
     # Pack batches if packing reproduces the unmodified model on some rows; else pad them.
-    rows = packing_check.choose_probe_rows(train_data.rows)
-    prompts = [example.prefix for example in train_data.encode_all([2 * row for row in rows])]
-    require(prompts, f"{args.dataset}: none of {len(rows)} rows can be used; see the warnings")
+    row_ids = packing_check.choose_probe_rows(train_data.rows)
+    prompts = [example.prefix for example in train_data.encode_all([2 * i for i in row_ids])]
+    require(prompts, f"{args.dataset}: none of {len(row_ids)} rows can be used; see the warnings")
     message = packing_check.choose_engine_layout(
         engine=judge,
         forward=lambda network, pack: network(pack),
@@ -343,7 +342,7 @@ def fill_defaults(args: Args) -> None:
 def check_args(args: Args) -> None:
     """Exit if flags contradict each other. tyro has checked types and choices."""
     positive = """train_batch_size max_length max_response_length max_num_seqs save_total_limit
-        max_pixels""".split()
+        video_fps max_pixels""".split()
     for name, value in vars(args).items():
         minimum = 1 if name in positive else 0
         is_valid = not isinstance(value, int | float) or value >= minimum
@@ -388,14 +387,14 @@ def catch_signals() -> list[int]:
     return received_signals
 
 
-def find_training_problem(state: dict) -> str | None:
-    """Why the run must stop, or None. Skipped rows are counted over the whole run, because a
-    single bad row can be half of a small batch."""
-    if state["consecutive_skipped_updates"] >= 5:
+def find_training_problem(run: Run) -> str | None:
+    """Why the run must stop, or None."""
+    data = run.train_data
+    if run.state["consecutive_skipped_updates"] >= 5:
         return "no finite gradients in 5 steps"
-    if state["examples"] >= 100 and state["skipped_examples"] * 2 > state["examples"]:
-        counts = f"{state['skipped_examples']} of {state['examples']}"
-        return f"{counts} examples were skipped; see the warnings"
+    # Over several steps, because a single bad row can be half of a small batch.
+    if data.num_read >= 100 and data.num_skipped > data.num_read / 2:
+        return f"{data.num_skipped} of {data.num_read} examples were skipped; see the warnings"
     return None
 
 
@@ -410,6 +409,8 @@ EASY_VQA_ANSWERS = [
 CANDIDATE_TYPES = ("image", "video", "answer")  # columns image_1 and image_2, and so on
 VERDICTS = {"1": "{} 1 is better", "2": "{} 2 is better", "tie": "Both are equally good"}
 SWAPPED = {"1": "2", "2": "1", "tie": "tie"}  # the verdict after the candidates are swapped
+# Reasoning of several words without any of these may be in another language, such as "das erste Bild".
+ENGLISH_WORDS = set("the and or with than are but both this it not first second".split())
 
 
 def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: int) -> list[int]:
@@ -427,14 +428,13 @@ def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: in
 def gather_examples(data: "ExampleDataset", example_ids: list[int]) -> list[Example]:
     """The examples of a step, on all ranks and without images.
 
-    Here each rank encodes its share, so that all ranks know all lengths and plan the same packs. Then
-    iter_packs encodes the examples of this rank's packs, which may be other ones."""
+    Each rank encodes 1/N of the step, and shares only lengths and suffixes. From these all ranks compute
+    the same plan of packs. Then each rank encodes the prefixes of its own packs, in iter_packs."""
     share = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
     examples = []
     for example in data.encode_all(share):
         prefix = example.prefix
-        # The id is the argument of `encode`.
-        info = PromptInfo(row_id=example.example_id, length=prefix.length, media_keys=prefix.media_keys)
+        info = PromptInfo(example.example_id, prefix.length, prefix.media_keys)  # what iter_packs encodes
         examples.append(replace(example, prefix=info, row={}))
     return all_gather_list(examples)
 
@@ -585,7 +585,10 @@ class ExampleDataset:
         self.eos_ids = decoding.find_eos_ids(self.model, self.tokenizer)
         require(self.eos_ids, f"{self.args.model} has no EOS token")
         self.prefixes = {}  # of the current batch, by prefix key
-        # Rows of this rank's share of a step that are also in its packs come from the cache.
+        self.num_read = 0  # examples of training steps since the start or the last resume
+        self.num_skipped = 0  # of these, those that could not be used
+        # A rank encodes its share of a step to plan the packs, and the examples of its own packs
+        # to build them. Examples that are in both come from the cache.
         self.encode = functools.lru_cache(2 * math.ceil(self.args.train_batch_size / WORLD_SIZE))(self.encode)
 
     def encode_all(self, example_ids: list[int]) -> list[Example]:
@@ -603,12 +606,8 @@ class ExampleDataset:
     def encode(self, example_id: int) -> Example:
         """The example with this id. Raises RowError or OSError if its row can't be used."""
         row = self.rows[example_id // 2]  # `datasets` opens images here, build_messages other media
-        if is_pair(row):
-            return self.encode_pair(row, example_id)
-        return self.encode_chat(row | {"prompt": row.get("messages")}, example_id)
-
-    def encode_pair(self, row: dict, example_id: int) -> Example:
-        """A pair; an odd id shows its candidates swapped."""
+        if not is_pair(row):
+            return self.encode_chat(row | {"prompt": row.get("messages")}, example_id)
         chat, noun, label = build_pair(row, swapped=example_id % 2 == 1)
         return replace(self.encode_chat(chat, example_id), row=row, noun=noun, label=label)
 
@@ -631,7 +630,7 @@ class ExampleDataset:
         length = prefix.length + len(suffix.response_mask)
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")
-        prefix = replace(prefix, row_id=example_id // 2)  # for messages
+        prefix = replace(prefix, row_id=example_id // 2)  # for error messages
         return Example(example_id, prefix, prefix_key, suffix, row)
 
     def tokenize(self, messages: list[dict]) -> tuple[Prompt, str, Continuation]:
@@ -644,35 +643,39 @@ class ExampleDataset:
 
         In evaluations, or without an image, the prefix ends before the first turn of the suffix."""
         ids, turns = self.locate_turns(messages)
-        contexts = [messages[:n] for n, message in enumerate(messages) if message["role"] == "assistant"]
+        trained = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if not self.training:
             turns = turns[-1:]
-            contexts = contexts[-1:]
-        start = turns[0].start
-        media_ids = packing.media_token_ids(self.model.config)
-        if any(token in media_ids for token in ids[start:]):
+            trained = trained[-1:]
+        context = messages[: trained[0]]
+        later_parts = [part for message in messages[trained[0] :] for part in message["content"]]
+        if any(part["type"] != "text" for part in later_parts):
             raise RowError("images and videos after the first assistant turn can't be trained")
-        media_ends = [t + 1 for t in range(start) if ids[t] in media_ids]
-        end = media_ends[-1] if media_ends and self.training else start
-        key = hash_content(ids[:end], contexts[0])
-        prefix = self.encode_prefix(key, contexts[0], tail=ids[end:start])
-        if prefix is None:  # the processor rewrites the text after an image, so the prefix must contain it
-            end = start
-            key = hash_content(ids[:end], contexts[0])
-            prefix = self.encode_prefix(key, contexts[0], tail=[])
+        start = turns[0].start
+        ends = [start]  # where the prefix may end, the preferred index first
+        if self.training:
+            media_ids = packing.media_token_ids(self.model.config)
+            media_ends = [t + 1 for t in range(start) if ids[t] in media_ids]
+            # If the processor rewrites the text after an image, the prefix must contain this text.
+            ends = media_ends[-1:] + ends
+        for end in ends:
+            key = hash_content(ids[:end], context)
+            prefix = self.encode_prefix(key, context, tail=ids[end:start])
+            if prefix is not None:
+                break
         suffix = packing.continue_prompt(prefix, torch.tensor(ids[end:]))
-        suffix.response_mask = mark_turns(turns, end, len(ids))
+        mask = [any(t in turn for turn in turns) for t in range(end, len(ids))]
+        suffix.response_mask = torch.tensor(mask)  # (R,)
         return prefix, key, suffix
 
     def encode_prefix(self, key: str, context: list[dict], tail: list[int]) -> Prompt | None:
         """Encode `context` without the ids in `tail` at its end; None if it does not end in these ids."""
-        if key in self.prefixes:
-            return self.prefixes[key]
-        inputs = chats.encode_chat(self.processor, context, add_generation_prompt=True)
-        length = inputs["input_ids"].shape[1] - len(tail)
-        if inputs["input_ids"][0, length:].tolist() != tail:
-            return None
-        self.prefixes[key] = packing.make_prompt(self.model, inputs, length=length)
+        if key not in self.prefixes:
+            inputs = chats.encode_chat(self.processor, context, add_generation_prompt=True)
+            length = inputs["input_ids"].shape[1] - len(tail)
+            if inputs["input_ids"][0, length:].tolist() != tail:
+                return None
+            self.prefixes[key] = packing.make_prompt(self.model, inputs, length=length)
         return self.prefixes[key]
 
     def locate_turns(self, messages: list[dict]) -> tuple[list[int], list[range]]:
@@ -708,11 +711,6 @@ class ExampleDataset:
             return chats.encode_chat(self.processor, messages, **template)["input_ids"][0].tolist()
         template |= {"chat_template": self.processor.chat_template, "return_dict": False}
         return self.tokenizer.apply_chat_template(messages, **template)
-
-
-def mark_turns(turns: list[range], start: int, stop: int) -> Tensor:
-    """(stop - start,) bool: which of these tokens are in a turn."""
-    return torch.tensor([any(t in turn for turn in turns) for t in range(start, stop)])
 
 
 def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
@@ -761,34 +759,39 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
 
 
 def find_candidate_types(row: dict) -> list[str]:
-    """Of image, video and answer, those of which a row has two."""
+    """Of image, video and answer, those of which a row has two: image_1 and image_2, and so on."""
     return [x for x in CANDIDATE_TYPES if row.get(f"{x}_1") is not None and row.get(f"{x}_2") is not None]
 
 
 def escape_markers(text: str) -> str:
-    """Break up markers of images and videos, which these texts must not refer to."""
+    """Break up markers of images in a text: "< image>". Otherwise images would be missing."""
     return re.sub("<(image|video)>", r"< \1>", text)
 
 
 def swap_references(reasoning: str, noun: str) -> str | None:
-    """The reasoning with the names of the candidates exchanged: "Image 1" and "Image 2", "first image"
-    and "second image". None if it may name them in another way ("Image 1 and 2", "the left one"),
+    """The reasoning with the names of the candidates exchanged. None if it may name them in other ways,
     because half of a reasoning must not be rewritten. Words such as "both" and "the other" stay.
 
-    "Image 1 has 3 cats" -> "Image 2 has 3 cats"
+    "Image 1 has 3 cats" -> "Image 2 has 3 cats", "Image 1 and 2" -> None, "the left one" -> None
     """
     if any(letter.isalpha() and not letter.isascii() for letter in reasoning):  # another language
         return None
+    words = re.findall(r"\w+", reasoning.lower())
+    if len(words) > 1 and ENGLISH_WORDS.isdisjoint(words):
+        return None
     names = rf"(?i)(?<=\b{noun} )[12]\b(?![./]\d)|\b(?:first|second)(?= {noun}\b)"
     rest = re.sub(names, "", reasoning)
-    rest = re.sub(r"\d+(?:[./]\d+)+", "", rest)  # 8/10, 1.5
-    other_names = "first|second|1st|2nd|former|latter|left(?:most)?|right(?:most)?|top|bottom|upper|lower"
-    other_names += "|above|below|previous|last|number one|number two"
+    rest = re.sub(r"\d+(?:[./]\d+)+", "", rest)  # scores and decimals, which may stay: 8/10, 1.5
     nouns = rf"{noun}|img|picture|photo|figure|option|candidate|response|assistant|model"
-    other_names += rf"|[^\W\d]*[12]|(?:{nouns})s?[\W_]*(?:1|2|one|two|II?|(?-i:A))"
     verbs = "is|has|was|shows|looks|seems|appears|wins|matches|fits|contains|follows"
-    other_names += rf"|(?-i:B)|(?-i:A)(?= (?:{verbs})\b)"
-    if re.search(rf"(?i)\b(?:{other_names})\b", rest):
+    unknown_names = [
+        "first|second|1st|2nd|former|latter|previous|last",  # the first is better
+        "left(?:most)?|right(?:most)?|top|bottom|upper|lower|above|below",  # the left one
+        r"[^\W\d]*[12]|number one|number two",  # image1, a lone 1
+        rf"(?:{nouns})s?[\W_]*(?:1|2|one|two|II?|(?-i:A))",  # Images 1 and 2, Option A
+        rf"(?-i:B)|(?-i:A)(?= (?:{verbs})\b)",  # A is darker than B; but "A cat" may stay
+    ]
+    if re.search(rf"(?i)\b(?:{'|'.join(unknown_names)})\b", rest):
         return None
     exchanged = {"1": "2", "2": "1", "first": "second", "second": "first"}
 
@@ -800,10 +803,9 @@ def swap_references(reasoning: str, noun: str) -> str | None:
 
 
 def can_be_swapped(row: dict) -> bool:
-    """Whether a pair can be shown in the other order, too. True without candidates: encode_pair skips it."""
-    types = find_candidate_types(row)
-    reasoning = str(row.get("reasoning") or "")
-    return len(types) != 1 or swap_references(reasoning, types[0]) is not None
+    """Whether a pair can be shown in the other order, too."""
+    types = find_candidate_types(row) or [""]  # "": build_pair raises an error
+    return swap_references(str(row.get("reasoning") or ""), types[0]) is not None
 
 
 def format_verdict(verdict: str, noun: str) -> str:
@@ -812,11 +814,10 @@ def format_verdict(verdict: str, noun: str) -> str:
 
 def parse_verdict(text: str) -> str | None:
     """The verdict of a judgment; None unless it has exactly one <answer>, with a known sentence."""
-    sentences = "(?:Image|Video|Answer) ([12]) is better|Both are equally good"
-    answers = re.findall(f"<answer>(?:{sentences})</answer>", text)
-    if len(answers) != 1 or text.count("<answer>") != 1:
-        return None
-    return answers[0] or "tie"
+    nouns = [candidate_type.capitalize() for candidate_type in CANDIDATE_TYPES]
+    answers = {format_verdict(verdict, noun): verdict for verdict in VERDICTS for noun in nouns}
+    found = [verdict for answer, verdict in answers.items() if answer in text]
+    return found[0] if len(found) == 1 and text.count("<answer>") == 1 else None
 
 
 def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
@@ -894,10 +895,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     """Metrics of the evaluation set, with each pair in both orders if its reasoning can be
     swapped, and one record per row."""
     data = run.eval_data
-    if run.sampling_model is not run.judge.module.model:
-        weights = run.sampling_model.state_dict()
-        for name, weight in iter_full_weights(run.judge.module.model):
-            weights[name].copy_(weight)
+    update_sampling_model(run)
     example_ids = [example_id for group in data.groups for example_id in group]
     rank_ids = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
     records = []
@@ -921,13 +919,21 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     return compute_judge_metrics(records), row_records
 
 
+def update_sampling_model(run: Run) -> None:
+    """Copy the trained weights to the unsharded model that generates under ZeRO-3."""
+    if run.sampling_model is not run.judge.module.model:
+        weights = run.sampling_model.state_dict()
+        for name, weight in iter_full_weights(run.judge.module.model):
+            weights[name].copy_(weight)
+
+
 @torch.no_grad()
 def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> list[dict]:
     """Generate a judgment per example and return its record.
 
     The probability of a verdict v is proportional to p(reasoning, v | prefix). The generated
-    reasoning is tokenized again with v, because <answer> can begin inside of a token. The loss
-    is that of the reference response, so it does not depend on what is generated."""
+    reasoning is tokenized again with v, because <answer> can begin inside of a token.
+    soft_correct: the most probable verdict is right."""
     prefixes = [example.prefix for example in examples]
     generated = decoding.generate(
         model=model,
@@ -960,7 +966,7 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
             "response": texts[i],
             "length": len(generated[i].token_ids),
             "truncated": generated[i].truncated,
-            "loss": -float(logprobs[i]),  # of the reference: sum over its tokens, in nats
+            "loss_sum": -float(logprobs[i]),  # over the tokens of the dataset's response, in nats
             "num_tokens": len(example.suffix_ids),
         }
         if i in verdict_logprobs:
@@ -974,9 +980,6 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
                 "probabilities": probabilities,
                 "correct": verdict == example.label,  # False if it can't be parsed
                 "soft_correct": likeliest == example.label if is_complete else None,
-                "parsed": verdict is not None,
-                "tie": verdict == "tie",
-                "first": verdict == "1",
             }
         records.append(record)
     return records
@@ -989,22 +992,21 @@ def sum_logprobs(args: Args, model, prefixes: list[Prompt], responses: list[tupl
     groups = defaultdict(list)  # prefix index -> response indices
     for b, (i, _) in enumerate(responses):
         groups[i].append(b)
-    response_ids = [ids for _, ids in responses]
     lengths = [prefixes[i].length + len(ids) for i, ids in responses]
     packs = packing.iter_rank_packs(
         model=model,
         groups=list(groups.items()),
         prompts=[replace(prefix, row_id=i) for i, prefix in enumerate(prefixes)],
         encode=prefixes.__getitem__,
-        responses=response_ids,
+        responses=[ids for _, ids in responses],
         max_tokens=max(args.micro_batch_tokens, *lengths),  # a judgment may be longer
     )
-    shape = len(response_ids), max(map(len, response_ids))
-    table = torch.zeros(shape, dtype=torch.float64, device=model.device)  # (B, R)
+    sums = torch.zeros(len(responses), dtype=torch.float64, device=model.device)  # (B,)
     for pack in packs:
-        logprobs, _ = packing.response_logprobs(model, pack)
-        table[pack.token_index] = logprobs.double()
-    return table.sum(1).cpu()
+        logprobs, _ = packing.response_logprobs(model, pack)  # (M,)
+        response_of_token, _ = pack.token_index
+        sums.index_add_(0, response_of_token, logprobs.double())
+    return sums.cpu()
 
 
 def compute_judge_metrics(records: list[dict]) -> dict[str, float]:
@@ -1014,9 +1016,6 @@ def compute_judge_metrics(records: list[dict]) -> dict[str, float]:
         "accuracy": "correct",
         "soft_accuracy": "soft_correct",
         "swap_consistency": "consistent",
-        "parse_rate": "parsed",
-        "tie_rate": "tie",
-        "first_rate": "first",
         "length": "length",
         "truncated_frac": "truncated",
     }
@@ -1024,11 +1023,15 @@ def compute_judge_metrics(records: list[dict]) -> dict[str, float]:
         values = [record[key] for record in records if record.get(key) is not None]
         if values:  # chats have no verdict
             metrics[f"eval/{name}"] = float(np.mean(values))
-    pairs = [record for record in records if "soft_correct" in record]
-    if pairs:
-        metrics["eval/num_soft_skipped"] = sum(record["soft_correct"] is None for record in pairs)
+    verdicts = [record["predicted_verdict"] for record in records if "predicted_verdict" in record]
+    if verdicts:
+        metrics["eval/parse_rate"] = 1 - verdicts.count(None) / len(verdicts)
+        metrics["eval/tie_rate"] = verdicts.count("tie") / len(verdicts)
+        metrics["eval/first_rate"] = verdicts.count("1") / len(verdicts)
+        num_scored = sum(record.get("soft_correct") is not None for record in records)
+        metrics["eval/num_soft_skipped"] = len(verdicts) - num_scored
     num_tokens = sum(record["num_tokens"] for record in records)
-    metrics["eval/loss"] = sum(record["loss"] for record in records) / num_tokens
+    metrics["eval/loss"] = sum(record["loss_sum"] for record in records) / num_tokens
     return metrics
 
 

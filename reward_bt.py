@@ -6,14 +6,15 @@ the reward of the chosen response above that of the rejected one:
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
 Paper: InstructGPT (Ouyang et al. 2022), https://arxiv.org/abs/2203.02155, eq. (1).
-See docs/trl.md for the differences from TRL's and EasyDeL's RewardTrainer.
+docs/trl.md has the differences from the RewardTrainer of TRL.
 
 Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
-evaluation, model, DeepSpeed, files.
+evaluation, model, DeepSpeed, files. Terms and letters:
 
-A ranking is a dataset row: a prompt with two or more responses, best first. Shapes: the
-rankings of a step have B responses in total, which form Q pairs. A pack (common/packing.py) is
-the input of one forward pass: some prompts and S of the B responses.
+    ranking     dataset row: a prompt with two or more responses, best first
+    pair        two responses of a ranking, of which the better one is "chosen"
+    pack        input of one forward pass (common/packing.py)
+    B, S, Q     responses of a step, responses of a pack, pairs of a step
 
     python reward_bt.py           # default: a tiny VLM on easy-VQA, minutes on a CPU core
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --max-length 4096
@@ -33,7 +34,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
+from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -76,7 +77,7 @@ class Args:
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or a Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
-    eval_datasets: tuple[str, ...] = ()  # Evaluation sets: NAME=DATASET. Default: easy-vqa's or none.
+    eval_datasets: tuple[str, ...] = ()  # NAME=DATASET each. Default: easy-vqa's test split, or none.
     eval_dataset_split: str = "test"  # Split of each of --eval-datasets; ignored for files.
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
@@ -120,27 +121,29 @@ def compute_bt_loss(
     label_smoothing: float,
     center_coef: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss (Q,) and metrics (Q,), one entry per pair; the caller takes weighted means. All inputs are (Q,).
+    """Losses (Q,) and metrics (Q,) of pairs, for weighted means; all inputs are (Q,).
 
-    d = chosen - rejected - margin, https://arxiv.org/abs/2307.09288 eq. (2)
-    bt = -log sigmoid(d)
-    L = (1 - label_smoothing) bt - label_smoothing log sigmoid(-d) + center_coef (chosen + rejected)^2
+    d = chosen - rejected - margin
+    bt_loss = -log sigmoid(d)
+    loss = (1 - label_smoothing) * bt_loss - label_smoothing * log sigmoid(-d)
+           + center_coef * (chosen + rejected)^2
 
-    Label smoothing is that of conservative DPO, centering that of https://arxiv.org/abs/2312.09244.
+    Margin: Llama 2 (Touvron et al. 2023, https://arxiv.org/abs/2307.09288). Label smoothing:
+    cDPO (Mitchell 2023). Centering: Eisenstein et al. 2023 (https://arxiv.org/abs/2312.09244).
 
     chosen [1, 0], rejected [0, 2], margins [0, .5], label_smoothing 0, center_coef .1
-    -> d [1, -2.5], bt [.3133, 2.5789], L [.4133, 2.9789]
+    -> d [1, -2.5], bt_loss [.3133, 2.5789], loss [.4133, 2.9789]
     """
     reward_diff = chosen_rewards - rejected_rewards
     d = reward_diff - margins
-    bt = -F.logsigmoid(d)
-    center = (chosen_rewards + rejected_rewards) ** 2
-    smoothed = (1 - label_smoothing) * bt - label_smoothing * F.logsigmoid(-d)
-    losses = smoothed + center_coef * center
+    bt_loss = -F.logsigmoid(d)
+    center_loss = (chosen_rewards + rejected_rewards) ** 2
+    smoothed = (1 - label_smoothing) * bt_loss - label_smoothing * F.logsigmoid(-d)
+    losses = smoothed + center_coef * center_loss
     metrics = {
         "rm/loss": losses,
-        "rm/bt_loss": bt,
-        "rm/center_loss": center,
+        "rm/bt_loss": bt_loss,
+        "rm/center_loss": center_loss,
         "rm/chosen_rewards": chosen_rewards,
         "rm/rejected_rewards": rejected_rewards,
         "rm/reward_diff": reward_diff,
@@ -156,13 +159,11 @@ def compute_bt_loss(
 class Ranking:
     """A dataset row: a prompt and its responses, best first."""
 
-    prompt: (
-        PromptInfo  # the tokens that all chats begin with. A Prompt until gather_rankings drops its tensors
-    )
+    prompt: PromptInfo  # what all chats begin with; a Prompt until gather_rankings
     response_ids: list[Tensor]  # (R,) each: the other tokens of each chat
     texts: list[str]  # text of each response, for samples.jsonl
     margin: float  # subtracted from the reward difference, the same for all pairs of the row
-    columns: dict  # strings and numbers of the dataset row, for samples.jsonl
+    columns: dict  # the prompt and columns of the row, for samples.jsonl
 
 
 @dataclass
@@ -181,7 +182,7 @@ def make_pairs(rankings: list[Ranking]) -> Pairs:
     2 and 3 responses, margins 0 and .5
     -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4], margins [0, .5, .5, .5], weights [1/2, 1/6, 1/6, 1/6]
     """
-    pairs = []
+    pairs = []  # of each: chosen, rejected, margin, weight
     start = 0  # index of the ranking's first response among all B
     for ranking in rankings:
         K = len(ranking.response_ids)
@@ -189,13 +190,9 @@ def make_pairs(rankings: list[Ranking]) -> Pairs:
         for i, j in combinations(range(start, start + K), 2):
             pairs.append((i, j, ranking.margin, weight))
         start += K
-    chosen, rejected, margins, weights = zip(*pairs)
-    return Pairs(
-        chosen=torch.tensor(chosen, device=DEVICE),
-        rejected=torch.tensor(rejected, device=DEVICE),
-        margins=torch.tensor(margins, dtype=torch.float64, device=DEVICE),
-        weights=torch.tensor(weights, dtype=torch.float64, device=DEVICE),
-    )
+    table = torch.tensor(pairs, dtype=torch.float64, device=DEVICE)  # (Q, 4)
+    chosen, rejected, margins, weights = table.T.contiguous()
+    return Pairs(chosen.long(), rejected.long(), margins, weights)
 
 
 @dataclass
@@ -225,28 +222,26 @@ def main(args: Args) -> dict[str, float]:
         log(args, run, {"train/step": state["step"], **state["initial_eval"]}, eval_records)
 
     for step in range(state["step"] + 1, args.total_steps + 1):
-        # --- 2. data: the next rankings, all pairs within them, and packs of their responses ---
+        # --- 2. data: the next rankings, their pairs, and this rank's packs ---
         step_start = time.perf_counter()
-        skipped_before = state["rows_skipped"]
+        rows_read = state["rows_read"]
         rankings = next_rankings(args, run)  # the same on all ranks
         pairs = make_pairs(rankings)
         B = sum(len(ranking.response_ids) for ranking in rankings)
-        packs, is_split = make_packs(args, run, run.train_data, rankings)  # packs of this rank
-        # Rewards of responses in other packs. Usually a ranking is in one pack, and zeros will do,
-        # because pairs of other packs have no gradient. If one is split over packs, first compute
-        # all rewards without gradients (GradCache, arXiv:2101.06983). Each pack then recomputes
-        # its own rewards, and the gradients of all packs add up to that of the loss.
-        cached_rewards = torch.zeros(B, device=DEVICE)
-        if is_split:  # the same on all ranks
-            cached_rewards = compute_rewards(run, packs, B)
+        packs = make_packs(args, run, run.train_data, rankings)
+        # A pack's gradient needs the rewards of the other halves of its pairs, as constants. If
+        # every ranking is in one pack, there are none, and zeros will do. Otherwise compute all
+        # rewards first, without gradients (GradCache, https://arxiv.org/abs/2101.06983).
+        constant_rewards = torch.zeros(B, device=DEVICE)
+        if has_split_pair(packs, pairs, B):
+            constant_rewards = compute_rewards(run, packs, B)
 
         # --- 3. update: one optimizer step on all pairs ---
-        rewards = torch.zeros(B, device=DEVICE)  # for the metrics
+        rewards = torch.zeros(B, device=DEVICE)  # of this rank's packs, for the metrics
         for k, pack in enumerate(packs):  # each rank has the same number of packs
-            reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
-            pack_rewards = reward_model(pack)  # (S,)
-            rewards[pack.response_index] = pack_rewards.detach()
-            all_rewards = cached_rewards.index_put((pack.response_index,), pack_rewards)  # (B,)
+            pack_rewards = reward_model(pack)  # (S,), with gradients
+            # The constants, with this pack's rewards in place of those of its responses.
+            all_rewards = constant_rewards.index_put((pack.response_index,), pack_rewards)  # (B,)
             losses, _ = compute_bt_loss(
                 chosen_rewards=all_rewards[pairs.chosen],
                 rejected_rewards=all_rewards[pairs.rejected],
@@ -254,35 +249,36 @@ def main(args: Args) -> dict[str, float]:
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            # Its value is not the loss: pairs of other packs count with the rewards above.
-            loss = (pairs.weights * losses).sum()
-            # DeepSpeed averages gradients over ranks; we want a sum.
-            reward_model.backward(loss * WORLD_SIZE)
+            loss = (pairs.weights * losses).sum()  # only its gradient is meaningful
+            reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
+            reward_model.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
+            rewards[pack.response_index] = pack_rewards.detach()
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
         grad_norm = optimizer_step(reward_model, learning_rate)  # NaN if the update was skipped
-        rewards = all_reduce_sum(rewards)  # (B,): each rank has filled in its own
+        rewards = all_reduce_sum(rewards)  # of all ranks
         seconds = time.perf_counter() - step_start
 
         # --- 4. metrics ---
         state["step"] = step
         is_skipped = math.isnan(grad_norm)
-        state["consecutive_skipped_updates"] += 1
-        if not is_skipped:
-            state["consecutive_skipped_updates"] = 0
+        num_skipped = state["consecutive_skipped_updates"]
+        state["consecutive_skipped_updates"] = num_skipped + 1 if is_skipped else 0
         metrics = {
             "train/step": step,
             "train/learning_rate": learning_rate,
             "train/grad_norm": grad_norm,
             "train/skipped_updates": int(is_skipped),
-            "train/rows_skipped": state["rows_skipped"] - skipped_before,
-            "time/total": seconds,
+            "train/rows_skipped": state["rows_read"] - rows_read - len(rankings),
+            "time/total": seconds,  # data and update
         }
-        metrics |= ranking_metrics(args, rankings, rewards)
+        metrics |= pair_metrics(args, pairs, rewards)
 
         # --- 5. evaluate, log, save ---
         is_last_step = step == args.total_steps
+        has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
+        is_eval_step = args.eval_steps and step % args.eval_steps == 0 and not has_signal
         eval_records = []
-        if run.eval_sets and (is_last_step or (args.eval_steps and step % args.eval_steps == 0)):
+        if run.eval_sets and (is_last_step or is_eval_step):
             eval_metrics, eval_records = evaluate(args, run)
             metrics |= eval_metrics
         log(args, run, metrics, eval_records)
@@ -291,7 +287,6 @@ def main(args: Args) -> dict[str, float]:
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
         if state["consecutive_skipped_updates"] >= 5:
             save_and_stop(args, run, f"step {step}: no finite gradients in 5 steps")
-        has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
             checkpoint = save_checkpoint(args, run)
         if has_signal and not is_last_step:
@@ -325,13 +320,10 @@ def setup(args: Args) -> Run:
         "step": 0,
         "initial_eval": {},  # metrics before the first step
         "rows_read": 0,  # position in the endless stream of shuffled epochs
-        "rows_checked": 0,  # since the start or the last resume
-        "rows_skipped": 0,  # of these, those that could not be used
         "consecutive_skipped_updates": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, reward=reward_model)
-        state |= {"rows_checked": 0, "rows_skipped": 0}  # the data may have been fixed since
 
     processor = transformers.AutoProcessor.from_pretrained(args.model)
     make_dataset = functools.partial(RankingDataset, args, model=model, processor=processor)
@@ -342,16 +334,15 @@ def setup(args: Args) -> Run:
     print0(f"{run_dir}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
 
     # Pack batches if packing reproduces the unmodified model on some rows; else pad them.
-    rows = packing_check.choose_probe_rows(train_data.rows)
-    prompts = [ranking.prompt for ranking in train_data.encode_all(rows)]
-    require(prompts, f"{args.dataset}: none of {len(rows)} rows can be used; see the warnings")
+    row_ids = packing_check.choose_probe_rows(train_data.rows)
+    prompts = [ranking.prompt for ranking in train_data.encode_all(row_ids)]
+    require(prompts, f"{args.dataset}: none of {len(row_ids)} rows can be used; see the warnings")
     message = packing_check.choose_engine_layout(
         engine=reward_model,
         forward=lambda network, pack: network(pack),
         prompts=prompts,
         max_length=args.max_length,
         max_tokens=args.micro_batch_tokens,
-        must_generate=False,
     )
     print0(message)
     set_gradient_checkpointing(reward_model.module, True)  # always, because nothing is generated
@@ -383,7 +374,7 @@ def fill_defaults(args: Args) -> None:
 
 def check_args(args: Args) -> None:
     """Exit if flags contradict each other. tyro has checked types and choices."""
-    positive = ("train_batch_size", "max_length", "save_total_limit", "max_pixels")
+    positive = ("train_batch_size", "max_length", "save_total_limit", "video_fps", "max_pixels")
     for name, value in vars(args).items():
         minimum = 1 if name in positive else 0
         is_valid = not isinstance(value, int | float) or value >= minimum
@@ -436,9 +427,7 @@ def catch_signals() -> list[int]:
 
 
 class RankingDataset:
-    """Rows with a prompt and either `chosen` and `rejected` or `responses` (best first); see split_row.
-
-    Optional columns: image(s), video(s), and margin. The model is only needed for position ids."""
+    """Rows as rankings; docs/reward_bt.md#data has their columns. The model gives position ids."""
 
     def __init__(self, args: Args, source: str, split: str, seed: int, model, processor):
         self.args = args
@@ -447,35 +436,37 @@ class RankingDataset:
         self.model = model
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.num_read = 0  # rows of next_rankings since the start or the last resume
+        self.num_skipped = 0  # of these, those that could not be used
         self.rows = load_rows(args, source, split)
         if source == "easy-vqa":
             self.rows = add_easy_vqa_responses(self.rows, seed)
         columns = self.rows.column_names
-        is_pair = "chosen" in columns and "rejected" in columns
+        formats = [{"chosen", "rejected"} <= {*columns}, "responses" in columns]
         rule = "must have the columns chosen and rejected, or responses (rename with --columns)"
-        require(is_pair != ("responses" in columns), f"{source} {rule}; it has {', '.join(columns)}")
+        require(sum(formats) == 1, f"{source} {rule}; it has {', '.join(columns)}")
         # A rank encodes its share of a step's rows to plan the packs, and the rows of its own
-        # packs again to build them; rows that are in both come from the cache.
+        # packs to build them. Rows that are in both come from the cache.
         self.encode = functools.lru_cache(2 * math.ceil(args.train_batch_size / WORLD_SIZE))(self.encode)
 
-    def encode_all(self, indices: list[int]) -> list[Ranking]:
+    def encode_all(self, row_ids: list[int]) -> list[Ranking]:
         """The rankings of some rows, without those that can't be used."""
         rankings = []
-        for index in indices:
+        for row_id in row_ids:
             try:
-                rankings.append(self.encode(index))
+                rankings.append(self.encode(row_id))
             except (RowError, OSError, Image.DecompressionBombError) as error:
-                print(f"warning: {self.source} row {index} is skipped: {error!s:.300}", file=sys.stderr)
+                print(f"warning: {self.source} row {row_id} is skipped: {error!s:.300}", file=sys.stderr)
         return rankings
 
-    def encode(self, index: int) -> Ranking:
+    def encode(self, row_id: int) -> Ranking:
         """Load, check and tokenize a row. Raises RowError or OSError if it can't be used."""
-        row = self.rows[index]  # `datasets` opens images here, build_messages other media
+        row = self.rows[row_id]  # `datasets` opens images here, build_messages other media
         prompt_chat, response_chats = split_row(row)
         messages = build_messages(self.args, row | {"prompt": prompt_chat}, self.data_dir, self.tokenizer)
         responses = [build_response(chat, self.tokenizer) for chat in response_chats]
         try:
-            prompt, response_ids = encode_ranking(self.model, self.processor, messages, responses, index)
+            prompt, response_ids = encode_ranking(self.model, self.processor, messages, responses, row_id)
         except (ValueError, jinja2.TemplateError) as error:  # image processor or chat template
             raise RowError(str(error)) from error
         length = prompt.length + max(map(len, response_ids))
@@ -484,12 +475,13 @@ class RankingDataset:
         margin = row.get("margin") or 0.0
         if not isinstance(margin, int | float) or not math.isfinite(margin):
             raise RowError(f"its margin is {margin}")
+        columns = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
         return Ranking(
             prompt=prompt,
             response_ids=response_ids,
-            texts=[" ".join(turn["content"][0]["text"] for turn in response) for response in responses],
+            texts=[join_texts(response) for response in responses],
             margin=margin,
-            columns={name: x for name, x in row.items() if isinstance(x, str | int | float)},
+            columns={"prompt": join_texts(messages)} | columns,
         )
 
 
@@ -506,17 +498,15 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
     sources = row["responses"] if "responses" in row else [row["chosen"], row["rejected"]]
     if not isinstance(sources, list) or len(sources) < 2 or None in sources:
         raise RowError("a ranking needs a list of at least two responses")
-    prompt = row.get("prompt") or row.get("messages")
-    if prompt and isinstance(prompt, str | int | float):
+    prompt = row.get("prompt") or row.get("messages") or []
+    if isinstance(prompt, str | int | float):
         prompt = [{"role": "user", "content": str(prompt)}]
     responses = []
     for source in sources:  # a chat, a message or a text
-        if isinstance(source, list | dict):
-            responses.append(source if isinstance(source, list) else [source])
-        else:
-            responses.append([{"role": "assistant", "content": str(source)}])
-    chats_of_row = [*responses, prompt or []]
-    if not all(isinstance(x, dict) and "role" in x for chat in chats_of_row for x in chat):
+        if not isinstance(source, dict | list):
+            source = {"role": "assistant", "content": str(source)}
+        responses.append(source if isinstance(source, list) else [source])
+    if not all(isinstance(x, dict) and "role" in x for chat in [prompt, *responses] for x in chat):
         raise RowError("a chat must be a list of messages with a role")
     if responses[0] and responses[0][0]["role"] != "assistant":
         num_shared = common_prefix_length(responses)  # the chats contain the prompt
@@ -525,7 +515,7 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
         prompt = responses[0][:num_shared]
         responses = [response[num_shared:] for response in responses]
     if not prompt:
-        raise RowError("its prompt is empty")
+        raise RowError("it has no prompt: give a column prompt, or chats that begin with one")
     if not all(responses):
         raise RowError("a response is empty, or the beginning of another one")
     # Tool calls are not rendered, so responses that differ only in them would be equal.
@@ -536,10 +526,8 @@ def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
 
 def common_prefix_length(sequences: list[list]) -> int:
     """Length of the longest common prefix: [[1, 2, 3], [1, 2, 4]] -> 2."""
-    for i, items in enumerate(zip(*sequences)):
-        if any(item != items[0] for item in items):
-            return i
-    return min(map(len, sequences))
+    shared = takewhile(lambda items: all(x == items[0] for x in items), zip(*sequences))
+    return len(list(shared))
 
 
 def build_response(chat: list[dict], tokenizer) -> list[dict]:
@@ -547,48 +535,54 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     messages = []
     for message in chat:
-        parts = message.get("content")
-        if isinstance(parts, str):
-            parts = [{"type": "text", "text": parts}]
-        is_text = isinstance(parts, list) and all(
-            isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
-        )
-        if not is_text:
-            raise RowError("a response has a message without text, or with images or videos")
-        text = chats.escape_special_tokens("".join(part["text"] for part in parts), special_tokens)
+        content = message.get("content")
+        try:
+            text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        except (KeyError, TypeError) as error:
+            raise RowError("a response has a message without text, or with images or videos") from error
+        text = chats.escape_special_tokens(text, special_tokens)
         messages.append({"role": message["role"], "content": [{"type": "text", "text": text}]})
     return messages
+
+
+def join_texts(messages: list[dict]) -> str:
+    """The texts of messages, for samples.jsonl."""
+    parts = [part for message in messages for part in message["content"]]
+    return " ".join(part["text"] for part in parts if part["type"] == "text")
 
 
 def encode_ranking(
     model, processor, messages: list[dict], responses: list[list[dict]], index: int
 ) -> tuple[Prompt, list[Tensor]]:
-    """Split the rendered chats at their longest common token prefix. The prefix becomes the Prompt,
-    and the rest of each chat its response ids (R,). At least one token per response stays outside
-    of the prefix, because the head reads the last one (with many templates, a newline after EOS).
+    """Split the chats of a ranking at the end of their longest common prefix of tokens.
 
-        user <image> Color ? assistant red              num_shared = 5
-        user <image> Color ? assistant dark blue        response_ids = [red], [dark blue]
-    """
+    The prefix becomes the Prompt, and the rest of each chat its response ids (R,): at least the
+    last token, which the head reads.
+
+        user <image> Color ? assistant red <eos>         num_shared = 5, response red <eos>
+        user <image> Color ? assistant dark blue <eos>                   dark blue <eos>
+
+    Images are slow to process, so the processor runs once, on the first chat. The tokenizer,
+    for which an image is one token, finds where the chats diverge."""
     inputs = chats.encode_chat(processor, messages + responses[0])
-    input_ids = inputs["input_ids"][0].tolist()
-    # Images are slow to process, so only the first chat goes through the processor. To find where the
-    # chats differ, the tokenizer is enough: an image is one token for it, and text is the same for both.
-    ids = [tokenize_chat(processor, messages + response) for response in responses]
-    num_shared = common_prefix_length([chat_ids[:-1] for chat_ids in ids])
-    suffix = ids[0][num_shared:]
-    if input_ids[-len(suffix) :] != suffix:
-        # PaliGemma's processor appends tokens to any text, so it must tokenize all chats.
+    processed_ids = inputs["input_ids"][0].tolist()
+    text_ids = [tokenize_chat(processor, messages + response) for response in responses]
+    num_shared = common_prefix_length([ids[:-1] for ids in text_ids])
+    suffix = text_ids[0][num_shared:]
+    if processed_ids[-len(suffix) :] != suffix:
+        # PaliGemma's processor appends tokens to any text, so it must process all chats.
         encoded = [chats.encode_chat(processor, messages + response) for response in responses]
-        ids = [x["input_ids"][0].tolist() for x in encoded]
-        num_shared = common_prefix_length([chat_ids[:-1] for chat_ids in ids])
-    num_image_tokens = len(input_ids) - len(ids[0])  # besides the one of each image in `ids`
-    if num_image_tokens + num_shared == 0:
+        text_ids = [x["input_ids"][0].tolist() for x in encoded]
+        num_shared = common_prefix_length([ids[:-1] for ids in text_ids])
+    num_extra_tokens = len(processed_ids) - len(text_ids[0])  # of images, besides one for each
+    if num_extra_tokens + num_shared == 0:
         raise RowError("its chats have no token in common")
-    prompt = packing.make_prompt(model, inputs, row_id=index, length=num_image_tokens + num_shared)
+    prompt = packing.make_prompt(model, inputs, row_id=index, length=num_extra_tokens + num_shared)
     # Without a chat template nothing ends the response, and the head would read its last word.
     end = [] if processor.chat_template else [processor.eos_token_id]
-    return prompt, [torch.tensor(chat_ids[num_shared:] + end) for chat_ids in ids]
+    if None in end:
+        raise RowError("the tokenizer has neither a chat template nor an EOS token")
+    return prompt, [torch.tensor(ids[num_shared:] + end) for ids in text_ids]
 
 
 def tokenize_chat(processor, messages: list[dict]) -> list[int]:
@@ -699,30 +693,30 @@ def next_rankings(args: Args, run: Run) -> list[Ranking]:
     rankings = []
     while (missing := args.train_batch_size - len(rankings)) > 0:
         positions = range(state["rows_read"], state["rows_read"] + missing)
-        found = gather_rankings(data, choose_rows(positions, len(data.rows), args.seed))
+        found = gather_rankings(data, choose_row_ids(positions, len(data.rows), args.seed))
         rankings += found
         state["rows_read"] += missing
-        state["rows_checked"] += missing
-        state["rows_skipped"] += missing - len(found)
-        if state["rows_checked"] >= 100 and state["rows_skipped"] > state["rows_checked"] / 2:
-            counts = f"{state['rows_skipped']} of {state['rows_checked']} rows were skipped"
+        data.num_read += missing
+        data.num_skipped += missing - len(found)
+        if data.num_read >= 100 and data.num_skipped > data.num_read / 2:
+            counts = f"{data.num_skipped} of {data.num_read} rows were skipped"
             save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
     return rankings
 
 
-def choose_rows(positions: range, num_rows: int, seed: int) -> list[int]:
+def choose_row_ids(positions: range, num_rows: int, seed: int) -> list[int]:
     """The rows at some positions of an endless stream of shuffled epochs."""
-    epochs = range(positions[0] // num_rows, positions[-1] // num_rows + 1)
-    stream = np.concatenate([np.random.default_rng([seed, epoch]).permutation(num_rows) for epoch in epochs])
-    start = epochs[0] * num_rows  # position of the stream's first row
-    return stream[positions.start - start : positions.stop - start].tolist()
+    stream = []
+    for epoch in range(positions[0] // num_rows, positions[-1] // num_rows + 1):
+        stream += np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()
+    return stream[positions[0] % num_rows :][: len(positions)]
 
 
-def gather_rankings(data: RankingDataset, rows: list[int]) -> list[Ranking]:
-    """Encode this rank's share of the rows, and gather the rankings of all ranks, without the
-    prompts' tensors."""
+def gather_rankings(data: RankingDataset, row_ids: list[int]) -> list[Ranking]:
+    """The rankings of some rows, on all ranks, without the tensors of their prompts."""
     rankings = []
-    for ranking in data.encode_all(np.array_split(np.array(rows), WORLD_SIZE)[RANK].tolist()):
+    share = np.array_split(np.array(row_ids), WORLD_SIZE)[RANK].tolist()
+    for ranking in data.encode_all(share):
         prompt = ranking.prompt
         info = PromptInfo(prompt.row_id, prompt.length, prompt.media_keys)
         rankings.append(replace(ranking, prompt=info))
@@ -740,31 +734,37 @@ def all_gather_list(items: list) -> list:
 # ---- forward ----
 
 
-def make_packs(
-    args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]
-) -> tuple[list[packing.Pack], bool]:
-    """This rank's packs of some rankings, and whether any ranking is split over several packs."""
+def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]) -> list[packing.Pack]:
+    """This rank's packs of some rankings. A ranking that is too long for a pack is in several."""
     groups = []  # (ranking, indices of its responses among all B)
-    ranking_of = []  # the ranking of each of the B responses
+    responses = []
     for i, ranking in enumerate(rankings):
-        start = len(ranking_of)
-        ranking_of += [i] * len(ranking.response_ids)
-        groups.append((i, list(range(start, len(ranking_of)))))
+        start = len(responses)
+        responses += ranking.response_ids
+        groups.append((i, list(range(start, len(responses)))))
     packs = packing.iter_rank_packs(
         model=run.reward_model.module.model,
         groups=groups,
         prompts=[ranking.prompt for ranking in rankings],
-        encode=lambda row: data.encode(row).prompt,
-        responses=[response for ranking in rankings for response in ranking.response_ids],
+        encode=lambda row_id: data.encode(row_id).prompt,
+        responses=responses,
         max_tokens=args.micro_batch_tokens,
         rank=RANK,
         world_size=WORLD_SIZE,
         separate_media=args.zero_stage > 0,
     )
-    packs = list(packs)
-    # A ranking counts once per pack that has some of its responses.
-    num_parts = sum(len({ranking_of[b] for b in pack.response_index.tolist()}) for pack in packs)
-    return packs, sum(all_gather_list([num_parts])) > len(rankings)
+    return list(packs)
+
+
+def has_split_pair(packs: list[packing.Pack], pairs: Pairs, num_responses: int) -> bool:
+    """Whether the responses of any pair are in different packs. packs: those of this rank.
+
+    All ranks return the same."""
+    pack_of = torch.full((num_responses,), -1, device=DEVICE)  # -1: of another rank
+    for k, pack in enumerate(packs):
+        pack_of[pack.response_index] = k
+    is_split = pack_of[pairs.chosen] != pack_of[pairs.rejected]  # (Q,)
+    return any(all_gather_list([bool(is_split.any())]))
 
 
 @torch.no_grad()
@@ -786,11 +786,10 @@ def all_reduce_sum(x: Tensor) -> Tensor:
 # ---- evaluation ----
 
 
-def ranking_metrics(args: Args, rankings: list[Ranking], rewards: Tensor) -> dict[str, float]:
+def pair_metrics(args: Args, pairs: Pairs, rewards: Tensor) -> dict[str, float]:
     """Means over rankings of the means over their pairs, in float64. rewards (B,)."""
-    pairs = make_pairs(rankings)
     rewards = rewards.double()
-    _, pair_metrics = compute_bt_loss(
+    _, metrics = compute_bt_loss(
         chosen_rewards=rewards[pairs.chosen],
         rejected_rewards=rewards[pairs.rejected],
         margins=pairs.margins,
@@ -799,7 +798,7 @@ def ranking_metrics(args: Args, rankings: list[Ranking], rewards: Tensor) -> dic
     )
     # The sum of the weights is 1 up to rounding. Divide by it, so that the mean of ones is exactly 1.
     total = pairs.weights.sum()
-    return {name: float((pairs.weights * x).sum() / total) for name, x in pair_metrics.items()}
+    return {name: float((pairs.weights * x).sum() / total) for name, x in metrics.items()}
 
 
 def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
@@ -807,31 +806,37 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     metrics = {}
     eval_records = []
     for name, data in run.eval_sets.items():
-        rows = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_rows or None]
+        row_ids = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_rows or None]
         rankings = []
         rewards = []
-        for batch in np.array_split(np.sort(rows), math.ceil(len(rows) / args.train_batch_size)):
+        num_batches = math.ceil(len(row_ids) / args.train_batch_size)
+        for batch in np.array_split(np.sort(row_ids), num_batches):
             found = gather_rankings(data, batch.tolist())
-            packs, _ = make_packs(args, run, data, found)
+            packs = make_packs(args, run, data, found)
             num_responses = sum(len(ranking.response_ids) for ranking in found)
             rewards.append(compute_rewards(run, packs, num_responses))
             rankings += found
-        if len(rankings) <= len(rows) / 2:
-            save_and_stop(args, run, f"{data.source}: only {len(rankings)} of {len(rows)} rows can be used")
+        num_skipped = len(row_ids) - len(rankings)
+        if num_skipped > len(row_ids) / 2:
+            counts = f"{num_skipped} of {len(row_ids)} rows were skipped"
+            save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
         rewards = torch.cat(rewards)  # (B,)
-        for key, value in ranking_metrics(args, rankings, rewards).items():
+        for key, value in pair_metrics(args, make_pairs(rankings), rewards).items():
             metrics[key.replace("rm/", f"eval/{name}/")] = value
-        metrics[f"eval/{name}/rows_skipped"] = len(rows) - len(rankings)
+        metrics[f"eval/{name}/rows_skipped"] = num_skipped
         eval_records += make_records(f"eval_{name}", rankings, rewards)
     return metrics, eval_records
 
 
 def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[dict]:
-    """A record of each pair for samples.jsonl; its keys replace equal columns of the dataset."""
+    """A record of each pair with finite rewards (JSON has no NaN) for samples.jsonl.
+
+    Its keys replace equal columns of the dataset."""
     records = []
     rewards_by_ranking = rewards.split([len(ranking.response_ids) for ranking in rankings])
     for ranking, ranking_rewards in zip(rankings, rewards_by_ranking):
         responses = zip(ranking.texts, ranking_rewards.tolist())
+        responses = [(text, reward) for text, reward in responses if math.isfinite(reward)]
         for (chosen, chosen_reward), (rejected, rejected_reward) in combinations(responses, 2):
             record = ranking.columns | {
                 "phase": phase,
@@ -865,7 +870,7 @@ class RewardModel(nn.Module):
         H = model.config.get_text_config().hidden_size
         self.model = model
         self.score = RewardHead(H, 1, bias=False, dtype=model.dtype)
-        # arxiv.org/abs/2009.01325. Drawn in fp32: random bf16 numbers depend on torch's version.
+        # As in Stiennon et al. 2020. Drawn in fp32: random bf16 numbers depend on torch's version.
         self.score.weight.data.copy_(torch.randn(1, H) * (H + 1) ** -0.5)
 
     def forward(self, pack: packing.Pack) -> Tensor:
@@ -1242,7 +1247,6 @@ def save_checkpoint(args: Args, run: Run, suffix: str = "") -> Path:
     head = {f"score.{name}": weight.cpu() for name, weight in iter_full_weights(module.score)}
     if RANK == 0:
         safetensors.torch.save_file(head, temporary / "score.safetensors")
-    if RANK == 0:
         temporary.rename(checkpoint)
         for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
             shutil.rmtree(old)

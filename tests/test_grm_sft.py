@@ -182,8 +182,9 @@ SWAPS = {
     "Both are good, but image 1 is sharp.": "Both are good, but image 2 is sharp.",
     "Image 1 gets 8/10 or 1.5.": "Image 2 gets 8/10 or 1.5.",
     "The sum of the image 1.5 is no name.": "The sum of the image 1.5 is no name.",
-    "Image 12 is no candidate, 21 is no number.": "Image 12 is no candidate, 21 is no number.",
-    "A cat is on a box.": "A cat is on a box.",
+    "The image 12 is no candidate, 21 is no number.": "The image 12 is no candidate, 21 is no number.",
+    "circle": "circle",
+    "A cat is on the box.": "A cat is on the box.",
     "": "",
 }
 UNKNOWN_REFERENCES = [
@@ -193,7 +194,7 @@ UNKNOWN_REFERENCES = [
     "The left one fits.", "the first is better than the second", "Option A fits.", "Answer 1 is better.",
     "The previous image is better", "the 2nd image is better", "image_1 is dark", "img1 is dark",
     "A is better.", "Assistant A is better.", "1: dark\n2: bright", "1. It is dark.\n2. It fits.",
-    "图1更清晰", "image_A is dark", "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
+    "图1更清晰", "la primera imagen es mejor", "das erste Bild", "dark sky", "image_A is dark", "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
 ]  # fmt: skip
 
 
@@ -391,10 +392,12 @@ def test_judgments_are_those_of_the_unmodified_model(tiny_vl, rows):
         assert record["length"] == len(ids)
         assert record["truncated"] == (ids[-1] != tokenizer.eos_token_id)
         loss = -sum_logprob(model, example.prefix, example.suffix_ids)
-        assert record["loss"] == pytest.approx(loss, abs=1e-3)
+        assert record["loss_sum"] == pytest.approx(loss, abs=1e-3)
         assert record["num_tokens"] == len(example.suffix_ids)
         assert 2 * record["row"] + record["swapped"] == example.example_id
-    assert "correct" in records[0] and not {"correct", "parsed", "probabilities"} & records[-1].keys()
+    assert (
+        "correct" in records[0] and not {"correct", "predicted_verdict", "probabilities"} & records[-1].keys()
+    )
 
 
 def test_soft_verdicts_follow_the_own_reasoning(tiny_vl, rows, write):
@@ -411,7 +414,7 @@ def test_soft_verdicts_follow_the_own_reasoning(tiny_vl, rows, write):
         assert record["soft_correct"] == (likeliest == example.label)
     assert [x["predicted_verdict"] for x in records] == ["2", "2"]
     assert [x["correct"] for x in records] == [True, False], "the labels are 2 and 1"
-    assert [x["first"] for x in records] == [False, False]
+    assert grm_sft.compute_judge_metrics(records)["eval/first_rate"] == 0
 
 
 def test_soft_accuracy_skips_a_truncated_reasoning(tiny_vl, rows, write):
@@ -436,15 +439,14 @@ def test_reasoning_may_grow_when_it_is_tokenized_again(tiny_vl, rows, write):
     args = replace(ARGS, max_length=length, micro_batch_tokens=length)
     write("\ufffd" * 12)
     (record,) = grm_sft.judge_examples(args, make_judge().model, tiny_vl[2], [example])
-    assert math.isfinite(record["loss"]) and sum(record["probabilities"].values()) == pytest.approx(1)
+    assert math.isfinite(record["loss_sum"]) and sum(record["probabilities"].values()) == pytest.approx(1)
 
 
 def make_record(example_id: int, label: str | None, verdict: str | None, **other) -> dict:
     record = {"row": example_id // 2, "swapped": example_id % 2 == 1, "response": f"writes {verdict}"}
-    record |= {"length": 5, "truncated": False, "loss": 6.0, "num_tokens": 4} | other
+    record |= {"length": 5, "truncated": False, "loss_sum": 6.0, "num_tokens": 4} | other
     if label is not None:
         record |= {"predicted_verdict": verdict, "correct": verdict == label, "soft_correct": True}
-        record |= {"parsed": verdict is not None, "tie": verdict == "tie", "first": verdict == "1"}
     return record
 
 
@@ -462,7 +464,7 @@ def evaluate(tiny_vl, rows, tmp_path, monkeypatch):
             assert [x.label for x in examples] == ["1", "2", None]
             columns = [{"columns": x.row} for x in examples]
             records = [make_record(i, x.label, verdicts[i], **columns[i]) for i, x in enumerate(examples[:2])]
-            return [*records, make_record(2, None, None, loss=2.0, length=8, **columns[2])]
+            return [*records, make_record(2, None, None, loss_sum=2.0, length=8, **columns[2])]
 
         monkeypatch.setattr(grm_sft, "judge_examples", judge)
         return grm_sft.evaluate(ARGS, make_run(make_judge(), eval_data=data))

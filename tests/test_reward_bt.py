@@ -1,9 +1,11 @@
 """reward_bt.py: the loss in closed form, every data format, rewards and gradients against the unmodified model, runs
 on one and two ranks, learning, and what a saved checkpoint gives."""
 
+import math
 import re
 import runpy
 import shutil
+from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import reward_bt
 from common.packing import PromptInfo
-from reward_bt import Args, Ranking, RankingDataset, compute_bt_loss, make_pairs, ranking_metrics
+from reward_bt import Args, Ranking, RankingDataset, compute_bt_loss, make_pairs, pair_metrics
 
 EXPORT = runpy.run_path(str(conftest.ROOT / "examples/export_classifier.py"))
 
@@ -67,7 +69,7 @@ def test_loss_and_gradient_equal_the_closed_form(smoothing, center):
 
 def metrics_by_hand(rewards: list[float], sizes: list[int]) -> dict[str, float]:
     args = Args(label_smoothing=0.1, center_coef=0.5)
-    return ranking_metrics(args, [ranking(K) for K in sizes], torch.tensor(rewards))
+    return pair_metrics(args, make_pairs([ranking(K) for K in sizes]), torch.tensor(rewards))
 
 
 def test_metrics_count_each_prompt_once_and_ties_as_one_half():
@@ -104,7 +106,7 @@ def rows_of(text, tmp_path):
         torch.manual_seed(0)
         run = SimpleNamespace(train_data=data, eval_sets={"x": data})
         run.reward_model = Engine(reward_bt.RewardModel(model).eval())
-        run.state = {"rows_read": 0, "rows_checked": 0, "rows_skipped": 0, "step": 0}
+        run.state = {"rows_read": 0, "step": 0}
         return args, run
 
     return make
@@ -168,11 +170,11 @@ UNUSABLE = {
     "--max-length": GOOD | {"chosen": "g" * 40},
     "at least two responses": GOOD | {"chosen": None},
     "gone.png": GOOD | {"image": "gone.png"},
-    "its prompt is empty": GOOD | {"prompt": None},
+    "it has no prompt": GOOD | {"prompt": None},
     "margin is inf": GOOD | {"margin": 1e999},
     "at least two": {"prompt": "q", "responses": ["alone"]},
     "needs a list": {"prompt": "q", "responses": "good"},
-    "prompt is empty": {"responses": ["good", "bad"]},
+    "no prompt: give a column prompt": {"responses": ["good", "bad"]},
     "tool_calls": {"prompt": "q", "chosen": [CALLS | {"content": None}], "rejected": chat("", "b")[1:]},
     "with tool_calls": {"chosen": [*chat("q"), CALLS | {"content": "a"}], "rejected": chat("q", "b")},
     "images or videos": {"prompt": "q", "chosen": chat("", IMAGE)[1:], "rejected": chat("", "b")[1:]},
@@ -207,6 +209,9 @@ def test_without_a_chat_template_responses_end_in_eos(text, tmp_path):
     chats = [torch.cat([ranking.prompt.input_ids, response]) for response in ranking.response_ids]
     assert [len(response) for response in ranking.response_ids] == [3, 2], "a token and EOS at least"
     assert plain.batch_decode(chats) == ["q: ab<|end|>", "q: a<|end|>"]
+    plain.eos_token = None
+    with pytest.raises(reward_bt.RowError, match="neither a chat template nor an EOS token"):
+        RankingDataset(args, source, "train", 0, model, plain).encode(0)
 
 
 def test_media_of_a_saved_dataset_are_in_its_directory(tmp_path):
@@ -230,15 +235,17 @@ LONG = GOOD | {"chosen": "g" * 400}  # longer than rows_of's --max-length
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_unusable_rows_are_replaced_by_the_next_ones(batch_size, rows_of):
     """Every step has its batch. At batch size 1 one bad row of three would otherwise end the run."""
-    seed = next(seed for seed in range(99) if reward_bt.choose_rows(range(1), 3, seed) == [1])  # the bad row
+    seed = next(
+        seed for seed in range(99) if reward_bt.choose_row_ids(range(1), 3, seed) == [1]
+    )  # the bad row
     rows = [GOOD, LONG, GOOD | {"rejected": "worse"}]
     args, run = rows_of(rows, train_batch_size=batch_size, seed=seed)
     found = [reward_bt.next_rankings(args, run) for _ in range(120 // batch_size)]
     assert {len(rankings) for rankings in found} == {batch_size}
-    order = reward_bt.choose_rows(range(run.state["rows_read"]), 3, args.seed)
+    order = reward_bt.choose_row_ids(range(run.state["rows_read"]), 3, args.seed)
     assert len({tuple(order[i : i + 3]) for i in range(0, 99, 3)}) > 1, "each epoch has its own order"
     assert [x.prompt.row_id for rankings in found for x in rankings] == [row for row in order if row != 1]
-    assert run.state["rows_skipped"] == order.count(1) > 50
+    assert run.train_data.num_skipped == order.count(1) > 50
 
 
 def test_a_run_whose_rows_are_mostly_unusable_saves_and_stops(rows_of, monkeypatch, refused):
@@ -257,7 +264,7 @@ def test_a_block_of_long_rows_does_not_end_an_evaluation(rows_of, refused):
     flags = {"train_batch_size": 20, "eval_rows": 0}
     metrics, records = reward_bt.evaluate(*rows_of([LONG] * 40 + [GOOD] * 60, **flags))
     assert len(records) == 60 and metrics["eval/x/rows_skipped"] == 40
-    with refused("only 40 of 100 rows can be used"):
+    with refused("60 of 100 rows were skipped"):
         reward_bt.evaluate(*rows_of([LONG] * 60 + [GOOD] * 40, **flags))
 
 
@@ -265,7 +272,11 @@ def test_columns_of_the_dataset_replace_nothing_of_ours(rows_of):
     """Columns named as metrics or as entries of records leave both as they are."""
     theirs = dict.fromkeys(("accuracy", "rm/accuracy", "reward_diff", "chosen_reward", "phase"), "theirs")
     metrics, records = reward_bt.evaluate(*rows_of([GOOD] * 3))
+    assert records[0]["prompt"] == "q"
     expected = metrics, [theirs | record for record in records]
+    nan = torch.tensor([math.nan, 0.0, 1.0, 0.0])  # JSON has no NaN
+    rankings = [replace(ranking(2), texts=["good", "bad"])] * 2
+    assert [x["reward_diff"] for x in reward_bt.make_records("eval", rankings, nan)] == [1.0]
     assert reward_bt.evaluate(*rows_of([GOOD | theirs] * 3)) == expected
 
 
@@ -330,7 +341,7 @@ def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path,
     for i, row in enumerate(rows):
         row["responses"] = ["4", "five, I think", "no idea, sorry", "4 or so"][: 4 - i % 3]
     rows[1]["margin"], modules = 0.3, []
-    made = spy(reward_bt, "make_packs")
+    made, checked = spy(reward_bt, "make_packs"), spy(reward_bt, "has_split_pair")
     source = write_jsonl(folder / "pairs.jsonl", rows)
     eval_source = write_jsonl(folder / "eval.jsonl", rows[::-1])
     flags = {"total_steps": 1, "train_batch_size": len(rows), "model": str(folder), "center_coef": 0.1}
@@ -346,7 +357,7 @@ def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path,
     data = RankingDataset(args, source, "train", 0, unmodified, processor)
     rankings = [data.encode(i) for i in range(len(rows))]
     mean_loss(expected, rankings, args.label_smoothing, args.center_coef).backward()
-    expected_metrics = ranking_metrics(args, rankings, expected.detach())
+    expected_metrics = pair_metrics(args, make_pairs(rankings), expected.detach())
     expected_pairs = [pair for x in rewards[::-1] for pair in combinations(torch.stack(x).tolist(), 2)]
     longest = max(x.prompt.length + max(map(len, x.response_ids)) for x in rankings)
     assert longest < max(x.prompt.length + sum(map(len, x.response_ids)) for x in rankings), "one is split"
@@ -356,12 +367,12 @@ def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path,
     monkeypatch.setattr(reward_bt, "save_checkpoint", save)
     for budget in (8192, longest):
         made.clear()
+        checked.clear()
         flags |= {"max_length": longest, "micro_batch_tokens": budget, "run_name": str(budget)}
         metrics = run(tmp_path, **vars(args) | flags)[-1]
         assert ("batches are padded" in capsys.readouterr().out) == (family == "gptj")
-        packs, splits = zip(*(result for _, _, result in made))
-        assert (max(map(len, packs)) == 1) == (budget == 8192 and family != "gptj")
-        assert {*splits} == {budget == longest}, "GradCache is needed only if a ranking is split"
+        assert (max(len(packs) for _, _, packs in made) == 1) == (budget == 8192 and family != "gptj")
+        assert [split for _, _, split in checked] == [budget == longest], "GradCache only for split rankings"
         found = {name: metrics[name] for name in expected_metrics}
         assert found == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)
         records = read_jsonl(tmp_path / str(budget) / "samples.jsonl")
