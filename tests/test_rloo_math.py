@@ -189,7 +189,7 @@ def fake():
             raise TypeError("a bug in code")
         columns = {"prompt": f"Q{row}", "answer": str(10 + row), "rating": [1, None][row % 2]}
         columns |= {"row": "a column of the dataset", "phase": "another one"}
-        return Prompt(row, 2, (), {}, {}, torch.arange(2), {}, row=columns, messages=[])
+        return Prompt(row, 2, (), {}, {}, torch.arange(2), {}, row=columns, messages=[{"content": "Q"}])
 
     decode = lambda ids, **options: [" ".join(map(str, x.tolist())) for x in ids]  # noqa: E731
     tokenizer = SimpleNamespace(batch_decode=decode)
