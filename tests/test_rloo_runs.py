@@ -176,6 +176,13 @@ def test_an_image_that_can_not_be_loaded_again_loses_nothing(run, tmp_path, spy,
     assert len(updates) == 4 and (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
+def test_a_rollout_without_rewards_stops_the_run(run, tmp_path, refused):
+    """A judge that does not answer, whose function returns None, would leave nothing to learn from."""
+    (tmp_path / "reward.py").write_text("def judge(texts, **columns):\n    return [None for _ in texts]\n")
+    with refused("no response has a reward"):
+        run("rloo", eval_dataset=None, rewards=(f"{tmp_path}/reward.py:judge",), reward_weights=(1,))
+
+
 @pytest.mark.slow
 def test_a_reward_that_raises_on_one_rank_stops_all(start, tmp_path, failing):
     flags = failing("step == 2 and os.environ['RANK'] == '1'")
@@ -308,7 +315,7 @@ def test_resuming_deletes_nothing(run, any_score, spy, capsys, refused):
 
 def test_zero_steps_evaluate_a_checkpoint(run, spy, capsys):
     setups = spy(rloo, "setup")
-    run_dir = run("rloo", total_steps=0, zero_stage=2)
+    run_dir = run("rloo", total_steps=0, zero_stage=2, resume="auto")
     assert setups[0][2].actor.optimizer is None, "an evaluation allocates no optimizer states"
     assert [m["train/step"] for m in metrics_of(run_dir)] == [0] and not [*run_dir.glob("checkpoint-*")]
     assert "eval/greedy_score" in capsys.readouterr().out

@@ -10,8 +10,8 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1646, 405, 165, 59, 10),
-    "ppo_vl.py": (1877, 515, 195, 59, 10),
+    "rloo.py": (1650, 405, 165, 59, 10),
+    "ppo_vl.py": (1879, 515, 195, 59, 10),
     "reward_bt.py": (1283, 310, 100, 57, 10),
     "grm_sft.py": (1458, 310, 100, 58, 10),
     "common/*.py": (2025, 0, 0, 58, 14),
@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 100,
     "docs/recipes.md": 305,
     "tools/*.py": 3644,
-    "tests/*.py": 8594,
+    "tests/*.py": 8602,
 }
 
 
