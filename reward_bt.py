@@ -71,10 +71,10 @@ class Args:
     seed: int = 1  # Random seed for head, LoRA, data order and easy-VQA's rejected answers.
     output_dir: str = "runs"  # Directory that contains one directory per run.
     run_name: str | None = None  # Folder in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
-    resume: str | None = None  # auto: continue --run-name. A checkpoint: continue from it as a new run.
+    resume: str | None = None  # auto: continue --run-name. A path: a new run from this checkpoint.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id. Its reward head is used if it has one.
-    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or a Hub id.
+    dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
     eval_datasets: tuple[str, ...] = ()  # NAME=DATASET each. Default: easy-vqa's test split, or none.
@@ -96,12 +96,12 @@ class Args:
     min_lr_ratio: float = 0.1  # The cosine schedule ends at this fraction of the peak.
     warmup_updates: int = 10  # Optimizer steps of linear warmup.
     weight_decay: float = 0.0  # AdamW weight decay; not applied to biases or norm weights.
-    max_grad_norm: float = 1.0  # Maximum gradient norm; larger gradients are scaled down.
+    max_grad_norm: float = 1.0  # Larger gradients are scaled down to this norm; 0: never.
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
     zero_stage: Literal[0, 1, 2, 3] | None = None  # Default: 2 with bfloat16, else 0.
     offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
-    gradient_checkpointing: bool = False  # Recompute activations: less memory, a third slower.
+    gradient_checkpointing: bool = False  # Recompute activations: saves memory, a third slower.
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
     # --- logging and checkpoints ---
     eval_steps: int = 200  # Evaluation interval in steps; 0: at the start and the end only.
@@ -1035,7 +1035,7 @@ def init_reward_engine(args: Args, module: nn.Module):
     decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
     no_decay = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
     groups = [group for group in (decay, no_decay) if group["params"]]  # with LoRA all are matrices
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # as in LLM pretraining
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # TRL: beta2 0.999
     engine, *_ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, dist_init_required=False
     )
@@ -1170,7 +1170,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
 
 
 def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: int) -> None:
-    """Write args.json, and start the logs with the lines up to the checkpoint.
+    """Write args.json, and copy the log lines of the steps up to the checkpoint.
 
     If a run is continued, it redoes the steps after its checkpoint; their old lines move to
     *.repeated.jsonl."""
@@ -1195,7 +1195,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         import wandb
 
         wandb.init(id=run_dir.name, name=run_dir.name, config=asdict(args), dir=run_dir, resume="allow")
-        wandb.define_metric("*", step_metric="train/step")  # else W&B drops lines
+        wandb.define_metric("*", step_metric="train/step")  # else W&B drops repeated steps
 
 
 def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
