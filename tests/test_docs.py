@@ -246,7 +246,7 @@ def test_tables_have_the_numbers_of_the_json(script):
         (line,) = [x for x in lines if x.startswith(f"| {run.removeprefix('seed ')} |")]
         known = [float(x) for x in re.findall(r"\d+\.\d+", json.dumps(values))]
         shown = [float(x) for x in re.findall(r"\d+\.\d+", line.partition(" | ")[2])]
-        assert len(shown) > 2
+        assert len(shown) > 1
         for number in shown:  # in the same order; the page may leave some out
             assert number in known, line
             known = known[known.index(number) + 1 :]

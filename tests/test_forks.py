@@ -482,14 +482,15 @@ def test_new_metric_counts_different_responses(t, tmp_path):
 
 
 # ---- PPO and reward models ----
-def advantages_and_returns(t) -> tuple[torch.Tensor, torch.Tensor]:
-    """Without a KL, by functions that tests/test_ppo_math.py checks."""
-    rewards = ppo_vl.compute_token_rewards(t.scores.flatten(), torch.zeros(t.mask.shape), t.mask)
+def advantages_and_returns(t, kl_penalty=0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """By functions that tests/test_ppo_math.py checks."""
+    penalties = torch.zeros(t.mask.shape) + kl_penalty
+    rewards = ppo_vl.compute_token_rewards(t.scores.flatten(), penalties, t.mask)
     return ppo_vl.compute_gae(rewards, t.old_values, t.mask, 1.0, 0.95)
 
 
-def gae(t) -> torch.Tensor:
-    return ppo_vl.whiten(advantages_and_returns(t)[0], t.mask)
+def gae(t, kl_penalty=0.0) -> torch.Tensor:
+    return ppo_vl.whiten(advantages_and_returns(t, kl_penalty)[0], t.mask)
 
 
 def importance(t, limit: float) -> torch.Tensor:
@@ -525,12 +526,11 @@ def test_loss_and_gradient_of_forks_of_ppo(case, t, tmp_path):
 
 
 def test_ppo_with_k3_in_the_reward(t, tmp_path):
-    metrics = update(load(tmp_path, "ppo_kl_k3"), t, kl_coef=0.5).metrics[0]
-    d = (t.old - t.ref) * t.mask
-    response_kl = ((-d).exp() - 1 + d).sum(1).mean()
-    assert metrics["objective/kl"] == pytest.approx(float(response_kl), rel=1e-4)
-    expected = float(t.scores.mean() - 0.5 * response_kl)
-    assert metrics["objective/rlhf_reward"] == pytest.approx(expected, rel=1e-4)
+    result = update(load(tmp_path, "ppo_kl_k3"), t, kl_coef=0.5)
+    d = t.old - t.ref
+    check(result, t, token_mean(t, gae(t, 0.5 * ((-d).exp() - 1 + d))))
+    response_kl = (d * t.mask).sum(1).mean()  # k1
+    assert result.metrics[0]["objective/kl"] == pytest.approx(float(response_kl), rel=1e-4)
 
 
 def test_ppo_dynamic_sampling(tmp_path):

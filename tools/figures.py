@@ -180,8 +180,8 @@ def print_variance(runs: Path, model: str, num_prompts: int = 64, num_groups: in
     ones = variances.pop("ones")
     covariance = (variances["none, if each reward were higher by 1"] - variances["none"] - ones) / 2
     best = (covariance.sum() - covariance) / (ones.sum() - ones)  # (n,): fitted on the other prompts
-    variances["best number for all prompts"] = variances["none"] - best * (2 * covariance - best * ones)
-    print(f"average score {scores.mean():.2f}, best number {best.mean():.2f}")
+    variances["optimal constant baseline"] = variances["none"] - best * (2 * covariance - best * ones)
+    print(f"average score {scores.mean():.2f}, optimal constant {best.mean():.2f}")
     samples = torch.randint(num_prompts, (10_000, num_prompts), generator=torch.Generator().manual_seed(0))
     for name, x in variances.items():
         ratios = x[samples].sum(1) / variances["leave-one-out"][samples].sum(1)
