@@ -776,11 +776,11 @@ def swap_references(reasoning: str, noun: str) -> str | None:
     """
     if any(letter.isalpha() and not letter.isascii() for letter in reasoning):  # another language
         return None
-    words = re.findall(r"\w+", reasoning.lower())
-    if len(words) > 1 and ENGLISH_WORDS.isdisjoint(words):
-        return None
     names = rf"(?i)(?<=\b{noun} )[12]\b(?![./]\d)|\b(?:first|second)(?= {noun}\b)"
-    rest = re.sub(names, "", reasoning)
+    words = re.findall(r"\w+", reasoning.lower())
+    if len(words) > 1 and not re.search(names, reasoning) and ENGLISH_WORDS.isdisjoint(words):
+        return None
+    rest = re.sub(names, "Q", reasoning)  # a letter that no pattern below has
     rest = re.sub(r"\d+(?:[./]\d+)+", "", rest)  # scores and decimals, which may stay: 8/10, 1.5
     nouns = rf"{noun}|img|picture|photo|figure|option|candidate|response|assistant|model"
     verbs = "is|has|was|shows|looks|seems|appears|wins|matches|fits|contains|follows"
@@ -788,7 +788,7 @@ def swap_references(reasoning: str, noun: str) -> str | None:
         "first|second|1st|2nd|former|latter|previous|last",  # the first is better
         "left(?:most)?|right(?:most)?|top|bottom|upper|lower|above|below",  # the left one
         r"[^\W\d]*[12]|number one|number two",  # image1, a lone 1
-        rf"(?:{nouns})s?[\W_]*(?:1|2|one|two|II?|(?-i:A))",  # Images 1 and 2, Option A
+        rf"(?:{nouns})s?[ _#:-]*(?:1|2|one|two|II?|A|B)",  # Images 1 and 2, option a
         rf"(?-i:B)|(?-i:A)(?= (?:{verbs})\b)",  # A is darker than B; but "A cat" may stay
     ]
     if re.search(rf"(?i)\b(?:{'|'.join(unknown_names)})\b", rest):

@@ -183,6 +183,9 @@ SWAPS = {
     "Image 1 gets 8/10 or 1.5.": "Image 2 gets 8/10 or 1.5.",
     "The sum of the image 1.5 is no name.": "The sum of the image 1.5 is no name.",
     "The image 12 is no candidate, 21 is no number.": "The image 12 is no candidate, 21 is no number.",
+    "Image 1 has 3 cats": "Image 2 has 3 cats",
+    "image 1 has no triangle": "image 2 has no triangle",
+    "In image 1, I see a photo. A dog is in image 2: A big one.": "In image 2, I see a photo. A dog is in image 1: A big one.",
     "circle": "circle",
     "A cat is on the box.": "A cat is on the box.",
     "": "",
@@ -194,7 +197,7 @@ UNKNOWN_REFERENCES = [
     "The left one fits.", "the first is better than the second", "Option A fits.", "Answer 1 is better.",
     "The previous image is better", "the 2nd image is better", "image_1 is dark", "img1 is dark",
     "A is better.", "Assistant A is better.", "1: dark\n2: bright", "1. It is dark.\n2. It fits.",
-    "图1更清晰", "la primera imagen es mejor", "das erste Bild", "dark sky", "image_A is dark", "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
+    "图1更清晰", "la primera imagen es mejor", "das erste Bild", "dark sky", "option b is darker", "image_A is dark", "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
 ]  # fmt: skip
 
 
