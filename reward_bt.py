@@ -276,9 +276,9 @@ def main(args: Args) -> dict[str, float]:
         # --- 5. evaluate, log, save ---
         is_last_step = step == args.total_steps
         has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
-        is_eval_step = args.eval_steps and step % args.eval_steps == 0 and not has_signal
+        is_eval_step = is_last_step or (args.eval_steps and step % args.eval_steps == 0)
         eval_records = []
-        if run.eval_sets and (is_last_step or is_eval_step):
+        if run.eval_sets and is_eval_step and not has_signal:
             eval_metrics, eval_records = evaluate(args, run)
             metrics |= eval_metrics
         log(args, run, metrics, eval_records)
@@ -376,9 +376,10 @@ def check_args(args: Args) -> None:
     """Exit if flags contradict each other. tyro has checked types and choices."""
     positive = ("train_batch_size", "max_length", "save_total_limit", "video_fps", "max_pixels")
     for name, value in vars(args).items():
-        minimum = 1 if name in positive else 0
-        is_valid = not isinstance(value, int | float) or value >= minimum
-        require(is_valid, f"--{name.replace('_', '-')} ({value}) must be at least {minimum}")
+        flag = f"--{name.replace('_', '-')} ({value})"
+        if isinstance(value, int | float):
+            require(value >= 0, f"{flag} must not be negative")
+            require(value > 0 or name not in positive, f"{flag} must be positive")
     require(args.label_smoothing < 0.5, f"--label-smoothing ({args.label_smoothing}) must be below 0.5")
     if args.micro_batch_tokens < args.max_length:
         stop(f"--micro-batch-tokens must be at least --max-length ({args.max_length})")
@@ -415,8 +416,9 @@ def catch_signals() -> list[int]:
     def handler(number, frame):
         if received_signals and "RANK" not in os.environ:
             raise KeyboardInterrupt
-        print0("stopping: this step is finished and saved first")
         received_signals.append(number)
+        if RANK == 0:  # print is not safe in a handler
+            os.write(2, b"stopping: this step is finished and saved first\n")
 
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
@@ -659,7 +661,7 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
     <video> and the parts of these types that have no media. If a chat has no such markers or
     parts, media precede the text of its first user message."""
     chat = row["prompt"]
-    if chat and isinstance(chat, str | int | float):
+    if isinstance(chat, str | int | float) and chat != "":
         chat = [{"role": "user", "content": str(chat)}]
     if not chat or not all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in chat):
         raise RowError("its prompt is empty, or has a message without the keys role and content")
@@ -1146,6 +1148,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
         folder = str(checkpoint / "state" / name)
         try:  # not strict, because frozen weights aren't saved: they come from --model
             _, saved = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
+            old = saved["args"]
         except Exception as error:  # DeepSpeed raises many types
             rule = "--zero-stage, --lora-rank, --freeze and the number of ranks must be the same"
             stop(f"can't resume {checkpoint}: {rule} ({error!r:.200})")
@@ -1153,7 +1156,6 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
-    old = saved["args"]
     names = vars(args).keys() - {"resume", "run_name", "output_dir"}
     changed = sorted(name for name in names if getattr(args, name) != old.get(name))
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]

@@ -143,11 +143,13 @@ class EnvironmentSampler:
             for prompt in prompts
             for j in range(num_samples)
         ]
-        await_all([x.environment.reset(**reset_arguments(x.prompt)) for x in trajectories])
+        returned = await_all([x.environment.reset(**reset_arguments(x.prompt)) for x in trajectories])
+        if any(x is not None for x in returned):
+            raise TypeError("reset must return None: the first observation belongs into the prompt")
         active = trajectories
         turns = self.sampler.generate(prompts, num_samples, temperature)
         while active:
-            for trajectory, turn in zip(active, turns):
+            for trajectory, turn in zip(active, turns, strict=True):
                 self.append_turn(trajectory, turn)
             active = [trajectory for trajectory in active if not trajectory.truncated]
             observations = await_all([x.environment.step(x.messages[-1]["content"]) for x in active])

@@ -355,7 +355,7 @@ def measure_logit_factor(model, case: Case) -> float:
     factor = float((logits * unscaled).sum() / unscaled.square().sum())
     if not (logits - factor * unscaled).abs().max() < 1e-2 * logits.abs().max():
         raise PackingNotSupported("its logits are not its head's output times a constant")
-    return factor
+    return 1.0 if abs(factor - 1) < 1e-3 else factor  # otherwise it has rounding errors
 
 
 def is_sharded(model) -> bool:

@@ -11,10 +11,10 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
     "rloo.py": (1650, 405, 165, 59, 10),
-    "ppo_vl.py": (1879, 515, 195, 59, 10),
-    "reward_bt.py": (1283, 310, 100, 57, 10),
-    "grm_sft.py": (1458, 310, 100, 58, 10),
-    "common/*.py": (2025, 0, 0, 58, 14),
+    "ppo_vl.py": (1880, 515, 195, 59, 10),
+    "reward_bt.py": (1285, 310, 100, 57, 10),
+    "grm_sft.py": (1460, 310, 100, 58, 10),
+    "common/*.py": (2026, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
