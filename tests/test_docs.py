@@ -81,6 +81,7 @@ def check_python(path: Path, words: list[str]) -> None:
         files = [name.rpartition(":")[0] for name in named if name.startswith("examples/")]
         assert all((ROOT / file).is_file() for file in files), files
     source = path.read_text()
+    source += source_of("rloo") if "rloo.Args" in source else ""
     known = {name.replace("_", "-") for name in re.findall(r"^    (\w+): ", source, re.M)} | {"help"}
     named = {word[2:] for word in words if word.startswith("--")}
     known |= {flag for flag in named if f'"--{flag}"' in source or flag.removeprefix("no-") in known}

@@ -65,18 +65,18 @@ def my_reward(folder: Path) -> str:
 
 
 def test_my_reward(tmp_path):
-    reward = runpy.run_path(my_reward(tmp_path))["accuracy"]
+    reward = runpy.run_path(path := my_reward(tmp_path))["accuracy"]
     right = {"Answer: dog\nNo.\nAnswer: **Cat.**": " cat.", "Answer: (b).": "B", "Answer: 1,000.0": 1000}
-    right |= {"**Answer**: 3": "3", "Final answer: 3": 3, "**Answer: 3.**": "3"}
+    right |= {"**Answer**: 3": "3", "Final answer: 3": 3, "**Answer: 3.**": "3", "Answer: '`B`'": "b"}
     wrong = {"Answer: a **cat**": "a cat", "cat": "cat", "Answer: 5": ".5", "Answer:": 0, "Answer: -3": 3}
     reported = []
     rewards = reward([*right, *wrong], [*(right | wrong).values()], lambda *x: reported.append(x))
-    assert rewards == [1.0] * 6 + [0.0] * 5 and reported == [("answered", 9 / 11)]
-    text = (ROOT / "docs/recipes.md").read_text()
-    [(code, *printed)] = re.findall(r"`python -c '(.*)'` prints `(.*)` and `(.*)`", text)
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == printed
+    assert rewards == [1.0] * 7 + [0.0] * 5 and reported == [("answered", 10 / 12)]
+    rows = [{"prompt": "?", "answer": "3"}, {"prompt": "", "answer": "3"}, {"prompt": "?", "answer": " "}]
+    flags = ["--dataset", write_jsonl(tmp_path / "rows.jsonl", rows), "--rewards", f"{path}:accuracy"]
+    command = [sys.executable, str(ROOT / "examples/check_data.py"), *flags]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "row 1 is skipped" in result.stderr and result.stdout.endswith("answer gets no reward [2]\n")
 
 
 def short_args(script: str, flags: list[str], data: dict[str, str], folder: Path):

@@ -1,0 +1,45 @@
+"""Check a dataset and a reward on a CPU, without the model's weights. The flags are those of the run:
+
+    python examples/check_data.py --dataset my.jsonl --rewards my_reward.py:accuracy
+
+Warnings say which rows rloo.py would skip, and why. For each of the others, "Answer: " followed by the row's
+answer should get a higher reward than an empty response. Rows are counted from 0.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import rloo  # noqa: E402
+
+args = tyro.cli(rloo.Args, description=__doc__)
+rloo.fill_defaults(args)
+config = transformers.AutoConfig.from_pretrained(args.model)
+is_vlm = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+auto = transformers.AutoModelForImageTextToText if is_vlm else transformers.AutoModelForCausalLM
+with torch.device("meta"):  # positions depend on the model's class, not on its weights
+    model = auto.from_config(config)
+processor = transformers.AutoProcessor.from_pretrained(args.model)
+data = rloo.PromptDataset(args, args.dataset, args.dataset_split, model, processor)
+functions = {x.rpartition(":")[2]: rloo.load_callable("--rewards", x, rloo.REWARDS) for x in args.rewards}
+response = rloo.Response(torch.tensor([0]), torch.tensor([0.0]), truncated=False)
+lengths = {}  # by row
+wrong = {name: [] for name in functions}  # rows whose answer scores no more than an empty response
+for i in range(len(data.rows)):
+    if prompt := data.try_encode(i):
+        lengths[i] = prompt.length
+        texts = [f"Answer: {prompt.row.get('answer')}", ""]
+        state = transformers.TrainerState()
+        rewards, *_ = rloo.score_responses(functions, [prompt] * 2, [response] * 2, texts, state)
+        for name, (right, empty) in rewards.items():
+            wrong[name] += [] if right > empty else [i]
+print(f"{len(lengths)} of {len(data.rows)} rows can be used")
+percentiles = np.percentile(list(lengths.values()), (50, 95, 100)) if lengths else [0] * 3
+print("tokens per prompt: median {:.0f}, 95% up to {:.0f}, longest {:.0f}".format(*percentiles))
+for name, rows in wrong.items():
+    print(f"{name}: {len(rows)} rows whose answer gets no reward {rows[:10]}")
