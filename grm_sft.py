@@ -787,11 +787,12 @@ def swap_references(reasoning: str, noun: str) -> str | None:
     nouns = rf"{noun}|img|picture|photo|figure|option|candidate|response|assistant|model"
     verbs = "is|has|was|shows|looks|seems|appears|wins|matches|fits|contains|follows"
     unknown_names = [
-        "first|second|1st|2nd|former|latter|previous|last",  # the first is better
+        "first|second|1st|2nd|former|latter|previous|next|last|respectively",  # the first is better
         "left(?:most)?|right(?:most)?|top|bottom|upper|lower|above|below",  # the left one
         r"[^\W\d]*[12]|number one|number two",  # image1, a lone 1
         rf"(?:{nouns})s?[ _#:-]*(?:1|2|one|two|II?|A|B)",  # Images 1 and 2, option a
         rf"(?-i:B)|(?-i:A)(?= (?:{verbs})\b)",  # A is darker than B; but "A cat" may stay
+        r"(?-i:(?<=[a-z,;] )A|(?<=[(*])A)",  # I prefer A, (A)
     ]
     if re.search(rf"(?i)\b(?:{'|'.join(unknown_names)})\b", rest):
         return None

@@ -145,7 +145,7 @@ class EnvironmentSampler:
         ]
         returned = await_all([x.environment.reset(**reset_arguments(x.prompt)) for x in trajectories])
         if any(x is not None for x in returned):
-            raise TypeError("reset must return None: the first observation belongs into the prompt")
+            raise TypeError("reset must return None: the first observation belongs in the prompt")
         active = trajectories
         turns = self.sampler.generate(prompts, num_samples, temperature)
         while active:

@@ -115,10 +115,12 @@ def pretend(*scripts):
     """scripts: modules whose runs in this process use the pretended GPU."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
     from torch.distributed import distributed_c10d
-    from torch.nn.attention import varlen
+    from torch.utils import _device
+
+    from common import attention
 
     gpu = PretendedGpu()
-    torch.utils._device._device_constructors()  # cached, so that `with torch.device(...)` uses the true torch.tensor
+    _device._device_constructors()  # cached, so that `with torch.device(...)` uses the true torch.tensor
     patches = [
         (Tensor, "device", property(lambda x: GPU if on_gpu(x) else TRUE_DEVICE(x))),
         (Tensor, "is_cuda", property(on_gpu)),
@@ -127,7 +129,7 @@ def pretend(*scripts):
         (Tensor, "numpy", numpy),
         (Tensor, "tolist", lambda x: on_cpu(x, TRUE_TOLIST)),
         (torch, "tensor", tensor),
-        (varlen, "varlen_attn", gpu.varlen_attn),
+        (attention, "varlen_kernel", lambda: gpu.varlen_attn),
         (torch.cuda, "_lazy_init", lambda: None),
         (torch.cuda, "synchronize", lambda: None),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),

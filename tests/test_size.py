@@ -13,7 +13,7 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
     "rloo.py": (1650, 405, 165, 59, 10),
     "ppo_vl.py": (1880, 515, 195, 59, 10),
     "reward_bt.py": (1285, 310, 100, 57, 10),
-    "grm_sft.py": (1460, 310, 100, 58, 10),
+    "grm_sft.py": (1461, 310, 100, 58, 10),
     "common/*.py": (2026, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 100,
     "docs/recipes.md": 305,
     "tools/*.py": 3644,
-    "tests/*.py": 8604,
+    "tests/*.py": 8606,
 }
 
 
