@@ -160,6 +160,7 @@ def test_a_reward_that_raises_in_an_evaluation_loses_no_metrics(run, tmp_path, f
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
+@pytest.mark.slow
 def test_an_image_that_can_not_be_loaded_again_loses_nothing(run, tmp_path, spy, monkeypatch):
     """A rank may need a prompt that another rank sampled. All packs of a step are made before its first update."""
     updates, mini_batches, iter_packs = spy(rloo, "optimizer_step"), [], rloo.iter_packs
@@ -313,6 +314,7 @@ def test_resuming_deletes_nothing(run, any_score, spy, capsys, refused):
     assert (old / "args-from-step-3.json").is_file()
 
 
+@pytest.mark.slow
 def test_zero_steps_evaluate_a_checkpoint(run, spy, capsys):
     setups = spy(rloo, "setup")
     run_dir = run("rloo", total_steps=0, zero_stage=2, resume="auto")
