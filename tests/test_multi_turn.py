@@ -219,6 +219,13 @@ def tiny(*change: str):
     return model, processor, prompt
 
 
+def test_a_first_observation_is_not_lost():
+    model, processor, prompt = tiny()
+    environment = type("Env", (), {"reset": lambda self, **row: "Look!"})
+    with pytest.raises(TypeError, match="reset must return None"):
+        make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
+
+
 def test_limits_and_seeds():
     """Turns have their own seeds, responses their own environments; what does not fit ends a trajectory."""
     model, processor, prompt = tiny()
