@@ -38,7 +38,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -57,7 +56,6 @@ import torch.distributed as dist
 import transformers
 import tyro
 from PIL import Image
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from common import chats, decoding, packing, packing_check, stop
@@ -1097,7 +1095,7 @@ def load_model(args: Args, source: str, auto_class=None):
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below
         )
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         stop(f"can't load the model {source}: {error}")
     mismatched = [name for name, *_ in info["mismatched_keys"]]
     missing = sorted({*info["missing_keys"], *mismatched})  # both would be random

@@ -124,7 +124,7 @@ class Servers:
             "temperature": temperature,
             **WHOLE_DISTRIBUTION,
             "seed": prompt.seed,
-            "max_tokens": self.args.max_response_length,
+            "max_tokens": prompt.max_new_tokens or self.args.max_response_length,
             "stop_token_ids": self.eos_ids,
             "logit_bias": dict.fromkeys(media_token_ids(self.model.config), -100.0),
             "return_token_ids": True,
