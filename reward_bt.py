@@ -361,7 +361,7 @@ def setup(args: Args) -> Run:
 
 
 def fill_defaults(args: Args) -> None:
-    """Fill in the flags whose defaults depend on the model, the machine or the dataset, and print them."""
+    """Fill in and print the flags that depend on the model, the machine or the dataset."""
     if args.dtype == "auto":
         args.dtype = "bfloat16" if DEVICE.type == "cuda" else "float32"
     if args.learning_rate is None:
@@ -448,7 +448,7 @@ class RankingDataset:
             self.rows = add_easy_vqa_responses(self.rows, seed)
         columns = self.rows.column_names
         formats = [{"chosen", "rejected"} <= {*columns}, "responses" in columns]
-        rule = "must have the columns chosen and rejected, or responses (rename with --columns)"
+        rule = "must have the columns chosen and rejected, or responses (see --columns)"
         require(sum(formats) == 1, f"{source} {rule}; it has {', '.join(columns)}")
         # A rank encodes its share of a step's rows to plan the packs, and the rows of its own
         # packs to build them. Rows that are in both come from the cache.
@@ -503,11 +503,14 @@ def split_row(row: dict) -> tuple[list[dict] | str, list[list[dict]]]:
     sources = row["responses"] if "responses" in row else [row["chosen"], row["rejected"]]
     if not isinstance(sources, list) or len(sources) < 2 or None in sources:
         raise RowError("a ranking needs a list of at least two responses")
-    responses = [x if isinstance(x, list) else [{"role": "assistant", "content": str(x)}] for x in sources]
+    responses = []
+    for source in sources:
+        message = {"role": "assistant", "content": str(source)}
+        responses.append(source if isinstance(source, list) else [message])
     if not all(isinstance(x, dict) and "role" in x for response in responses for x in response):
         raise RowError("a response must be a string or a list of messages with a role")
     prompt = row.get("prompt") or row.get("messages")
-    if responses[0] and responses[0][0]["role"] != "assistant":  # chats that contain the prompt
+    if responses[0] and responses[0][0]["role"] != "assistant":  # whole chats
         num_shared = common_prefix_length(responses)
         prompt = responses[0][:num_shared]
         responses = [response[num_shared:] for response in responses]
@@ -523,16 +526,16 @@ def common_prefix_length(sequences: list[list]) -> int:
 
 
 def build_response(chat: list[dict], tokenizer) -> list[dict]:
-    """The messages of a response, each with one text part. Markers such as <image> are text here."""
+    """The messages of a response, each with one text part, in which <image> is no marker."""
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     messages = []
     for message in chat:
         content = message.get("content") or []
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        # Chat templates don't write tool_calls, so responses that differ only there would be equal.
         if message.get("tool_calls") or not parts or any(part.get("type") != "text" for part in parts):
-            raise RowError("a response has a message without text, or with images, videos or tool_calls")
-        text = chats.escape_special_tokens("".join(part["text"] for part in parts), special_tokens)
+            raise RowError("a response must have text, and no images, videos or tool_calls")
+        text = "".join(part["text"] for part in parts)
+        text = chats.escape_special_tokens(text, special_tokens)
         messages.append({"role": message["role"], "content": [{"type": "text", "text": text}]})
     return messages
 
@@ -622,7 +625,7 @@ def easy_vqa_rows(split: str):
 
 
 def add_easy_vqa_responses(rows, seed: int):
-    """Add the columns chosen (the correct answer) and rejected (a wrong one of the same type)."""
+    """Add the columns chosen (the answer) and rejected (a wrong one of the same type)."""
     colors = "black blue brown gray green red teal yellow"
     answer_types = ["yes no".split(), "circle rectangle triangle".split(), colors.split()]
     rng = np.random.default_rng(seed)
@@ -721,7 +724,8 @@ def all_gather_list(items: list) -> list:
 def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]) -> list[packing.Pack]:
     """This rank's packs of some rankings. A ranking that is too long for a pack is in several."""
     responses = [ids for ranking in rankings for ids in ranking.response_ids]  # B
-    indices = torch.arange(len(responses)).split([len(ranking.response_ids) for ranking in rankings])
+    sizes = [len(ranking.response_ids) for ranking in rankings]
+    indices = torch.arange(len(responses)).split(sizes)  # of each ranking's responses among all B
     packs = packing.iter_rank_packs(
         model=run.reward_model.module.model,
         groups=[(i, own_indices.tolist()) for i, own_indices in enumerate(indices)],
@@ -776,7 +780,7 @@ def pair_metrics(args: Args, pairs: Pairs, rewards: Tensor) -> dict[str, float]:
         label_smoothing=args.label_smoothing,
         center_coef=args.center_coef,
     )
-    # The sum of the weights is 1 up to rounding. Divide by it, so that the mean of ones is exactly 1.
+    # 1, up to rounding. Divide by it, so that the mean of ones is exactly 1.
     total = pairs.weights.sum()
     return {name: float((pairs.weights * x).sum() / total) for name, x in metrics.items()}
 
@@ -1199,7 +1203,7 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
 
 
 def save_and_stop(args: Args, run: Run, problem: str) -> NoReturn:
-    """Save as checkpoint-N-problem, which --resume auto does not pick, then exit. Call on all ranks."""
+    """Save checkpoint-N-problem, which --resume auto refuses, and exit. Call on all ranks."""
     if run.state["step"] > 0:
         print0(f"saved {save_checkpoint(args, run, '-problem')}")
     stop(problem)
