@@ -707,9 +707,7 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
     """
     types = find_candidate_types(row)
     if len(types) != 1:
-        raise RowError(
-            f"it has candidates of {len(types)} types, such as answer_1 and answer_2, but needs one"
-        )
+        raise RowError(f"it has candidates of {len(types)} types, not one, such as answer_1 and answer_2")
     candidate_type = types[0]
     noun = candidate_type.capitalize()
     candidates = [row[f"{candidate_type}_1"], row[f"{candidate_type}_2"]]
@@ -1020,8 +1018,9 @@ def load_judge(args: Args):
         model.get_decoder().requires_grad_(True)
         model.get_output_embeddings().requires_grad_(True)
         frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
-        names = ", ".join(frozen[:3])
-        print0(f"frozen outside of the language model: {len(frozen)} weights: {names}, ...")
+        if frozen:  # a text model has nothing else
+            names = ", ".join(frozen[:3])
+            print0(f"frozen outside of the language model: {len(frozen)} weights: {names}, ...")
     prepare_for_training(args, judge)
     engine = init_deepspeed_engine(args, judge)
     engine.eval()
