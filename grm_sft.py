@@ -761,7 +761,7 @@ def swap_references(reasoning: str, noun: str) -> str | None:
     rest, num_names = re.subn(names, ",", reasoning)  # not "", or "Image 2 a box" becomes "Image a box"
     other_names = rf"""(?ix)
         (?<![\d./])[12](?![./]?\d)  # a lone 1, Images 1 and 2, img1; not 8/10, 1.5, 12
-        | \b(?:{noun}|picture|photo|option|candidate|response|answer|assistant|model|number)s?
+        | \b(?:{noun}|img|picture|photo|figure|option|candidate|response|answer|assistant|model|number)s?
           [ _#:-]*(?:one|two|II?|a)\b  # Image one, Image II, option a
         | \b(?:(?-i:A)|B)\b
         | \b(?:first|second|former|latter|previous|next|last|respectively)\b
