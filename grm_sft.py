@@ -5,8 +5,7 @@ A judge reads a question and two candidates (images, videos or texts) and writes
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
 It learns this by next-token prediction; the reasoning inside of <think> comes from the dataset and may
-be missing. Pairs are trained in both orders, so that the position of a candidate carries no information;
-a pair whose reasoning can't be rewritten safely keeps one order.
+be missing. Pairs are trained in both orders, so that the position of a candidate carries no information.
 
 Papers: Generative Verifiers (https://arxiv.org/abs/2408.15240), whose reward is the probability of a
 verdict (examples/judge_reward.py); UnifiedReward-Think (https://arxiv.org/abs/2505.03318), of which this
@@ -16,8 +15,7 @@ Start with `main`. The functions that it calls are grouped by topic: setup, data
 evaluation, model, DeepSpeed, files. Terms:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
-    example     what the model reads: a pair in one order of its candidates, or a chat. Its id is
-                2 * row, plus 1 if the candidates are swapped
+    example     what the model reads: a pair in one order of its candidates, or a chat
     prefix      tokens that examples can share. In training it ends with the last image, which
                 questions can share; in evaluations it is all that the judge reads
     suffix      the rest of an example; only its assistant turns are trained
@@ -141,15 +139,15 @@ def compute_sft_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
 
 @dataclass
 class Example:
-    """A pair in one order of its candidates, or a chat; see ExampleDataset.encode_chat."""
+    """A pair in one order of its candidates, or a chat; see ExampleDataset.tokenize."""
 
     example_id: int  # 2 * row, plus 1 if the candidates are swapped
     prefix: PromptInfo  # a Prompt, until gather_examples drops its tensors
     prefix_key: str  # examples with equal keys share their prefix
     suffix: Continuation  # R tokens; response_mask is True where they are trained
     row: dict  # dataset row
-    noun: str = ""  # what a pair's candidates are called: "Image", "Video" or "Answer"
-    label: str | None = None  # a pair's verdict in this order
+    noun: str  # what a pair's candidates are called: "Image", "Video" or "Answer"
+    label: str | None  # a pair's verdict in this order; None for a chat
 
     @property
     def suffix_ids(self) -> Tensor:
@@ -409,8 +407,6 @@ EASY_VQA_ANSWERS = [
 CANDIDATE_TYPES = ("image", "video", "answer")  # columns image_1 and image_2, and so on
 VERDICTS = {"1": "{} 1 is better", "2": "{} 2 is better", "tie": "Both are equally good"}
 SWAPPED = {"1": "2", "2": "1", "tie": "tie"}  # the verdict after the candidates are swapped
-# Reasoning of several words without any of these may be in another language, such as "das erste Bild".
-ENGLISH_WORDS = set("the and or with than are but both this it not first second".split())
 
 
 def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: int) -> list[int]:
@@ -431,12 +427,9 @@ def gather_examples(data: "ExampleDataset", example_ids: list[int]) -> list[Exam
     Each rank encodes 1/N of the step, and shares only lengths and suffixes. From these all ranks compute
     the same plan of packs. Then each rank encodes the prefixes of its own packs, in iter_packs."""
     share = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
-    examples = []
-    for example in data.encode_all(share):
-        prefix = example.prefix
-        info = PromptInfo(example.example_id, prefix.length, prefix.media_keys)  # what iter_packs encodes
-        examples.append(replace(example, prefix=info, row={}))
-    return all_gather_list(examples)
+    examples = data.encode_all(share)
+    infos = [PromptInfo(x.example_id, x.prefix.length, x.prefix.media_keys) for x in examples]
+    return all_gather_list([replace(x, prefix=info, row={}) for x, info in zip(examples, infos)])
 
 
 def all_gather_list(items: list) -> list:
@@ -530,27 +523,29 @@ def make_easy_vqa_pairs(rows, seed: int):
 def group_examples(args: Args, source: str, rows, indices: np.ndarray) -> list[list[int]]:
     """Groups of example ids that stay together when the data is shuffled: both orders of a pair and, with
     --group-by-image, all rows with the same paths of images and videos."""
+    import pyarrow.compute
+
     names = {"prompt", "verdict", "reasoning", "image", "images", "video", "videos"}
     names |= {f"{x}_{i}" for x in CANDIDATE_TYPES for i in (1, 2)}
     table = rows.select_columns([name for name in rows.column_names if name in names])
     table = table.select(indices).with_format("arrow")[:]  # does not decode images
-    columns = {}
-    for name, column in zip(table.column_names, table.columns):
+    for k, column in enumerate(table.columns):
         if "binary" in str(column.type):  # media in the dataset, whose content is not compared
-            columns[name] = [f"row {i}" if x else None for i, x in enumerate(column.is_valid().to_pylist())]
-        else:
-            columns[name] = column.to_pylist()
+            own_name = pyarrow.array([f"row {i}" for i in indices])
+            column = pyarrow.compute.if_else(column.is_valid(), own_name, None)
+            table = table.set_column(k, table.column_names[k], column)
     groups = defaultdict(list)
     num_unswapped = 0
-    for position, i in enumerate(indices.tolist()):
-        row = {name: column[position] for name, column in columns.items()}
+    for i, row in zip(indices.tolist(), table.to_pylist()):
         paths = [row.get(name) for name in ("image", "images", "video", "videos")]
         group = groups[str(paths) if args.group_by_image and any(paths) else i]
         group.append(2 * i)
-        if is_pair(row) and can_be_swapped(row):
-            group.append(2 * i + 1)
-        elif is_pair(row):
-            num_unswapped += 1
+        if is_pair(row):
+            reasoning = str(row.get("reasoning") or "")
+            if any(swap_references(reasoning, noun) is None for noun in find_candidate_types(row)):
+                num_unswapped += 1
+            else:
+                group.append(2 * i + 1)
     if num_unswapped:
         reason = "their reasoning names the candidates in words that can't be swapped"
         print0(f"{source}: {num_unswapped} of {len(indices)} rows are used in one order only: {reason}")
@@ -606,23 +601,14 @@ class ExampleDataset:
     def encode(self, example_id: int) -> Example:
         """The example with this id. Raises RowError or OSError if its row can't be used."""
         row = self.rows[example_id // 2]  # `datasets` opens images here, build_messages other media
-        if not is_pair(row):
-            return self.encode_chat(row | {"prompt": row.get("messages")}, example_id)
-        chat, noun, label = build_pair(row, swapped=example_id % 2 == 1)
-        return replace(self.encode_chat(chat, example_id), row=row, noun=noun, label=label)
-
-    def encode_chat(self, row: dict, example_id: int) -> Example:
-        """The chat in the column prompt, up to its last assistant turn."""
-        messages = build_messages(self.args, row, self.data_dir, self.tokenizer)
+        chat, noun, label = row | {"prompt": row.get("messages")}, "", None
+        if is_pair(row):
+            chat, noun, label = build_pair(row, swapped=example_id % 2 == 1)
+        messages = build_messages(self.args, chat, self.data_dir, self.tokenizer)
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()
-        turns = [message["content"] for message in messages if message["role"] == "assistant"]
-        if not turns:
-            raise RowError("the chat has no assistant turn")
-        if messages[0]["role"] == "assistant":
-            raise RowError("the chat begins with an assistant turn")
-        if not all(turns) or any(part["type"] != "text" for parts in turns for part in parts):
-            raise RowError("an assistant turn must have text, and nothing else")
+        if not messages or messages[0]["role"] == "assistant":
+            raise RowError("the chat has no assistant turn, or begins with one")
         try:
             prefix, prefix_key, suffix = self.tokenize(messages)
         except (ValueError, jinja2.TemplateError) as error:  # image processor or chat template
@@ -631,7 +617,7 @@ class ExampleDataset:
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")
         prefix = replace(prefix, row_id=example_id // 2)  # for error messages
-        return Example(example_id, prefix, prefix_key, suffix, row)
+        return Example(example_id, prefix, prefix_key, suffix, row, noun, label)
 
     def tokenize(self, messages: list[dict]) -> tuple[Prompt, str, Continuation]:
         r"""Prefix, prefix key and suffix of a chat that ends with an assistant turn. In training:
@@ -642,15 +628,15 @@ class ExampleDataset:
         response_mask  True for the last line, without its newline
 
         In evaluations, or without an image, the prefix ends before the first turn of the suffix."""
+        first = [message["role"] for message in messages].index("assistant")
+        later = [message["content"] for message in messages[first:]]
+        if not all(later) or any(part["type"] != "text" for content in later for part in content):
+            raise RowError("from the first assistant turn on, turns must have text and nothing else")
         ids, turns = self.locate_turns(messages)
-        trained = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        context = messages[:first]
         if not self.training:
             turns = turns[-1:]
-            trained = trained[-1:]
-        context = messages[: trained[0]]
-        later_parts = [part for message in messages[trained[0] :] for part in message["content"]]
-        if any(part["type"] != "text" for part in later_parts):
-            raise RowError("images and videos after the first assistant turn can't be trained")
+            context = messages[:-1]
         start = turns[0].start
         ends = [start]  # where the prefix may end, the preferred index first
         if self.training:
@@ -660,23 +646,18 @@ class ExampleDataset:
             ends = media_ends[-1:] + ends
         for end in ends:
             key = hash_content(ids[:end], context)
-            prefix = self.encode_prefix(key, context, tail=ids[end:start])
-            if prefix is not None:
+            if key in self.prefixes:
                 break
+            inputs = chats.encode_chat(self.processor, context, add_generation_prompt=True)
+            length = inputs["input_ids"].shape[1] - (start - end)
+            if inputs["input_ids"][0, length:].tolist() == ids[end:start]:
+                self.prefixes[key] = packing.make_prompt(self.model, inputs, length=length)
+                break
+        prefix = self.prefixes[key]
         suffix = packing.continue_prompt(prefix, torch.tensor(ids[end:]))
         mask = [any(t in turn for turn in turns) for t in range(end, len(ids))]
         suffix.response_mask = torch.tensor(mask)  # (R,)
         return prefix, key, suffix
-
-    def encode_prefix(self, key: str, context: list[dict], tail: list[int]) -> Prompt | None:
-        """Encode `context` without the ids in `tail` at its end; None if it does not end in these ids."""
-        if key not in self.prefixes:
-            inputs = chats.encode_chat(self.processor, context, add_generation_prompt=True)
-            length = inputs["input_ids"].shape[1] - len(tail)
-            if inputs["input_ids"][0, length:].tolist() != tail:
-                return None
-            self.prefixes[key] = packing.make_prompt(self.model, inputs, length=length)
-        return self.prefixes[key]
 
     def locate_turns(self, messages: list[dict]) -> tuple[list[int], list[range]]:
         r"""Token ids of a chat that ends with an assistant turn, up to its EOS, and the
@@ -724,9 +705,7 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
     """
     types = find_candidate_types(row)
     if len(types) != 1:
-        raise RowError(
-            f"it has candidates of {len(types)} types, such as answer_1 and answer_2, but needs one"
-        )
+        raise RowError(f"it has candidates of {len(types)} types, not one, such as answer_1 and answer_2")
     candidate_type = types[0]
     noun = candidate_type.capitalize()
     candidates = [row[f"{candidate_type}_1"], row[f"{candidate_type}_2"]]
@@ -769,44 +748,29 @@ def escape_markers(text: str) -> str:
 
 
 def swap_references(reasoning: str, noun: str) -> str | None:
-    """The reasoning with the names of the candidates exchanged. None if it may name them in other ways,
-    because half of a reasoning must not be rewritten. Words such as "both" and "the other" stay.
+    """The reasoning with the names "image 1" and "image 2", "first image" and "second image" exchanged.
+
+    None if it has several words but no such name, or if it may name a candidate in another way, because
+    half of a reasoning must not be rewritten. Words such as "both" and "the other" stay.
 
     "Image 1 has 3 cats" -> "Image 2 has 3 cats", "Image 1 and 2" -> None, "the left one" -> None
     """
-    if any(letter.isalpha() and not letter.isascii() for letter in reasoning):  # another language
+    names = rf"(?i:(?<=\b{noun} ))[12]\b(?![./]\d)|\b(?:[Ff]irst|[Ss]econd)(?= (?i:{noun})\b)"
+    rest, num_names = re.subn(names, ",", reasoning)  # not "", or "Image 2 a box" becomes "Image a box"
+    other_names = rf"""(?ix)
+        (?<![\d./])[12](?![./]?\d)  # a lone 1, Images 1 and 2, img1; not 8/10, 1.5, 12
+        | \b(?:{noun}|img|picture|photo|figure|option|candidate|response|answer|assistant|model|number)s?
+          [ _#:-]*(?:one|two|II?|a)\b  # Image one, Image II, option a
+        | \b(?:(?-i:A)|B)\b
+        | \b(?:first|second|former|latter|previous|next|last|respectively)\b
+        | \b(?:left(?:most)?|right(?:most)?|top|bottom|upper|lower|above|below)\b
+        | [^\W\d_a-z]  # a letter of another language
+    """
+    if re.search(other_names, rest) or (num_names == 0 and len(reasoning.split()) > 1):
         return None
-    names = rf"(?i)(?<=\b{noun} )[12]\b(?![./]\d)|\b(?:first|second)(?= {noun}\b)"
-    words = re.findall(r"\w+", reasoning.lower())
-    if len(words) > 1 and not re.search(names, reasoning) and ENGLISH_WORDS.isdisjoint(words):
-        return None
-    rest = re.sub(names, "Q", reasoning)  # a letter that no pattern below has
-    rest = re.sub(r"\d+(?:[./]\d+)+", "", rest)  # scores and decimals, which may stay: 8/10, 1.5
-    nouns = rf"{noun}|img|picture|photo|figure|option|candidate|response|assistant|model"
-    verbs = "is|has|was|shows|looks|seems|appears|wins|matches|fits|contains|follows"
-    unknown_names = [
-        "first|second|1st|2nd|former|latter|previous|next|last|respectively",  # the first is better
-        "left(?:most)?|right(?:most)?|top|bottom|upper|lower|above|below",  # the left one
-        r"[^\W\d]*[12]|number one|number two",  # image1, a lone 1
-        rf"(?:{nouns})s?[ _#:-]*(?:1|2|one|two|II?|A|B)",  # Images 1 and 2, option a
-        rf"(?-i:B)|(?-i:A)(?= (?:{verbs})\b)",  # A is darker than B; but "A cat" may stay
-        r"(?-i:(?<=[a-z,;] )A|(?<=[(*])A)",  # I prefer A, (A)
-    ]
-    if re.search(rf"(?i)\b(?:{'|'.join(unknown_names)})\b", rest):
-        return None
-    exchanged = {"1": "2", "2": "1", "first": "second", "second": "first"}
-
-    def exchange(name: re.Match) -> str:
-        other = exchanged[name[0].lower()]
-        return other.capitalize() if name[0][0].isupper() else other
-
-    return re.sub(names, exchange, reasoning)
-
-
-def can_be_swapped(row: dict) -> bool:
-    """Whether a pair can be shown in the other order, too."""
-    types = find_candidate_types(row) or [""]  # "": build_pair raises an error
-    return swap_references(str(row.get("reasoning") or ""), types[0]) is not None
+    exchanged = {"1": "2", "first": "second", "First": "Second"}
+    exchanged |= {other: name for name, other in exchanged.items()}
+    return re.sub(names, lambda name: exchanged[name[0]], reasoning)
 
 
 def format_verdict(verdict: str, noun: str) -> str:
@@ -896,7 +860,10 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     """Metrics of the evaluation set, with each pair in both orders if its reasoning can be
     swapped, and one record per row."""
     data = run.eval_data
-    update_sampling_model(run)
+    if run.sampling_model is not run.judge.module.model:  # the unsharded copy under ZeRO-3
+        weights = run.sampling_model.state_dict()
+        for name, weight in iter_full_weights(run.judge.module.model):
+            weights[name].copy_(weight)
     example_ids = [example_id for group in data.groups for example_id in group]
     rank_ids = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
     records = []
@@ -907,25 +874,14 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     records = all_gather_list(records)
     require(records, f"{data.source}: all rows were skipped; see the warnings")
     swapped_records = {record["row"]: record for record in records if record["swapped"]}
-    row_records = []  # for samples.jsonl: the first order, with the columns of the dataset
-    for record in records:
-        columns = record.pop("columns")
-        if record["swapped"]:
-            continue
+    row_records = [record for record in records if not record["swapped"]]
+    for record in row_records:
         if swapped := swapped_records.get(record["row"]):
             expected = SWAPPED.get(record["predicted_verdict"], "none")  # also if it can't be parsed
             record["consistent"] = swapped["predicted_verdict"] == expected
             record["swapped_response"] = swapped["response"]
-        row_records.append({**columns, **record})
-    return compute_judge_metrics(records), row_records
-
-
-def update_sampling_model(run: Run) -> None:
-    """Copy the trained weights to the unsharded model that generates under ZeRO-3."""
-    if run.sampling_model is not run.judge.module.model:
-        weights = run.sampling_model.state_dict()
-        for name, weight in iter_full_weights(run.judge.module.model):
-            weights[name].copy_(weight)
+    metrics = compute_judge_metrics(records)
+    return metrics, [record.pop("columns") | record for record in row_records]
 
 
 @torch.no_grad()
@@ -946,35 +902,34 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
         max_tokens=args.micro_batch_tokens,
     )
     texts = tokenizer.batch_decode([x.token_ids for x in generated], skip_special_tokens=True)
-    pairs = [i for i, example in enumerate(examples) if example.label is not None]
-    # One batch of the references and, after them, three verdicts per pair, so that each prefix runs once.
-    responses = [(i, example.suffix_ids) for i, example in enumerate(examples)]
-    for i in pairs:
-        reasoning = texts[i].partition("<answer>")[0]
-        verdicts = [reasoning + format_verdict(verdict, examples[i].noun) for verdict in VERDICTS]
-        verdict_ids = tokenizer(verdicts, add_special_tokens=False)["input_ids"]
-        responses += [(i, torch.tensor(ids)) for ids in verdict_ids]
-    logprobs = sum_logprobs(args, model, prefixes, responses)
-    verdict_logprobs = dict(zip(pairs, logprobs[len(examples) :].view(-1, len(VERDICTS))))
+    responses = []  # per example: the dataset's response and, for a pair, three with a verdict each
+    for example, text in zip(examples, texts):
+        responses.append([example.suffix_ids])
+        if example.label is not None:
+            reasoning = text.partition("<answer>")[0]
+            verdicts = [reasoning + format_verdict(verdict, example.noun) for verdict in VERDICTS]
+            verdict_ids = tokenizer(verdicts, add_special_tokens=False)["input_ids"]
+            responses[-1] += [torch.tensor(ids) for ids in verdict_ids]
 
     records = []
-    for i, example in enumerate(examples):
+    all_logprobs = sum_logprobs(args, model, prefixes, responses)
+    for example, response, text, logprobs in zip(examples, generated, texts, all_logprobs):
         record = {
             "columns": {name: x for name, x in example.row.items() if isinstance(x, str | int | float)},
             "phase": "eval",
             "row": example.example_id // 2,
             "swapped": example.example_id % 2 == 1,
-            "response": texts[i],
-            "length": len(generated[i].token_ids),
-            "truncated": generated[i].truncated,
-            "loss_sum": -float(logprobs[i]),  # over the tokens of the dataset's response, in nats
+            "response": text,
+            "length": len(response.token_ids),
+            "truncated": response.truncated,
+            "loss_sum": -float(logprobs[0]),  # over the tokens of the dataset's response, in nats
             "num_tokens": len(example.suffix_ids),
         }
-        if i in verdict_logprobs:
-            verdict = parse_verdict(texts[i])
-            probabilities = dict(zip(VERDICTS, verdict_logprobs[i].softmax(0).tolist()))
+        if example.label is not None:
+            verdict = parse_verdict(text)
+            probabilities = dict(zip(VERDICTS, logprobs[1:].softmax(0).tolist()))
             # If the reasoning was truncated, the verdicts were scored in the middle of it.
-            is_complete = "<answer>" in texts[i] or not generated[i].truncated
+            is_complete = "<answer>" in text or not response.truncated
             likeliest = max(probabilities, key=probabilities.get)
             record |= {
                 "predicted_verdict": verdict,
@@ -986,28 +941,28 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
     return records
 
 
-def sum_logprobs(args: Args, model, prefixes: list[Prompt], responses: list[tuple[int, Tensor]]) -> Tensor:
-    """Sums of the log-probs of each response's tokens, (B,) float64.
-
-    responses: per response the index of its prefix, and its token ids (R,)."""
-    groups = defaultdict(list)  # prefix index -> response indices
-    for b, (i, _) in enumerate(responses):
-        groups[i].append(b)
-    lengths = [prefixes[i].length + len(ids) for i, ids in responses]
+def sum_logprobs(
+    args: Args, model, prefixes: list[Prompt], responses: list[list[Tensor]]
+) -> tuple[Tensor, ...]:
+    """Per prefix, the sum of log-probs of each of its responses, in float64. responses: (R,) each."""
+    flat = [ids for own_responses in responses for ids in own_responses]
+    sizes = [len(own_responses) for own_responses in responses]
+    indices = torch.arange(len(flat)).split(sizes)  # of each prefix's responses in `flat`
+    longest = max(prefix.length for prefix in prefixes) + max(map(len, flat))
     packs = packing.iter_rank_packs(
         model=model,
-        groups=list(groups.items()),
+        groups=[(i, own_indices.tolist()) for i, own_indices in enumerate(indices)],
         prompts=[replace(prefix, row_id=i) for i, prefix in enumerate(prefixes)],
         encode=prefixes.__getitem__,
-        responses=[ids for _, ids in responses],
-        max_tokens=max(args.micro_batch_tokens, *lengths),  # a judgment may be longer
+        responses=flat,
+        max_tokens=max(args.micro_batch_tokens, longest),  # a judgment may be longer
     )
-    sums = torch.zeros(len(responses), dtype=torch.float64, device=model.device)  # (B,)
+    sums = torch.zeros(len(flat), dtype=torch.float64, device=model.device)
     for pack in packs:
         logprobs, _ = packing.response_logprobs(model, pack)  # (M,)
         response_of_token, _ = pack.token_index
         sums.index_add_(0, response_of_token, logprobs.double())
-    return sums.cpu()
+    return sums.cpu().split(sizes)
 
 
 def compute_judge_metrics(records: list[dict]) -> dict[str, float]:
@@ -1052,25 +1007,22 @@ class Judge(nn.Module):
 
 
 def load_judge(args: Args):
-    """The judge's DeepSpeed engine; by default only its language model is trained."""
+    """The judge's DeepSpeed engine. By default, only the decoder and the LM head are trained."""
     torch.manual_seed(args.seed)  # for the initial LoRA weights
-    judge = Judge(load_model(args, args.model))
+    model = load_model(args, args.model)
+    judge = Judge(model)
     if args.freeze is None:
-        freeze_all_but_language_model(judge.model)
+        model.requires_grad_(False)
+        model.get_decoder().requires_grad_(True)
+        model.get_output_embeddings().requires_grad_(True)
+        frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
+        if frozen:  # a text model has nothing else
+            names = ", ".join(frozen[:3])
+            print0(f"frozen outside of the language model: {len(frozen)} weights: {names}, ...")
     prepare_for_training(args, judge)
     engine = init_deepspeed_engine(args, judge)
     engine.eval()
     return engine
-
-
-def freeze_all_but_language_model(model) -> None:
-    """The default of --freeze: train the decoder and the LM head, not the vision tower."""
-    model.requires_grad_(False)
-    model.get_decoder().requires_grad_(True)
-    model.get_output_embeddings().requires_grad_(True)
-    frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
-    if frozen:
-        print0(f"frozen outside of the language model: {len(frozen)} weights: {', '.join(frozen[:3])}, ...")
 
 
 def load_model(args: Args, source: str, auto_class=None):
@@ -1418,12 +1370,8 @@ def save_checkpoint(args: Args, run: Run, name: str) -> Path:
         )
     export_model(args, run.judge.module.model, run.processor, temporary)
     if RANK == 0:
-        previous = checkpoint.with_suffix(".previous")  # of checkpoint-best; deleted last, so one is complete
-        if checkpoint.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            checkpoint.rename(previous)
+        shutil.rmtree(checkpoint, ignore_errors=True)  # the previous checkpoint-best
         temporary.rename(checkpoint)
-        shutil.rmtree(previous, ignore_errors=True)
         for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
             shutil.rmtree(old)
     dist.barrier()

@@ -180,17 +180,20 @@ def make_pairs(rankings: list[Ranking]) -> Pairs:
     2 and 3 responses, margins 0 and .5
     -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4], margins [0, .5, .5, .5], weights [1/2, 1/6, 1/6, 1/6]
     """
-    pairs = []  # of each: chosen, rejected, margin, weight
+    pairs = []  # (chosen, rejected)
+    margins = []
+    weights = []
     start = 0  # index of the ranking's first response among all B
     for ranking in rankings:
-        K = len(ranking.response_ids)
-        weight = 1 / len(rankings) / math.comb(K, 2)
-        for i, j in combinations(range(start, start + K), 2):
-            pairs.append((i, j, ranking.margin, weight))
-        start += K
-    table = torch.tensor(pairs, dtype=torch.float64, device=DEVICE)  # (Q, 4)
-    chosen, rejected, margins, weights = table.T.contiguous()
-    return Pairs(chosen.long(), rejected.long(), margins, weights)
+        end = start + len(ranking.response_ids)
+        own_pairs = list(combinations(range(start, end), 2))
+        pairs += own_pairs
+        margins += [ranking.margin] * len(own_pairs)
+        weights += [1 / len(rankings) / len(own_pairs)] * len(own_pairs)
+        start = end
+    chosen, rejected = torch.tensor(pairs, device=DEVICE).T
+    margins, weights = torch.tensor([margins, weights], dtype=torch.float64, device=DEVICE)
+    return Pairs(chosen, rejected, margins, weights)
 
 
 @dataclass
@@ -356,7 +359,7 @@ def setup(args: Args) -> Run:
 
 
 def fill_defaults(args: Args) -> None:
-    """Fill in the flags whose defaults depend on the model, the machine or the dataset, and print them."""
+    """Fill in and print the flags that depend on the model, the machine or the dataset."""
     if args.dtype == "auto":
         args.dtype = "bfloat16" if DEVICE.type == "cuda" else "float32"
     if args.learning_rate is None:
@@ -443,7 +446,7 @@ class RankingDataset:
             self.rows = add_easy_vqa_responses(self.rows, seed)
         columns = self.rows.column_names
         formats = [{"chosen", "rejected"} <= {*columns}, "responses" in columns]
-        rule = "must have the columns chosen and rejected, or responses (rename with --columns)"
+        rule = "must have the columns chosen and rejected, or responses (see --columns)"
         require(sum(formats) == 1, f"{source} {rule}; it has {', '.join(columns)}")
         # A rank encodes its share of a step's rows to plan the packs, and the rows of its own
         # packs to build them. Rows that are in both come from the cache.
@@ -485,42 +488,32 @@ class RankingDataset:
         )
 
 
-def split_row(row: dict) -> tuple[list[dict], list[list[dict]]]:
-    """The messages of the prompt, and those of each response, best first.
+def split_row(row: dict) -> tuple[list[dict] | str, list[list[dict]]]:
+    """The prompt, and the messages of each response, best first.
 
     Responses are strings, messages that follow the prompt, or chats that begin with the
     prompt. With q for a user's message, and a and b for an assistant's:
 
-    prompt "q", chosen "a", rejected "b"       -> prompt [q], responses [[a], [b]]
+    prompt [q], chosen "a", rejected "b"       -> prompt [q], responses [[a], [b]]
     prompt [q], chosen [a], rejected [b]       -> prompt [q], responses [[a], [b]]
     chosen [q, a], rejected [q, b]             -> prompt [q], responses [[a], [b]]
     """
     sources = row["responses"] if "responses" in row else [row["chosen"], row["rejected"]]
     if not isinstance(sources, list) or len(sources) < 2 or None in sources:
         raise RowError("a ranking needs a list of at least two responses")
-    prompt = row.get("prompt") or row.get("messages") or []
-    if isinstance(prompt, str | int | float):
-        prompt = [{"role": "user", "content": str(prompt)}]
     responses = []
-    for source in sources:  # a chat, a message or a text
-        if not isinstance(source, dict | list):
-            source = {"role": "assistant", "content": str(source)}
-        responses.append(source if isinstance(source, list) else [source])
-    if not all(isinstance(x, dict) and "role" in x for chat in [prompt, *responses] for x in chat):
-        raise RowError("a chat must be a list of messages with a role")
-    if responses[0] and responses[0][0]["role"] != "assistant":
-        num_shared = common_prefix_length(responses)  # the chats contain the prompt
-        if prompt and prompt[0]["role"] == "system" and prompt[0] != responses[0][0]:
-            raise RowError("its chats don't begin with the system message of its prompt")
+    for source in sources:
+        message = {"role": "assistant", "content": str(source)}
+        responses.append(source if isinstance(source, list) else [message])
+    if not all(isinstance(x, dict) and "role" in x for response in responses for x in response):
+        raise RowError("a response must be a string or a list of messages with a role")
+    prompt = row.get("prompt") or row.get("messages")
+    if responses[0] and responses[0][0]["role"] != "assistant":  # whole chats
+        num_shared = common_prefix_length(responses)
         prompt = responses[0][:num_shared]
         responses = [response[num_shared:] for response in responses]
-    if not prompt:
-        raise RowError("it has no prompt: give a column prompt, or chats that begin with one")
     if not all(responses):
         raise RowError("a response is empty, or the beginning of another one")
-    # Tool calls are not rendered, so responses that differ only in them would be equal.
-    if any(message.get("tool_calls") for chat in responses for message in chat):
-        raise RowError("messages with tool_calls are not supported")
     return prompt, responses
 
 
@@ -531,15 +524,15 @@ def common_prefix_length(sequences: list[list]) -> int:
 
 
 def build_response(chat: list[dict], tokenizer) -> list[dict]:
-    """The messages of a response, each with one text part. Markers such as <image> are text here."""
+    """The messages of a response, each with one text part, in which <image> is no marker."""
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     messages = []
     for message in chat:
-        content = message.get("content")
-        try:
-            text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-        except (KeyError, TypeError) as error:
-            raise RowError("a response has a message without text, or with images or videos") from error
+        content = message.get("content") or []
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if message.get("tool_calls") or not parts or any(part.get("type") != "text" for part in parts):
+            raise RowError("a response must have text, and no images, videos or tool_calls")
+        text = "".join(part["text"] for part in parts)
         text = chats.escape_special_tokens(text, special_tokens)
         messages.append({"role": message["role"], "content": [{"type": "text", "text": text}]})
     return messages
@@ -568,20 +561,15 @@ def encode_ranking(
     processed_ids = inputs["input_ids"][0].tolist()
     text_ids = [tokenize_chat(processor, messages + response) for response in responses]
     num_shared = common_prefix_length([ids[:-1] for ids in text_ids])
-    suffix = text_ids[0][num_shared:]
-    if processed_ids[-len(suffix) :] != suffix:
+    if processed_ids[num_shared - len(text_ids[0]) :] != text_ids[0][num_shared:]:
         # PaliGemma's processor appends tokens to any text, so it must process all chats.
         encoded = [chats.encode_chat(processor, messages + response) for response in responses]
         text_ids = [x["input_ids"][0].tolist() for x in encoded]
         num_shared = common_prefix_length([ids[:-1] for ids in text_ids])
-    num_extra_tokens = len(processed_ids) - len(text_ids[0])  # of images, besides one for each
-    if num_extra_tokens + num_shared == 0:
-        raise RowError("its chats have no token in common")
-    prompt = packing.make_prompt(model, inputs, row_id=index, length=num_extra_tokens + num_shared)
+    length = num_shared + len(processed_ids) - len(text_ids[0])  # an image is several tokens
+    prompt = packing.make_prompt(model, inputs, row_id=index, length=length)
     # Without a chat template nothing ends the response, and the head would read its last word.
     end = [] if processor.chat_template else [processor.eos_token_id]
-    if None in end:
-        raise RowError("the tokenizer has neither a chat template nor an EOS token")
     return prompt, [torch.tensor(ids[num_shared:] + end) for ids in text_ids]
 
 
@@ -635,7 +623,7 @@ def easy_vqa_rows(split: str):
 
 
 def add_easy_vqa_responses(rows, seed: int):
-    """Add the columns chosen (the correct answer) and rejected (a wrong one of the same type)."""
+    """Add the columns chosen (the answer) and rejected (a wrong one of the same type)."""
     colors = "black blue brown gray green red teal yellow"
     answer_types = ["yes no".split(), "circle rectangle triangle".split(), colors.split()]
     rng = np.random.default_rng(seed)
@@ -714,13 +702,10 @@ def choose_row_ids(positions: range, num_rows: int, seed: int) -> list[int]:
 
 def gather_rankings(data: RankingDataset, row_ids: list[int]) -> list[Ranking]:
     """The rankings of some rows, on all ranks, without the tensors of their prompts."""
-    rankings = []
     share = np.array_split(np.array(row_ids), WORLD_SIZE)[RANK].tolist()
-    for ranking in data.encode_all(share):
-        prompt = ranking.prompt
-        info = PromptInfo(prompt.row_id, prompt.length, prompt.media_keys)
-        rankings.append(replace(ranking, prompt=info))
-    return all_gather_list(rankings)
+    rankings = data.encode_all(share)
+    infos = [PromptInfo(x.prompt.row_id, x.prompt.length, x.prompt.media_keys) for x in rankings]
+    return all_gather_list([replace(x, prompt=info) for x, info in zip(rankings, infos)])
 
 
 def all_gather_list(items: list) -> list:
@@ -736,15 +721,12 @@ def all_gather_list(items: list) -> list:
 
 def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]) -> list[packing.Pack]:
     """This rank's packs of some rankings. A ranking that is too long for a pack is in several."""
-    groups = []  # (ranking, indices of its responses among all B)
-    responses = []
-    for i, ranking in enumerate(rankings):
-        start = len(responses)
-        responses += ranking.response_ids
-        groups.append((i, list(range(start, len(responses)))))
+    responses = [ids for ranking in rankings for ids in ranking.response_ids]  # B
+    sizes = [len(ranking.response_ids) for ranking in rankings]
+    indices = torch.arange(len(responses)).split(sizes)  # of each ranking's responses among all B
     packs = packing.iter_rank_packs(
         model=run.reward_model.module.model,
-        groups=groups,
+        groups=[(i, own_indices.tolist()) for i, own_indices in enumerate(indices)],
         prompts=[ranking.prompt for ranking in rankings],
         encode=lambda row_id: data.encode(row_id).prompt,
         responses=responses,
@@ -796,7 +778,7 @@ def pair_metrics(args: Args, pairs: Pairs, rewards: Tensor) -> dict[str, float]:
         label_smoothing=args.label_smoothing,
         center_coef=args.center_coef,
     )
-    # The sum of the weights is 1 up to rounding. Divide by it, so that the mean of ones is exactly 1.
+    # 1, up to rounding. Divide by it, so that the mean of ones is exactly 1.
     total = pairs.weights.sum()
     return {name: float((pairs.weights * x).sum() / total) for name, x in metrics.items()}
 
@@ -1219,7 +1201,7 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
 
 
 def save_and_stop(args: Args, run: Run, problem: str) -> NoReturn:
-    """Save as checkpoint-N-problem, which --resume auto does not pick, then exit. Call on all ranks."""
+    """Save checkpoint-N-problem, which --resume auto refuses, and exit. Call on all ranks."""
     if run.state["step"] > 0:
         print0(f"saved {save_checkpoint(args, run, '-problem')}")
     stop(problem)
@@ -1230,8 +1212,6 @@ def save_checkpoint(args: Args, run: Run, suffix: str = "") -> Path:
     the adapter), the head in score.safetensors, and state/ for --resume. Call on all ranks."""
     module = run.reward_model.module
     checkpoint = run.run_dir / f"checkpoint-{run.state['step']}{suffix}"
-    if all_gather_list([checkpoint.exists()])[0]:  # rank 0 decides
-        return checkpoint
     temporary = checkpoint.with_suffix(".tmp")  # renamed once it is complete
     if RANK == 0:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -180,14 +180,11 @@ SWAPS = {
     "IMAGE 2 is dark, the first image isn't.": "IMAGE 1 is dark, the second image isn't.",
     "First image: dark. Second image: bright.": "Second image: dark. First image: bright.",
     "Both are good, but image 1 is sharp.": "Both are good, but image 2 is sharp.",
-    "Image 1 gets 8/10 or 1.5.": "Image 2 gets 8/10 or 1.5.",
-    "The sum of the image 1.5 is no name.": "The sum of the image 1.5 is no name.",
-    "The image 12 is no candidate, 21 is no number.": "The image 12 is no candidate, 21 is no number.",
+    "Image 1 gets 8/10 or 1.5, or 12 of 21.": "Image 2 gets 8/10 or 1.5, or 12 of 21.",
     "Image 1 has 3 cats": "Image 2 has 3 cats",
     "image 1 has no triangle": "image 2 has no triangle",
-    "In image 1, I see a photo. A dog is in image 2: A big one.": "In image 2, I see a photo. A dog is in image 1: A big one.",
+    "In image 1, I see a photo": "In image 2, I see a photo",
     "circle": "circle",
-    "A cat is on the box.": "A cat is on the box.",
     "": "",
 }
 UNKNOWN_REFERENCES = [
@@ -197,7 +194,7 @@ UNKNOWN_REFERENCES = [
     "The left one fits.", "the first is better than the second", "Option A fits.", "Answer 1 is better.",
     "The previous image is better", "the 2nd image is better", "image_1 is dark", "img1 is dark",
     "A is better.", "Assistant A is better.", "1: dark\n2: bright", "1. It is dark.\n2. It fits.",
-    "图1更清晰", "la primera imagen es mejor", "das erste Bild", "dark sky", "option b is darker", "I prefer A because it fits.", "The answer (A) is it.", "image_A is dark", "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
+    "图1更清晰", "la primera imagen es mejor", "das erste Bild", "dark sky", "A cat is on the box.", "image 1: 暗", "option b is darker", "I prefer A because it fits.", "The answer (A) is it.", "image_A is dark", "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
 ]  # fmt: skip
 
 
@@ -492,6 +489,7 @@ def test_both_orders_count_and_columns_of_the_data_do_not(verdicts, evaluate):
     assert metrics["eval/loss"] == 14 / 12 and metrics["eval/length"] == 6 and metrics["eval/num_rows"] == 2
     pair, chat = records
     assert (pair["row"], pair["predicted_verdict"], pair["accuracy"]) == (0, verdicts[0], "yes")
+    assert pair["length"] == 5, "not the column's"
     assert pair["swapped_response"] == f"writes {verdicts[1]}" and pair["consistent"] == others[0]
     assert chat["row"] == 1 and "consistent" not in chat and "columns" not in chat
     of_chats = grm_sft.compute_judge_metrics([make_record(2, None, None)])
@@ -566,7 +564,7 @@ def test_rows_that_can_not_be_used_are_skipped_and_counted(grm, rows, tmp_path, 
         "assistant turn": {"messages": chat_of("hello")},
         "of 0 types": {"prompt": "no candidates", "verdict": "1"},
         "of 2 types": rows[0] | {"answer_1": "a", "answer_2": "b"},
-        "after the first assistant turn": late_image,
+        "must have text": late_image,
     }
     source = write_jsonl(tmp_path / "bad.jsonl", [*rows, *bad.values()])
     run_dir = grm(dataset=source, total_steps=1, train_batch_size=24, eval_dataset=None)
@@ -574,7 +572,7 @@ def test_rows_that_can_not_be_used_are_skipped_and_counted(grm, rows, tmp_path, 
     captured = capsys.readouterr()
     for row, word in enumerate(bad, 8):
         assert re.search(f"row {row} is skipped.*{word}", captured.err)
-    assert "25 examples" in captured.out
+    assert "24 examples" in captured.out
 
 
 def test_most_rows_end_a_run_but_not_a_bad_row_in_a_small_batch(grm, rows, tmp_path, refused):
