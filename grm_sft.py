@@ -1370,8 +1370,12 @@ def save_checkpoint(args: Args, run: Run, name: str) -> Path:
         )
     export_model(args, run.judge.module.model, run.processor, temporary)
     if RANK == 0:
-        shutil.rmtree(checkpoint, ignore_errors=True)  # the previous checkpoint-best
+        previous = checkpoint.with_suffix(".previous")  # of checkpoint-best; deleted last, so one is complete
+        shutil.rmtree(previous, ignore_errors=True)
+        if checkpoint.exists():
+            checkpoint.rename(previous)
         temporary.rename(checkpoint)
+        shutil.rmtree(previous, ignore_errors=True)
         for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
             shutil.rmtree(old)
     dist.barrier()
