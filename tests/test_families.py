@@ -6,7 +6,6 @@ those in PADDED must not. tools/families.py measures many more families.
 
 import functools
 import json
-import pickle
 import re
 import shutil
 import tempfile
@@ -229,16 +228,6 @@ def test_one_step_is_the_same_packed_and_padded(script, family, folder_of, tmp_p
 
 
 @pytest.mark.slow
-def test_two_ranks_with_zero_3_train_as_one_on_padded_batches(on_family, run, finish):
-    """Packed batches are those of the tiny model, in test_rloo_runs.py."""
-    flags = on_family("gpt_oss")
-    one = run("rloo", **flags, run_name="one")
-    output = finish("rloo", ranks=2, **flags, run_name="two", zero_stage=3)
-    assert "warning: batches are padded" in output
-    assert_same_run(one, one.parent / "two", 1e-4, of_weights=1e-4)
-
-
-@pytest.mark.slow
 def test_a_check_that_ends_early_leaves_no_parameters_gathered(on_family, finish, tmp_path):
     """A layer refuses to be packed in the middle of a forward; then ZeRO-3 must gather all weights for the sampler."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -286,44 +275,27 @@ def test_the_page_on_models_has_what_its_tool_measures():
         assert int(text.split()[0]) == len(names[headline])
     expected = {*families.IMAGE_TEXT, *families.DECODERS, *families.CONFIGS["families"]}
     assert sorted(sum(names.values(), [])) == sorted(expected)
-    assert len(names["Packed"]) >= 130 and len(names["Padded"]) >= 60
-    result = families.measure("gptj")
-    assert "gptj" in names[families.HEADLINES[result.path]]
-    assert max(result.errors[key] for key in ("training", "sampling", "gradient")) < 1e-4
-    assert result.errors["ratio"] < 1e-5
+    assert "gptj" in names[families.HEADLINES[families.measure("gptj").path]]
 
 
 @pytest.mark.parametrize("attack", ["a pickle", "a custom class"])
 def test_models_run_no_code(attack, folder_of, tmp_path, refused, monkeypatch):
-    folder, marker = tmp_path / "model", tmp_path / "executed"
-    shutil.copytree(folder_of("llama"), folder)
+    folder = shutil.copytree(folder_of("llama"), tmp_path / "model")
     if attack == "a pickle":
         (folder / "model.safetensors").unlink()
-        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Marker(marker)))
+        fails = type("Fails", (), {"__reduce__": lambda self: (exec, ("raise SystemError",))})
+        torch.save(fails(), folder / "pytorch_model.bin")
     else:
-        config = json.loads((folder / "config.json").read_text()) | {"model_type": "none_such"}
-        config["auto_map"] = {"AutoConfig": "modeling.A", "AutoModelForCausalLM": "modeling.A"}
+        config = {"model_type": "none_such", "auto_map": {"AutoConfig": "modeling.A"}}
         (folder / "config.json").write_text(json.dumps(config))
-        (folder / "modeling.py").write_text(f"open({str(marker)!r}, 'w')\nclass A: pass\n")
+        (folder / "modeling.py").write_text("raise SystemError\n")
     monkeypatch.setattr("builtins.input", lambda *args: "")  # transformers would ask for permission
     with refused(f"error: can't load the model {folder}"):
         load_model(folder)
-    assert not marker.exists()
-    pickle.loads(pickle.dumps(Marker(marker)))
-    assert marker.exists()  # so the pickle of this test would have run code
-
-
-class Marker:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL |= {"vocab_size": 320}
-
 
 REFUSED = {
     "no head": "1 weights are missing or have another shape: ['lm_head.weight']",
@@ -402,12 +374,8 @@ def test_rare_types_of_rows_are_probed(tmp_path):
     rows = [{"prompt": "a", "images": []}] * 101
     with_image = {"prompt": "a", "images": ["x.png", "y.png"]}
     source = write_jsonl(tmp_path / "rows.jsonl", [*rows[:59], with_image, *rows[60:]])
-    load = lambda source: rloo.load_rows(rloo.Args(rewards=()), source, "train")  # noqa: E731
-    chosen = packing_check.choose_probe_rows(load(source))
+    chosen = packing_check.choose_probe_rows(rloo.load_rows(rloo.Args(rewards=()), source, "train"))
     assert 59 in chosen and len(chosen) == 17
-    same = load(write_jsonl(tmp_path / "same.jsonl", [{"prompt": "a"}] * 101))
-    assert packing_check.choose_probe_rows(same) == [k * 101 // 16 for k in range(16)]
-    assert packing_check.choose_probe_rows(same.select(range(3))) == [0, 1, 2]
 
 
 def test_media_that_the_check_has_not_seen_are_reported(folder_of):
@@ -424,11 +392,10 @@ def test_lora_is_on_the_language_model_only():
     """The towers are found although all of these models name them and their language models differently."""
     t = transformers
     small = SMALL | {"num_key_value_heads": 2, "pad_token_id": 0}
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    omni = t.CONFIG_MAPPING["qwen2_5_omni_thinker"](text_config=small | rope, vision_config={"depth": 1})
-    git = t.GitConfig(**SMALL, vision_config=vision)
-    kosmos = t.Kosmos2Config(text_config={"layers": 1}, vision_config=vision)
+    small["rope_parameters"] = ROPE | {"mrope_section": [2, 3, 3]}
+    omni = t.CONFIG_MAPPING["qwen2_5_omni_thinker"](text_config=small, vision_config={"depth": 1})
+    git = t.GitConfig(**SMALL, vision_config=SMALL)
+    kosmos = t.Kosmos2Config(text_config={"layers": 1}, vision_config=SMALL)
     for config, count in ((omni, 7), (git, 6), (kosmos, 6)):
         with torch.device("meta"):
             model = t.AutoModelForImageTextToText.from_config(config)
