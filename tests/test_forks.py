@@ -166,22 +166,20 @@ def select(t: SimpleNamespace, prompts: list[int]) -> SimpleNamespace:
     return SimpleNamespace(**tables, scores=t.scores[prompts])
 
 
-def make_rollout(module, t: SimpleNamespace, prompts: list[int] | None = None, scores=None):
-    """The script's Rollout with some prompts of the tables."""
-    prompts = prompts or [*range(len(t.scores))]
-    part = select(t, prompts)
-    width = int(part.mask.any(0).nonzero().max()) + 1
-    scores = part.scores if scores is None else scores
+def make_rollout(module, t: SimpleNamespace, scores=None):
+    """The script's Rollout with the responses of the tables."""
+    width = int(t.mask.any(0).nonzero().max()) + 1
+    scores = t.scores if scores is None else scores
     return module.Rollout(
-        prompts=[packing.PromptInfo(index, 5, ()) for index in prompts],
-        response_ids=[torch.arange(int(length)) for length in part.mask.sum(1)],
+        prompts=[packing.PromptInfo(index, 5, ()) for index in range(len(scores))],
+        response_ids=[torch.arange(int(length)) for length in t.mask.sum(1)],
         continuations={},
-        response_mask=part.mask[:, :width],
-        sampler_logprobs=part.sampler[:, :width],
+        response_mask=t.mask[:, :width],
+        sampler_logprobs=t.sampler[:, :width],
         truncated=torch.zeros_like(scores, dtype=torch.bool),
         rewards={"accuracy": scores},
         scores=scores,
-        sample_records=[{}] * len(prompts),
+        sample_records=[{}] * len(scores),
         logged_metrics={},
     )
 
@@ -352,7 +350,7 @@ def test_dapo_has_four_changes(tmp_path):
     t.scores[1] = 1.0
     flags = {name: getattr(module.Args(), name) for name in ("kl_coef", "clip_coef_high")}
     assert flags == {"kl_coef": 0.0, "clip_coef_high": 0.28}
-    batches = [make_rollout(module, t, [0, 1, 2]), make_rollout(module, t, [3, 4, 5])]
+    batches = [make_rollout(module, select(t, [0, 1, 2])), make_rollout(module, select(t, [3, 4, 5]))]
     result = update(module, t, batches, prompts_per_rollout=3, **flags)
     penalty = (t.mask.sum(1) / 8 - 0.8).clamp(min=0) / 0.2  # eq. (13) with L_max 8 and L_cache 1.6
     assert float(penalty.max()) == pytest.approx(3 / 8)
@@ -433,7 +431,7 @@ def test_dynamic_sampling(name, tmp_path):
     t.mask[: 2 * G, 5:] = False
     t.scores[1] = 1.0
     t.scores[2, 1:] = math.nan  # one score alone is not useful, either
-    batches = [make_rollout(module, t, [0, 1]), make_rollout(module, t, [2, 3])]
+    batches = [make_rollout(module, select(t, [0, 1])), make_rollout(module, select(t, [2, 3]))]
     result = update(module, t, batches, prompts_per_rollout=2)
     losses = ALGORITHMS | {"rloo": rloo, "ppo": lambda part: token_mean(part, gae(part))}
     check(result, t, losses[name](select(t, [0, 3])))
@@ -445,8 +443,8 @@ def test_dynamic_sampling_stops_at_its_limit_and_goes_on_in_the_data(tmp_path):
     module = load(tmp_path, "dynamic_sampling")
     t = make_tables(4)
     t.scores[1:] = 0.5
-    batches = [make_rollout(module, t, [0, 1]), make_rollout(module, t, [2, 3])]
-    batches.append(make_rollout(module, t, [0, 1], scores=torch.randn(2, G)))
+    batches = [make_rollout(module, select(t, [0, 1])), make_rollout(module, select(t, [2, 3]))]
+    batches.append(make_rollout(module, select(t, [0, 1]), scores=torch.randn(2, G)))
     result = update(module, t, batches, prompts_per_rollout=2, total_steps=2, max_num_gen_batches=2)
     args = module.Args(prompts_per_rollout=2)
     assert result.rows == [module.shuffled_rows(args, batch, 40) for batch in (1, 2, 3)]
