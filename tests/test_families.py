@@ -152,21 +152,18 @@ def test_logprobs_and_greedy_responses_equal_the_unmodified_model(family, folder
     message = choose_layout(model, prompts, max_length=256, max_tokens=600)
     assert packing.is_packed(model) == (family in PACKED) == message.startswith("packing enabled"), message
 
-    inputs = [
-        dict(chats.encode_chat(batch.processor, p.messages, add_generation_prompt=True)) for p in prompts
-    ]
+    encode = functools.partial(chats.encode_chat, batch.processor, add_generation_prompt=True)
+    inputs = [dict(encode(prompt.messages)) for prompt in prompts]
     responses = decoding.generate(model, prompts, 3, 10, EOS_IDS, TEMPERATURE, max_tokens=250)
     response_ids = [response.token_ids for response in responses]
-    packed = {}
+    packed = torch.zeros(len(responses), 10)
     groups = [(i, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(len(prompts))]
     with torch.no_grad():
         for pack in packing.iter_rank_packs(model, groups, prompts, batch.encode, response_ids, 250):
-            logprobs = packing.response_logprobs(model, pack, TEMPERATURE)[0]
-            for s, b in enumerate(pack.response_index.tolist()):
-                packed[b] = logprobs[pack.response_of_token == s]
+            packed[pack.token_index] = packing.response_logprobs(model, pack, TEMPERATURE)[0]
         for b, response in enumerate(responses):
             expected = unmodified_logprobs(unmodified, inputs[b // 3], response.token_ids, TEMPERATURE)
-            torch.testing.assert_close(packed[b], expected, atol=1e-4, rtol=0)
+            torch.testing.assert_close(packed[b, : len(expected)], expected, atol=1e-4, rtol=0)
             torch.testing.assert_close(response.logprobs, expected, atol=1e-4, rtol=0)
             assert response.truncated == (int(response.token_ids[-1]) not in EOS_IDS)
     assert len(set(map(len, response_ids))) > 2

@@ -97,14 +97,13 @@ def packed_logprobs(model, prompts, responses, max_tokens=4000) -> torch.Tensor:
     groups = [(i, [i]) for i in range(len(prompts))]
     ids = [response.token_ids for response in responses]
     continuations = {b: response.continuation for b, response in enumerate(responses)}
-    parts = {}
+    masks = torch.nn.utils.rnn.pad_sequence([x.response_mask for x in responses], batch_first=True)
+    table = torch.full(masks.shape, torch.nan)
     arguments = model, groups, prompts, prompts.__getitem__, ids, max_tokens
     for pack in packing.iter_rank_packs(*arguments, continuations=continuations):
-        logprobs = packing.response_logprobs(model, pack)[0]
-        parts |= {int(b): logprobs[pack.response_of_token == s] for s, b in enumerate(pack.response_index)}
-        masks = torch.nn.utils.rnn.pad_sequence([x.response_mask for x in responses], batch_first=True)
-        assert pack.gather_tokens(masks).all()  # no observation is a target
-    return torch.cat([parts[b] for b in range(len(prompts))])
+        table = table.index_put(pack.token_index, packing.response_logprobs(model, pack)[0])
+    assert torch.equal(~table.isnan(), masks)  # no observation is a target
+    return table[masks]
 
 
 def gradients(model, logprobs: torch.Tensor) -> torch.Tensor:

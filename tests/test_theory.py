@@ -25,13 +25,12 @@ def test_baselines_leave_the_mean_and_reduce_the_variance():
     gradient = probs * (rewards - probs @ rewards)
     weights = probs * scores.square().sum(1)
     best = float(weights @ rewards / weights.sum())
-    for baseline, variance in ((0.0, "7.20"), (2.3, "2.05"), (best, "1.78")):
+    for baseline in (0.0, 2.3, best):
         estimates = (rewards - baseline)[:, None] * scores
         assert torch.allclose(probs @ estimates, gradient, atol=1e-6)
-        total = probs @ (estimates - gradient).square().sum(1)
-        assert f"{total:.2f}" == variance and variance in SECTIONS[0]
-    assert f"({', '.join(f'{x:.2f}' for x in gradient)})" == "(-0.65, -0.09, 0.74)"
-    assert "(-0.65, -0.09, 0.74)" in SECTIONS[0] and f"$b$, {best:.2f}." in SECTIONS[0]
+        assert f"{probs @ (estimates - gradient).square().sum(1):.2f}" in SECTIONS[0]
+    assert "({:.2f}, {:.2f}, {:.2f})".format(*gradient) in SECTIONS[0]
+    assert f"$b$, {best:.2f}." in SECTIONS[0]
 
 
 def test_leave_one_out_is_unbiased_and_grpo_is_not():
