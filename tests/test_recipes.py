@@ -1,13 +1,11 @@
 """Each command of docs/recipes.md that runs a script or a patched one does a step on a CPU. What is replaced: the model (by
 the bundled one), the data, the output directory, batch sizes and the number of processes. All other flags are the page's.
-vLLM, in this process or as a server, is replaced by the training model, and used where it is installed. `my_reward.py`
-is the page's."""
+vLLM, in this process or as a server, is replaced by the training model; in this process, it is also used where it is
+installed. `my_reward.py` is the page's."""
 
 import importlib
-import json
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -117,30 +115,6 @@ def test_command_runs_for_a_step_with_vllm(script, flags, data, tmp_path):
     env = {**os.environ, **test_vllm.ON_CPU, "PYTHONPATH": f"{ROOT}/tools/vllm_cpu:{ROOT}"}
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert_has_run(args)
-
-
-SERVERS = "examples/vllm_server.py:Servers"
-
-
-@each_recipe(SERVERS, test_vllm.pytestmark)
-def test_command_runs_for_a_step_with_a_server(script, flags, data, tmp_path, monkeypatch):
-    """The server's model has the sampling parameters of Qwen2.5-VL, which must not change what it samples."""
-    model = Path(shutil.copytree(TINY, tmp_path / "model"))
-    path = model / "generation_config.json"
-    qwen = {"temperature": 1e-6, "repetition_penalty": 1.05, "top_k": 1, "top_p": 0.001, "do_sample": True}
-    path.write_text(json.dumps(json.loads(path.read_text()) | qwen))
-    options = f"--dtype float32 --enforce-eager --no-enable-chunked-prefill --model {model}"
-    server = test_vllm.Server(tmp_path, options)
-    monkeypatch.setenv("VLLM_URLS", server.url)
-    args = short_args(script, flags, data, tmp_path)
-    args.sampler = str(ROOT / SERVERS)
-    args.max_prompt_length, args.max_response_length = 1024, 24
-    try:
-        server.wait()
-        importlib.import_module(script).main(args)
-    finally:
-        server.stop()
     assert_has_run(args)
 
 

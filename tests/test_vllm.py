@@ -263,13 +263,6 @@ def test_videos_are_refused(sampler, vlm, tmp_path, refused):
         rloo.make_sampler(args, sampler_class, vlm.model, processor, prompts, tmp_path)
 
 
-def test_images_in_later_turns_are_refused(vlm, tmp_path, refused):
-    args = make_args(sampler="vllm", environment="look.py:Look")
-    processor = transformers.AutoProcessor.from_pretrained(TINY)
-    with refused("--sampler vllm with --environment supports only text"):
-        rloo.make_sampler(args, rloo.VLLMSampler, vlm.model, processor, vlm.prompts[:1], tmp_path)
-
-
 # ---- whole runs ----
 def run(directory, sampler: str, script: str = "rloo", **flags) -> subprocess.CompletedProcess:
     """Two steps with a reward that differs between responses."""
