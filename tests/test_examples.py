@@ -128,19 +128,19 @@ def test_zoom(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["guess_number.py:GuessNumber right_guess", "zoom.py:Zoom calls"])
-def test_environments_train(example, tmp_path, run):
-    name, reward = example.split()
-    file = name.split(":")[0]
+@pytest.mark.parametrize(
+    "file, environment, reward, data",
+    [("guess_number.py", "GuessNumber", "right_guess", "game"), ("zoom.py", "Zoom", "calls", "train")],
+)
+def test_environments_train(file, environment, reward, data, tmp_path, run):
     make(file, tmp_path, "data")
-    data = tmp_path / "data" / ("game.jsonl" if reward == "right_guess" else "train.jsonl")
-    flags = dict(dataset=str(data), eval_dataset=str(data), environment=str(EXAMPLES / name), total_steps=2)
-    rewards = str(EXAMPLES / file) + ":" + reward
-    folder = run("rloo", **flags, max_response_length=160, rewards=[rewards], reward_weights=[1])
-    steps = [step for step in read_jsonl(folder / "metrics.jsonl") if step["train/step"] > 0]
+    flags = {"dataset": tmp_path / f"data/{data}.jsonl", "eval_dataset": None, "max_response_length": 160}
+    flags |= {"environment": f"{EXAMPLES / file}:{environment}", "rewards": [f"{EXAMPLES / file}:{reward}"]}
+    folder = run("rloo", **flags, reward_weights=[1])
+    steps = read_jsonl(folder / "metrics.jsonl")
     assert len(steps) == 2 and all(step["sampling/logprob_diff_mean"] < 1e-5 for step in steps)
     # The initial model neither guesses numbers, so that it gets more turns, nor calls the tool.
-    assert all((step["rollout/turns_mean"] > 1) == (reward == "right_guess") for step in steps)
+    assert all((step["rollout/turns_mean"] > 1) == (file == "guess_number.py") for step in steps)
 
 
 # ---- data ----

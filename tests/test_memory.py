@@ -48,22 +48,19 @@ def model():
     return model
 
 
-def make_pack(model, P: int, R: int, side: int = 0) -> packing.Pack:
+def make_pack(model, P: int, R: int, side: int) -> packing.Pack:
     """A prompt of P tokens, with an image of side x side pixels, and four responses of R tokens."""
-    ids = torch.randint(0, 900, (1, P))
-    media = {}
-    if side:
-        rows = side // 14
-        image = torch.full((1, rows * rows // 4), model.config.image_token_id)
-        ids = torch.cat([image, ids], dim=1)
-        media = {"pixel_values": torch.randn(rows * rows, 1176).bfloat16()}
-        media |= {"image_grid_thw": torch.tensor([[1, rows, rows]])}
-        media |= {"mm_token_type_ids": (ids == model.config.image_token_id).long()}
-    prompt = packing.make_prompt(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), **media})
+    rows = side // 14
+    image = torch.full((1, rows * rows // 4), model.config.image_token_id)
+    ids = torch.cat([image, torch.randint(0, 900, (1, P))], dim=1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs |= {"pixel_values": torch.randn(rows * rows, 1176).bfloat16()}
+    inputs |= {"image_grid_thw": torch.tensor([[1, rows, rows]])}
+    inputs |= {"mm_token_type_ids": (ids == model.config.image_token_id).long()}
+    prompt = packing.make_prompt(model, inputs)
     responses = [torch.randint(0, 900, (R,)) for _ in range(4)]
-    return next(
-        packing.iter_rank_packs(model, [(0, [*range(4)])], [prompt], lambda row: prompt, responses, 10**6)
-    )
+    groups = [(0, [*range(4)])]
+    return next(packing.iter_rank_packs(model, groups, [prompt], lambda row: prompt, responses, 10**6))
 
 
 def saved_bytes(model, pack: packing.Pack) -> int:
@@ -81,17 +78,17 @@ def saved_bytes(model, pack: packing.Pack) -> int:
     return sum(x.untyped_storage().nbytes() for x in kept.values())
 
 
-def predicted_bytes(model, P: int, R: int, side: int = 0) -> int:
+def predicted_bytes(model, P: int, R: int, side: int) -> int:
     P += side**2 // 28**2
     text, vision = model.config.get_text_config(), model.config.vision_config
     keys, scores = P + 4 * (P + R), P * P + 4 * R * (P + R)
     language = memory.language_activations(text, P + 4 * R, keys, scores, checkpointing=False)
-    return language + (memory.vision_activations(vision, side**2, checkpointing=False) if side else 0)
+    return language + memory.vision_activations(vision, side**2, checkpointing=False)
 
 
 @pytest.mark.parametrize(
     "small, large",
-    [((100, 25), (800, 200)), ((100, 25, 224), (100, 25, 896))],
+    [((100, 25, 28), (800, 200, 28)), ((100, 25, 224), (100, 25, 896))],
     ids=["200 and 1,600 tokens", "224 and 896 pixels"],
 )
 def test_predicted_differences_are_what_autograd_keeps(model, small, large):
