@@ -1,4 +1,4 @@
-"""examples/: each does what its docstring promises, with a real server if it needs one; TRL's rewards run unchanged."""
+"""examples/: each does what its docstring promises, with a real server if it needs one."""
 
 import asyncio
 import base64
@@ -19,20 +19,17 @@ import rloo
 from common.decoding import Response
 
 EXAMPLES = ROOT / "examples"
-FILES = {"rloo": ("prompts", "eval_dataset"), "reward_bt": ("pairs", "eval_datasets")}
-FILES |= {"grm_sft": ("judged", "eval_dataset")}
 
 
 def load(name: str) -> dict:
     return runpy.run_path(str(EXAMPLES / name))
 
 
-def make(script: str, folder, *words: str, code: int = 0) -> str:
-    """Run an example in a folder; returns its output."""
+def make(script: str, folder, *words: str) -> None:
+    """Run an example in a folder."""
     command = [sys.executable, str(EXAMPLES / script), *words]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert result.returncode == code and "Traceback" not in result.stderr, result.stderr
-    return result.stdout + result.stderr
+    assert result.returncode == 0, result.stderr
 
 
 def score(functions: dict, texts: list[str], ids=None, images=(), **columns) -> tuple[dict, list]:
@@ -85,7 +82,7 @@ def test_spelling_pairs(tmp_path):
     assert len(train) == 2000 and len(test) == 500
     texts = (" ".join(row["chosen"] for row in rows) for rows in (train, test))
     words = [{word for word in text.replace(".", "").split() if len(word) > 3} for text in texts]
-    assert not words[0] & words[1] and all(len(vocabulary) > 40 for vocabulary in words)
+    assert not words[0] & words[1]
     for row in train:
         pairs = zip(row["chosen"].split(), row["rejected"].split())
         [(good, bad)] = [(good, bad) for good, bad in pairs if good != bad]
@@ -113,12 +110,11 @@ def test_guess_number(tmp_path):
 @pytest.mark.slow
 def test_zoom(tmp_path):
     make("zoom.py", tmp_path, "data")
-    zoom_data = tmp_path / "data"
     tool = load("zoom.py")
-    rows = {name: read_jsonl(zoom_data / f"{name}.jsonl") for name in ("train", "test", "demonstrations")}
+    rows = {name: read_jsonl(tmp_path / f"data/{name}.jsonl") for name in ("test", "demonstrations")}
     row = next(row for row in rows["test"] if row["topic"] == "shape")
     assert row["answer"] in ("circle", "rectangle", "triangle")
-    assert Image.open(zoom_data / row["image"]).size == (4, 4)
+    assert Image.open(tmp_path / "data" / row["image"]).size == (4, 4)
     environments = [tool["Zoom"](), tool["Zoom"]()]
     for environment in environments:
         environment.reset(chat=[], **row)
@@ -128,44 +124,35 @@ def test_zoom(tmp_path):
     metrics = []
     values = tool["calls"](environments, ["shape", "color"], lambda *pair: metrics.append(pair))
     assert values == [1, 0] and metrics == [("calls_shape", 1), ("calls_color", 0)]
-    numbers = [len(chat["messages"]) for chat in rows["demonstrations"]]
-    assert set(numbers) == {2, 4} and 0.45 < numbers.count(4) / len(numbers) < 0.55
     assert all(len(chat["images"]) == len(chat["messages"]) / 2 for chat in rows["demonstrations"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["guess_number.py:GuessNumber right_guess", "zoom.py:Zoom calls"])
-def test_environments_train(example, tmp_path, run):
-    name, reward = example.split()
-    file = name.split(":")[0]
+@pytest.mark.parametrize(
+    "file, environment, reward, data",
+    [("guess_number.py", "GuessNumber", "right_guess", "game"), ("zoom.py", "Zoom", "calls", "train")],
+)
+def test_environments_train(file, environment, reward, data, tmp_path, run):
     make(file, tmp_path, "data")
-    data = tmp_path / "data" / ("game.jsonl" if reward == "right_guess" else "train.jsonl")
-    flags = dict(dataset=str(data), eval_dataset=str(data), environment=str(EXAMPLES / name), total_steps=2)
-    rewards = str(EXAMPLES / file) + ":" + reward
-    folder = run("rloo", **flags, max_response_length=160, rewards=[rewards], reward_weights=[1])
-    steps = [step for step in read_jsonl(folder / "metrics.jsonl") if step["train/step"] > 0]
+    flags = {"dataset": tmp_path / f"data/{data}.jsonl", "eval_dataset": None, "max_response_length": 160}
+    flags |= {"environment": f"{EXAMPLES / file}:{environment}", "rewards": [f"{EXAMPLES / file}:{reward}"]}
+    folder = run("rloo", **flags, reward_weights=[1])
+    steps = read_jsonl(folder / "metrics.jsonl")
     assert len(steps) == 2 and all(step["sampling/logprob_diff_mean"] < 1e-5 for step in steps)
     # The initial model neither guesses numbers, so that it gets more turns, nor calls the tool.
-    assert all((step["rollout/turns_mean"] > 1) == (reward == "right_guess") for step in steps)
+    assert all((step["rollout/turns_mean"] > 1) == (file == "guess_number.py") for step in steps)
 
 
 # ---- data ----
-@pytest.fixture(scope="module")
-def data(tmp_path_factory, vqa_rows):
-    """The directory with the six files made from forty images, which are in one directory per answer."""
-    folder = tmp_path_factory.mktemp("custom")
+def test_custom_data(vqa_rows, tmp_path):
+    """Forty images, in one directory per answer."""
     for i, row in enumerate(vqa_rows):
-        (folder / "images" / row["answer"]).mkdir(parents=True, exist_ok=True)
-        shutil.copy(row["image"], folder / "images" / row["answer"] / f"{i}.png")
-    (folder / "images/yes/notes.txt").write_text("not an image")
-    output = make("custom_data.py", folder, "images", "data")
-    assert output.startswith("40 images of ") and "8 for testing" in output
-    return folder / "data"
-
-
-def test_custom_data(data, tmp_path):
+        (tmp_path / "images" / row["answer"]).mkdir(parents=True, exist_ok=True)
+        shutil.copy(row["image"], tmp_path / "images" / row["answer"] / f"{i}.png")
+    (tmp_path / "images/yes/notes.txt").write_text("not an image")
+    make("custom_data.py", tmp_path, "images", "data")
     for name in ("prompts", "pairs", "judged"):
-        train, test = read_jsonl(data / f"{name}.jsonl"), read_jsonl(data / f"{name}_test.jsonl")
+        train, test = (read_jsonl(tmp_path / f"data/{name}{end}.jsonl") for end in ("", "_test"))
         assert len(train) == 32 and len(test) == 8
         assert not {row["image"] for row in train} & {row["image"] for row in test}
         for row in train + test:
@@ -174,24 +161,9 @@ def test_custom_data(data, tmp_path):
             good = row[{"prompts": "answer", "pairs": "chosen", "judged": f"answer_{side}"}[name]]
             assert good in (right, f"<answer>{right}</answer>")
             assert good not in (row.get("rejected"), row.get(f"answer_{3 - side}"))
-    (tmp_path / "only").mkdir()
-    (tmp_path / "only/a.png").write_bytes(b"")
-    assert "at least two subdirectories" in make("custom_data.py", tmp_path, ".", "out", code=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", FILES)
-def test_every_script_trains_on_its_file(script, data, run):
-    file, flag = FILES[script]
-    sources = {"dataset": str(data / f"{file}.jsonl"), "eval_dataset": None}
-    sources |= {flag: ("test=" if flag == "eval_datasets" else "") + f"{data}/{file}_test.jsonl"}
-    folder = run(script, **sources, total_steps=1, micro_batch_tokens=4096)
-    assert [step["train/step"] for step in read_jsonl(folder / "metrics.jsonl")][-1] == 1
 
 
 # ---- a server ----
-
-
 def test_remote_reward(monkeypatch):
     command = [sys.executable, str(EXAMPLES / "reward_server.py"), "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -238,17 +210,3 @@ def test_temporary_errors_of_the_server_are_retried(odd_server, monkeypatch):
     with pytest.raises(RuntimeError, match="failed 6 times: status 500.*broken"):
         score(remote, ["a"], answer=["x"])
     assert len(requests) == 10 and waits[-6:] == [0, 1, 2, 4, 8, 16]
-
-
-# ---- TRL's own functions, where TRL is installed ----
-def test_rewards_of_trl_run_unchanged():
-    rewards = pytest.importorskip("trl.rewards")
-    texts = ["<think>half</think>\n$\\boxed{\\frac{1}{2}}$", "$\\boxed{\\frac{1}{3}}$"]
-    chat = [[{"role": "user", "content": "what?"}]] * 2
-    functions = {"think": rewards.think_format_reward, "short": rewards.get_soft_overlong_punishment(20, 10)}
-    results, _ = score(functions, texts, [torch.arange(n) for n in (15, 5)], prompt=chat)
-    assert results == {"think": [1.0, 0.0], "short": [-0.5, 0.0]}
-    pytest.importorskip("math_verify")
-    right = {"right": rewards.accuracy_reward}
-    results, _ = score(right, texts, prompt=chat, solution=["$\\frac{1}{2}$"] * 2)
-    assert results == {"right": [1.0, 0.0]}

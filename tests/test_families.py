@@ -6,7 +6,6 @@ those in PADDED must not. tools/families.py measures many more families.
 
 import functools
 import json
-import pickle
 import re
 import shutil
 import tempfile
@@ -26,7 +25,7 @@ from PIL import Image
 import grm_sft
 import reward_bt
 import rloo
-from common import chats, decoding, packing, packing_check
+from common import attention, chats, decoding, packing, packing_check
 from tools import families
 
 QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -100,13 +99,12 @@ def build(family: str):
 
 
 def write_video(path) -> None:
-    """A white square that moves to the right on gray: 24 frames, 3 seconds."""
+    """Gray that gets lighter: 24 frames, 3 seconds."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=8)
         stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
         for k in range(24):
-            frame = np.full((64, 64, 3), 40, np.uint8)
-            frame[24:40, 2 * k : 2 * k + 16] = 255
+            frame = np.full((64, 64, 3), 10 * k, np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
 
@@ -154,21 +152,18 @@ def test_logprobs_and_greedy_responses_equal_the_unmodified_model(family, folder
     message = choose_layout(model, prompts, max_length=256, max_tokens=600)
     assert packing.is_packed(model) == (family in PACKED) == message.startswith("packing enabled"), message
 
-    inputs = [
-        dict(chats.encode_chat(batch.processor, p.messages, add_generation_prompt=True)) for p in prompts
-    ]
+    encode = functools.partial(chats.encode_chat, batch.processor, add_generation_prompt=True)
+    inputs = [dict(encode(prompt.messages)) for prompt in prompts]
     responses = decoding.generate(model, prompts, 3, 10, EOS_IDS, TEMPERATURE, max_tokens=250)
     response_ids = [response.token_ids for response in responses]
-    packed = {}
+    packed = torch.zeros(len(responses), 10)
     groups = [(i, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(len(prompts))]
     with torch.no_grad():
         for pack in packing.iter_rank_packs(model, groups, prompts, batch.encode, response_ids, 250):
-            logprobs = packing.response_logprobs(model, pack, TEMPERATURE)[0]
-            for s, b in enumerate(pack.response_index.tolist()):
-                packed[b] = logprobs[pack.response_of_token == s]
+            packed[pack.token_index] = packing.response_logprobs(model, pack, TEMPERATURE)[0]
         for b, response in enumerate(responses):
             expected = unmodified_logprobs(unmodified, inputs[b // 3], response.token_ids, TEMPERATURE)
-            torch.testing.assert_close(packed[b], expected, atol=1e-4, rtol=0)
+            torch.testing.assert_close(packed[b, : len(expected)], expected, atol=1e-4, rtol=0)
             torch.testing.assert_close(response.logprobs, expected, atol=1e-4, rtol=0)
             assert response.truncated == (int(response.token_ids[-1]) not in EOS_IDS)
     assert len(set(map(len, response_ids))) > 2
@@ -229,16 +224,6 @@ def test_one_step_is_the_same_packed_and_padded(script, family, folder_of, tmp_p
 
 
 @pytest.mark.slow
-def test_two_ranks_with_zero_3_train_as_one_on_padded_batches(on_family, run, finish):
-    """Packed batches are those of the tiny model, in test_rloo_runs.py."""
-    flags = on_family("gpt_oss")
-    one = run("rloo", **flags, run_name="one")
-    output = finish("rloo", ranks=2, **flags, run_name="two", zero_stage=3)
-    assert "warning: batches are padded" in output
-    assert_same_run(one, one.parent / "two", 1e-4, of_weights=1e-4)
-
-
-@pytest.mark.slow
 def test_a_check_that_ends_early_leaves_no_parameters_gathered(on_family, finish, tmp_path):
     """A layer refuses to be packed in the middle of a forward; then ZeRO-3 must gather all weights for the sampler."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -286,44 +271,27 @@ def test_the_page_on_models_has_what_its_tool_measures():
         assert int(text.split()[0]) == len(names[headline])
     expected = {*families.IMAGE_TEXT, *families.DECODERS, *families.CONFIGS["families"]}
     assert sorted(sum(names.values(), [])) == sorted(expected)
-    assert len(names["Packed"]) >= 130 and len(names["Padded"]) >= 60
-    result = families.measure("gptj")
-    assert "gptj" in names[families.HEADLINES[result.path]]
-    assert max(result.errors[key] for key in ("training", "sampling", "gradient")) < 1e-4
-    assert result.errors["ratio"] < 1e-5
+    assert "gptj" in names[families.HEADLINES[families.measure("gptj").path]]
 
 
 @pytest.mark.parametrize("attack", ["a pickle", "a custom class"])
 def test_models_run_no_code(attack, folder_of, tmp_path, refused, monkeypatch):
-    folder, marker = tmp_path / "model", tmp_path / "executed"
-    shutil.copytree(folder_of("llama"), folder)
+    folder = shutil.copytree(folder_of("llama"), tmp_path / "model")
     if attack == "a pickle":
         (folder / "model.safetensors").unlink()
-        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Marker(marker)))
+        fails = type("Fails", (), {"__reduce__": lambda self: (exec, ("raise SystemError",))})
+        torch.save(fails(), folder / "pytorch_model.bin")
     else:
-        config = json.loads((folder / "config.json").read_text()) | {"model_type": "none_such"}
-        config["auto_map"] = {"AutoConfig": "modeling.A", "AutoModelForCausalLM": "modeling.A"}
+        config = {"model_type": "none_such", "auto_map": {"AutoConfig": "modeling.A"}}
         (folder / "config.json").write_text(json.dumps(config))
-        (folder / "modeling.py").write_text(f"open({str(marker)!r}, 'w')\nclass A: pass\n")
+        (folder / "modeling.py").write_text("raise SystemError\n")
     monkeypatch.setattr("builtins.input", lambda *args: "")  # transformers would ask for permission
     with refused(f"error: can't load the model {folder}"):
         load_model(folder)
-    assert not marker.exists()
-    pickle.loads(pickle.dumps(Marker(marker)))
-    assert marker.exists()  # so the pickle of this test would have run code
-
-
-class Marker:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL |= {"vocab_size": 320}
-
 
 REFUSED = {
     "no head": "1 weights are missing or have another shape: ['lm_head.weight']",
@@ -361,8 +329,7 @@ def test_a_bidirectional_model_is_refused_where_we_sample_and_padded_where_not(r
     message = choose_layout(model, prompts, must_generate=False)
     assert message.startswith("warning: batches are padded") and "warning: row 0: the model's gen" in message
     reward_model = reward_bt.RewardModel(model.base_model)
-    message = choose_layout(reward_model.model, prompts, reward_model)
-    assert message.startswith("warning: batches are padded")
+    assert choose_layout(reward_model.model, prompts, reward_model).startswith("warning: batches are padded")
 
 
 def test_only_errors_of_the_model_lead_to_padded_batches(monkeypatch):
@@ -372,15 +339,9 @@ def test_only_errors_of_the_model_lead_to_padded_batches(monkeypatch):
     with pytest.raises(KeyError, match="pixel_values"):
         choose_layout(model, prompts, lambda pack: model(pack.model_inputs["pixel_values"]))
     mlp = type(model.model.layers[0].mlp)
-    forward = mlp.forward
-
-    def fails_if_packed(self, x):
-        if packing.is_packed(model):
-            raise RuntimeError("no packs, please")
-        return forward(self, x)
-
-    monkeypatch.setattr(mlp, "forward", fails_if_packed)
-    assert "(RuntimeError: no packs, please)" in choose_layout(model, prompts)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "attend", Mock(side_effect=RuntimeError("no packs, please")))
+        assert "(RuntimeError: no packs, please)" in choose_layout(model, prompts)
     monkeypatch.setattr(mlp, "forward", lambda self, x: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         choose_layout(model, prompts)
@@ -402,12 +363,8 @@ def test_rare_types_of_rows_are_probed(tmp_path):
     rows = [{"prompt": "a", "images": []}] * 101
     with_image = {"prompt": "a", "images": ["x.png", "y.png"]}
     source = write_jsonl(tmp_path / "rows.jsonl", [*rows[:59], with_image, *rows[60:]])
-    load = lambda source: rloo.load_rows(rloo.Args(rewards=()), source, "train")  # noqa: E731
-    chosen = packing_check.choose_probe_rows(load(source))
+    chosen = packing_check.choose_probe_rows(rloo.load_rows(rloo.Args(rewards=()), source, "train"))
     assert 59 in chosen and len(chosen) == 17
-    same = load(write_jsonl(tmp_path / "same.jsonl", [{"prompt": "a"}] * 101))
-    assert packing_check.choose_probe_rows(same) == [k * 101 // 16 for k in range(16)]
-    assert packing_check.choose_probe_rows(same.select(range(3))) == [0, 1, 2]
 
 
 def test_media_that_the_check_has_not_seen_are_reported(folder_of):
@@ -424,11 +381,10 @@ def test_lora_is_on_the_language_model_only():
     """The towers are found although all of these models name them and their language models differently."""
     t = transformers
     small = SMALL | {"num_key_value_heads": 2, "pad_token_id": 0}
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    omni = t.CONFIG_MAPPING["qwen2_5_omni_thinker"](text_config=small | rope, vision_config={"depth": 1})
-    git = t.GitConfig(**SMALL, vision_config=vision)
-    kosmos = t.Kosmos2Config(text_config={"layers": 1}, vision_config=vision)
+    small["rope_parameters"] = ROPE | {"mrope_section": [2, 3, 3]}
+    omni = t.CONFIG_MAPPING["qwen2_5_omni_thinker"](text_config=small, vision_config={"depth": 1})
+    git = t.GitConfig(**SMALL, vision_config=SMALL)
+    kosmos = t.Kosmos2Config(text_config={"layers": 1}, vision_config=SMALL)
     for config, count in ((omni, 7), (git, 6), (kosmos, 6)):
         with torch.device("meta"):
             model = t.AutoModelForImageTextToText.from_config(config)

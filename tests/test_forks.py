@@ -22,16 +22,7 @@ import conftest
 import pytest
 import torch
 import tyro
-from conftest import (
-    ROOT,
-    SHORT,
-    TINY,
-    assert_same_run,
-    largest_difference,
-    metrics_of,
-    weights_of,
-    write_jsonl,
-)
+from conftest import ROOT, TINY, assert_same_run, largest_difference, metrics_of, weights_of, write_jsonl
 
 import ppo_vl
 from common import packing
@@ -175,22 +166,20 @@ def select(t: SimpleNamespace, prompts: list[int]) -> SimpleNamespace:
     return SimpleNamespace(**tables, scores=t.scores[prompts])
 
 
-def make_rollout(module, t: SimpleNamespace, prompts: list[int] | None = None, scores=None):
-    """The script's Rollout with some prompts of the tables."""
-    prompts = [*range(len(t.scores))] if prompts is None else prompts
-    part = select(t, prompts)
-    width = int(part.mask.any(0).nonzero().max()) + 1
-    scores = part.scores if scores is None else scores
+def make_rollout(module, t: SimpleNamespace, scores=None):
+    """The script's Rollout with the responses of the tables."""
+    width = int(t.mask.any(0).nonzero().max()) + 1
+    scores = t.scores if scores is None else scores
     return module.Rollout(
-        prompts=[packing.PromptInfo(index, 5, ()) for index in prompts],
-        response_ids=[torch.arange(int(length)) for length in part.mask.sum(1)],
+        prompts=[packing.PromptInfo(index, 5, ()) for index in range(len(scores))],
+        response_ids=[torch.arange(int(length)) for length in t.mask.sum(1)],
         continuations={},
-        response_mask=part.mask[:, :width],
-        sampler_logprobs=part.sampler[:, :width],
+        response_mask=t.mask[:, :width],
+        sampler_logprobs=t.sampler[:, :width],
         truncated=torch.zeros_like(scores, dtype=torch.bool),
         rewards={"accuracy": scores},
         scores=scores,
-        sample_records=[{}] * len(prompts),
+        sample_records=[{}] * len(scores),
         logged_metrics={},
     )
 
@@ -270,8 +259,7 @@ def check(result, t, loss: torch.Tensor) -> None:
 # verl-project/verl@1dda039: compute_reinforce_plus_plus*_outcome_advantage and compute_policy_loss_gspo.
 
 
-def mean_over_tokens(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(B, R) -> (B,)"""
+def mean_over_tokens(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # (B, R) -> (B,)
     return (x * mask).sum(1) / mask.sum(1)
 
 
@@ -279,13 +267,11 @@ def clip(ratio, advantages, low=0.2, high=0.2) -> torch.Tensor:
     return -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
 
 
-def center(scores: torch.Tensor) -> torch.Tensor:
-    """(n, G) -> (B, 1)"""
+def center(scores: torch.Tensor) -> torch.Tensor:  # (n, G) -> (B, 1)
     return (scores - scores.mean(1, keepdim=True)).view(-1, 1)
 
 
-def standardize(scores: torch.Tensor) -> torch.Tensor:
-    """(n, G) -> (B, 1)"""
+def standardize(scores: torch.Tensor) -> torch.Tensor:  # (n, G) -> (B, 1)
     return center(scores) / (scores.std(1).repeat_interleave(G)[:, None] + 1e-4)
 
 
@@ -364,7 +350,7 @@ def test_dapo_has_four_changes(tmp_path):
     t.scores[1] = 1.0
     flags = {name: getattr(module.Args(), name) for name in ("kl_coef", "clip_coef_high")}
     assert flags == {"kl_coef": 0.0, "clip_coef_high": 0.28}
-    batches = [make_rollout(module, t, [0, 1, 2]), make_rollout(module, t, [3, 4, 5])]
+    batches = [make_rollout(module, select(t, [0, 1, 2])), make_rollout(module, select(t, [3, 4, 5]))]
     result = update(module, t, batches, prompts_per_rollout=3, **flags)
     penalty = (t.mask.sum(1) / 8 - 0.8).clamp(min=0) / 0.2  # eq. (13) with L_max 8 and L_cache 1.6
     assert float(penalty.max()) == pytest.approx(3 / 8)
@@ -408,9 +394,6 @@ def kl_losses(t, estimator: str) -> torch.Tensor:
     return {"k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[estimator]
 
 
-WITH_EACH = pytest.mark.parametrize("name", ["rloo", *ALGORITHMS])
-
-
 ADDED = {  # fork and flags: what it adds to the loss; the first ones are TRL's beta with GRPO and GSPO
     'kl_loss kl_coef=0.5 kl_estimator="k2"': lambda t: 0.5 * kl_losses(t, "k2"),
     'kl_loss kl_coef=0.5 kl_estimator="k3"': lambda t: 0.5 * kl_losses(t, "k3"),
@@ -418,7 +401,7 @@ ADDED = {  # fork and flags: what it adds to the loss; the first ones are TRL's 
 }
 
 
-@WITH_EACH
+@pytest.mark.parametrize("name", ["rloo", *ALGORITHMS])
 @pytest.mark.parametrize("case", ADDED)
 def test_kl_loss_and_entropy_bonus(case, name, t, tmp_path):
     result = run_case(tmp_path, f"{name} {case}", t)
@@ -429,7 +412,7 @@ def test_kl_loss_and_entropy_bonus(case, name, t, tmp_path):
     assert result.metrics[0]["objective/rlhf_reward"] == pytest.approx(float(t.scores.mean()))
 
 
-@WITH_EACH
+@pytest.mark.parametrize("name", ["rloo", *ALGORITHMS])
 def test_importance_sampling(name, t, tmp_path):
     result = run_case(tmp_path, f"{name} importance_sampling tis_clip=1.5", t)
     ratio = ((t.old - t.sampler) * t.mask).sum(1, keepdim=True).exp()
@@ -439,17 +422,19 @@ def test_importance_sampling(name, t, tmp_path):
     assert result.metrics[0]["sampling/importance_weight"] == pytest.approx(float(weights.mean()))
 
 
-@WITH_EACH
+@pytest.mark.parametrize("name", ["rloo", *ALGORITHMS, "ppo"])
 def test_dynamic_sampling(name, tmp_path):
     """Two useful prompts are wanted, and each batch has one. The responses of the second batch are longer."""
-    module = load(tmp_path, *{name} & {*ALGORITHMS}, "dynamic_sampling")
+    fork = "ppo_dynamic_sampling" if name == "ppo" else "dynamic_sampling"
+    module = load(tmp_path, *{name} & {*ALGORITHMS}, fork)
     t = make_tables(4)
     t.mask[: 2 * G, 5:] = False
     t.scores[1] = 1.0
     t.scores[2, 1:] = math.nan  # one score alone is not useful, either
-    batches = [make_rollout(module, t, [0, 1]), make_rollout(module, t, [2, 3])]
+    batches = [make_rollout(module, select(t, [0, 1])), make_rollout(module, select(t, [2, 3]))]
     result = update(module, t, batches, prompts_per_rollout=2)
-    check(result, t, ALGORITHMS.get(name, rloo)(select(t, [0, 3])))
+    losses = ALGORITHMS | {"rloo": rloo, "ppo": lambda part: token_mean(part, gae(part))}
+    check(result, t, losses[name](select(t, [0, 3])))
     assert len(result.rows) == 2 and result.metrics[0]["rollout/prompts_skipped"] == 0
 
 
@@ -458,8 +443,8 @@ def test_dynamic_sampling_stops_at_its_limit_and_goes_on_in_the_data(tmp_path):
     module = load(tmp_path, "dynamic_sampling")
     t = make_tables(4)
     t.scores[1:] = 0.5
-    batches = [make_rollout(module, t, [0, 1]), make_rollout(module, t, [2, 3])]
-    batches.append(make_rollout(module, t, [0, 1], scores=torch.randn(2, G)))
+    batches = [make_rollout(module, select(t, [0, 1])), make_rollout(module, select(t, [2, 3]))]
+    batches.append(make_rollout(module, select(t, [0, 1]), scores=torch.randn(2, G)))
     result = update(module, t, batches, prompts_per_rollout=2, total_steps=2, max_num_gen_batches=2)
     args = module.Args(prompts_per_rollout=2)
     assert result.rows == [module.shuffled_rows(args, batch, 40) for batch in (1, 2, 3)]
@@ -533,16 +518,6 @@ def test_ppo_with_k3_in_the_reward(t, tmp_path):
     assert result.metrics[0]["objective/kl"] == pytest.approx(float(response_kl), rel=1e-4)
 
 
-def test_ppo_dynamic_sampling(tmp_path):
-    module = load(tmp_path, "ppo_dynamic_sampling")
-    t = make_tables(4)
-    t.scores[1] = 1.0
-    batches = [make_rollout(module, t, [0, 1]), make_rollout(module, t, [2, 3])]
-    result = update(module, t, batches, prompts_per_rollout=2)
-    part = select(t, [0, 2])
-    check(result, t, token_mean(part, gae(part)))
-
-
 def test_critic_warmup_trains_only_the_critic(t, tmp_path):
     module = load(tmp_path, "ppo_critic_warmup")
     result = update(module, t, [make_rollout(module, t)] * 3, total_steps=3, critic_warmup_steps=2)
@@ -609,18 +584,11 @@ ONE_UPDATE = FAST | {"num_epochs": 1, "train_batch_size": 16}
 
 def train(module, folder: Path, run_name: str = "run", **flags) -> SimpleNamespace:
     """A short run: its metrics, its folder and what setup returned."""
-    setup = module.setup
-    runs = []
-
-    def watch_setup(args):
-        runs.append(setup(args))
-        return runs[-1]
-
-    module.setup = watch_setup
-    flags = SHORT | {"model": TINY, "output_dir": str(folder), "run_name": run_name} | flags
+    runs, setup = [], module.setup
+    module.setup = lambda args: runs.append(setup(args)) or runs[-1]
+    flags = conftest.SHORT | {"model": TINY, "output_dir": str(folder), "run_name": run_name} | flags
     known = module.Args.__dataclass_fields__
     module.main(module.Args(**{name: value for name, value in flags.items() if name in known}))
-    module.setup = setup
     return SimpleNamespace(metrics=metrics_of(folder / run_name), run=runs[0], folder=folder / run_name)
 
 

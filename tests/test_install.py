@@ -1,8 +1,6 @@
-"""The workaround for torchvision, old and pinned versions, and the installation commands of README.md."""
+"""The workaround for torchvision, old and pinned versions."""
 
 import re
-import shlex
-import subprocess
 import sys
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -16,8 +14,6 @@ import common
 from common import attention
 
 import torchvision  # isort: skip  # noqa: F401  after common, which makes it importable
-
-README = (ROOT / "README.md").read_text()
 
 
 def test_operators_are_defined_for_pypi_torchvision_beside_a_cpu_torch(monkeypatch):
@@ -33,49 +29,19 @@ def test_installed_versions_equal_the_pinned_versions():
     assert len(pins) > 5 and all(version(name).split("+")[0] == pinned for name, pinned in pins)
 
 
-def marked_command(name: str) -> str:
-    match = re.search(rf"^<!-- command: {name} -->\n```bash\n(.*?)\n```$", README, flags=re.M | re.S)
-    assert match, f"README has no block marked {name}"
-    return match.group(1)
-
-
-@pytest.mark.parametrize(("name", "last"), [("train", "python ppo_vl.py"), ("test", "pytest")])
-def test_readme_commands_are_one_line_with_existing_files(name, last):
-    command = marked_command(name)
-    assert "\n" not in command
-    steps = [step.strip() for step in command.split("&&")]
-    assert steps[0].startswith("python3 -m venv ") and steps[-1] == last
-    subprocess.run(["bash", "-n", "-c", command], check=True)
-    for word in shlex.split(command):
-        if word.endswith((".txt", ".py")):
-            assert (ROOT / word).is_file(), word
-
-
-def older(oldest: str) -> str:
-    """2.8 -> 2.7.99, 5.16.1 -> 5.16.0.99"""
-    *first, last = map(int, oldest.split("."))
-    return ".".join(map(str, [*first, last - 1, 99]))
-
-
-def pretend_installed(versions: dict[str, str], monkeypatch) -> None:
-    monkeypatch.setattr(common.platform, "python_version", lambda: versions.get("Python", "99"))
-    monkeypatch.setattr(common, "version", lambda name: versions.get(name, "99"))
-
-
 @pytest.mark.parametrize("name", common.OLDEST_VERSIONS)
 def test_a_library_that_is_too_old_is_refused_in_one_sentence(name, monkeypatch, refused):
-    oldest, reason = common.OLDEST_VERSIONS[name]
-    pretend_installed({name: older(oldest)}, monkeypatch)
-    with refused(f"error: {name} {older(oldest)} is too old, {oldest} or newer is required: {reason}"):
-        common._check_versions()
-
-
-def test_the_oldest_versions_and_builds_of_them_are_accepted(monkeypatch):
     oldest = {name: version for name, (version, _) in common.OLDEST_VERSIONS.items()}
-    pretend_installed(oldest, monkeypatch)
+    monkeypatch.setattr(common.platform, "python_version", lambda: oldest["Python"])
+    monkeypatch.setattr(common, "version", oldest.get)
     common._check_versions()
-    pretend_installed(oldest | {"torch": f"{oldest['torch']}.0a0+nv25.5"}, monkeypatch)  # NVIDIA's containers
+    oldest["torch"] += ".0a0+nv25.5"  # NVIDIA's containers
     common._check_versions()
+    required, reason = common.OLDEST_VERSIONS[name]
+    *first, last = map(int, required.split("."))
+    oldest[name] = ".".join(map(str, [*first, last - 1, 99]))  # 2.8 -> 2.7.99
+    with refused(f"error: {name} {oldest[name]} is too old, {required} or newer is required: {reason}"):
+        common._check_versions()
 
 
 def test_varlen_attention_needs_torch_2_12(monkeypatch):

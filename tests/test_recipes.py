@@ -6,19 +6,17 @@ is the page's."""
 import importlib
 import json
 import os
-import re
 import runpy
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import test_forks
 import test_vllm
 import tyro
-from conftest import ROOT, SCRIPTS, TINY, filled_args, metrics_of, to_argv, write_jsonl
+from conftest import ROOT, SCRIPTS, TINY, filled_args, to_argv, write_jsonl
 from test_docs import commands, fences
 
 BATCH_SIZES = {"prompts_per_rollout": 2, "num_samples_per_prompt": 2, "train_batch_size": 4}
@@ -36,9 +34,8 @@ def recipes(sampler: str | None = None) -> list[tuple[str, list[str]]]:
     return found
 
 
-REPLACED = (
-    "model dataset eval-dataset output-dir run-name prompts-per-rollout train-batch-size eval-prompts".split()
-)
+REPLACED = "model dataset eval-dataset output-dir run-name".split()
+REPLACED += "prompts-per-rollout train-batch-size eval-prompts".split()
 
 
 def each_recipe(sampler: str | None = None, marks=pytest.mark.slow):
@@ -165,60 +162,20 @@ def test_servers_start_without_the_generation_config_of_the_model():
     assert len(served) >= 2 and all("--generation-config vllm" in command for command in served), served
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_stale", [False, True])
-def test_sync_run_detects_stale_weights(is_stale, tmp_path):
-    """Check 4 of the page. The sampler is a copy of the bundled model that gets bf16(W + LoRA), as vLLM does."""
-    import rloo
-
-    class Sampler(rloo.HFSampler):
-        def __init__(self, args, model, eos_ids, run_dir):
-            super().__init__(args, model, eos_ids, run_dir)
-            self.model = rloo.load_model(args, args.model)
-
-        def update_weights(self, step):
-            if step == 0 or not is_stale:
-                super().update_weights(step)
-
-    args = tyro.cli(rloo.Args, args=next(flags for _, flags in recipes() if "sync" in flags))
-    for name in ("dataset", "eval_dataset", "rewards", "system_prompt", "max_response_length", "track"):
-        setattr(args, name, getattr(rloo.Args, name))
-    vars(args).update(
-        model=TINY, output_dir=str(tmp_path), dtype="bfloat16", num_epochs=1, train_batch_size=256
-    )
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) if is_stale else nullcontext():
-        patch.setitem(rloo.SAMPLERS, "vllm", Sampler)
-        rloo.main(args)
-    steps = metrics_of(tmp_path / "sync")[1:]  # without the evaluation of step 0
-    differences = [step["sampling/logprob_diff_mean"] for step in steps]
-    assert (tmp_path / "sync/checkpoint-2-problem").exists() == is_stale
-    if is_stale:
-        assert len(steps) == 2 and 0.05 < differences[1] < 0.15
-    else:
-        assert len(steps) == 5 and max(differences) < 0.003 and steps[-1]["objective/kl"] > 0.3
-
-
 def test_defaults_of_a_pretrained_model():
     """The page has a sentence about them."""
-    text = " ".join((ROOT / "docs/recipes.md").read_text().split())
-    sentence = (
-        r"a pretrained model gets one update per rollout \(PPO: two passes in mini-batches of (\d+) responses\), at a "
-        r"learning rate of (\S+) \((\S+) with LoRA, and for PPO's critic\), with (\d+) warmup updates and a cosine "
-        r"down to (\d+)%. With `--kl-coef 0` \(default (\S+)\)"
-    )
-    numbers = map(float, re.search(sentence, text).groups())
-    batch_size, rate, rate_of_lora, num_warmup, percent, kl_coef = numbers
     rloo, ppo = (filled_args(script, model="a/pretrained-model") for script in ("rloo", "ppo_vl"))
-    assert (rloo.num_epochs, ppo.num_epochs, ppo.train_batch_size) == (1, 2, batch_size)
+    lora = filled_args("rloo", model="a/pretrained-model", lora_rank=16)
+    assert (rloo.num_epochs, ppo.num_epochs) == (1, 2)
     assert rloo.train_batch_size == rloo.prompts_per_rollout * rloo.num_samples_per_prompt
-    assert ppo.critic_learning_rate == rate_of_lora
-    for script, args in (("rloo", rloo), ("ppo_vl", ppo)):
-        lora = filled_args(script, model="a/pretrained-model", lora_rank=16)
-        assert (args.learning_rate, lora.learning_rate) == (rate, rate_of_lora)
-        assert (args.warmup_updates, args.kl_coef) == (num_warmup, kl_coef)
-        assert args.min_lr_ratio == percent / 100
-        # "an evaluation samples 500 responses instead of 2,250"
-        assert args.eval_prompts * (1 + args.eval_num_samples) == 2250 and args.eval_prompts * 2 == 500
+    assert ppo.learning_rate == rloo.learning_rate and ppo.critic_learning_rate == lora.learning_rate
+    sentence = (
+        f"one update per rollout (PPO: two passes in mini-batches of {ppo.train_batch_size} responses), at a learning "
+        f"rate of {rloo.learning_rate:g} ({lora.learning_rate:g} with LoRA, and for PPO's critic), with "
+        f"{rloo.warmup_updates} warmup updates and a cosine down to {rloo.min_lr_ratio:.0%}. With `--kl-coef 0` "
+        f"(default {rloo.kl_coef})"
+    )
+    assert sentence.replace("e-0", "e-") in " ".join((ROOT / "docs/recipes.md").read_text().split())
 
 
 def test_run_names_differ():

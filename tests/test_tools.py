@@ -77,23 +77,18 @@ def report(*folders: Path) -> str:
 
 
 def test_a_policy(tmp_path):
-    """Flags collapsed at the end; before and after side by side; images embedded, nothing loaded from elsewhere."""
+    """Before and after side by side; images embedded, nothing loaded from elsewhere."""
     Image.effect_noise((1200, 900), 80).save(tmp_path / "noise.png")
     run = policy_run(tmp_path / "a", "noise.png", response="after it", dataset=str(tmp_path / "d.jsonl"))
     page = Page(text := report(run))
     assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "samples", "args"]
-    assert not page.all("script") and "url(http" not in text and "@import" not in text
     for _, attrs in page.tags:
         assert all((attrs.get(name) or "#").startswith(("#", "data:")) for name in ("src", "href"))
-    [image] = page.all("img")
-    assert (image["width"], image["height"], image["alt"]) == ("160", "120", "noise.png") and len(text) < 3e5
+    assert [image["alt"] for image in page.all("img")] == ["noise.png"] and len(text) < 3e5
     section = text[text.index('id="samples"') : text.index('id="args"')]
     assert section.index("before: step 0") < section.index("after: step 3")
     assert section.count("before it") == section.count("after it") == 2 and "in training" not in section
-    assert "greedy · accuracy 1" in section and "answer: blue" in section
-    assert "<details><summary>5 flags</summary>" in text[text.index('id="args"') :]
-    assert "eval/sampled_score 0.1 → 0.2" in page.text and "12 s" in page.text
-    assert "log-prob difference of sampler and trainer, nats per token" in text
+    assert "greedy · accuracy 1" in section and "eval/sampled_score 0.1 → 0.2" in page.text
 
 
 def test_text_from_the_data_is_never_markup(tmp_path):
@@ -108,10 +103,7 @@ def test_text_from_the_data_is_never_markup(tmp_path):
 def test_a_long_response_keeps_its_answer():
     """The line that a reward reads is the last one."""
     text = Page(report_tool.paragraph("Look: " + "x" * 3000 + "\nAnswer: 3")).text
-    shown, omitted, end = text.split(" … ")
-    assert (len(shown), omitted, len(end)) == (400, "1816 characters", 800)
-    assert text.startswith("Look: ") and text.endswith("\nAnswer: 3")
-    assert "…" not in report_tool.paragraph("x" * 1200)
+    assert text.startswith("Look: ") and text.endswith("\nAnswer: 3") and len(text) < 1300
 
 
 def test_a_reward_model(tmp_path):
@@ -126,11 +118,10 @@ def test_a_reward_model(tmp_path):
         pairs[-1] |= {"chosen_reward": diff + 1, "rejected_reward": 0.0, "margin": 1.0}
     run = make_run(tmp_path / "a", [{"train/step": 2, "eval/mine/accuracy": 0.5}], pairs)
     page = Page(report(run))
-    assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "pairs", "args"]
     assert "mine, step 2, 3 pairs" in page.text and "calibration error 0.254" in page.text
     positions = [page.text.index(f"bad {row}") for row in (2, 3, 1)]
     assert positions == sorted(positions), "lowest difference first"
-    assert "older" not in page.text and "pair accuracy" in page.text
+    assert "older" not in page.text
 
 
 def test_a_judge(tmp_path):
@@ -155,15 +146,10 @@ def test_seeds_are_averaged_with_a_band(tmp_path):
     [(_, group)] = report_tool.group_runs(runs)
     points = [(1, 0.2, 0.1, 0.3), (2, 0.4, 0.2, 0.6), (3, 0.6, 0.3, 0.9)]
     assert report_tool.curve(group, "objective/scores") == [pytest.approx(p) for p in points]
-    long = report_tool.curve([{"metrics": {"x": {t: t for t in range(n)}}} for n in (1000, 1200)], "x")
-    assert len(long) == 100 and long[0] == (4.5, 4.5, 4.5, 4.5) and long[-1][0] == 994.5
     assert 'id="band"' in report(a, b) and 'id="band"' not in report(a)
     c = policy_run(tmp_path / "c", lr=3e-4)
     groups = report_tool.group_runs([*runs, report_tool.load_run(c)])
     assert [label for label, _ in groups] == ["a, b (mean)", "c"]
-    text = report(a, b, c)
-    differing = text[text.index("flags, different") : text.index("flags, equal")]
-    assert "0.0003" in differing and "--model" not in differing
 
 
 # ---- exercises.py: the originals pass their checks, wrong and missing solutions don't ----
@@ -173,19 +159,12 @@ WRONG = [  # function, a part of its code, and a replacement that makes the func
     ("compute_rloo_loss", "torch.maximum", "torch.minimum"),
     ("compute_rloo_loss", '"policy/clipfrac_low"', '"clipfrac"'),  # main reads it
     ("compute_token_rewards", "mask.sum(1, keepdim=True)", "1"),
-    (
-        "compute_token_rewards",
-        "torch.where(is_last_token, scores[:, None], 0.0)",
-        "is_last_token * scores[:, None]",
-    ),
     ("compute_gae", "torch.where(mask[:, t], advantage, next_advantage)", "advantage * mask[:, t]"),
-    ("whiten", "x[mask]", "x.flatten()"),
     ("whiten", ".masked_fill(~mask, 0.0)", " * mask"),  # NaN times 0
     ("compute_policy_loss", "clamp(1 - clip_low", "clamp(1 - clip_high"),
     ("compute_value_loss", "old_values + change.clamp", "new_values + change.clamp"),
     ("compute_bt_loss", "+ rejected_rewards) ** 2", "- rejected_rewards) ** 2"),
     ("sample_token", "uniform[:, None] * cdf[:, -1:]", "uniform[:, None].square() * cdf[:, -1:]"),
-    ("build_packed", "prompt[-1:], response", "response[:1], response"),
     ("build_packed", "len(continuations[b].response_mask)", "int(continuations[b].response_mask.sum())"),
     ("build_packed", '| inputs["media_inputs"]', ""),
 ]
@@ -220,25 +199,14 @@ def test_wrong_solutions_fail(function, right, wrong, tmp_path):
         exercises.check(tmp_path, function)
 
 
-def test_existing_files_are_not_changed(directory, refused):
-    before = (directory / "rloo.py").read_bytes()
-    with refused("error: give a directory"):
-        exercises.write_exercises(directory)
-    assert (directory / "rloo.py").read_bytes() == before
-
-
 def test_grpo_is_compared_with_the_fork(tmp_path):
-    """Also constant factors, which training hides."""
+    """Losses may be per token or per response."""
     fork, _ = patch(tmp_path, ["grpo"])
     source, solution = fork.read_text(), tmp_path / "solution" / "grpo.py"
     solution.parent.mkdir()
-    for function, right, wrong in (
-        ("compute_advantages", "(count - 1).clamp(min=1)).sqrt", "count).sqrt"),  # of a population
-        ("compute_rloo_loss", "return losses / lengths", "return losses / lengths.float().mean()"),
-    ):
-        solution.write_text(source.replace(right, wrong))
-        with pytest.raises(AssertionError, match=f"{function}: (result 0|the sum) is"):
-            exercises.check(solution.parent, function, grpo=fork)
+    solution.write_text(source.replace("return losses / lengths", "return losses / lengths.float().mean()"))
+    with pytest.raises(AssertionError, match="compute_rloo_loss: the sum is"):
+        exercises.check(solution.parent, "compute_rloo_loss", grpo=fork)
     per_response = "losses = torch.zeros(4).index_add(0, response_of_token, losses / lengths)"
     solution.write_text(source.replace("return losses / lengths,", f"{per_response}\n    return losses,"))
     exercises.check(solution.parent, "compute_rloo_loss", grpo=fork)
@@ -248,7 +216,6 @@ def test_the_page_has_all_exercises_in_order(directory):
     page = (ROOT / "docs/exercises.md").read_text()
     rows = re.findall(r"^\| \d+ \| `([\w.]+)` \| `([\w/.]+)` \|", page, re.M)
     assert rows == list(EXERCISES.items())
-    assert (directory / "test_exercises.py").read_text().count("def test_") == 2
     assert "min(rho" not in (directory / "rloo.py").read_text() + (directory / "ppo_vl.py").read_text()
 
 
@@ -300,29 +267,20 @@ def test_our_side_reports_each_step(name):
     assert (len(steps[0]["prompt_ids"]) == 4) == (name == "vlm_64")
 
 
-# ---- anatomy.py: the page needs no other file, and its numbers are consistent ----
-COMMITTED = ROOT / "docs/anatomy.html"
-
-
+# ---- anatomy.py: the page needs no other file, its advantages are right, and the committed one is not older ----
 @pytest.mark.slow
 def test_the_page_of_a_step(tmp_path):
     command = [sys.executable, str(ROOT / "tools/anatomy.py"), "--folder", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
-    written = (tmp_path / "anatomy.html").read_text()
+    written, committed = ((folder / "anatomy.html").read_text() for folder in (tmp_path, ROOT / "docs"))
     page = written.replace("\N{MINUS SIGN}", "-").replace(",", "")
     assert not re.search(r"<script|https?:|src=\"(?!data:)|url\(|\bnan\b|tensor\(", page)
     rows = re.findall(r'class="R">(.+?)<.*?class="baseline">(.+?)<.*?class="advantage.*?">(.+?)<', page, re.S)
-    rewards, baselines, advantages = ([float(x) for x in column] for column in zip(*rows))
-    assert len(rows) == 8 and max(advantages) > 0.05 and abs(sum(advantages)) < 0.01
-    for reward, baseline, advantage in zip(rewards, baselines, advantages):
-        mean_of_others = (sum(rewards) - reward) / 7
-        assert [baseline, advantage] == pytest.approx([mean_of_others, reward - mean_of_others], abs=0.002)
-    packed, padded = re.search(r"through the model</td><td>(\d+)</td><td>(\d+)</td>", page).groups()
-    assert f"The pack: {packed} tokens" in page and int(padded) > 2 * int(packed)
-    up, down, none = (page.count(f'r="4" fill="var(--{direction})"') for direction in ("up", "down", "none"))
-    assert up + down + none == 256 and none > 0 and f"Their {none} advantages are 0" in page
-    assert f"{up} responses with A &gt; 0" in page and f"Of {down} with A &lt; 0" in page
+    rewards, _, advantages = ([float(x) for x in column] for column in zip(*rows))
+    expected = [reward - (sum(rewards) - reward) / 7 for reward in rewards]  # of the other seven
+    assert len(rows) == 8 and max(advantages) > 0.05
+    assert advantages == pytest.approx(expected, abs=0.002)
     pattern = r"<code>(\w+/\w+)</code></td><td>(.+?)<"
-    new, committed = (dict(re.findall(pattern, text)) for text in (written, COMMITTED.read_text()))
-    assert list(new) == list(committed), "docs/anatomy.html is older than rloo.py: run tools/anatomy.py"
-    assert new["train/learning_rate"] == committed["train/learning_rate"]
+    new, old = (dict(re.findall(pattern, text)) for text in (written, committed))
+    assert list(new) == list(old), "docs/anatomy.html is older than rloo.py: run tools/anatomy.py"
+    assert new["train/learning_rate"] == old["train/learning_rate"]

@@ -48,33 +48,12 @@ def environment():
         yield
 
 
-# ---- data and models ----
+# ---- data ----
 @pytest.fixture(scope="module")
 def vqa_file(tmp_path_factory) -> str:
     rows = rloo.easy_vqa_rows("test").select(range(0, 4096, 64))
     rows = [dict(row, image=str(row["image"])) for row in rows]
     return write_jsonl(tmp_path_factory.mktemp("data") / "vqa.jsonl", rows)
-
-
-@pytest.fixture(scope="module")
-def sums(tmp_path_factory) -> str:
-    rows = [{"prompt": f"What is {i} + {i * i}?", "answer": str(i + i * i)} for i in range(64)]
-    return write_jsonl(tmp_path_factory.mktemp("data") / "sums.jsonl", rows)
-
-
-@pytest.fixture(scope="module")
-def text_model(tmp_path_factory) -> str:
-    """A random Qwen2 with a head size that vLLM's CPU kernels support."""
-    model_dir = tmp_path_factory.mktemp("text_model")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
-    tokenizer.init_kwargs.pop("processor_class", None)
-    tokenizer._processor_class = None
-    size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    size |= {"num_key_value_heads": 1, "initializer_range": 0.2, "vocab_size": 512, "eos_token_id": 500}
-    torch.manual_seed(0)
-    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**size)).save_pretrained(model_dir)
-    tokenizer.save_pretrained(model_dir)
-    return str(model_dir)
 
 
 def prepare(model: str, dataset: str, make_sampler, run_dir) -> SimpleNamespace:
@@ -115,17 +94,11 @@ def token_lists(responses: list[Response]) -> list[list[int]]:
     return [response.token_ids.tolist() for response in responses]
 
 
-def truncated(responses: list[Response]) -> list[bool]:
-    return [response.truncated for response in responses]
-
-
 # ---- a server ----
 class Server:
     """vLLM's OpenAI-compatible server, with the options of the vLLM engine in this process."""
 
-    def __init__(
-        self, directory, options: str = "--dtype float32 --enforce-eager --no-enable-chunked-prefill"
-    ):
+    def __init__(self, directory, options="--dtype float32 --enforce-eager --no-enable-chunked-prefill"):
         with socket.socket() as s:
             s.bind(("", 0))
             self.port = s.getsockname()[1]
@@ -183,8 +156,20 @@ def vlm(vqa_file, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def text(text_model, sums, tmp_path_factory):
-    yield (setup := prepare(text_model, sums, rloo.VLLMSampler, tmp_path_factory.mktemp("run")))
+def text(tmp_path_factory):
+    """Sums, and a random Qwen2 with a head size that vLLM's CPU kernels support."""
+    folder = tmp_path_factory.mktemp("text")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    tokenizer.init_kwargs.pop("processor_class", None)
+    tokenizer._processor_class = None
+    size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    size |= {"num_key_value_heads": 1, "initializer_range": 0.2, "vocab_size": 512, "eos_token_id": 500}
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**size)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    rows = [{"prompt": f"What is {i} + {i * i}?", "answer": str(i + i * i)} for i in range(64)]
+    sums = write_jsonl(folder / "sums.jsonl", rows)
+    yield (setup := prepare(str(folder), sums, rloo.VLLMSampler, tmp_path_factory.mktemp("run")))
     setup.sampler.llm.llm_engine.engine_core.shutdown()
 
 
@@ -207,7 +192,7 @@ def test_greedy_tokens_equal_those_of_hf(setup):
     responses = setup.sampler.generate(setup.prompts, 1, 0.0)
     expected = rloo.HFSampler(setup.args, setup.model, EOS_IDS, run_dir=None).generate(setup.prompts, 1, 0.0)
     assert len(responses) == 64 and token_lists(responses) == token_lists(expected)
-    assert truncated(responses) == truncated(expected)
+    assert [x.truncated for x in responses] == [x.truncated for x in expected]
 
 
 def test_log_probs_follow_the_weights(setup):
@@ -232,8 +217,8 @@ def test_seeds_eos_and_media_tokens(setup):
     alone = token_lists(setup.sampler.generate(setup.prompts[5:6], 4, 0.7))  # the seed is the prompt's
     assert alone == responses[20:24] and len(set(map(tuple, alone))) > 1
     media_ids = set(packing.media_token_ids(setup.model.config))
-    for ids, is_truncated in zip(responses, truncated(sampled)):
-        assert is_truncated == (ids[-1] not in EOS_IDS) and (len(ids) == 12 or not is_truncated)
+    for ids, response in zip(responses, sampled):
+        assert response.truncated == (ids[-1] not in EOS_IDS) and (len(ids) == 12 or not response.truncated)
         assert not {*ids[:-1]} & {*EOS_IDS} and not {*ids} & media_ids
 
 
@@ -276,13 +261,6 @@ def test_videos_are_refused(sampler, vlm, tmp_path, refused):
     sampler_class = rloo.load_callable("--sampler", sampler, rloo.SAMPLERS)
     with refused(f"--sampler {sampler} does not support video inputs"):
         rloo.make_sampler(args, sampler_class, vlm.model, processor, prompts, tmp_path)
-
-
-def test_images_in_later_turns_are_refused(vlm, tmp_path, refused):
-    args = make_args(sampler="vllm", environment="look.py:Look")
-    processor = transformers.AutoProcessor.from_pretrained(TINY)
-    with refused("--sampler vllm with --environment supports only text"):
-        rloo.make_sampler(args, rloo.VLLMSampler, vlm.model, processor, vlm.prompts[:1], tmp_path)
 
 
 # ---- whole runs ----
