@@ -68,8 +68,6 @@ HEADLINES = {
     "fails": "Ends with a traceback",
     "not measured": "Not measured",
 }
-
-
 # Errors of a family, and the format of each; see docs/models.md.
 MEASURES = {"training": ".0e", "sampling": ".0e", "gradient": ".0e", "ratio": ".0e", "bf16": ".2f"}
 
