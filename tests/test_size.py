@@ -24,7 +24,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/grm_sft.md": 91,
     "docs/models.md": 75,
     "docs/recipes.md": 305,
-    "tools/*.py": 3400,
+    "tools/*.py": 3399,
     "tests/*.py": 8615,
 }
 

@@ -145,7 +145,6 @@ def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: in
     import rloo
 
     args = rloo.Args(output_dir=str(runs), prompts_per_rollout=num_prompts, kl_coef=0)
-    rloo.fill_defaults(args)
     run = rloo.setup(args)
     rows = rloo.shuffled_rows(args, step=1, num_rows=len(run.train_data.rows))
     rollout = rloo.collect_rollout(args, run, run.train_data, rows, num_groups * G, 1.0, step=1)
