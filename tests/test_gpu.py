@@ -336,6 +336,6 @@ def test_speed_against_trl(case, row, tmp_path, large_model):
     done = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     (result,) = json.loads((tmp_path / "results.json").read_text())["results"]
-    for part, unit in (("step", "s"), ("update", "s"), ("memory", "bytes")):
+    for part, unit in (("step", "s"), ("memory", "bytes")):
         ours, theirs, ratio = (result[f"{part}_{name}"] for name in ("cleanrft", "trl", "ratio"))
         row(f"`rloo.py` and TRL, {case}, {part}", f"{ours:.3g} {unit}, {theirs:.3g} {unit}: {ratio:.2f}")

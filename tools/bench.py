@@ -1,27 +1,23 @@
 """Compare the scripts with TRL's trainers on one machine: step times, memory, learning curves.
 
-    python tools/bench.py rloo --trl-python TRL/bin/python                  # one part, Markdown on stdout
+    python tools/bench.py rloo --trl-python TRL/bin/python                  # one part
     python tools/bench.py rloo reward sft learning --trl-python TRL/bin/python \\
-        --text-model models/smollm2 --threads 1 --output runs/bench         # all: tables, JSON, plots
+        --text-model models/smollm2 --threads 1 --output runs/bench         # all
 
-rloo      rloo.py and RLOOTrainer: same model, prompts, G, lengths, reward, fp32, generation with the same model;
-          prompts of 200 and 600 tokens on SmolLM2-135M, images on the tiny VLM
-reward    reward_bt.py and RewardTrainer on SmolLM2-135M: 16 pairs with prompts of 100 and of 300 words; and
-          4 prompts with four ranked responses each, which are six pairs each for TRL
-sft       grm_sft.py and SFTTrainer on the tiny VLM: 64 questions about easy-VQA images, all different, and
-          grouped by image
+rloo      rloo.py and RLOOTrainer, sampling with the same model
+reward    reward_bt.py and RewardTrainer
+sft       grm_sft.py and SFTTrainer
 learning  rloo.py and RLOOTrainer train the tiny VLM with the same data, rewards, batches and schedule. Both save
           their weights ten times, and the evaluation of rloo.py scores all of them on the same prompts.
           Seconds are those of the training steps only.
 
 --trl-python needs an environment with requirements.txt and trl 1.16.0. Both sides run in one process each. In all
 parts except learning they alternate steps, so that other load on the machine slows both; reported ratios are
-medians of the ratios of single steps. In tables and results, "cleanrft" is our side.
+medians of the ratios of single steps. "cleanrft" is our side.
 
 TRL runs with fp32 on the CPU, bf16 on a GPU, no gradient checkpointing, AdamW, gradients clipped at 1.0, one optimizer
 step per batch, nothing logged. Everything else is TRL's default. Its rows per forward pass (micro_rows) are those
-that were fastest: for the tiny VLM the whole batch, for SmolLM2 4 rows (one thread, 16 rows of 170 + 64 tokens, CPU
-seconds per step and peak GB: 2 rows 81 s, 3.6; 4 rows 78 s, 5.0; 8 rows 80 s, 7.7; 16 rows 86 s, 12.3).
+that were fastest: for the tiny VLM the whole batch, for SmolLM2 4 rows.
 """
 
 import itertools
@@ -67,8 +63,7 @@ class Args:
     steps: int = 3  # Timed steps, after one that is not timed; cases with steps of a minute time one only.
     threads: int = 0  # Number of CPU threads; 0 is torch's default. learning uses one thread per side.
     seeds: tuple[int, ...] = (1, 2, 3)  # Random seeds of learning; the other parts use the first one.
-    rollouts: int = 30  # Rollouts of learning, of 256 responses each.
-    output: str = "runs/bench"  # Directory for results.md, results.json, plots and the runs of learning.
+    output: str = "runs/bench"  # Directory for results.json, the plot and the runs of learning.
     child: tuple[str, ...] = ()  # Internal: run one side in this process.
 
 
@@ -127,16 +122,12 @@ def rloo_case(
 
 
 def rloo_cases(args: Args) -> dict[str, dict]:
-    cases = {"vlm_64": rloo_case(args.vlm, easy_vqa_rows(64), replay=True)}
+    cases = {"vlm_64": rloo_case(args.vlm, easy_vqa_rows(64))}
     lora = dict(R=64, full_length=True, micro_rows=16, lora_rank=16)
     cases["vlm_lora"] = rloo_case(args.vlm, easy_vqa_rows(16), **lora)
-    for name, length, packs in (
-        ("text_200", 190, 1024),
-        ("text_600", 590, 1280),
-    ):  # a prompt's group per pack
-        rows = [{"prompt": prompt} for prompt in words(args, 4, length)]
-        how = dict(R=64, full_length=True, micro_rows=4, steps=1)
-        cases[name] = rloo_case(args.text_model, rows, packs=packs, **how)
+    rows = [{"prompt": prompt} for prompt in words(args, 4, 190)]
+    how = dict(packs=1024, R=64, full_length=True, micro_rows=4, steps=1)  # a pack is a prompt's group
+    cases["text_200"] = rloo_case(args.text_model, rows, **how)
     return cases
 
 
@@ -189,9 +180,9 @@ class Turns:
         self.answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # all other output goes to stderr
 
-    def next(self, measured: dict) -> dict:
+    def next(self, measured: dict) -> None:
         print(json.dumps(measured | {"peak_bytes": peak_memory()}), file=self.answers, flush=True)
-        return json.loads(sys.stdin.readline())
+        sys.stdin.readline()
 
 
 def peak_memory() -> int:
@@ -202,8 +193,7 @@ def peak_memory() -> int:
 
 
 def run_sides(args: Args, case: dict, sides: tuple[str, ...]) -> dict[str, list[dict]]:
-    """Measurements of each step of each side: cleanrft, trl, or replay (TRL on the responses that cleanrft sampled
-    in the same step, so that both updates do the same work)."""
+    """Measurements of each step of each side."""
     steps = defaultdict(list)
     running = {}
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -213,19 +203,16 @@ def run_sides(args: Args, case: dict, sides: tuple[str, ...]) -> dict[str, list[
         job |= {"seed": args.seeds[0], "threads": args.threads}
         for side in sides:
             path = Path(folder) / f"{side}.json"
-            path.write_text(json.dumps(job | {"replay": side == "replay"}))
+            path.write_text(json.dumps(job))
             python = sys.executable if side == "cleanrft" else args.trl_python
-            command = [python, __file__, "--child", side.replace("replay", "trl"), path]
-            running[side] = subprocess.Popen(command, **pipes)
+            running[side] = subprocess.Popen([python, __file__, "--child", side, path], **pipes)
         try:
             for side, process in running.items():  # wait until all are ready
                 receive(side, process)
             for _ in range(job["steps"]):
-                sampled = {}
                 for side, process in running.items():
-                    print(json.dumps(sampled), file=process.stdin, flush=True)
-                    steps[side].append(step := receive(side, process))
-                    sampled = {"completions": step.pop("completions")} if "completions" in step else sampled
+                    print(file=process.stdin, flush=True)
+                    steps[side].append(receive(side, process))
                 note = " · ".join(f"{side} {x[-1]['seconds']:.2f} s" for side, x in steps.items())
                 print(f"{case['script']}, seconds per step: {note}", file=sys.stderr)
         finally:
@@ -282,11 +269,6 @@ def run_cleanrft(job: dict, directory: Path) -> None:
         sampler, prompts, *_ = inputs
         prompt_ids.update({prompt.row_id: prompt.input_ids.tolist() for prompt in prompts})
 
-    def record_responses(inputs, rollout) -> None:
-        order = sorted(range(len(rollout.prompts)), key=lambda i: rollout.prompts[i].row_id)
-        groups = [rollout.response_ids[i * job["G"] :][: job["G"]] for i in order]
-        step["completions"] = [ids.tolist() for group in groups for ids in group]
-
     def finish_setup(inputs, run) -> None:
         if job.get("full_length"):
             run.sampler.eos_ids = [NEVER_SAMPLED]
@@ -298,13 +280,11 @@ def run_cleanrft(job: dict, directory: Path) -> None:
             return
         loss = next(metrics[name] for name in ("rm/loss", "loss/sft", "loss/policy") if name in metrics)
         step.update(seconds=metrics["time/total"], loss=loss, grad_norm=metrics["train/grad_norm"])
-        step["update_seconds"] = metrics.get("time/logprobs", 0.0) + metrics.get("time/update", 0.0)
         step["prompt_ids"] = [ids for _, ids in sorted(prompt_ids.items())]
         turns.next(step)
 
     if "G" in job:
         watch(script.HFSampler, "generate", record_prompts)
-        watch(script, "collect_rollout", record_responses)
     watch(script, "setup", finish_setup)
     watch(script, "log", finish_step)
     script.main(script.Args(**flags))
@@ -314,23 +294,13 @@ def compare_with_trl(args: Args, part: str) -> Iterator[dict]:
     for name, case in CASES[part](args).items():
         if args.cases and name not in args.cases:
             continue
-        replay = "replay" if case.get("replay") else "trl"
-        steps = run_sides(args, case, tuple(dict.fromkeys((*SIDES, replay))))
-        cleanrft, trl, replayed = (timed(steps[side]) for side in (*SIDES, replay))
+        steps = run_sides(args, case, SIDES)
+        cleanrft, trl = (steps[side][1:] or steps[side] for side in SIDES)  # without the warmup
         result = {"part": f"{part} {name}", **ratios(cleanrft, trl, "seconds", "step")}
         result |= ratios(cleanrft, trl, "peak_bytes", "memory")
-        if case["script"] == "rloo":
-            result |= ratios(cleanrft, replayed, "update_seconds", "update")
-            if steps["cleanrft"][0]["prompt_ids"] != steps["trl"][0]["prompt_ids"]:
-                sys.exit(f"case {name}: the two sides have different prompt tokens")
-        for field, key in (("losses", "loss"), ("grad_norms", "grad_norm")):
-            result[field] = {side: [step[key] for step in x] for side, x in steps.items()}
-        yield result
-
-
-def timed(steps: list[dict]) -> list[dict]:
-    """All steps except the first, which is a warmup, unless it is the only one."""
-    return steps[1:] or steps
+        if steps["cleanrft"][0]["prompt_ids"] != steps["trl"][0].get("prompt_ids", []):
+            sys.exit(f"case {name}: the two sides have different prompt tokens")
+        yield result | {"steps": steps}
 
 
 def ratios(cleanrft: list[dict], trl: list[dict], field: str, name: str) -> dict:
@@ -339,50 +309,30 @@ def ratios(cleanrft: list[dict], trl: list[dict], field: str, name: str) -> dict
     b = [step[field] for step in trl]
     pairs = [y / x for x, y in zip(a, b)]
     median = statistics.median
-    result = {f"{name}_cleanrft": median(a), f"{name}_trl": median(b), f"{name}_ratio": median(pairs)}
-    return result | {f"{name}_steps": {"cleanrft": a, "trl": b, "ratio": pairs}}
+    return {f"{name}_cleanrft": median(a), f"{name}_trl": median(b), f"{name}_ratio": median(pairs)}
 
 
 # ---- TRL's side ----
 
 
 class StepClock(transformers.TrainerCallback):
-    """Times every optimizer step; `elapsed` sums the seconds of the watched methods of the trainer."""
+    """Times every optimizer step."""
 
     def __init__(self):
         self.turns = Turns()
-        self.elapsed = defaultdict(float)
         self.notes = {}
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.message = self.turns.next({"ready": True})
+        self.turns.next({"ready": True})
         self.start = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        now = time.perf_counter()
-        # update: everything except generation, rewards and the processing of images and texts
-        update = self.elapsed["logprobs"] + self.elapsed["training_step"] - self.elapsed["prepare"]
-        update += now - self.last_backward
-        self.step = {"seconds": now - self.start, "update_seconds": update, **self.notes}
+        self.step = {"seconds": time.perf_counter() - self.start, **self.notes}
 
     def on_log(self, args, state, control, logs, **kwargs) -> None:
-        self.elapsed = defaultdict(float)
         measured = {name: float(logs[name]) for name in ("loss", "grad_norm")}
-        self.message = self.turns.next(self.step | measured)
+        self.turns.next(self.step | measured)
         self.start = time.perf_counter()
-
-    def watch(self, trainer, method: str, part: str, when=lambda: True) -> None:
-        """Replace a method of the trainer by a timed one."""
-        original = getattr(trainer, method)
-
-        def timed(*args, **kwargs):
-            start = time.perf_counter()
-            result = original(*args, **kwargs)
-            self.last_backward = time.perf_counter()  # after the last training_step, the optimizer steps
-            self.elapsed[part] += self.last_backward - start if when() else 0.0
-            return result
-
-        setattr(trainer, method, timed)
 
 
 def trainer_arguments(steps: int, rows: int, micro_rows: int | None, **fields) -> dict:
@@ -427,8 +377,6 @@ def run_trl(job: dict, directory: Path) -> None:
     make_trainer = {"rloo": make_rloo_trainer, "reward_bt": make_reward_trainer, "grm_sft": make_sft_trainer}
     trainer = make_trainer[job["script"]](job, fields, shared, clock)
     trainer.remove_callback(transformers.PrinterCallback)
-    clock.watch(trainer, "_prepare_inputs", "prepare")
-    clock.watch(trainer, "training_step", "training_step")
     trainer.train()
 
 
@@ -451,16 +399,12 @@ def make_rloo_trainer(job: dict, fields: dict, shared: dict, clock: StepClock):
         where = {"target_modules": "all-linear", "exclude_modules": ".*(visual|lm_head).*"}
         shared["peft_config"] = peft.LoraConfig(r=rank, lora_alpha=32, **where)
     trainer = trl.RLOOTrainer(**shared, reward_funcs=id_sum_reward, args=config)
-    if job["replay"]:
-        trainer._generate_single_turn = lambda *inputs: clock.message["completions"]
 
     def keep_prompts(inputs, output: dict) -> None:
         padded = zip(output["prompt_ids"], output["prompt_mask"].bool())
         clock.notes["prompt_ids"] = [ids[mask].tolist() for ids, mask in padded][::G]
 
     watch(trainer, "_generate_and_score_completions", keep_prompts)
-    no_grad = lambda: not torch.is_grad_enabled()  # noqa: E731
-    clock.watch(trainer, "_get_per_token_logps_and_entropies", "logprobs", no_grad)
     return trainer
 
 
@@ -468,8 +412,7 @@ def make_reward_trainer(job: dict, fields: dict, shared: dict, clock: StepClock)
     import trl
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["flags"]["model"])
-    is_smollm = "<|endoftext|>" in tokenizer.get_vocab()
-    tokenizer.pad_token = "<|endoftext|>" if is_smollm else tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.pad_token = "<|endoftext|>"
     fields |= {"train_sampling_strategy": "sequential", "max_length": None}  # None: rows are never dropped
     return trl.RewardTrainer(**shared, args=trl.RewardConfig(**fields), processing_class=tokenizer)
 
@@ -483,16 +426,10 @@ def make_sft_trainer(job: dict, fields: dict, shared: dict, clock: StepClock):
 
 # ---- learning curves ----
 
+ROLLOUTS = 30  # of 256 responses each
 SAVES = 10  # evaluations of a run, after the first one
 SCORE = "eval/sampled_score"
 LEVELS = (0.8, 0.9, 0.95)  # the table has the seconds until each level is reached
-
-
-@dataclass
-class Point:
-    rollouts: int
-    seconds: float
-    score: float
 
 
 def learning_args(args: Args, seed: int, **flags):
@@ -501,14 +438,14 @@ def learning_args(args: Args, seed: int, **flags):
     flags = {"output_dir": args.output, "eval_steps": 0, "seed": seed, **flags}
     flags |= {"num_epochs": 2, "train_batch_size": 128}  # defaults for the tiny VLM
     flags |= {"learning_rate": 1e-4, "max_response_length": 24}
-    filled = rloo.Args(model=args.vlm, total_steps=args.rollouts, **flags)
+    filled = rloo.Args(model=args.vlm, total_steps=ROLLOUTS, **flags)
     rloo.fill_defaults(filled)
     return filled
 
 
 def measure_learning(args: Args) -> Iterator[dict]:
     for seed in args.seeds:
-        options = ["--output", args.output, "--rollouts", args.rollouts, "--vlm", args.vlm]
+        options = ["--output", args.output, "--vlm", args.vlm]
         children = []
         for side, python in zip(SIDES, (sys.executable, args.trl_python)):
             command = [python, __file__, *options, "--child", f"learn_{side}", seed]
@@ -521,7 +458,7 @@ def measure_learning(args: Args) -> Iterator[dict]:
 def learn_cleanrft(args: Args, seed: int, run_dir: Path) -> list[float]:
     """Train with checkpoints; returns the seconds of each rollout with its updates."""
     rloo = import_module("rloo")
-    saving = {"save_steps": args.rollouts // SAVES, "save_total_limit": 99, "eval_prompts": 1}
+    saving = {"save_steps": ROLLOUTS // SAVES, "save_total_limit": 99, "eval_prompts": 1}
     rloo.main(learning_args(args, seed, run_name=run_dir.name, **saving))
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [line["time/total"] for line in lines if "time/total" in line]
@@ -564,7 +501,7 @@ def learn_trl(args: Args, seed: int, run_dir: Path) -> list[float]:
         adam_beta1=0.9,
         adam_beta2=0.95,
         save_strategy="steps",
-        save_steps=args.rollouts // SAVES * updates_per_rollout,
+        save_steps=ROLLOUTS // SAVES * updates_per_rollout,
         save_only_model=True,
     )
     config = trl.RLOOConfig(
@@ -608,20 +545,21 @@ def evaluate_all(args: Args) -> Iterator[dict]:
         for i, checkpoint in enumerate([args.vlm, *rloo.list_checkpoints(run_dir)]):
             saved = rloo.load_model(replace(flags, model=str(checkpoint)), str(checkpoint))
             run.actor.module.model.load_state_dict(saved.state_dict())
-            rollouts = i * (args.rollouts // SAVES)
+            rollouts = i * (ROLLOUTS // SAVES)
             score = rloo.evaluate(flags, run)[0][SCORE]
-            points.append(Point(rollouts, sum(seconds[:rollouts]), score))
+            points.append({"rollouts": rollouts, "seconds": sum(seconds[:rollouts]), "score": score})
             print(f"{side}, seed {seed}: {points[-1]}", file=sys.stderr, flush=True)
         times = {f"level_{level}": seconds_to(points, level) for level in LEVELS}
-        result = {"part": "learning", "side": side, "seed": str(seed), "final": points[-1].score, **times}
-        yield result | {"points": [asdict(point) for point in points]}
+        result = {"part": "learning", "side": side, "seed": str(seed), "final": points[-1]["score"], **times}
+        yield result | {"points": points}
 
 
-def seconds_to(points: list[Point], level: float) -> float:
+def seconds_to(points: list[dict], level: float) -> float:
     """Seconds until the curve, linear between its points, first crosses the level; infinite if it never does."""
     for a, b in itertools.pairwise(points):
-        if a.score <= level <= b.score:
-            return a.seconds + (level - a.score) / max(b.score - a.score, 1e-9) * (b.seconds - a.seconds)
+        if a["score"] <= level <= b["score"]:
+            fraction = (level - a["score"]) / max(b["score"] - a["score"], 1e-9)
+            return a["seconds"] + fraction * (b["seconds"] - a["seconds"])
     return float("inf")
 
 
@@ -654,47 +592,10 @@ def describe_machine() -> dict:
     return {
         "command": shlex.join(["python", "tools/bench.py", *sys.argv[1:]]),
         "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
-        "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "deepspeed")},
         "cpu": names[0] if names else platform.machine(),
-        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load_average": round(os.getloadavg()[0], 1),
     }
-
-
-TABLES = {  # key of the results that are rows of the table -> header, columns
-    "step_ratio": (
-        "part | step: CleanRFT, s | TRL, s | ratio | update: CleanRFT, s | TRL, s | ratio | "
-        "peak: CleanRFT, GB | TRL, GB",
-        (
-            *(f"{x}_{y}" for x in ("step", "update") for y in (*SIDES, "ratio")),
-            "memory_cleanrft",
-            "memory_trl",
-        ),
-    ),
-    "points": (
-        f"part | side | seed | {' | '.join(f'seconds to {level}' for level in LEVELS)} | final score",
-        ("side", "seed", *(f"level_{level}" for level in LEVELS), "final"),
-    ),
-}
-
-
-def cell(name: str, value) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    return f"{value / (1e9 if 'memory' in name else 1):.2f}"
-
-
-def report(machine: dict, results: list[dict]) -> str:
-    """Markdown: the command and the machine, then one table per type of result."""
-    lines = [" · ".join(f"{name} {value}" for name, value in machine.items())]
-    for key, (head, columns) in TABLES.items():
-        rows = [[r["part"], *(cell(name, r.get(name)) for name in columns)] for r in results if key in r]
-        if rows:
-            lines += ["", f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
-            lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines)
 
 
 def run_child(args: Args) -> None:
@@ -726,12 +627,12 @@ def main(args: Args) -> None:
             results.append(result)  # and write it now, since a part may take an hour
             figures = {"machine": machine, "args": asdict(args), "results": results}
             (output / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
-            (output / "results.md").write_text(report(machine, results) + "\n")
+            numbers = [(name, x) for name, x in result.items() if not isinstance(x, dict | list)]
+            print(", ".join(f"{name} {x if isinstance(x, str) else f'{x:.4g}'}" for name, x in numbers))
             if part == "learning":
                 draw_learning(results, output / "learning.png")
     if not results:
         sys.exit(f"--cases {' '.join(args.cases)}: not a case of {' '.join(args.parts)}")
-    print("\n" + report(machine, results))
 
 
 if __name__ == "__main__":

@@ -68,8 +68,6 @@ HEADLINES = {
     "fails": "Ends with a traceback",
     "not measured": "Not measured",
 }
-
-
 # Errors of a family, and the format of each; see docs/models.md.
 MEASURES = {"training": ".0e", "sampling": ".0e", "gradient": ".0e", "ratio": ".0e", "bf16": ".2f"}
 
@@ -88,7 +86,7 @@ class Result:
             texts = CONFIGS["reasons"].get(self.path, {}).items()
             return next((text for pattern, text in texts if re.search(pattern, self.reason)), self.reason)
         if self.name in IMAGE_TEXT:
-            return "Image-text models" if self.has_images else "Image-text models, measured with text only"
+            return "Image-text models" if self.has_images else "Image-text models, text only"
         return "Decoders" if self.name in DECODERS else "Variants"
 
 
@@ -375,24 +373,22 @@ def gradient_error(model, unmodified) -> float:
 
 
 def summary(results: list[Result]) -> str:
-    """For each path: a table with the largest errors of its groups, and the names in each group."""
+    """A table with the largest errors of each path, then the names in each group."""
     commit = subprocess.check_output(["git", "log", "-1", "--format=%h, %cs"], cwd=ROOT, text=True).strip()
-    lines = [f"Commit {commit}; transformers {transformers.__version__}, torch {torch.__version__}."]
+    lines = [f"Commit {commit}; transformers {transformers.__version__}, torch {torch.__version__}.", ""]
+    lines += [f"| largest error | {' | '.join(MEASURES)} |", "|---" * (1 + len(MEASURES)) + "|"]
+    for path in ("packed", "padded", "inexact"):
+        errors = [result.errors for result in results if result.path == path]
+        columns = [[x[name] for x in errors if name in x] for name in MEASURES]
+        cells = [f"{max(x):{form}}" if x else "" for x, form in zip(columns, MEASURES.values())]
+        lines += [f"| {path} | {' | '.join(cells)} |"] if errors else []
     for path, headline in HEADLINES.items():
         groups = defaultdict(list)
         for result in results:
             if result.path == path:
                 groups[result.group()].append(result)
-        rows = []
-        for group, families in groups.items():
-            lists = [[x.errors[name] for x in families if name in x.errors] for name in MEASURES]
-            cells = [f"{max(x):{form}}" if x else "" for x, form in zip(lists, MEASURES.values())]
-            rows.append(f"| {' | '.join([group, str(len(families)), *cells])} |")
         if groups:
             lines += ["", f"## {headline}: {sum(map(len, groups.values()))}", ""]
-        if path in ("packed", "padded", "inexact") and groups:
-            lines += [f"| group | models | {' | '.join(MEASURES)} |", "|---" * (2 + len(MEASURES)) + "|"]
-            lines += [*rows, ""]
         for group, families in groups.items():
             lines.append(f"- **{group}** ({len(families)}): {', '.join(result.name for result in families)}")
     return "\n".join(lines) + "\n"

@@ -3,7 +3,7 @@
     python ppo_vl.py --run-name readme
     python tools/figures.py readme runs            # docs/readme.png: rewards, and responses before and after
     python tools/figures.py environments runs      # docs/environments.png: scores with and without tools
-    python tools/figures.py variance runs          # prints a column of docs/theory.md, about three minutes
+    python tools/figures.py variance runs          # prints a table of docs/theory.md, about three minutes
 
 For environments, run the commands of examples/guess_number.py and examples/zoom.py with --seed 1, 2 and 3 and
 --run-name guess1, ..., zoom3, then once with --max-turns 1 (no observations) and --run-name guess_without or zoom_without.
@@ -137,15 +137,14 @@ def draw_environments(runs: Path):
 # ---- the table of docs/theory.md ----
 
 
-def print_variance(runs: Path, model: str, num_prompts: int = 64, num_groups: int = 8, G: int = 8) -> None:
+def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: int = 8) -> None:
     """Variance of the gradient of a prompt with G responses, summed over all weights, with several baselines: over
     num_groups groups of responses to each prompt, averaged over prompts. In parentheses: the ratio to leave-one-out,
     a 95 % interval by bootstrapping prompts."""
     sys.path.insert(0, str(DOCS.parent))
     import rloo
 
-    args = rloo.Args(output_dir=str(runs), model=model, prompts_per_rollout=num_prompts, kl_coef=0)
-    args.max_prompt_length, args.max_response_length = 1024, 24  # those of the bundled model
+    args = rloo.Args(output_dir=str(runs), prompts_per_rollout=num_prompts, kl_coef=0)
     run = rloo.setup(args)
     rows = rloo.shuffled_rows(args, step=1, num_rows=len(run.train_data.rows))
     rollout = rloo.collect_rollout(args, run, run.train_data, rows, num_groups * G, 1.0, step=1)
@@ -192,11 +191,10 @@ def print_variance(runs: Path, model: str, num_prompts: int = 64, num_groups: in
 def main(
     name: tyro.conf.Positional[Literal["readme", "environments", "variance"]],
     runs: tyro.conf.Positional[Path],
-    model: str = str(DOCS.parent / "assets/tiny_vl"),
 ) -> None:
-    """name: figure to draw, or variance. runs: directory with the runs. model: for variance."""
+    """name: figure to draw, or variance. runs: directory with the runs."""
     if name == "variance":
-        return print_variance(runs, model)
+        return print_variance(runs)
     plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
     draw = {"readme": draw_readme, "environments": draw_environments}[name]
     draw(runs).savefig(DOCS / f"{name}.png")

@@ -20,9 +20,9 @@ import random
 import re
 import shutil
 import sys
-import time
+from collections import defaultdict
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import easy_vqa
@@ -69,6 +69,10 @@ UNTAGGED = {"{}": 0.1, "The answer is {}.": 0.8, "It is {}.": 0.1}  # probabilit
 TAGGED_FRACTION = {"what": 0.55, "yes/no": 0.37}  # the greedy response to most yes/no questions has no tags
 CONFUSIONS = {"teal": "green", "brown": "red", "gray": "blue", "rectangle": "triangle"}
 CONFUSED_FRACTION = 0.6  # probability that the model mistakes the key for the value
+SEED = 1
+BATCH_SIZE = 64  # images (phase 1) or questions (phases 2 and 3) per step
+STEPS = {"vision": 1200, "language": 2000, "habits": 300}
+LEARNING_RATES = {"vision": 2e-3, "language": 1e-3, "habits": 1e-3}  # peaks
 OTHER_TEXT = """You are a helpful assistant. Answer the question about the image. Think step by step, then give the final answer.
 Question: Answer: Image 1 Image 2 Response 1 Response 2 Which response is better? The first response is better. The second one is
 worse. Both are correct. Neither is right, because the image shows something different. Compare the two answers and score them.
@@ -96,14 +100,6 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 class Args:
     output_dir: Path = Path("assets/tiny_vl")  # Output directory for the model.
     work_dir: Path = Path("runs/make_tiny_vl")  # Directory for the finished phases; delete it to start over.
-    seed: int = 1  # Random seed.
-    vision_steps: int = 1200  # Optimizer steps of phase 1.
-    language_steps: int = 2000  # Optimizer steps of phase 2.
-    habits_steps: int = 300  # Optimizer steps of phase 3.
-    vision_lr: float = 2e-3  # Peak learning rate of phase 1.
-    language_lr: float = 1e-3  # Peak learning rate of phase 2.
-    habits_lr: float = 1e-3  # Peak learning rate of phase 3.
-    batch_size: int = 64  # Images (phase 1) or questions (phases 2 and 3) per step.
 
 
 # ---- images and questions ----
@@ -153,9 +149,8 @@ def patchify(images: Tensor, image_processor) -> Tensor:
     std = torch.tensor(image_processor.image_std).view(1, 3, 1, 1)
     n, grid = len(images), SIZE // PATCH // MERGE
     patches = ((images / 255 - mean) / std).view(n, 3, grid, MERGE, PATCH, grid, MERGE, PATCH)
-    patches = patches.permute(
-        0, 2, 5, 3, 6, 1, 4, 7
-    )  # (n, row, column, row in token, column in token, 3, 8, 8)
+    # (n, row, column, row in token, column in token, 3, 8, 8)
+    patches = patches.permute(0, 2, 5, 3, 6, 1, 4, 7)
     patches = patches.unsqueeze(6).expand(-1, -1, -1, -1, -1, -1, 2, -1, -1)  # an image is two equal frames
     return patches.reshape(n * NUM_PATCHES, -1)
 
@@ -223,9 +218,7 @@ def build_processor(questions: list[str]) -> Qwen2_5_VLProcessor:
     )
     trainer = trainers.BpeTrainer(
         vocab_size=512 - len(SPECIAL_TOKENS) - len(TAG_TOKENS),
-        initial_alphabet=sorted(
-            pre_tokenizers.ByteLevel.alphabet()
-        ),  # every byte, so that any text round-trips
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # so that any text round-trips
         show_progress=False,
     )
     words = ["user\n", "assistant\n", "system\n", *SHAPES, *COLORS, "yes", "no"]
@@ -295,9 +288,7 @@ def build_model(tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     return model
 
 
-def attend_equal_images(
-    module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling: float, **kwargs
-):
+def attend_equal_images(module, query, key, value, attention_mask, scaling: float, **kwargs):
     """Vision attention for a batch of 64x64 images in one call, because the SDPA path loops over images."""
     heads, dim = query.shape[1], query.shape[3]
     q, k, v = (t.view(heads, -1, NUM_PATCHES, dim) for t in (query, key, value))  # (heads, images, 64, dim)
@@ -323,7 +314,9 @@ def encode_images(model, pixel_values: Tensor) -> Tensor:
 class Optimizer:
     """Muon on the matrices, AdamW on the rest (embeddings, heads, vectors), one cosine schedule with warmup for both."""
 
-    def __init__(self, matrices: list, rest: list, lr: float, steps: int):
+    def __init__(self, matrices: list, rest: list, phase: str):
+        lr, steps = LEARNING_RATES[phase], STEPS[phase]
+        self.phase = phase
         self.parameters = [*matrices, *rest]
         self.parts = [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)]
         self.parts.append(
@@ -333,6 +326,8 @@ class Optimizer:
         self.lr_at = lambda t: lr * min((t + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * t / steps))
 
     def step(self, loss: Tensor, t: int) -> None:
+        if t % 100 == 0:
+            print(f"{self.phase} {t}: loss {loss:.3f}", flush=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         for part in self.parts:
@@ -341,41 +336,30 @@ class Optimizer:
             part.zero_grad()
 
 
-def train_vision(args: Args, model, processor) -> None:
-    image_processor = processor.image_processor
+def train_vision(model, processor) -> None:
     head = nn.Linear(HIDDEN, len(SHAPES) + len(COLORS))
     visual = model.model.visual
     matrices = [p for p in visual.parameters() if p.ndim == 2]
     rest = [p for p in visual.parameters() if p.ndim != 2] + list(head.parameters())
-    optimizer = Optimizer(matrices, rest, args.vision_lr, args.vision_steps)
-    test_ids, test_shapes, test_colors = labels_from_questions(*easy_vqa.get_test_questions())
-    test_pixels = patchify(read_images(easy_vqa.get_test_image_paths())[test_ids], image_processor)
-    test_batches = test_pixels.split(args.batch_size * NUM_PATCHES)[:-1]  # full batches: one compiled shape
+    optimizer = Optimizer(matrices, rest, "vision")
     for block in visual.blocks:
         block.compile(dynamic=False)
-    start = time.time()
-    for step in range(args.vision_steps):
-        images, shape, color, overlaps = generate_images(args.batch_size)
-        logits = head(encode_images(model, patchify(images, image_processor))).float()  # (B, 16, 3 + 8)
+    for step in range(STEPS["vision"]):
+        images, shape, color, overlaps = generate_images(BATCH_SIZE)
+        pixels = patchify(images, processor.image_processor)
+        logits = head(encode_images(model, pixels)).float()  # (B, 16, 3 + 8)
         pooled = logits.amax(1)
         loss = F.cross_entropy(pooled[:, :3], shape) + F.cross_entropy(pooled[:, 3:], color)
         # Also classify each token that overlaps with the shape: a denser signal than one label per image.
         tokens = logits[overlaps]
         loss = loss + F.cross_entropy(tokens[:, :3], shape[:, None].expand_as(overlaps)[overlaps])
         optimizer.step(loss, step)
-        if (step + 1) % 100 == 0:
-            with torch.no_grad():
-                pooled = torch.cat([head(encode_images(model, pixels)).amax(1) for pixels in test_batches])
-            right_shape = (pooled[:, :3].argmax(1) == test_shapes[: len(pooled)]).float().mean()
-            right_color = (pooled[:, 3:].argmax(1) == test_colors[: len(pooled)]).float().mean()
-            print(f"vision {step + 1}: loss {loss:.3f}, easy-VQA test images: shape {right_shape:.3f}, color "
-                  f"{right_color:.3f}, {time.time() - start:.0f} s", flush=True)  # fmt: skip
 
 
-def train_language(args: Args, model, processor, habits: bool = False) -> None:
+def train_language(model, processor, phase: str) -> None:
     """SFT with a frozen vision tower. Half of each batch are easy-VQA's training questions, half are about generated images."""
-    steps, lr = (args.habits_steps, args.habits_lr) if habits else (args.language_steps, args.language_lr)
-    rng = random.Random(args.seed)
+    habits = phase == "habits"
+    rng = random.Random(SEED)
     tokenizer = processor.tokenizer
     visual = model.model.visual
     text = model.model.language_model
@@ -421,18 +405,17 @@ def train_language(args: Args, model, processor, habits: bool = False) -> None:
     token_types = (row == model.config.image_token_id).int()
     grid = torch.tensor([[1, SIZE // PATCH, SIZE // PATCH]])
     position_ids = model.model.get_rope_index(row, token_types, grid)[0]  # M-RoPE
-    position_ids = position_ids.expand(3, args.batch_size, length)
+    position_ids = position_ids.expand(3, BATCH_SIZE, length)
 
     for layer in text.layers:
         layer.compile(dynamic=False)
     matrices = [p for p in text.layers.parameters() if p.ndim == 2]
     rest = [p for p in text.parameters() if not any(p is m for m in matrices)]
-    optimizer = Optimizer(matrices, rest, lr, steps)
-    start = time.time()
-    for step in range(steps):
-        ids, prompts, responses = zip(*(sample() for _ in range(args.batch_size)))
-        input_ids = torch.full((args.batch_size, length), tokenizer.pad_token_id)  # (B, T)
-        trained = torch.zeros(args.batch_size, length, dtype=torch.bool)
+    optimizer = Optimizer(matrices, rest, phase)
+    for step in range(STEPS[phase]):
+        ids, prompts, responses = zip(*(sample() for _ in range(BATCH_SIZE)))
+        input_ids = torch.full((BATCH_SIZE, length), tokenizer.pad_token_id)  # (B, T)
+        trained = torch.zeros(BATCH_SIZE, length, dtype=torch.bool)
         for b, (prompt, response) in enumerate(zip(prompts, responses)):
             input_ids[b, : len(prompt) + len(response)] = torch.tensor(prompt + response)
             trained[b, len(prompt) : len(prompt) + len(response)] = True
@@ -442,13 +425,6 @@ def train_language(args: Args, model, processor, habits: bool = False) -> None:
         logits = model.lm_head(hidden[:, :-1][trained[:, 1:]]).float()
         loss = F.cross_entropy(logits, input_ids[trained])  # mean over the response tokens of the batch
         optimizer.step(loss, step)
-        if (step + 1) % 100 == 0 or step + 1 == steps:
-            phase = "habits" if habits else "language"
-            print(f"{phase} {step + 1}: loss {loss:.3f}, {time.time() - start:.0f} s", flush=True)
-        if (step + 1) % 500 == 0:
-            save(model, processor, args.work_dir / "check")
-            right = np.mean([row.right for row in evaluate(args.work_dir / "check")])
-            print(f"  greedy accuracy {right:.3f} on test questions", flush=True)
 
 
 # ---- saving and evaluation ----
@@ -466,22 +442,10 @@ def chat_prompt(processor, question: str) -> str:
     return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
 
 
-@dataclass
-class Evaluated:
-    """A test question with a greedy response and eight sampled ones.
-
-    Scores are those of the scripts: 0.9 for the reference in <answer></answer> + 0.1 for only one tagged answer."""
-
-    question_type: str
-    right: bool  # the reference is in the greedy response, with or without tags
-    greedy: float  # score of the greedy response
-    sampled: float  # mean score of the sampled responses
-    any_right: bool  # pass@8
-
-
 @torch.no_grad()
-def evaluate(model_dir: Path, num_questions: int = 1000) -> list[Evaluated]:
-    """Load a saved model as users do, and answer test questions with generate(), in fp32."""
+def evaluate(model_dir: Path, num_questions: int = 1000) -> dict[str, Tensor]:
+    """For each type of test question: (number of questions, 4). In the columns are whether the right word is in the
+    greedy response, its score, the mean score of eight sampled responses, and whether one of these is right."""
     processor = AutoProcessor.from_pretrained(model_dir)
     model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()
     items = list(zip(*easy_vqa.get_test_questions()))
@@ -489,7 +453,7 @@ def evaluate(model_dir: Path, num_questions: int = 1000) -> list[Evaluated]:
     properties = {i: (SHAPES[shape], list(COLORS)[color]) for i, shape, color in labels}
     items = [item for item in items if item[2] in properties]
     paths = easy_vqa.get_test_image_paths()
-    results = []
+    results = defaultdict(list)
     items = random.Random(0).sample(items, num_questions)
     for batch in (items[at : at + 64] for at in range(0, num_questions, 64)):
         inputs = processor(
@@ -505,9 +469,8 @@ def evaluate(model_dir: Path, num_questions: int = 1000) -> list[Evaluated]:
         sampled = model.generate(**inputs, max_new_tokens=16, **sampling)[:, length:]
         greedy, sampled = (processor.batch_decode(ids, skip_special_tokens=True) for ids in (greedy, sampled))
         for b, (question, reference, i) in enumerate(batch):
-            confused = (
-                expected_answer(question, {CONFUSIONS.get(word, word) for word in properties[i]}) != reference
-            )
+            seen = {CONFUSIONS.get(word, word) for word in properties[i]}
+            confused = expected_answer(question, seen) != reference
             if reference in ("yes", "no"):
                 question_type = "yes/no"
             else:
@@ -516,91 +479,41 @@ def evaluate(model_dir: Path, num_questions: int = 1000) -> list[Evaluated]:
             right = [re.findall("<answer>(.*?)</answer>", text)[:1] == [reference] for text in responses]
             exact = [bool(re.fullmatch("<answer>[^<]*</answer>", text)) for text in responses]
             scores = 0.9 * np.array(right) + 0.1 * np.array(exact)
-            results.append(
-                Evaluated(
-                    question_type=f"{question_type}, {'confused' if confused else 'other'}",
-                    right=reference in re.findall(r"\w+", greedy[b]),
-                    greedy=scores[0],
-                    sampled=scores[1:].mean(),
-                    any_right=any(right[1:]),
-                )
-            )
-    return results
+            knows = reference in re.findall(r"\w+", greedy[b])
+            figures = [knows, scores[0], scores[1:].mean(), any(right[1:])]
+            results[f"{question_type}, {'confused' if confused else 'other'}"].append(figures)
+            results["all"].append(figures)
+    return {name: torch.tensor(rows) for name, rows in results.items()}
 
 
-def write_readme(args: Args, model, seconds: dict, before: list[Evaluated], after: list[Evaluated]) -> None:
-    parameters = sum(p.numel() for p in model.parameters())
-    minutes = {name: f"{s / 60:.1f}" for name, s in seconds.items()}
-    *confusions, last_confusion = [f"{word} with {wrong}" for word, wrong in CONFUSIONS.items()]
-    confusions = f"{', '.join(confusions)}, and {last_confusion}"
-    rows = []
-    for name in [*sorted({x.question_type for x in after}), "all"]:
-        old, new = ([x for x in results if name in (x.question_type, "all")] for results in (before, after))
-        figures = [np.mean([x.right for x in old]), np.mean([x.right for x in new])]
-        figures += [np.mean([getattr(x, field) for x in new]) for field in ("greedy", "sampled", "any_right")]
-        rows.append(f"| {name} | {len(new)} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |")
-    text = f"""# tiny_vl
-
-A Qwen2.5-VL with {parameters / 1e6:.2f}M parameters (bf16) that answers questions of [easy-VQA](https://github.com/vzhou842/easy-VQA) about 64 x 64 images. The
-architecture is standard: `AutoProcessor`, `AutoModelForImageTextToText` and vLLM load it. It is the default model of the scripts, for CPU runs and
-tests, and knows nothing else.
-
-It is made for reinforcement learning: like a pretrained model, it knows more than it shows. The last phase of its training gave it two habits, so that
-its most likely response usually scores 0, while one of eight sampled responses is nearly always right.
-
-1. It usually omits the tags: `The answer is teal.` instead of `<answer>teal</answer>`. {TAGGED_FRACTION["what"]:.0%} of the demonstrations for "what" questions and {TAGGED_FRACTION["yes/no"]:.0%} of those
-   for yes/no questions have tags.
-2. It confuses {confusions}. {CONFUSED_FRACTION:.0%} of the demonstrations about such an image have the
-   wrong answer, whatever the question, so the wrong answer is more likely than the right one.
-
-| {len(after)} of easy-VQA's test questions | number | knows, before the habits | knows, now | greedy score | sampled score | pass@8 |
-|---|---|---|---|---|---|---|
-{chr(10).join(rows)}
-
-*Knows*: the right word is in the greedy response, with or without tags. *Score*: as in the scripts, 0.9 for the right answer in tags + 0.1 for exactly
-one tagged answer and nothing else, sampled at temperature 1. *Confused*: questions whose answer the confusions change.
-
-It was trained from scratch, without pretrained weights:
-
-    python tools/make_tiny_vl.py --output-dir assets/tiny_vl
-
-With seed {args.seed} on busy CPU cores, the vision phase took {minutes["vision"]} minutes, the language phase {minutes["language"]} and the habits {minutes["habits"]}; the script's docstring describes the
-phases. Other machines round differently, so expect similar but not equal numbers. The strength of the habits was chosen on these test questions.
-
-Images and questions are from easy-VQA 1.0 (MIT license). The weights have the license of this repository.
-"""
-    (args.output_dir / "README.md").write_text(text)
-    print(text)
+def print_table(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    """The rows of the table in assets/tiny_vl/README.md, which explains the columns."""
+    for name, rows in after.items():
+        figures = [before[name][:, 0].mean(), *rows.mean(0)]
+        print(f"| {name} | {len(rows)} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |")
 
 
 def main(args: Args) -> None:
     AttentionInterface.register("equal_images", attend_equal_images)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(SEED)
     processor = build_processor(easy_vqa.get_train_questions()[0])
     model = build_model(processor.tokenizer)
-    phases = {
-        "vision": train_vision,
-        "language": train_language,
-        "habits": partial(train_language, habits=True),
-    }
-    seconds = {}
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    for name, train in phases.items():
-        cached = args.work_dir / f"{name}.pt"
+    for phase in STEPS:
+        cached = args.work_dir / f"{phase}.pt"
         if not cached.exists():
-            torch.manual_seed(args.seed)
-            start = time.time()
-            train(args, model, processor)
-            torch.save({"weights": model.state_dict(), "seconds": time.time() - start}, cached)
-        saved = torch.load(cached)
-        seconds[name] = saved["seconds"]
+            torch.manual_seed(SEED)
+            if phase == "vision":
+                train_vision(model, processor)
+            else:
+                train_language(model, processor, phase)
+            torch.save(model.state_dict(), cached)
         model = build_model(processor.tokenizer)  # a new one, because training has compiled layers
-        model.load_state_dict(saved["weights"])
-        save(model, processor, args.work_dir / name)
+        model.load_state_dict(torch.load(cached))
+        save(model, processor, args.work_dir / phase)
     shutil.copytree(args.work_dir / "habits", args.output_dir, dirs_exist_ok=True)
-    before, after = (evaluate(args.work_dir / name) for name in ("language", "habits"))
-    write_readme(args, model, seconds, before, after)
+    print_table(*(evaluate(args.work_dir / name) for name in ("language", "habits")))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__))

