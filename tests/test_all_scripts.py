@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +71,22 @@ def test_a_signal_saves_and_ends_the_run(script, run_script, capsys, monkeypatch
     if script in ("rloo", "ppo_vl"):
         assert "eval/greedy_score" not in last, "there may be no time for an evaluation"
     assert "continue with --resume auto --run-name run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_networks_are_in_eval_mode(script, run_script, monkeypatch):
+    """In train mode, dropout and router noise would change the outputs. Only checkpointed layers need it."""
+    modes, forward = defaultdict(set), deepspeed.DeepSpeedEngine.forward
+
+    def watch(engine, *args, **options):
+        modes[torch.is_grad_enabled()].add(frozenset(x.training for x in engine.module.modules()))
+        return forward(engine, *args, **options)
+
+    monkeypatch.setattr(deepspeed.DeepSpeedEngine, "forward", watch)
+    run_script(script, total_steps=1, gradient_checkpointing=True)
+    assert modes[True] == {frozenset([True, False])}
+    if script in ("rloo", "ppo_vl"):
+        assert modes[False] == {frozenset([False])}, "before the update"
 
 
 @each_script

@@ -1,7 +1,6 @@
 """Short runs of ppo_vl.py: the wiring of main, its options, the critic, ranks and ZeRO stages."""
 
 import functools
-import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,40 +171,6 @@ def test_both_models_follow_the_schedule(run, spy):
     assert policy[:2] == pytest.approx([0.5e-4, 1e-4]) and len(policy) == 8
     assert critic == pytest.approx([10 * rate for rate in policy])
     assert critic[-1] == pytest.approx(0.25e-3)
-
-
-def test_models_are_in_eval_mode(run, monkeypatch):
-    """In train mode, dropout and router noise would change log-probs and values. Only checkpointed layers need it."""
-    compute_tables, compute_value_loss = ppo_vl.compute_logprobs_and_values, ppo_vl.compute_value_loss
-    runs, before, during = [], [], []
-
-    def modes() -> list[set]:
-        return [{m.training for m in e.module.modules()} for e in (runs[-1].actor, runs[-1].critic)]
-
-    def watch(run, *rest):
-        runs.append(run)
-        before.append(modes())
-        return compute_tables(run, *rest)
-
-    monkeypatch.setattr(ppo_vl, "compute_logprobs_and_values", watch)
-    watch_loss = lambda **keywords: during.append(modes()) or compute_value_loss(**keywords)  # noqa: E731
-    monkeypatch.setattr(ppo_vl, "compute_value_loss", watch_loss)
-    run(gradient_checkpointing=True, num_epochs=1)
-    assert before == [[{False}, {False}]] * 2 and during == [[{True, False}, {True, False}]] * 4
-
-
-def test_gradients_of_the_critic_that_are_not_finite_stop_the_run(run, monkeypatch, refused, tmp_path):
-    """Although those of the policy are finite."""
-    loss = ppo_vl.compute_value_loss
-
-    def infinite(**keywords):
-        losses, metrics = loss(**keywords)
-        return losses * math.inf, metrics
-
-    monkeypatch.setattr(ppo_vl, "compute_value_loss", infinite)
-    with refused("all 4 updates were skipped"):
-        run()
-    assert (tmp_path / "runs/run/checkpoint-1-problem/critic").is_dir()
 
 
 # --- options ---
