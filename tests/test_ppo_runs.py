@@ -85,36 +85,18 @@ def test_the_policy_moves_along_its_advantages(run, monkeypatch, spy, watch_step
     assert metrics["policy/logprob_diff_mean"] == metrics["policy/clipfrac_first"] == 0
 
 
-def test_each_model_has_its_own_loss_and_gradient(run, monkeypatch, spy):
+def test_each_model_has_its_own_loss(run, spy):
     """Each optimizer step divides by its own tokens: means over one pack per mini-batch."""
     policy_calls, value_calls = (spy(ppo_vl, f"compute_{name}_loss") for name in ("policy", "value"))
-    backwards, backward = [], deepspeed.DeepSpeedEngine.backward
-
-    def watched(engine, loss, **options):
-        name = type(engine.module).__name__
-        calls = policy_calls if name == "Policy" else value_calls
-        outputs = calls[-1][1]["new_logprobs" if name == "Policy" else "new_values"]  # (M,)
-        outputs.retain_grad()
-        backward(engine, loss, **options)
-        backwards.append((name, loss.item(), outputs.grad))
-
-    monkeypatch.setattr(deepspeed.DeepSpeedEngine, "backward", watched)
+    backwards = spy(deepspeed.DeepSpeedEngine, "backward")
     flags = {"mask_truncated": True, "max_response_length": 5}  # some responses are dropped
     (metrics,) = metrics_of(run(**FAST, **flags, total_steps=1, value_clip=0.01))
-    assert [name for name, _, _ in backwards] == ["Policy", "Critic"] * 4
-    for (_, call, (losses, _)), (_, loss, grad) in zip(policy_calls, backwards[::2]):
-        assert loss == pytest.approx(losses.mean().item(), abs=1e-6)
-        ratio = (call["new_logprobs"].detach() - call["old_logprobs"]).exp()
-        is_clipped = torch.where(call["advantages"] > 0, ratio > 1.2, ratio < 0.8)
-        assert_close(grad, -call["advantages"] * ratio * ~is_clipped / len(losses), atol=1e-6, rtol=1e-4)
-    for (_, call, (losses, _)), (_, loss, grad) in zip(value_calls, backwards[1::2]):
-        assert loss == pytest.approx(losses.mean().item(), abs=1e-6)
-        is_moving = grad != 0
-        error = (call["new_values"].detach() - call["returns"]) / len(losses)
-        assert_close(grad[is_moving], error[is_moving], atol=1e-6, rtol=1e-4)
-    for name, calls in {"policy": policy_calls, "value": value_calls}.items():
-        everything = torch.cat([losses.detach() for _, _, (losses, _) in calls])
-        assert metrics[f"loss/{name}"] == pytest.approx(everything.mean().item(), abs=1e-5)
+    assert [type(engine.module) for (engine, _), _, _ in backwards] == [ppo_vl.Policy, ppo_vl.Critic] * 4
+    for k, (name, calls) in enumerate({"policy": policy_calls, "value": value_calls}.items()):
+        per_token = [losses.detach() for _, _, (losses, _) in calls]
+        for losses, ((_, loss), _, _) in zip(per_token, backwards[k::2], strict=True):
+            assert loss.item() == pytest.approx(losses.mean().item(), abs=1e-6)
+        assert metrics[f"loss/{name}"] == pytest.approx(torch.cat(per_token).mean().item(), abs=1e-5)
     old = [call["old_values"] for _, call, _ in value_calls]
     assert not any(x.any() for x in old)  # the critic starts at 0
     assert value_calls[-1][1]["new_values"].abs().mean() > 1e-3 and metrics["value/clipfrac"] > 0.1

@@ -402,8 +402,7 @@ def test_two_ranks_train_as_one(run, finish, tmp_path, vqa_rows, any_reward, fla
         assert_same_run(tmp_path / "runs/two", tmp_path / "runs/resumed", tolerance=0, of_weights=0)
 
 
-BF16 = [{"zero_stage": stage} for stage in (None, 3)]
-BF16 += [{"lora_rank": 4}, {"zero_stage": 2, "offload_optimizer": True}]
+BF16 = [{}, {"zero_stage": 3}, {"zero_stage": 2, "offload_optimizer": True}]
 BF16 += [{"zero_stage": 3, "offload_optimizer": True, "lora_rank": 4}]
 
 
@@ -418,9 +417,7 @@ def test_bf16(run, any_reward, monkeypatch, flags):
 
     def save_checkpoint(args, state):
         trained = [p for p in state.actor.module.parameters() if p.requires_grad]
-        masters = [safe_get_full_fp32_param(p) for p in trained]
-        assert {x.dtype for x in masters} == {torch.float32}
-        masters_at_saves.append(torch.cat([x.detach().flatten().clone() for x in masters]))
+        masters_at_saves.append(torch.cat([safe_get_full_fp32_param(p).detach().flatten() for p in trained]))
         return real(args, state)
 
     monkeypatch.setattr(rloo, "save_checkpoint", save_checkpoint)
@@ -431,7 +428,7 @@ def test_bf16(run, any_reward, monkeypatch, flags):
         assert step["policy/ratio"] == pytest.approx(1, abs=2e-3) and step["train/grad_norm"] > 0
         assert abs(step["policy/approx_kl"]) < 1e-4
     flags |= {"learning_rate": 1e-6, "save_steps": 1, "num_epochs": 1, "train_batch_size": 16}
-    flags["min_lr_ratio"] = 1.0
+    flags |= {"min_lr_ratio": 1.0}
     moved = run("rloo", **flags)
     before, first, after = masters_at_saves
     assert (before - first).abs().max() == pytest.approx(1e-6, rel=0.05)  # as AdamW's first update is
