@@ -440,15 +440,10 @@ def test_checkpointed_layers_are_recomputed_in_eval_mode():
     model.gradient_checkpointing_enable()
     attention = model.model.language_model.layers[0].self_attn
     calls = []
-    attention.register_forward_pre_hook(lambda *arguments: calls.append(torch.is_grad_enabled()))
-    gradients = []
+    attention.register_forward_pre_hook(lambda module, inputs: calls.append(module.training))
     for enabled in (True, False):
         calls.clear()
-        model.zero_grad()
         rloo.set_gradient_checkpointing(model, enabled)
-        assert not model.training and not attention.training
         model(input_ids=torch.arange(20, 50)[None], use_cache=False).logits.square().mean().backward()
-        assert len(calls) == 1 + enabled
-        gradients.append(attention.q_proj.weight.grad.clone())
-    assert torch.equal(*gradients)
+        assert calls == [False] * (1 + enabled)
     assert not any(module.training for module in model.modules())

@@ -468,7 +468,6 @@ BAD = [  # flags, part of the message
     ({"dtype": "bfloat16", "zero_stage": 0}, "--dtype bfloat16 needs --zero-stage 2 or 3"),
     ({"micro_batch_tokens": 100}, "(100) must be at least --max-prompt-length + --max-response-length (520)"),
     ({"reward_weights": (1,)}, "--reward-weights must have 2 numbers"),
-    ({"system_prompt": ""}, "--system-prompt is empty"),
     ({"rewards": ("format", "a.py:format"), "reward_weights": (1, 1)}, "--rewards must have different names"),
     ({"temperature": 0}, "--temperature (0.0) must be positive"),
     ({"max_turns": 2}, "--max-turns requires --environment"),
@@ -476,7 +475,6 @@ BAD = [  # flags, part of the message
     ({"resume": "nowhere"}, "--resume nowhere is not a checkpoint"),
     ({"model": "nowhere/at-all"}, "can't load the model nowhere/at-all"),
     ({"dataset": "broken.jsonl"}, "broken.jsonl (split train): "),
-    ({"dataset": "header.csv"}, "header.csv (split train): Instruction"),
     ({"dataset": "no_answer.jsonl"}, "has columns prompt: rename yours"),
     ({"dataset": "listed.jsonl"}, "its answer is ['a'], but --rewards accuracy needs a string"),
     ({"rewards": ("accurate",), "reward_weights": (1,)}, "must be path.py:name or one of accuracy, format"),
@@ -484,7 +482,6 @@ BAD = [  # flags, part of the message
     ({"rewards": ("reward.py:g",), "reward_weights": (1,)}, "does not define 'g'"),
     ({"rewards": ("reward.py:f",), "reward_weights": (1,)}, "must return a list with a number or None"),
     ({"run_name": "taken"}, "already exists: use another --run-name"),
-    ({"output_dir": "broken.jsonl"}, "--output-dir"),
     ({"eval_dataset": "nowhere"}, "can't load the dataset nowhere (split test)"),
 ]
 
@@ -495,7 +492,6 @@ def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, w
     write_jsonl(tmp_path / "no_answer.jsonl", [{"prompt": "Q"}])
     write_jsonl(tmp_path / "listed.jsonl", [{"prompt": "Q", "answer": ["a"]}] * 8)
     (tmp_path / "broken.jsonl").write_text("{not json")
-    (tmp_path / "header.csv").write_text("prompt,answer\n")
     (tmp_path / "reward.py").write_text("def f(**columns):\n    return [1.0]\n")
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     (tmp_path / "runs" / "taken" / "args.json").write_text("{}")

@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 100,
     "docs/recipes.md": 305,
     "tools/*.py": 3644,
-    "tests/*.py": 8615,
+    "tests/*.py": 8189,
 }
 
 
