@@ -269,7 +269,7 @@ def large_model(tmp_path_factory) -> Path:
     import transformers
 
     processor = transformers.AutoProcessor.from_pretrained(TINY)
-    processor.image_processor.patch_size = 14
+    processor.image_processor.patch_size = processor.video_processor.patch_size = 14
     processor.image_processor.size = {"shortest_edge": 448 * 448, "longest_edge": 28 * 28 * 1280}
     text = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "vocab_size": 151_936}
     text |= {"num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 128_000}
@@ -298,6 +298,7 @@ def large_model(tmp_path_factory) -> Path:
         ("LoRA, packed, varlen", {"lora_rank": 16}),
         ("LoRA, packed, SDPA", {"lora_rank": 16}),
         ("LoRA, padded", {"lora_rank": 16}),
+        pytest.param("LoRA, vLLM", {"lora_rank": 16, "sampler": "vllm"}, marks=needs_vllm),
         ("all weights, ZeRO-2", {"zero_stage": 2, "gradient_checkpointing": True}),
     ],
 )
@@ -308,7 +309,8 @@ def test_a_model_of_3e9_parameters(what, flags, launch, row, large_model, vqa):
     from tools import memory
 
     config = transformers.AutoConfig.from_pretrained(large_model)
-    sizes = {"gpus": 1, "vllm_gpu_memory_utilization": 0.0, "gradient_checkpointing": False, **flags}
+    share = 0.4 if "vLLM" in what else 0.0
+    sizes = {"gpus": 1, "vllm_gpu_memory_utilization": share, "gradient_checkpointing": False, **flags}
     sizes |= {"image_pixels": 448 * 448, "prompt_tokens": 290, "response_tokens": 64}
     expected = memory.estimate(memory.Args(model="", **sizes), config)["peak"]
     if expected * 1.2e9 > torch.cuda.mem_get_info()[0]:
