@@ -171,16 +171,6 @@ def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
     assert any("visual" in name for name in state["module"]) == moving, "frozen weights are not saved"
 
 
-def unmodified_hidden(run, rollout, b: int) -> torch.Tensor:
-    """Hidden states (R, H) that predict the tokens of response b, of the unmodified tiny model."""
-    backbone = ppo_vl.load_model(filled(), TINY).base_model.eval()
-    prompt = run.train_data.encode(rollout.prompts[b // 4].row_id)
-    sequence = packing.extend_prompt(prompt, packing.continue_prompt(prompt, rollout.response_ids[b]))
-    with torch.no_grad():
-        hidden = backbone(**sequence.inputs).last_hidden_state[0]
-    return hidden[prompt.length - 1 : -1]
-
-
 def test_a_critic_from_a_classifier_of_transformers_has_one_label(tiny_text_model, tmp_path, refused):
     for num_labels in (1, 2):
         config = transformers.AutoConfig.from_pretrained(tiny_text_model, num_labels=num_labels)
@@ -296,10 +286,13 @@ def test_observations_are_neither_valued_nor_trained(run, tmp_path, spy, watch_s
     # The KL is 0 in step 1, so a trajectory's only reward is its score, once, at the last token.
     assert_close(step.rewards.sum(1), rollout.scores.flatten(), atol=1e-5, rtol=0)
     assert metrics["rollout/response_length_mean"] == pytest.approx(mask.sum(1).float().mean().item())
+    backbone = ppo_vl.load_model(filled(), TINY).base_model.eval()
     for b in range(0, 16, 5):
-        sampled = mask[b].nonzero()[:, 0]
-        values = unmodified_hidden(step.run, rollout, b)[sampled] @ head[0]
-        assert_close(step.values[b, sampled], values, atol=1e-4, rtol=1e-4)
+        prompt = step.run.train_data.encode(rollout.prompts[b // 4].row_id)
+        sequence = packing.extend_prompt(prompt, packing.continue_prompt(prompt, rollout.response_ids[b]))
+        with torch.no_grad():
+            hidden = backbone(**sequence.inputs).last_hidden_state[0, prompt.length - 1 : -1]  # (R, H)
+        assert_close(step.values[b, mask[b]], hidden[mask[b, : len(hidden)]] @ head[0], atol=1e-4, rtol=1e-4)
     again = ppo_vl.load_critic(filled(critic_model=str(run_dir / "checkpoint-1/critic"))).state_dict()
     critic = step.run.critic.module.state_dict()
     assert largest_difference(again, critic) == 0
