@@ -168,7 +168,7 @@ SWAPS = {
     "Both are good, but image 1 is sharp.": "Both are good, but image 2 is sharp.",
     "Image 1 gets 8/10 or 1.5.": "Image 2 gets 8/10 or 1.5.",
     "The image 12 is no candidate, image 1.5 is no name.": "The image 12 is no candidate, image 1.5 is no name.",
-    "In image 1, I see a dog. It is in image 2: A big one.": "In image 2, I see a dog. It is in image 1: A big one.",
+    "In image 1, I see a photo. A dog is in image 2: A big one.": "In image 2, I see a photo. A dog is in image 1: A big one.",
     "A cat is on the box.": "A cat is on the box.",
     "": "",
 }
