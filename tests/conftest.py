@@ -1,6 +1,7 @@
 """Shared by the tests: the tiny model, small data, and runs of a script in this process or as ranks under torchrun."""
 
 import contextlib
+import functools
 import importlib
 import json
 import math
@@ -19,6 +20,7 @@ os.environ["WANDB_MODE"] = "offline"
 
 import pytest
 import tyro
+from safetensors.torch import load_file
 
 import common  # noqa: F401  before transformers
 
@@ -119,8 +121,7 @@ def any_reward(any_score) -> dict:
     return {"rewards": ("accuracy", "format", *any_score["rewards"]), "reward_weights": (0.9, 0.1, 1)}
 
 
-SHORT = {"total_steps": 2, "prompts_per_rollout": 4, "num_samples_per_prompt": 4}
-SHORT |= {"train_batch_size": 8}
+SHORT = {"total_steps": 2, "prompts_per_rollout": 4, "num_samples_per_prompt": 4, "train_batch_size": 8}
 SHORT |= {"max_prompt_length": 512, "max_response_length": 8, "micro_batch_tokens": 2048, "eval_steps": 0}
 SHORT |= {"eval_prompts": 8, "eval_rows": 8, "eval_num_samples": 2, "seed": 3, "run_name": "run"}
 
@@ -280,9 +281,7 @@ def serve():
 
 
 def weights_of(checkpoint: Path) -> dict:
-    from safetensors.torch import load_file
-
-    return {k: v for path in sorted(checkpoint.glob("*.safetensors")) for k, v in load_file(path).items()}
+    return {k: v for path in checkpoint.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
 def largest_difference(a: dict, b: dict) -> float:
@@ -316,15 +315,16 @@ def folder_of(tmp_path_factory):
     """Function from a family of test_families.py to a folder with its model and rows.jsonl."""
     from test_families import save_family
 
-    folders = {}
-
+    @functools.cache
     def make(family: str) -> Path:
-        if family not in folders:
-            save_family(family, folder := tmp_path_factory.mktemp("family"))
-            folders[family] = folder
-        return folders[family]
+        save_family(family, folder := tmp_path_factory.mktemp("family"))
+        return folder
 
     return make
+
+
+SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZE |= {"num_key_value_heads": 2}
 
 
 @pytest.fixture(scope="session")
@@ -342,10 +342,9 @@ def tiny_text_model(tmp_path_factory) -> str:
     turns = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     tokenizer.chat_template = turns + "assistant: "
     torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    size |= {"num_key_value_heads": 2, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    config = Qwen2Config(**SIZE, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     folder = tmp_path_factory.mktemp("text_model")
-    Qwen2ForCausalLM(Qwen2Config(**size)).save_pretrained(folder)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -356,16 +355,10 @@ def noisy_model(tiny_text_model, tmp_path_factory) -> str:
     import torch
     from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
 
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = AutoConfig.from_pretrained(tiny_text_model)
-    size |= {"num_key_value_heads": 2, "vocab_size": text.vocab_size, "eos_token_id": text.eos_token_id}
-    size |= {
-        "num_local_experts": 4,
-        "router_jitter_noise": 0.5,
-        "initializer_range": 0.3,
-        "pad_token_id": None,
-    }
+    known = {"vocab_size": text.vocab_size, "eos_token_id": text.eos_token_id, "pad_token_id": None}
+    noise = {"num_local_experts": 4, "router_jitter_noise": 0.5, "initializer_range": 0.3}
     folder = shutil.copytree(tiny_text_model, tmp_path_factory.mktemp("noisy") / "model")
     torch.manual_seed(0)
-    MixtralForCausalLM(MixtralConfig(**size)).save_pretrained(folder)
+    MixtralForCausalLM(MixtralConfig(**SIZE, **known, **noise)).save_pretrained(folder)
     return str(folder)

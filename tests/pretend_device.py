@@ -111,8 +111,8 @@ def tensor(data, device=None, **kwargs):  # created in C++, where no mode sees i
 
 
 @contextlib.contextmanager
-def pretend(*scripts):
-    """scripts: modules whose runs in this process use the pretended GPU."""
+def pretend(script):
+    """The module's runs in this process use the pretended GPU."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
     from torch.distributed import distributed_c10d
     from torch.utils import _device
@@ -142,7 +142,9 @@ def pretend(*scripts):
         (Accelerator, "ByteTensor", property(lambda self: lambda x: tensor(x, GPU, dtype=torch.uint8))),
     ]
 
-    def init_distributed(script, init) -> None:
+    init = script.init_distributed
+
+    def init_distributed() -> None:
         script.DEVICE = CPU  # gloo
         init()
         script.DEVICE = GPU
@@ -150,12 +152,8 @@ def pretend(*scripts):
     with pytest.MonkeyPatch.context() as patch, gpu:
         for target, name, replacement in patches:
             patch.setattr(target, name, replacement)
-        for script in scripts:
-            init = script.init_distributed
-            patch.setattr(script, "DEVICE", GPU)
-            patch.setattr(
-                script, "init_distributed", lambda script=script, init=init: init_distributed(script, init)
-            )
+        patch.setattr(script, "DEVICE", GPU)
+        patch.setattr(script, "init_distributed", init_distributed)
         yield gpu
 
 

@@ -43,20 +43,15 @@ def test_help_shows_every_flag_with_its_comment_and_default(script, capsys):
 
 @each_script
 def test_invalid_arguments_exit_with_2(script, capsys):
-    assert exit_code(script, "--no-such-flag", "1") == 2
-    assert "--no-such-flag" in capsys.readouterr().err
-    assert exit_code(script, "--total-steps", "many") == 2
-    assert "--total-steps" in capsys.readouterr().err
-    for words in (["--offload-optimizer"], ["--lora-alpha", "8"]):  # check_args
-        assert exit_code(script, *words) == 2
-        assert capsys.readouterr().err.startswith(f"error: {words[0]} requires --")
+    for words in (["--no-such-flag", "1"], ["--total-steps", "many"]):
+        assert exit_code(script, *words) == 2 and words[0] in capsys.readouterr().err
+    assert exit_code(script, "--lora-alpha", "8") == 2  # check_args
+    assert capsys.readouterr().err.startswith("error: --lora-alpha requires --")
 
 
 REFUSED = [  # those of rloo.py: test_rloo_runs.py
     ("ppo_vl", {"gamma": 2.0}, "--gamma (2.0) must be at most 1"),
-    ("ppo_vl", {"gae_lambda": 1.5}, "--gae-lambda (1.5) must be at most 1"),
     ("ppo_vl", {"reward_clip": (1.0, 0.0)}, "--reward-clip (1.0 0.0)"),
-    ("ppo_vl", {"num_samples_per_prompt": 0}, "--num-samples-per-prompt (0)"),
     ("ppo_vl", {"freeze": "none"}, "--freeze none matches no parameter"),
     ("ppo_vl", {"freeze": "."}, "--freeze . freezes everything"),
     ("rloo", {"freeze": "visual", "lora_rank": 2}, "--lora-rank freezes all other weights"),
@@ -64,8 +59,6 @@ REFUSED = [  # those of rloo.py: test_rloo_runs.py
     ("reward_bt", {"eval_datasets": ("x=a.jsonl", "x=b.jsonl")}, "with different names"),
     ("reward_bt", {"label_smoothing": 0.5}, "--label-smoothing (0.5) must be below 0.5"),
     ("reward_bt", {"micro_batch_tokens": 100}, "--micro-batch-tokens must be at least --max-length (1024)"),
-    ("reward_bt", {"train_batch_size": 0}, "--train-batch-size (0) must be positive"),
-    ("grm_sft", {"micro_batch_tokens": 100}, "--micro-batch-tokens must be at least --max-length (2048)"),
     ("grm_sft", {"max_num_seqs": 0}, "--max-num-seqs (0)"),
 ]
 
@@ -94,22 +87,15 @@ def test_columns_are_renamed(script, tmp_path, refused):
     source = write_jsonl(tmp_path / "rows.jsonl", [row])
     module = importlib.import_module(script)
 
-    def load(data: str, *columns: str, source: str = source) -> dict:
-        return module.load_rows(module.Args(dataset=source, columns=columns), data, "train")[0]
+    def load(*columns: str) -> dict:
+        return module.load_rows(module.Args(dataset=source, columns=columns), source, "train")[0]
 
     pairs = "prompt=problem", "answer=solution", "image=photo"
     expected = {"prompt": "Q", "answer": "A", "image": "a.png"}  # the old answer is replaced
-    assert load(source, *pairs) == expected
-    for columns, words in {
-        ("prompt",): "--columns prompt must be NEW=OLD",
-        ("problem=problem",): "--columns problem=problem must be NEW=OLD",
-        ("=problem",): "--columns =problem must be NEW=OLD",
-        (
-            "prompt=q",
-        ): f"--columns prompt=q must be NEW=OLD; {source} has ['problem', 'solution', 'photo', 'answer']",
-    }.items():
-        with refused(words):
-            load(source, *columns)
+    assert load(*pairs) == expected
+    for pair in ("prompt", "problem=problem", "=problem", "prompt=q"):
+        with refused(f"--columns {pair} must be NEW=OLD; {source} has ['problem', 'solution'"):
+            load(pair)
 
 
 @pytest.mark.slow

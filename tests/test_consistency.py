@@ -9,18 +9,15 @@ import pytest
 from conftest import ROOT, SCRIPTS
 
 BANNERS = ["args", "the algorithm: tensors in, tensors and metrics out", "the data of a step", "main"]
-BANNERS += ["setup", "rollout", "samplers", "rewards", "data", "forward", "evaluation", "model"]
-BANNERS += ["DeepSpeed", "files"]
+BANNERS += "setup rollout samplers rewards data forward evaluation model DeepSpeed files".split()
 # Functions, classes and flags that differ between scripts although they have the same name.
-OWN = {"Args", "Rollout", "Run", "main", "setup", "check_args", "fill_defaults"}
-OWN |= {"iter_packs", "evaluate", "save_checkpoint"}
+OWN = {*"Args Rollout Run main setup check_args fill_defaults iter_packs evaluate save_checkpoint".split()}
 OWN_FLAGS = """
     seed model eval_dataset_split rewards freeze max_length max_response_length lora_rank max_grad_norm mask_truncated num_epochs
     total_steps train_batch_size learning_rate save_steps
 """.split()
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
-each_pair = pytest.mark.parametrize("one, other", list(combinations(SCRIPTS, 2)))
 
 
 @cache
@@ -57,20 +54,13 @@ def flags_of(script: str) -> dict[str, tuple[str, str]]:
     return flags
 
 
-@each_pair
-def test_functions_of_the_same_name_are_identical(one, other):
-    first, second = blocks_of(one), blocks_of(other)
-    shared = (first.keys() & second.keys()) - OWN
-    assert len(shared) >= 15
-    assert sorted(name for name in shared if first[name] != second[name]) == []
-
-
-@each_pair
-def test_flags_of_the_same_name_have_the_same_type_and_help(one, other):
-    first, second = flags_of(one), flags_of(other)
+@pytest.mark.parametrize("parts_of, own", [(blocks_of, OWN), (flags_of, OWN_FLAGS)])
+@pytest.mark.parametrize("one, other", list(combinations(SCRIPTS, 2)))
+def test_functions_and_flags_of_the_same_name_are_identical(one, other, parts_of, own):
+    first, second = parts_of(one), parts_of(other)
     shared = first.keys() & second.keys()
     assert len(shared) >= 15
-    assert sorted(name for name in shared.difference(OWN_FLAGS) if first[name] != second[name]) == []
+    assert sorted(name for name in shared.difference(own) if first[name] != second[name]) == []
 
 
 @each_script

@@ -1,7 +1,6 @@
 """grm_sft.py: rows, loss masks token by token, packed = unmodified model, judgments, runs, and what builds on it."""
 
 import importlib
-import math
 import re
 import shutil
 import subprocess
@@ -76,13 +75,9 @@ def grm(run, judged):
     return lambda **flags: run("grm_sft", **flags_for(judged) | flags)
 
 
-def make_data(tiny_vl, rows: list[dict], training: bool = False, **flags) -> grm_sft.ExampleDataset:
-    args = replace(ARGS, **flags)
-    return grm_sft.ExampleDataset(args, "rows", rows, [], Path(), *tiny_vl[:2], training)
-
-
 def encode(tiny_vl, row: dict, example_id: int = 0, training: bool = False) -> grm_sft.Example | None:
-    data = make_data(tiny_vl, [row] * (example_id // 2 + 1), training)
+    rows = [row] * (example_id // 2 + 1)
+    data = grm_sft.ExampleDataset(ARGS, "rows", rows, [], Path(), *tiny_vl[:2], training)
     return next(iter(data.encode_all([example_id])), None)
 
 
@@ -92,13 +87,8 @@ def make_chat(row: dict, swapped: bool = False) -> dict:
     return row | {"prompt": row["messages"]}
 
 
-def encode_whole(tiny_vl, row: dict, swapped: bool = False) -> dict:
-    messages = grm_sft.build_messages(ARGS, make_chat(row, swapped), Path(), tiny_vl[2])
-    return chats.encode_chat(tiny_vl[1], messages)
-
-
-def load(tiny_vl, source: str, training: bool, split: str = "train", **flags) -> grm_sft.ExampleDataset:
-    return grm_sft.load_examples(replace(ARGS, **flags), source, split, *tiny_vl[:2], training)
+def load(tiny_vl, source: str, training: bool, **flags) -> grm_sft.ExampleDataset:
+    return grm_sft.load_examples(replace(ARGS, **flags), source, "train", *tiny_vl[:2], training)
 
 
 def assistant_tokens(tokenizer, ids: list[int]) -> list[bool]:
@@ -115,8 +105,9 @@ def assistant_tokens(tokenizer, ids: list[int]) -> list[bool]:
 @torch.no_grad()
 def expected_logprobs(tiny_vl, row: dict, swapped: bool) -> torch.Tensor:
     """Log-probs of a row's trained tokens under the unmodified model, in one forward of the whole chat."""
-    model, _, tokenizer = tiny_vl
-    inputs = encode_whole(tiny_vl, row, swapped)
+    model, processor, tokenizer = tiny_vl
+    messages = grm_sft.build_messages(ARGS, make_chat(row, swapped), Path(), tokenizer)
+    inputs = chats.encode_chat(processor, messages)
     ids = inputs["input_ids"][0]
     logits = model(**inputs).logits[0]
     logits[:, packing.media_token_ids(model.config)] = -1e30
@@ -136,16 +127,12 @@ def test_each_epoch_has_every_example_once_and_groups_stay_together():
 
 
 # --- rows ---
-UNREADABLE = [
-    "", "Image 1 is better", "<answer>Image 3 is better</answer>", "<answer>Image 1 is better",
-    "<answer>Image 1 is not better</answer>", "<answer>7</answer>",
-    "<answer>Image 1 is better</answer><answer>Image 2 is better</answer>",
-    "<answer>what</answer><answer>Image 2 is better</answer>",
-]  # fmt: skip
-
-
 def test_verdicts_are_parsed_strictly():
-    assert [grm_sft.parse_verdict(text) for text in UNREADABLE] == [None] * len(UNREADABLE)
+    first, second = "<answer>Image 1 is better</answer>", "<answer>Image 2 is better</answer>"
+    for text in ("", "Image 1 is better", "<answer>Image 1 is better", first.replace("is", "is not")):
+        assert grm_sft.parse_verdict(text) is None
+    for text in (first.replace("1", "3"), first + second, "<answer>what</answer>" + second):
+        assert grm_sft.parse_verdict(text) is None
     for verdict in grm_sft.VERDICTS:
         text = f"<think>x</think>{grm_sft.format_verdict(verdict, 'Video')} and so on"
         assert grm_sft.parse_verdict(text) == verdict
@@ -168,8 +155,7 @@ def test_swapping_changes_candidates_verdict_and_reasoning(rows):
     assert texts[1] == "<image>Which color?\nAnswer 1: blue\nAnswer 2: red"
     assert [grm_sft.build_pair(rows[4], x)[2] for x in (False, True)] == ["2", "1"]
     row = rows[0] | {"images": [f"{IMAGES}/wide.png"], "prompt": "change <image> to a ball"}
-    images = [f"{IMAGES}/{name}.png" for name in ("wide", "cat_b", "cat_a")]
-    assert make_chat(row, True)["images"] == images
+    assert make_chat(row, True)["images"] == [f"{IMAGES}/{name}.png" for name in ("wide", "cat_b", "cat_a")]
     text = rows[3] | {"answer_1": "<image><video>", "reasoning": "<image><answer>"}  # text, not markers
     user, assistant = make_chat(text)["prompt"]
     assert "Answer 1: < image>< video>\n" in user["content"]
@@ -204,7 +190,6 @@ def test_a_reasoning_is_swapped_as_a_whole_or_not_at_all(text):
 
 
 def test_rows_whose_reasoning_can_not_be_swapped_are_used_in_one_order(tiny_vl, rows, tmp_path, capsys):
-    """At 1893fe5, "Image 1 and 2" became "Image 2 and 2" in what was trained."""
     unknown = rows[0] | {"reasoning": "Image 1 and 2 show a ball."}
     source = write_jsonl(tmp_path / "rows.jsonl", [rows[0], unknown, rows[1]])
     for training in (True, False):
@@ -214,7 +199,6 @@ def test_rows_whose_reasoning_can_not_be_swapped_are_used_in_one_order(tiny_vl, 
 
 
 def test_only_easy_vqa_becomes_pairs(tiny_vl, vqa, refused):
-    """At 1893fe5, every file with the columns prompt and answer was taken for easy-VQA."""
     with refused("has columns prompt, image, answer"):
         load(tiny_vl, vqa, training=True)
 
@@ -263,17 +247,12 @@ def test_assistant_turns_are_trained(training, tiny_vl, rows):
     assert text.count(EOS) == 1 and text.endswith(EOS)
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [
-        {"content": None, "tool_calls": [{"name": "zoom"}]},
-        {"content": "let me look", "tool_calls": [{"name": "zoom"}]},
-        {"content": ""},
-        {"content": [{"type": "image", "image": f"{IMAGES}/small.png"}]},
-    ],
-)
+TURNS = [{"content": "let me look", "tool_calls": [{"name": "zoom"}]}, {"content": ""}]
+TURNS += [{"content": [{"type": "image", "image": f"{IMAGES}/small.png"}]}]
+
+
+@pytest.mark.parametrize("turn", TURNS)
 def test_an_assistant_turn_without_a_text_of_its_own_is_an_error_of_its_row(turn, tiny_vl, capsys):
-    """At 1893fe5, a turn with only tool_calls trained the model to end its turn at once."""
     chat = [*chat_of("a"), {"role": "assistant", **turn}, *chat_of("b", "ok")]
     assert encode(tiny_vl, {"messages": chat}) is encode(tiny_vl, {"messages": chat}, training=True) is None
     error = capsys.readouterr().err
@@ -303,24 +282,6 @@ def test_turns_are_located_in_templates_with_and_without_eos(tiny_text_model):
 
 
 # --- prompts and packs ---
-@pytest.mark.parametrize("swapped", [False, True])
-def test_examples_have_the_inputs_and_positions_of_the_processor(swapped, tiny_vl, rows):
-    for row in rows:
-        example = encode(tiny_vl, row, int(swapped), training=True)
-        inputs = encode_whole(tiny_vl, row, swapped)
-        whole = packing.extend_prompt(example.prefix, example.suffix)
-        ids = whole.input_ids.tolist()
-        assert ids == inputs["input_ids"][0][: len(ids)].tolist()
-        assert len(inputs["input_ids"][0]) - len(ids) <= 1, "except the newline after the last EOS"
-        mask = assistant_tokens(tiny_vl[2], ids)[example.prefix.length :]
-        assert example.suffix.response_mask.tolist() == mask
-        expected = packing.make_prompt(tiny_vl[0], inputs)
-        assert torch.equal(whole.position_ids, expected.position_ids[..., : len(ids)])
-        for name, x in whole.inputs.items():
-            other = inputs[name][:, : len(ids)] if name in whole.token_inputs else inputs[name]
-            assert torch.equal(torch.as_tensor(x), other), name
-
-
 def make_judge() -> grm_sft.Judge:
     judge = grm_sft.Judge(grm_sft.load_model(ARGS, TINY).eval())
     packing.set_attention(judge.model, "packed")
@@ -395,9 +356,7 @@ def test_judgments_are_those_of_the_unmodified_model(tiny_vl, rows):
         assert record["loss_sum"] == pytest.approx(loss, abs=1e-3)
         assert record["num_tokens"] == len(example.suffix_ids)
         assert 2 * record["row"] + record["swapped"] == example.example_id
-    assert (
-        "correct" in records[0] and not {"correct", "predicted_verdict", "probabilities"} & records[-1].keys()
-    )
+    assert "correct" in records[0] and not {"correct", "probabilities"} & records[-1].keys()
 
 
 def test_soft_verdicts_follow_the_own_reasoning(tiny_vl, rows, write):
@@ -430,16 +389,6 @@ def test_soft_accuracy_skips_a_truncated_reasoning(tiny_vl, rows, write):
         scored = [x["soft_correct"] for x in records if x["soft_correct"] is not None]
         assert metrics["eval/soft_accuracy"] == np.mean(scored)
         assert metrics["eval/num_soft_skipped"] == 1 - is_scored
-
-
-def test_reasoning_may_grow_when_it_is_tokenized_again(tiny_vl, rows, write):
-    """Bytes that form no character decode to replacement characters of three tokens each."""
-    example = encode(tiny_vl, rows[3])
-    length = example.prefix.length + len(example.suffix_ids)
-    args = replace(ARGS, max_length=length, micro_batch_tokens=length)
-    write("\ufffd" * 12)
-    (record,) = grm_sft.judge_examples(args, make_judge().model, tiny_vl[2], [example])
-    assert math.isfinite(record["loss_sum"]) and sum(record["probabilities"].values()) == pytest.approx(1)
 
 
 def make_record(example_id: int, label: str | None, verdict: str | None, **other) -> dict:
@@ -479,8 +428,6 @@ VERDICTS |= {("tie", "tie"): (0, 1, 1, 1, 0), ("1", None): (0.5, 0, 0.5, 0, 0.5)
 
 @pytest.mark.parametrize("verdicts", VERDICTS)
 def test_both_orders_count_and_columns_of_the_data_do_not(verdicts, evaluate):
-    """With 1b599b4, a judge that always answers "1" had accuracy 1 here; with 1893fe5, the column accuracy
-    of the chat was averaged."""
     metrics, records = evaluate(*verdicts)
     accuracy, *others = VERDICTS[verdicts]
     names = ("eval/swap_consistency", "eval/parse_rate", "eval/tie_rate", "eval/first_rate")
@@ -560,23 +507,19 @@ def test_rows_that_can_not_be_used_are_skipped_and_counted(grm, rows, tmp_path, 
     bad = {  # words of the message: row
         "nope.png": rows[0] | {"image_2": "nope.png"},
         "max-length": rows[3] | {"prompt": "long " * 900},
-        "marker": {"messages": chat_of("<image>?", "a")},
         "assistant turn": {"messages": chat_of("hello")},
-        "of 0 types": {"prompt": "no candidates", "verdict": "1"},
         "of 2 types": rows[0] | {"answer_1": "a", "answer_2": "b"},
         "must have text": late_image,
     }
     source = write_jsonl(tmp_path / "bad.jsonl", [*rows, *bad.values()])
-    run_dir = grm(dataset=source, total_steps=1, train_batch_size=24, eval_dataset=None)
-    assert metrics_of(run_dir)[-1]["train/rows_skipped"] == 7
-    captured = capsys.readouterr()
+    run_dir = grm(dataset=source, total_steps=1, train_batch_size=22, eval_dataset=None)
+    assert metrics_of(run_dir)[-1]["train/rows_skipped"] == len(bad)
+    error = capsys.readouterr().err
     for row, word in enumerate(bad, 8):
-        assert re.search(f"row {row} is skipped.*{word}", captured.err)
-    assert "24 examples" in captured.out
+        assert re.search(f"row {row} is skipped.*{word}", error)
 
 
 def test_most_rows_end_a_run_but_not_a_bad_row_in_a_small_batch(grm, rows, tmp_path, refused):
-    """At 1893fe5, it was more than half of a batch of one."""
     bad = {"messages": chat_of("no answer")}
     source = write_jsonl(tmp_path / "rows.jsonl", [rows[7], rows[7], bad])
     run_dir = grm(dataset=source, total_steps=3, train_batch_size=1, eval_dataset=None)
@@ -591,7 +534,6 @@ def test_most_rows_end_a_run_but_not_a_bad_row_in_a_small_batch(grm, rows, tmp_p
 
 
 def test_a_saved_dataset_has_its_media_beside_it(tiny_vl, rows, tmp_path):
-    """At 1893fe5, paths were relative to the folder that contains the dataset."""
     import datasets
 
     folder = tmp_path / "saved"
@@ -602,18 +544,16 @@ def test_a_saved_dataset_has_its_media_beside_it(tiny_vl, rows, tmp_path):
 
 @pytest.mark.parametrize("verdicts", [[1, 2], [1.0, 2.0, None], ["1", "tie"]])
 def test_verdicts_may_be_numbers(verdicts, tiny_vl, rows, tmp_path):
-    """pandas makes 1.0 of 1 if a column has gaps; at 1893fe5, such rows were skipped."""
+    """pandas makes 1.0 of 1 if a column has gaps."""
     source = write_jsonl(tmp_path / "rows.jsonl", [rows[3] | rows[7] | {"verdict": x} for x in verdicts])
     data = load(tiny_vl, source, training=True)
     labels = [data.encode(2 * i).label for i in range(len(verdicts))]
     assert labels == [None if x is None else str(x)[:3].removesuffix(".0") for x in verdicts]
 
 
-BAD_ROWS = {  # words of the message: rows
-    "has columns text": [{"text": "a"}],
-    "not 0": [{"prompt": "?", "answer_1": "a", "answer_2": "b", "verdict": x} for x in (0, 1)],
-    "not 'a'": [{"prompt": "?", "answer_1": "a", "answer_2": "b", "verdict": x} for x in "a1"],
-}
+PAIR = {"prompt": "?", "answer_1": "a", "answer_2": "b"}
+BAD_ROWS = {"has columns text": [{"text": "a"}]}  # words of the message: rows
+BAD_ROWS |= {f"not {bad!r}": [PAIR | {"verdict": x} for x in (bad, good)] for bad, good in ((0, 1), "a1")}
 
 
 @pytest.mark.parametrize("words", BAD_ROWS)
@@ -647,15 +587,6 @@ def test_data_sets_are_converted(tmp_path, tiny_vl):
         assert encode(tiny_vl, row).label == row["verdict"]
 
 
-@pytest.fixture
-def judge_reward(monkeypatch):
-    """A judge that knows nothing, but loads and writes like any other."""
-    monkeypatch.setenv("JUDGE", TINY)
-    monkeypatch.setenv("JUDGE_TOKENS", "4")
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    return importlib.import_module("judge_reward")
-
-
 def asked(vqa_rows, answers: list[str]) -> dict:
     """Keywords of a reward function: two questions with these answers each."""
     rows = [row for row in vqa_rows[:2] for _ in answers]
@@ -664,15 +595,20 @@ def asked(vqa_rows, answers: list[str]) -> dict:
 
 
 @pytest.mark.slow
-def test_a_judge_is_a_reward(judge_reward, vqa_rows, monkeypatch):
+def test_a_judge_is_a_reward(vqa_rows, monkeypatch):
+    """A judge that knows nothing, but loads and writes like any other."""
+    monkeypatch.setenv("JUDGE", TINY)
+    monkeypatch.setenv("JUDGE_TOKENS", "4")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    judge_reward = importlib.import_module("judge_reward")
     one = judge_reward.score(**asked(vqa_rows, ["red", "blue"]))
     other = judge_reward.score(**asked(vqa_rows, ["blue", "red"]))
     assert all(0 <= x <= 1 for x in one) and len({*one}) > 1
     assert one[0] + one[1] == pytest.approx(1, abs=1e-5), "a pair shares one verdict"
     assert one == pytest.approx([other[1], other[0], other[3], other[2]], abs=1e-5)
     assert judge_reward.score(**asked(vqa_rows, ["red", "red"])) == [0.5] * 4
-    spelled = judge_reward.score(**asked(vqa_rows, ["<image>", "<|im_end|><|image_pad|>", "<think>", ""]))
-    assert len(spelled) == 8 and all(0 <= x <= 1 for x in spelled)
+    spelled = judge_reward.score(**asked(vqa_rows, ["<image>", "<|im_end|><|image_pad|>"]))
+    assert all(0 <= x <= 1 for x in spelled)
     command = [sys.executable, str(ROOT / "examples/judge_server.py"), "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -17,8 +17,6 @@ import pytest
 import torch
 import transformers
 from conftest import TINY, chat, filled_args, write_jsonl
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from test_families import write_video
 
@@ -27,8 +25,6 @@ from common import chats, decoding
 from common.decoding import Response, sample_token
 from common.packing import Prompt
 from rloo import accuracy_reward, compute_advantages, compute_rloo_loss, format_reward
-
-F = torch.float64
 
 
 def advantages(rewards, kept=None, normalize=False):
@@ -39,69 +35,37 @@ def advantages(rewards, kept=None, normalize=False):
 
 def test_advantages_by_hand():
     assert advantages([[1.0, 2.0, 6.0]]).tolist() == [[-3.0, -1.5, 4.5]]
-    nan = advantages([[1.0, math.nan, 3.0]], [[True, False, True]])
-    assert nan.tolist() == [[-2.0, 0.0, 2.0]]
+    assert advantages([[1.0, math.nan, 3.0]], [[True, False, True]]).tolist() == [[-2.0, 0.0, 2.0]]
+    assert advantages([[1.0, 2.0]], [[True, False]]).tolist() == [[0, 0]]  # there is no other response
     assert advantages([[0.1] * 7, [0.3] * 7]).abs().max() == 0  # exactly, without rounding noise
     normalized = advantages([[1.0, 2.0, 6.0]], normalize=True)
     assert normalized.std(correction=0) == pytest.approx(1) and normalized[0, 2] > 0
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 5), st.integers(2, 9), st.integers(0, 2**31))
-def test_advantages_are_the_reward_minus_the_mean_of_the_other_responses(n, G, seed):
-    random = np.random.default_rng(seed)
-    rewards, kept = random.normal(size=(n, G)), random.random((n, G)) < 0.8
-    result = advantages(rewards.tolist(), kept.tolist()).numpy()
-    for i in range(n):
-        for j in range(G):
-            others = [rewards[i, k] for k in range(G) if k != j and kept[i, k]]
-            expected = rewards[i, j] - np.mean(others) if kept[i, j] and others else 0.0
-            assert result[i, j] == pytest.approx(expected, abs=1e-5)
-    if kept.sum() > 2 and result[kept].std() > 1e-3:
-        normalized = advantages(rewards.tolist(), kept.tolist(), normalize=True).numpy()
-        assert normalized[kept] == pytest.approx(result[kept] / result[kept].std(), abs=1e-4)
-
-
 def test_loss_by_hand():
     new, response_of_token = torch.tensor([0.1, 0.2, -0.4, 0.0]), torch.tensor([0, 0, 1, 1])
+    new.requires_grad_()
     old = torch.zeros(4)
     loss, metrics = compute_rloo_loss(new, old, torch.tensor([1.0, -1.0]), response_of_token, 0.2, 0.2)
     assert loss.tolist() == pytest.approx([-1.2, 0.8])  # e^.3 clipped at 1.2; e^-.4 = 0.67 at 0.8 as A < 0
+    assert not torch.autograd.grad(loss.sum(), new)[0].any()
     assert metrics["policy/clipfrac_high"].tolist() == [1, 0]
     assert metrics["policy/clipfrac_low"].tolist() == [0, 1]
     loss, _ = compute_rloo_loss(new, old, torch.tensor([-1.0, 1.0]), response_of_token, 0.2, 0.2)
     assert loss.tolist() == pytest.approx([math.exp(0.3), -math.exp(-0.4)])  # the lower bound is not clipped
+    gradient = torch.autograd.grad(loss.sum(), new)[0]
+    assert torch.equal(gradient, loss[response_of_token]), "each token's is that of its response"
     loss, _ = compute_rloo_loss(torch.full((4,), 100.0), old, torch.ones(2), response_of_token, 0.2, 9e9)
     assert loss.isfinite().all()
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 2**31))
-def test_loss_and_gradient_against_a_reference_in_float64(lengths, seed):
-    torch.manual_seed(seed % 2**31)
-    response_of_token = torch.repeat_interleave(torch.tensor(lengths))
-    old, A = -torch.rand(len(response_of_token), dtype=F), torch.randn(len(lengths), dtype=F)
-    new = (old + 0.1 * torch.randn(len(response_of_token), dtype=F)).requires_grad_()
-    low, high = 0.1, 0.3
-    loss, _ = compute_rloo_loss(new, old, A, response_of_token, low, high)
-    expected = []
-    for s in range(len(lengths)):
-        rho = torch.exp((new - old)[response_of_token == s].sum())
-        expected.append(-torch.minimum(rho * A[s], rho.clamp(1 - low, 1 + high) * A[s]))
-    expected = torch.stack(expected)
-    assert torch.allclose(loss, expected, atol=1e-12)
-    gradients = [torch.autograd.grad(x.sum(), new, retain_graph=True)[0] for x in (loss, expected)]
-    assert torch.allclose(*gradients, atol=1e-12)
-
-
 def test_sampled_tokens_follow_the_distribution():
     logprobs = torch.tensor([0.5, 0.0, 0.3, 0.2]).log().expand(4000, 4)
-    tokens = sample_token(logprobs, torch.linspace(0, 1, 4001, dtype=F)[:-1])
+    tokens = sample_token(logprobs, torch.linspace(0, 1, 4001).double()[:-1])
     frequencies = torch.bincount(tokens, minlength=4) / 4000
     assert frequencies.tolist() == pytest.approx([0.5, 0, 0.3, 0.2], abs=1e-3)
-    edge = sample_token(logprobs[:1], torch.tensor([1.0], dtype=F))
-    assert 0 <= edge < 4
-    assert 0 <= sample_token(torch.full((1, 4), math.nan), torch.tensor([0.5], dtype=F)) < 4
+    assert 0 <= sample_token(logprobs[:1], torch.ones(1).double()) < 4
+    assert 0 <= sample_token(torch.full((1, 4), math.nan), torch.ones(1).double() / 2) < 4
 
 
 def test_rows_are_shuffled_epochs():
@@ -119,29 +83,26 @@ def test_rows_are_shuffled_epochs():
 # ---- rewards, rollouts, evaluation ----
 def test_accuracy_and_format():
     texts = ["<answer>Blue </answer>", "<answer>a</answer> <answer>blue</answer>", "blue"]
-    texts += ["<answer>red</answer>"]
-    assert accuracy_reward(texts, ["blue"] * 4) == [1, 1, 0, 0]
-    assert accuracy_reward(["<answer>3</answer>"] * 2, [3, 3.0]) == [1, 1]
-    numbers = ["<answer>1234567</answer>", "<answer>0.12345678</answer>"]
-    assert accuracy_reward(numbers, [1234567.0, 0.12345678]) == [1, 1]
+    assert accuracy_reward([*texts, "<answer>red</answer>"], ["blue"] * 4) == [1, 1, 0, 0]
+    numbers = ["<answer>3</answer>", "<answer>1234567</answer>", "<answer>0.12345678</answer>"]
+    assert accuracy_reward(numbers, [3, 1234567.0, 0.12345678]) == [1, 1, 1]
     good = ["<answer>x</answer>", " <think>a\nb</think>\n<answer>x</answer>\n"]
     bad = ["x", "<answer>x", "<answer>x</answer> y", "<answer>x</answer>" * 2, "<think>a</think>"]
     assert format_reward(good + bad) == [1] * 2 + [0] * 5
 
 
-def score(functions: dict, prompt="Q", n: int = 2):
-    rows = [{"prompt": prompt, "answer": f"a{i}"} for i in range(n)]
+def score(functions: dict, prompt="Q"):
+    rows = [{"prompt": prompt, "answer": answer} for answer in ("a0", "a1")]
     prompts = [SimpleNamespace(row=row, messages=[]) for row in rows]
-    responses = [Response(torch.tensor([i, 7]), torch.zeros(2), False) for i in range(n)]
-    return rloo.score_responses(functions, prompts, responses, [f"t{i}" for i in range(n)], "state")
+    responses = [Response(torch.tensor([i, 7]), torch.zeros(2), False) for i in range(2)]
+    return rloo.score_responses(functions, prompts, responses, ["t0", "t1"], "state")
 
 
 def test_rewards_are_called_as_in_trl(refused):
     received = {}
 
-    def plain(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
-        received.update(columns, completions=completions, prompts=prompts)
-        received.update(ids=completion_ids, state=trainer_state)
+    def plain(log_metric, log_extra, **columns):
+        received.update(columns)
         log_metric("mine", 3)
         log_metric("mine", 5)
         log_extra("note", ["x", "y"])
@@ -162,14 +123,12 @@ def test_rewards_are_called_as_in_trl(refused):
     assert columns == {"note": ["x", "y"]}
     assert results["slow"] == [2, 2] and results["plain"][0] == 0.5 and math.isnan(results["plain"][1])
     assert logged_values == [("reward_metrics/mine", 3.0), ("reward_metrics/mine", 5.0)]
-    expected = {"answer": ["a0", "a1"], "completions": ["t0", "t1"], "ids": [[0, 7], [1, 7]]}
-    expected |= {"prompts": ["Q", "Q"], "state": "state"}
+    expected = {"answer": ["a0", "a1"], "completions": ["t0", "t1"], "completion_ids": [[0, 7], [1, 7]]}
+    expected |= {"prompts": ["Q", "Q"], "trainer_state": "state"}
     assert received | expected == received
-    chat = [{"role": "user", "content": "Q"}]
-    score({"plain": plain}, prompt=chat)
-    assert received["completions"][0] == [{"role": "assistant", "content": "t0"}]
-    assert received["prompts"][0] == chat
-    for bad in ([1.0], None, 1.0):
+    score({"plain": plain}, prompt=chat("Q"))
+    assert received["completions"][0] == chat("", "t0")[1:] and received["prompts"][0] == chat("Q")
+    for bad in ([1.0], None):
         with refused():
             score({"bad": lambda values=bad, **columns: values})
 
@@ -195,12 +154,12 @@ def fake():
     tokenizer = SimpleNamespace(batch_decode=decode)
     data = SimpleNamespace(source="data", rows=range(6), tokenizer=tokenizer, try_encode=try_encode)
     run = SimpleNamespace(sampler=SimpleNamespace(generate=generate), eval_data=data, state={"step": 0})
-    run.reward_funcs = {
-        "own": lambda texts, answer, log_metric, **columns: [
-            log_metric("m", float(a)) or float(text.startswith(a)) for text, a in zip(texts, answer)
-        ],
-        "rating": lambda rating, **columns: rating,
-    }
+
+    def own(texts, answer, log_metric, **columns):
+        log_metric("m", float(answer[0]))
+        return [float(text.startswith(a)) for text, a in zip(texts, answer)]
+
+    run.reward_funcs = {"own": own, "rating": lambda rating, **columns: rating}
     return rloo.Args(rewards=("own", "rating"), reward_weights=(0.9, 0.1)), run, data
 
 
@@ -215,7 +174,7 @@ def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     assert records == [(2, "12 20"), (1, "11 20"), (0, "10 20")]  # not the dataset's column named row
     ratings = [record.get("reward/rating") for record in rollout.sample_records]
     assert ratings == [1.0, None, 1.0]  # JSON has no NaN
-    assert rollout.logged_metrics == {"reward_metrics/m": 11.0}
+    assert rollout.logged_metrics == {"reward_metrics/m": 12.0}
     only_rating = replace(args, reward_weights=(0.0, 1.0))  # a weight of 0: for logs only
     scores = rloo.collect_rollout(only_rating, run, data, [1, 2], 1, temperature=1.0, step=1).scores
     assert scores.isnan().tolist() == [[True], [False]]
@@ -234,23 +193,18 @@ def test_only_errors_of_a_row_skip_a_row(fake, capsys, refused, text_data, monke
     for rows in ([3, 9, 15], [3] * 17 + [1] * 15):
         with refused("more than half"):
             rloo.collect_rollout(args, run, data, rows, 1, 1.0, step=1)
-
-    def load(**build_messages):
-        monkeypatch.setattr(rloo, "build_messages", Mock(**build_messages))
-        return text_data()
-
+    data = text_data()
     for error in (rloo.RowError("too small"), FileNotFoundError("a.png")):
-        data = load(side_effect=error)
+        monkeypatch.setattr(rloo, "build_messages", Mock(side_effect=error))
         assert data.try_encode(0) is None and f"row 0 is skipped: {error}" in capsys.readouterr().err
-        with refused():
-            rloo.encode_probes(data)
         with pytest.raises(type(error)):  # a pack needs the row, so that it can't be skipped any more
             data.encode(0)
-    answered = chat([{"type": "text", "text": "x"}], [{"type": "text", "text": "x"}])
-    assert load(return_value=answered).try_encode(0) is None
-    assert "ends with an assistant turn" in capsys.readouterr().err
+    part = {"type": "text", "text": "x"}
+    monkeypatch.setattr(rloo, "build_messages", lambda *_: chat([part], [part]))
+    assert data.try_encode(0) is None and "ends with an assistant turn" in capsys.readouterr().err
+    monkeypatch.setattr(rloo, "build_messages", Mock(side_effect=ValueError("a bug of a fork")))
     with pytest.raises(ValueError, match="a bug of a fork"):
-        load(side_effect=ValueError("a bug of a fork")).try_encode(0)
+        data.try_encode(0)
 
 
 def test_evaluation_metrics_by_hand(fake, monkeypatch):
@@ -270,7 +224,7 @@ def test_evaluation_metrics_by_hand(fake, monkeypatch):
     rloo.evaluate(replace(args, seed=2), run)
     assert metrics["eval/pass@3"] == 0.5 and metrics["eval/sampled_reward_accuracy"] == pytest.approx(1 / 6)
     assert metrics["eval/greedy_reward_accuracy"] == 0 and metrics["eval/greedy_score"] == 1
-    assert metrics["eval/greedy_reward_metrics/m"] == 11.0
+    assert metrics["eval/greedy_reward_metrics/m"] == 10.0
     assert calls[:2] == calls[2:] and [call[1:] for call in calls[:2]] == [(1, 0.0), (3, 0.7)]
     assert len(set(calls[0][0])) == 4
     assert [record["phase"] for record in records[::2]] == ["eval_greedy", "eval_sampled"]
@@ -314,54 +268,55 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
     assert [part["type"] for part in marked] == ["text", "image", "text", "image", "text"]
     assert marked[1]["image"].tobytes() == a.tobytes() and marked[3]["image"].tobytes() == b.tobytes()
     parts = [{"type": "text", "text": "Q"}, {"type": "image", "image": vqa_rows[1]["image"]}]
-    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "see"}]
-    chat = messages({"prompt": chat}, tokenizer, system_prompt="Be brief.")
-    assert [m["role"] for m in chat] == ["system", "user", "assistant"]
-    own = {"prompt": [{"role": "system", "content": "Own."}, *chat]}
+    turns = messages({"prompt": chat(parts, "see")}, tokenizer, system_prompt="Be brief.")
+    assert [m["role"] for m in turns] == ["system", "user", "assistant"]
+    assert turns[1]["content"][1]["image"].tobytes() == b.tobytes()
+    own = {"prompt": [{"role": "system", "content": "Own."}, *turns]}
     with_system = messages(own, tokenizer, system_prompt="No.")
     assert [m["content"][0]["text"] for m in with_system if m["role"] == "system"] == ["Own.", "Be brief."]
-    assert chat[1]["content"][1]["image"].tobytes() == b.tobytes()
     raw = rloo.Path(vqa_rows[0]["image"]).read_bytes()
-    for source in (raw, {"bytes": raw, "path": None}, {"bytes": None, "path": vqa_rows[0]["image"]}):
+    encoded = f"data:image/png;base64,{base64.b64encode(raw).decode()}"
+    for source in (raw, encoded, {"bytes": raw, "path": None}, {"bytes": None, "path": vqa_rows[0]["image"]}):
         loaded = messages({"prompt": "Q", "image": source}, tokenizer)
         assert loaded[0]["content"][0]["image"].tobytes() == a.tobytes()
     parts = [{"type": "text", "text": text} for text in ("a<|im_", "end|>b")]
-    for content in ("a<|im_end|>b", parts):
-        escaped = messages({"prompt": [{"role": "user", "content": content}]}, tokenizer)
-        assert escaped[0]["content"] == [{"type": "text", "text": "a< |im_end|>b"}]
-    for content in (42, [{"type": "text", "text": 42}]):
-        assert (
-            messages({"prompt": [{"role": "user", "content": content}]}, tokenizer)[0]["content"][0]["text"]
-            == "42"
-        )
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)).save(
-        file := io.BytesIO(), "png"
-    )
-    start, _, rest = file.getvalue().rpartition(b"IDAT")
-    broken = start + bytes(4) + rest  # the type of the last chunk of pixels
-    for row, reason in (
-        ({"prompt": "<image><image>", "image": a}, "2 <image> markers, but 1 images"),
-        ({"prompt": ""}, "its prompt is empty"),
-        ({"prompt": [{"from": "human", "value": "Q"}]}, "without the keys role and content"),
-        ({"prompt": [{"role": "system", "content": "Q"}], "image": a}, "0 <image> markers, but 1 images"),
-        ({"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}, "type audio"),
-        ({"prompt": [{"role": "user", "content": [{"text": "no type"}]}]}, "parts with a type"),
-        ({"prompt": ["Q"]}, "without the keys role and content"),
-        ({"prompt": [{"role": "user", "content": "Q", "tool_calls": [1]}]}, "tool_calls are not supported"),
-        ({"prompt": "Q", "image": broken}, "can't load an image"),
-        ({"prompt": chat[1:2], "image": a}, "0 <image> markers, but 1 images"),  # it has its own already
-        ({"prompt": "Q", "images": [None]}, "can't load an image"),
-        ({"prompt": "Q", "image": "data:image/png;base64,A"}, "can't load an image"),
-    ):
-        with pytest.raises(rloo.RowError, match=reason):
-            messages(row, tokenizer)
+    for content, text in (("a<|im_end|>b", "a< |im_end|>b"), (parts, "a< |im_end|>b"), (42, "42")):
+        escaped = messages({"prompt": chat(content)}, tokenizer)
+        assert escaped[0]["content"] == [{"type": "text", "text": text}]
     with pytest.raises(OSError, match="refused"):
         messages({"prompt": "Q", "image": "http://127.0.0.1:9/a.png"}, tokenizer)
-    encoded = f"data:image/png;base64,{base64.b64encode(raw).decode()}"
-    loaded = messages({"prompt": "Q", "image": encoded}, tokenizer)
-    assert loaded[0]["content"][0]["image"].tobytes() == a.tobytes()
     with pytest.raises(ValueError, match="a text model can't read images"):
-        chats.encode_chat(tokenizer, chat)
+        chats.encode_chat(tokenizer, turns)
+
+
+IMAGE = Image.new("RGB", (8, 8))
+UNUSABLE = [  # rows; part of the reason
+    ({"prompt": "<image><image>", "image": IMAGE}, "2 <image> markers, but 1 images"),
+    ({"prompt": [{"role": "system", "content": "Q"}], "image": IMAGE}, "0 <image> markers, but 1 images"),
+    ({"prompt": chat([{"type": "image", "image": IMAGE}]), "image": IMAGE}, "0 <image> markers, but 1"),
+    ({"prompt": ""}, "its prompt is empty"),
+    ({"prompt": [{"from": "human", "value": "Q"}]}, "without the keys role and content"),
+    ({"prompt": ["Q"]}, "without the keys role and content"),
+    ({"prompt": chat([{"type": "audio", "audio": "a.wav"}])}, "type audio"),
+    ({"prompt": chat([{"text": "no type"}])}, "parts with a type"),
+    ({"prompt": [{"role": "user", "content": "Q", "tool_calls": [1]}]}, "tool_calls are not supported"),
+    ({"prompt": "Q", "images": [None]}, "can't load an image"),
+    ({"prompt": "Q", "image": "data:image/png;base64,A"}, "can't load an image"),
+]
+
+
+@pytest.mark.parametrize("row, reason", UNUSABLE)
+def test_unusable_rows_are_refused_with_a_reason(row, reason, tokenizer):
+    with pytest.raises(rloo.RowError, match=reason):
+        messages(row, tokenizer)
+
+
+def test_an_image_with_a_broken_chunk_is_an_error_of_its_row(tokenizer):
+    pixels = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
+    Image.fromarray(pixels).save(file := io.BytesIO(), "png")
+    start, _, rest = file.getvalue().rpartition(b"IDAT")
+    with pytest.raises(rloo.RowError, match="can't load an image"):
+        messages({"prompt": "Q", "image": start + bytes(4) + rest}, tokenizer)  # the last chunk of pixels
 
 
 def test_functions_of_files_can_be_pickled(tmp_path):
@@ -479,21 +434,16 @@ def test_merged_lora_weights_give_the_same_logits():
     torch.testing.assert_close(merged, adapted, atol=1e-4, rtol=1e-4)
 
 
-def test_checkpointed_layers_are_recomputed_in_eval_mode(monkeypatch):
+def test_checkpointed_layers_are_recomputed_in_eval_mode():
     """And only between set_gradient_checkpointing(True) and set_gradient_checkpointing(False)."""
     model = rloo.load_model(filled_args("rloo"), TINY)
     model.gradient_checkpointing_enable()
     attention = model.model.language_model.layers[0].self_attn
     calls = []
-    attention.register_forward_pre_hook(lambda *arguments: calls.append(torch.is_grad_enabled()))
-    gradients = []
+    attention.register_forward_pre_hook(lambda module, inputs: calls.append(module.training))
     for enabled in (True, False):
         calls.clear()
-        model.zero_grad()
         rloo.set_gradient_checkpointing(model, enabled)
-        assert not model.training and not attention.training
         model(input_ids=torch.arange(20, 50)[None], use_cache=False).logits.square().mean().backward()
-        assert len(calls) == 1 + enabled
-        gradients.append(attention.q_proj.weight.grad.clone())
-    assert torch.equal(*gradients)
+        assert calls == [False] * (1 + enabled)
     assert not any(module.training for module in model.modules())

@@ -1,7 +1,5 @@
 """rloo.py end to end: what main does, ranks, ZeRO, resume, kills, custom samplers and rewards, invalid rows and flags."""
 
-import copy
-import importlib
 import json
 import random
 import shutil
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, assert_same_run, metrics_differ, metrics_of, read_jsonl, write_jsonl
+from conftest import ROOT, assert_same_run, chat, metrics_differ, metrics_of, read_jsonl, write_jsonl
 
 import rloo
 from common import chats, packing, packing_check
@@ -146,17 +144,18 @@ def failing(tmp_path):
     return make
 
 
-def test_a_reward_that_raises_loses_nothing_and_shows_its_traceback(run, tmp_path, failing):
+IN_TRAINING = {"eval_dataset": None}, "step == 2", [1]  # flags, a condition, the steps that are logged
+IN_EVALUATION = {"eval_steps": 1}, "step == 0 and 1 in steps", [0, 1]
+
+
+@pytest.mark.parametrize("flags, condition, logged", [IN_TRAINING, IN_EVALUATION])
+def test_a_reward_that_raises_loses_nothing_and_shows_its_traceback(
+    run, tmp_path, failing, flags, condition, logged
+):
     with pytest.raises(ZeroDivisionError, match="a bug of my reward") as raised:
-        run("rloo", eval_dataset=None, **failing("step == 2"))
+        run("rloo", **flags, **failing(condition))
     assert raised.traceback[-1].name == "fails"
-    assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
-
-
-def test_a_reward_that_raises_in_an_evaluation_loses_no_metrics(run, tmp_path, failing):
-    with pytest.raises(ZeroDivisionError):
-        run("rloo", eval_steps=1, **failing("step == 0 and 1 in steps"))
-    assert [metrics["train/step"] for metrics in metrics_of(tmp_path / "runs/run")] == [0, 1]
+    assert [metrics["train/step"] for metrics in metrics_of(tmp_path / "runs/run")] == logged
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
@@ -193,48 +192,22 @@ def test_a_reward_that_raises_on_one_rank_stops_all(start, tmp_path, failing):
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
-@pytest.mark.parametrize("flags", [{}, {"gradient_checkpointing": True}, {"mode": "train"}], ids=str)
-def test_random_routing_is_exact_or_stopped(run, noisy_model, tmp_path, monkeypatch, refused, flags):
-    rows = [{"prompt": f"Say {i}", "answer": str(i)} for i in range(8)]
-    data = write_jsonl(tmp_path / "text.jsonl", rows)
-    flags = {"model": noisy_model, "dataset": data, "eval_dataset": None, "dtype": "float32", **flags}
+def test_random_routing_is_exact_or_stopped(run, noisy_model, tmp_path, monkeypatch, refused):
+    """A router that is random in training mode gives ratios of 1, or the run ends."""
+    data = write_jsonl(tmp_path / "text.jsonl", [{"prompt": f"Say {i}", "answer": str(i)} for i in range(8)])
+    flags = {"model": noisy_model, "dataset": data, "eval_dataset": None, "dtype": "float32"}
     flags |= {"train_batch_size": 16, "total_steps": 1, "num_epochs": 1}
-    if flags.pop("mode", None) is None:
-        metrics = metrics_of(run("rloo", **flags))[0]
+    for checkpointing in (False, True):
+        name = f"run{checkpointing}"
+        metrics = metrics_of(run("rloo", run_name=name, gradient_checkpointing=checkpointing, **flags))[0]
         assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5)
-        return
     monkeypatch.setattr(rloo, "set_gradient_checkpointing", lambda module, enabled: module.train(enabled))
     with refused("logprob_diff_mean is"):
         run("rloo", **flags)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("script", ["reward_bt", "grm_sft"])
-def test_what_is_trained_is_what_was_checked(run, noisy_model, tmp_path, monkeypatch, script, checkpointing):
-    """These scripts have no policy/ratio: at each training forward, another one in eval mode gives the same."""
-    names = ("chosen", "rejected") if script == "reward_bt" else ("answer_1", "answer_2", "verdict")
-    rows = [{"prompt": f"Say {i}", **dict(zip(names, (f"{i}", "no", "1")))} for i in range(4)]
-    network = "RewardModel" if script == "reward_bt" else "Judge"
-    module_class = getattr(importlib.import_module(script), network)
-    forward, errors = module_class.forward, []
-
-    def compare(self, pack):
-        out = forward(self, pack)
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                checked = forward(copy.deepcopy(self).eval(), pack)
-            errors.append((out.detach() - checked).abs().max())
-        return out
-
-    monkeypatch.setattr(module_class, "forward", compare)
-    flags = {"model": noisy_model, "dataset": write_jsonl(tmp_path / "rows.jsonl", rows), "total_steps": 1}
-    flags |= {"train_batch_size": 4, "dtype": "float32", "gradient_checkpointing": checkpointing}
-    run(script, **flags, eval_dataset=None)
-    assert errors and max(errors) < 1e-5
-
-
 def test_text_models_and_a_custom_sampler(run, tiny_text_model, tmp_path):
-    rows = [{"prompt": [{"role": "user", "content": f"Say {i}"}], "answer": str(i)} for i in range(8)]
+    rows = [{"prompt": chat(f"Say {i}"), "answer": str(i)} for i in range(8)]
     (tmp_path / "plug.py").write_text(
         "import rloo\n"
         "class Mine(rloo.HFSampler):\n"
@@ -258,15 +231,13 @@ def test_rows_that_cannot_be_used_are_named_and_counted(run, tmp_path, vqa_rows,
     rows = [dict(row) for row in vqa_rows[:12]]
     rows[3]["image"] = "nowhere.png"
     rows[5]["prompt"] = "long " * 900
-    rows[7]["prompt"] = "<image><image> two markers"
     data = write_jsonl(tmp_path / "some.jsonl", rows)
     run_dir = run("rloo", dataset=data, eval_dataset=None, total_steps=3)
     error = capsys.readouterr().err
-    reasons = "No such file", "tokens exceed --max-prompt-length", "2 <image> markers, but 1 images"
-    assert all(words in error for words in ("row 3 is skipped", *reasons)), error
+    assert "row 3 is skipped" in error and "tokens exceed --max-prompt-length" in error
     metrics = metrics_of(run_dir)
-    assert sum(step["rollout/prompts_skipped"] for step in metrics) == 3  # an epoch is 3 steps of 4 prompts
-    assert metrics[-1]["train/episode"] == 9 * 4  # responses that were sampled
+    assert sum(step["rollout/prompts_skipped"] for step in metrics) == 2  # an epoch is 3 steps of 4 prompts
+    assert metrics[-1]["train/episode"] == 10 * 4  # responses that were sampled
 
 
 def test_checkpoints_are_ordered_by_step(tmp_path):
@@ -328,15 +299,14 @@ def test_zero_steps_evaluate_a_checkpoint(run, spy, capsys):
 
 def test_defaults_fit_the_model(tiny_text_model, capsys):
     """A command with only --model changed must not train a pretrained model at a rate of 1e-4."""
-    of_six = {"num_samples_per_prompt": 6}  # 192 responses, which 128 does not divide
-    models = {"model": tiny_text_model}, {"model": "x", "lora_rank": 8}
-    flags = {}, *models, of_six, {"dtype": "bfloat16"}
+    flags = {}, {"model": tiny_text_model}, {"model": "x", "lora_rank": 8}
+    flags += {"num_samples_per_prompt": 6}, {"dtype": "bfloat16"}
     bundled, other, lora, six, half = (conftest.filled_args("rloo", **x) for x in flags)
     assert (bundled.learning_rate, bundled.max_response_length, bundled.max_prompt_length) == (1e-4, 24, 1024)
     assert (other.learning_rate, other.max_response_length, other.max_prompt_length) == (1e-6, 512, 2048)
     assert (bundled.num_epochs, bundled.train_batch_size) == (2, 128)
     assert (other.num_epochs, other.train_batch_size) == (1, 32 * 8)
-    assert six.train_batch_size == 192
+    assert six.train_batch_size == 192, "128 does not divide the 192 responses"
     assert lora.learning_rate == 1e-5 and "learning_rate 1e-05" in capsys.readouterr().out
     assert half.zero_stage == 2 and bundled.zero_stage == 0
 
@@ -375,8 +345,8 @@ def test_the_checkpoint_is_a_transformers_directory_that_generates_the_same(run)
     how = {"max_new_tokens": 8, "suppress_tokens": packing.media_token_ids(model.config)}
     records = read_jsonl(run_dir / "samples.jsonl")[-8:]
     for record in (record for record in records if record["phase"] == "eval_greedy"):
-        chat = rloo.build_messages(rloo.Args(), record, ROOT, processor.tokenizer)
-        inputs = chats.encode_chat(processor, chat, add_generation_prompt=True)
+        messages = rloo.build_messages(rloo.Args(), record, ROOT, processor.tokenizer)
+        inputs = chats.encode_chat(processor, messages, add_generation_prompt=True)
         out = model.generate(**inputs, do_sample=False, **how)[0, inputs["input_ids"].shape[1] :]
         assert processor.tokenizer.decode(out, skip_special_tokens=True) == record["response"]
 
@@ -432,8 +402,7 @@ def test_two_ranks_train_as_one(run, finish, tmp_path, vqa_rows, any_reward, fla
         assert_same_run(tmp_path / "runs/two", tmp_path / "runs/resumed", tolerance=0, of_weights=0)
 
 
-BF16 = [{"zero_stage": stage} for stage in (None, 3)]
-BF16 += [{"lora_rank": 4}, {"zero_stage": 2, "offload_optimizer": True}]
+BF16 = [{}, {"zero_stage": 3}, {"zero_stage": 2, "offload_optimizer": True}]
 BF16 += [{"zero_stage": 3, "offload_optimizer": True, "lora_rank": 4}]
 
 
@@ -448,9 +417,7 @@ def test_bf16(run, any_reward, monkeypatch, flags):
 
     def save_checkpoint(args, state):
         trained = [p for p in state.actor.module.parameters() if p.requires_grad]
-        masters = [safe_get_full_fp32_param(p) for p in trained]
-        assert {x.dtype for x in masters} == {torch.float32}
-        masters_at_saves.append(torch.cat([x.detach().flatten().clone() for x in masters]))
+        masters_at_saves.append(torch.cat([safe_get_full_fp32_param(p).detach().flatten() for p in trained]))
         return real(args, state)
 
     monkeypatch.setattr(rloo, "save_checkpoint", save_checkpoint)
@@ -461,7 +428,7 @@ def test_bf16(run, any_reward, monkeypatch, flags):
         assert step["policy/ratio"] == pytest.approx(1, abs=2e-3) and step["train/grad_norm"] > 0
         assert abs(step["policy/approx_kl"]) < 1e-4
     flags |= {"learning_rate": 1e-6, "save_steps": 1, "num_epochs": 1, "train_batch_size": 16}
-    flags["min_lr_ratio"] = 1.0
+    flags |= {"min_lr_ratio": 1.0}
     moved = run("rloo", **flags)
     before, first, after = masters_at_saves
     assert (before - first).abs().max() == pytest.approx(1e-6, rel=0.05)  # as AdamW's first update is
@@ -498,46 +465,36 @@ BAD = [  # flags, part of the message
     ({"train_batch_size": 6}, "--train-batch-size (6) must be a multiple of --num-samples-per-prompt (4)"),
     ({"prompts_per_rollout": 5}, "--prompts-per-rollout * 4 responses must be a multiple of"),
     ({"total_steps": 0, "eval_dataset": None}, "--total-steps 0 requires --eval-dataset"),
-    ({"max_response_length": 0}, "--max-response-length (0) must be positive"),
     ({"dtype": "bfloat16", "zero_stage": 0}, "--dtype bfloat16 needs --zero-stage 2 or 3"),
-    ({"save_total_limit": 0}, "--save-total-limit (0) must be positive"),
     ({"micro_batch_tokens": 100}, "(100) must be at least --max-prompt-length + --max-response-length (520)"),
     ({"reward_weights": (1,)}, "--reward-weights must have 2 numbers"),
-    ({"system_prompt": ""}, "--system-prompt is empty"),
     ({"rewards": ("format", "a.py:format"), "reward_weights": (1, 1)}, "--rewards must have different names"),
     ({"temperature": 0}, "--temperature (0.0) must be positive"),
-    ({"clip_coef": -0.1}, "--clip-coef (-0.1) must not be negative"),
     ({"max_turns": 2}, "--max-turns requires --environment"),
     ({"resume": "auto", "run_name": None}, "--resume auto requires --run-name"),
     ({"resume": "nowhere"}, "--resume nowhere is not a checkpoint"),
     ({"model": "nowhere/at-all"}, "can't load the model nowhere/at-all"),
-    ({"dataset": "nowhere.jsonl"}, "can't load the dataset nowhere.jsonl"),
-    ({"dataset": "{tmp}/broken.jsonl"}, "broken.jsonl (split train): "),
-    ({"dataset": "{tmp}/header.csv"}, "header.csv (split train): Instruction"),
-    ({"dataset": "{tmp}/no_answer.jsonl"}, "has columns prompt: rename yours"),
-    ({"dataset": "{tmp}/listed.jsonl"}, "its answer is ['a'], but --rewards accuracy needs a string"),
+    ({"dataset": "broken.jsonl"}, "broken.jsonl (split train): "),
+    ({"dataset": "no_answer.jsonl"}, "has columns prompt: rename yours"),
+    ({"dataset": "listed.jsonl"}, "its answer is ['a'], but --rewards accuracy needs a string"),
     ({"rewards": ("accurate",), "reward_weights": (1,)}, "must be path.py:name or one of accuracy, format"),
-    ({"rewards": ("{tmp}/none.py:f",), "reward_weights": (1,)}, "must be path.py:name"),
-    ({"rewards": ("{tmp}/reward.py:g",), "reward_weights": (1,)}, "does not define 'g'"),
-    ({"rewards": ("{tmp}/reward.py:f",), "reward_weights": (1,)}, "must return a list with a number or None"),
-    ({"sampler": "vlm"}, "--sampler vlm must be path.py:name or one of hf, vllm"),
+    ({"rewards": ("none.py:f",), "reward_weights": (1,)}, "must be path.py:name"),
+    ({"rewards": ("reward.py:g",), "reward_weights": (1,)}, "does not define 'g'"),
+    ({"rewards": ("reward.py:f",), "reward_weights": (1,)}, "must return a list with a number or None"),
     ({"run_name": "taken"}, "already exists: use another --run-name"),
-    ({"output_dir": "{tmp}/broken.jsonl"}, "--output-dir"),
     ({"eval_dataset": "nowhere"}, "can't load the dataset nowhere (split test)"),
 ]
 
 
 @pytest.mark.parametrize("flags, words", BAD, ids=[words[:30] for _, words in BAD])
-def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, words, refused):
+def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, words, refused, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "no_answer.jsonl", [{"prompt": "Q"}])
     write_jsonl(tmp_path / "listed.jsonl", [{"prompt": "Q", "answer": ["a"]}] * 8)
     (tmp_path / "broken.jsonl").write_text("{not json")
-    (tmp_path / "header.csv").write_text("prompt,answer\n")
     (tmp_path / "reward.py").write_text("def f(**columns):\n    return [1.0]\n")
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     (tmp_path / "runs" / "taken" / "args.json").write_text("{}")
-    fill = lambda x: x.replace("{tmp}", str(tmp_path)) if isinstance(x, str) else x  # noqa: E731
-    flags = {k: tuple(map(fill, v)) if isinstance(v, tuple) else fill(v) for k, v in flags.items()}
     with refused(words):
         run("rloo", **flags)
 
