@@ -113,25 +113,6 @@ def scale_image(image: Image.Image, max_pixels: int | None) -> Image.Image:
     return image.resize((max(1, int(image.width * scale)), max(1, int(image.height * scale))))
 
 
-def build_parts(content, tokenizer, max_pixels: int | None = None) -> list[dict]:
-    """The content of an observation, a string or a list of parts with PIL images, as a list of parts."""
-    if not isinstance(content, str | list):
-        types = "None, a string, a list of parts, or a message with one of these as content"
-        raise TypeError(f"an environment's step must return {types}, not {type(content).__name__}")
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    parts = []
-    for part in content:
-        if part["type"] == "text":
-            part = {"type": "text", "text": escape_special_tokens(part["text"], special_tokens)}
-        else:
-            image = part["image"].convert("RGB")
-            part = {"type": "image", "image": scale_image(image, max_pixels)}
-        parts.append(part)
-    return parts
-
-
 def trajectory_columns(messages: list[dict]) -> dict[str, str]:
     """The texts of a trajectory for logs: {"turn/1": text, "observation/1": text, "turn/2": text}."""
     columns = {}

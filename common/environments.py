@@ -10,6 +10,7 @@ a newline), the observation's message, and the generation prompt.
 import asyncio
 import inspect
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from common.chats import build_parts, encode_chat
+from common.chats import encode_chat, load_media
 from common.decoding import Response
 from common.packing import (
     Continuation,
@@ -143,7 +144,10 @@ class EnvironmentSampler:
             for prompt in prompts
             for j in range(num_samples)
         ]
-        returned = await_all([x.environment.reset(**reset_arguments(x.prompt)) for x in trajectories])
+        rows = [{**x.prompt.row, "chat": x.prompt.messages} for x in trajectories]
+        # Lists and dicts are copied (images are not), because an environment may change its row.
+        rows = [tree_map(lambda leaf: leaf, row) for row in rows]
+        returned = await_all([x.environment.reset(**row) for x, row in zip(trajectories, rows)])
         if any(x is not None for x in returned):
             raise TypeError("reset must return None: the first observation belongs in the prompt")
         active = trajectories
@@ -187,7 +191,13 @@ class EnvironmentSampler:
 
     def encode_message(self, sequence: Prompt, message: dict) -> Continuation:
         """The tokens that follow the assistant's EOS in a short chat with this observation."""
-        message = {**message, "content": build_parts(message["content"], self.tokenizer, self.max_pixels)}
+        content = message["content"]
+        if not isinstance(content, str | list):
+            types = "None, a string, a list of parts, or a message with one of these as content"
+            raise TypeError(f"an environment's step must return {types}, not {type(content).__name__}")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else map(dict, content)
+        message = {**message, "content": list(parts)}  # load_media changes these parts
+        load_media([message], Path(), self.tokenizer, self.max_pixels, fps=2.0)
         inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
         chat = make_prompt(self.model, inputs)
         # The tokens after EOS, such as a newline, belong to the observation. Some templates write no EOS.
@@ -204,20 +214,10 @@ class EnvironmentSampler:
         return self.encode_message(sequence, {"role": "user", "content": "What else do you see?"})
 
 
-def reset_arguments(prompt: Prompt) -> dict:
-    """The columns of the dataset row, and the chat. Lists and dicts are copied, because an environment may
-    change them, and the responses to a prompt share its row. Images in them are not copied."""
-    return tree_map(lambda leaf: leaf, {**prompt.row, "chat": prompt.messages})
-
-
 def continue_chat(model, prompt: Prompt, chat: Prompt, start: int) -> Continuation:
     """The inputs of an observation: the tokens of `chat` from `start` on, and all of its media.
 
     Their positions are those in the whole sequence, from the model's own get_rope_index."""
-    unknown = chat.token_inputs.keys() - prompt.token_inputs.keys()
-    unknown |= {name for name, x in chat.token_inputs.items() if x.dim() > 2}  # masks over images
-    if unknown:
-        raise ValueError(f"observations with the inputs {', '.join(sorted(unknown))} are not supported")
     observation = continue_prompt(prompt, chat.input_ids[start:])
     observation.response_mask[:] = False
     observation.token_inputs |= {name: x[:, start:] for name, x in chat.token_inputs.items()}
