@@ -190,7 +190,9 @@ class EnvironmentSampler:
         return True
 
     def encode_message(self, sequence: Prompt, message: dict) -> Continuation:
-        """The tokens that follow the assistant's EOS in a short chat with this observation."""
+        """The tokens that follow the assistant's EOS in a short chat with this observation, and its media.
+
+        Their positions are those in the whole sequence, from the model's own get_rope_index."""
         content = message["content"]
         if not isinstance(content, str | list):
             types = "None, a string, a list of parts, or a message with one of these as content"
@@ -207,21 +209,14 @@ class EnvironmentSampler:
         else:  # the observation follows the common prefix of both chats
             pairs = zip(self.short_ids.tolist(), chat.input_ids.tolist())
             start = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self.short_ids))
-        return continue_chat(self.model, sequence, chat, start)
+        observation = continue_prompt(sequence, chat.input_ids[start:])
+        observation.response_mask[:] = False
+        observation.token_inputs |= {name: x[:, start:] for name, x in chat.token_inputs.items()}
+        observation.media_inputs = chat.media_inputs
+        longer = extend_prompt(sequence, observation)
+        observation.position_ids = compute_position_ids(self.model, longer.inputs)[..., sequence.length :]
+        return observation
 
     def encode_example(self, sequence: Prompt) -> Continuation:
         """An observation for the check at startup."""
         return self.encode_message(sequence, {"role": "user", "content": "What else do you see?"})
-
-
-def continue_chat(model, prompt: Prompt, chat: Prompt, start: int) -> Continuation:
-    """The inputs of an observation: the tokens of `chat` from `start` on, and all of its media.
-
-    Their positions are those in the whole sequence, from the model's own get_rope_index."""
-    observation = continue_prompt(prompt, chat.input_ids[start:])
-    observation.response_mask[:] = False
-    observation.token_inputs |= {name: x[:, start:] for name, x in chat.token_inputs.items()}
-    observation.media_inputs = chat.media_inputs
-    sequence = extend_prompt(prompt, observation)
-    observation.position_ids = compute_position_ids(model, sequence.inputs)[..., prompt.length :]
-    return observation
