@@ -843,7 +843,7 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
         model=run.judge.module.model,
         groups=[(indices[0], indices) for indices in sharing.values()],
         prompts=[example.prefix for example in examples],
-        encode=lambda example_id: run.train_data.encode(example_id).prefix,
+        encode=lambda prefix: run.train_data.encode(prefix.row_id).prefix,
         responses=[example.suffix_ids for example in examples],
         max_tokens=args.micro_batch_tokens,
         rank=RANK,
@@ -952,8 +952,7 @@ def sum_logprobs(
     packs = packing.iter_rank_packs(
         model=model,
         groups=[(i, own_indices.tolist()) for i, own_indices in enumerate(indices)],
-        prompts=[replace(prefix, row_id=i) for i, prefix in enumerate(prefixes)],
-        encode=prefixes.__getitem__,
+        prompts=prefixes,
         responses=flat,
         max_tokens=max(args.micro_batch_tokens, longest),  # a judgment may be longer
     )

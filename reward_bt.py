@@ -728,7 +728,7 @@ def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Rankin
         model=run.reward_model.module.model,
         groups=[(i, own_indices.tolist()) for i, own_indices in enumerate(indices)],
         prompts=[ranking.prompt for ranking in rankings],
-        encode=lambda row_id: data.encode(row_id).prompt,
+        encode=lambda prompt: data.encode(prompt.row_id).prompt,
         responses=responses,
         max_tokens=args.micro_batch_tokens,
         rank=RANK,

@@ -195,26 +195,24 @@ def generate_padded(
 
     # num_return_sequences would repeat each image patch in place, not each list of images.
     inputs = {name: torch.cat([x] * num_samples) for name, x in prompt.inputs.items()}
-    settings = {
-        "max_new_tokens": max_new_tokens,
-        "eos_token_id": eos_ids,
-        "pad_token_id": eos_ids[0],
-        "do_sample": temperature > 0,
-        "temperature": temperature or 1.0,
-        "top_k": 0,
-        "suppress_tokens": media_token_ids(model.config) or None,
-        "output_scores": True,
-        "return_dict_in_generate": True,
-    }
-    # generate fills what its arguments don't set, such as min_p, from the model's generation_config.
-    # Its log-probs would then differ from those of training, so the call gets a fresh one.
+    # generate fills what a config leaves open, such as min_p, from the model's generation_config.
+    # Its log-probs would then differ from those of training, so the model gets a fresh one.
     own_config = model.generation_config
-    ids = {name: getattr(own_config, name) for name in ("bos_token_id", "decoder_start_token_id")}
-    model.generation_config = GenerationConfig(**settings, **ids)
+    model.generation_config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=eos_ids,
+        pad_token_id=eos_ids[0],
+        do_sample=temperature > 0,
+        temperature=temperature or 1.0,
+        top_k=0,
+        suppress_tokens=media_token_ids(model.config) or None,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
     try:
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(prompt.seed)
-            out = run_model(model.generate, **to_device(inputs, model), **settings)
+            out = run_model(model.generate, **to_device(inputs, model))
     finally:
         model.generation_config = own_config
     tokens = out.sequences[:, -len(out.scores) :]  # (G, R)

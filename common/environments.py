@@ -202,6 +202,10 @@ class EnvironmentSampler:
         load_media([message], Path(), self.tokenizer, self.max_pixels, fps=2.0)
         inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
         chat = make_prompt(self.model, inputs)
+        unknown = chat.token_inputs.keys() - sequence.token_inputs.keys()
+        unknown |= {name for name, x in chat.token_inputs.items() if x.dim() > 2}  # masks over images
+        if unknown:
+            raise ValueError(f"observations with the inputs {', '.join(sorted(unknown))} are not supported")
         # The tokens after EOS, such as a newline, belong to the observation. Some templates write no EOS.
         ends = self.is_eos(chat.input_ids).nonzero()[self.num_eos :, 0]
         if len(ends) > 0:

@@ -11,7 +11,6 @@ A *case* is a prompt with responses, which are pieces of the other prompts' text
 import functools
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -48,18 +47,12 @@ class Case(NamedTuple):
 
 def choose_probe_rows(rows, count: int = 16) -> list[int]:
     """Evenly spaced rows of a `datasets.Dataset`, and the first row with media of each media column."""
-    import pyarrow.compute
-
     chosen = {k * len(rows) // count for k in range(count)} if len(rows) else set()
     for name in rows.column_names:
         if name.startswith(("image", "video")):
-            column = rows.select_columns([name]).with_format("arrow")[:][name]
-            present = column.is_valid()
-            if hasattr(column.type, "value_type"):  # lists, which may be empty
-                lengths = pyarrow.compute.list_value_length(column).fill_null(0)
-                present = pyarrow.compute.greater(lengths, 0)
-            chosen.add(pyarrow.compute.index(present, True).as_py())
-    return sorted(chosen - {-1})
+            column = rows.select_columns([name]).with_format("arrow")[:][name]  # which opens no media
+            chosen.add(next((i for i, value in enumerate(column) if value.as_py()), 0))
+    return sorted(chosen)
 
 
 @torch.no_grad()
@@ -98,7 +91,10 @@ def choose_layout(
         error = compare_packed_with_padded(model, run, cases, long_case, padded, max_tokens)
     except ModelError as problem:
         reason = str(problem)
-    if true_on_all_ranks(not reason, model.device):
+    is_exact = torch.tensor(float(not reason), device=model.device)
+    if dist.is_initialized():  # on all ranks
+        dist.all_reduce(is_exact, op=dist.ReduceOp.MIN)
+    if is_exact:
         message = f"packing enabled: outputs match the unmodified model within {error:.0e}"
     else:
         set_attention(model, attention)
@@ -196,7 +192,7 @@ def run_cases(
     model, forward: Callable, max_tokens: int, cases: list[Case], own_positions: bool = False
 ) -> list[Tensor]:
     """What `forward` returns for each response. own_positions: let the model compute position_ids."""
-    prompts = [replace(case.prompt, row_id=i) for i, case in enumerate(cases)]
+    prompts = [case.prompt for case in cases]
     groups = []
     responses = []
     for i, case in enumerate(cases):
@@ -206,7 +202,6 @@ def run_cases(
         model=model,
         groups=groups,
         prompts=prompts,
-        encode=prompts.__getitem__,
         responses=[response.token_inputs["input_ids"][0] for response in responses],
         # Short responses may be longer than the run's limit.
         max_tokens=max(max_tokens, max(prompt.length for prompt in prompts) + SHORT_LENGTHS[0]),
@@ -361,10 +356,3 @@ def measure_logit_factor(model, case: Case) -> float:
 def is_sharded(model) -> bool:
     """Whether DeepSpeed's ZeRO-3 distributes the weights over ranks."""
     return hasattr(next(model.parameters()), "ds_id")
-
-
-def true_on_all_ranks(value: bool, device) -> bool:
-    flag = torch.tensor(float(value), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)

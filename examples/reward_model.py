@@ -66,7 +66,6 @@ def score(chats: list, texts: list[str], **columns) -> list[float]:
         model=model,
         groups=groups,
         prompts=prompts,
-        encode=prompts.__getitem__,
         responses=response_ids,
         max_tokens=max_tokens,
     )

@@ -53,7 +53,7 @@ def load_family(folder) -> SimpleNamespace:
     args = rloo.Args(rewards=(), max_prompt_length=2048)
     data = rloo.PromptDataset(args, str(folder / "rows.jsonl"), "train", model, processor)
     prompts = [data.encode(i) for i in range(len(data.rows))]
-    return SimpleNamespace(model=model, processor=processor, encode=data.encode, prompts=prompts)
+    return SimpleNamespace(model=model, processor=processor, prompts=prompts)
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -159,7 +159,7 @@ def test_logprobs_and_greedy_responses_equal_the_unmodified_model(family, folder
     packed = torch.zeros(len(responses), 10)
     groups = [(i, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(len(prompts))]
     with torch.no_grad():
-        for pack in packing.iter_rank_packs(model, groups, prompts, batch.encode, response_ids, 250):
+        for pack in packing.iter_rank_packs(model, groups, prompts, response_ids, 250):
             packed[pack.token_index] = packing.response_logprobs(model, pack, TEMPERATURE)[0]
         for b, response in enumerate(responses):
             expected = unmodified_logprobs(unmodified, inputs[b // 3], response.token_ids, TEMPERATURE)
@@ -258,7 +258,7 @@ def test_rope_that_depends_on_the_length_runs_one_row_at_a_time(family, limit):
         assert packing.is_packed(model) == is_packed
     assert f"(beyond {limit} tokens its RoPE depends on the sequence length)" in message
     responses = [torch.arange(9)] * 3
-    packs = packing.iter_rank_packs(model, [(0, [0, 1, 2])], [prompt], lambda i: prompt, responses, 999)
+    packs = packing.iter_rank_packs(model, [(0, [0, 1, 2])], [prompt], responses, 999)
     assert [len(pack.model_inputs["input_ids"]) for pack in packs] == [1, 1, 1]
 
 
@@ -370,7 +370,7 @@ def test_rare_types_of_rows_are_probed(tmp_path):
 def test_media_that_the_check_has_not_seen_are_reported(folder_of):
     batch = load_family(folder_of("llava"))
     choose_layout(batch.model, batch.prompts[:2], max_length=128, max_tokens=256)
-    arguments = batch.prompts, batch.encode, [torch.arange(5, 9)] * len(batch.prompts), 256
+    arguments = batch.prompts, [torch.arange(5, 9)] * len(batch.prompts), 256
     with warnings.catch_warnings(action="error"):
         list(packing.iter_rank_packs(batch.model, [(0, [0])], *arguments))
     with pytest.warns(UserWarning, match="did not compare: pixel_values"):

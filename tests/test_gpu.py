@@ -157,7 +157,7 @@ def test_bf16_against_fp32(vqa, row, monkeypatch):
         tokens = [prompt.input_ids[~torch.isin(prompt.input_ids, media_ids)] for prompt in prompts]
         responses = [ids[: 5 + i % 9] for i, ids in enumerate(tokens)]
         groups = [(i, [i]) for i in range(len(prompts))]
-        (pack,) = packing.iter_rank_packs(model, groups, prompts, data.encode, responses, max_tokens=8192)
+        (pack,) = packing.iter_rank_packs(model, groups, prompts, responses, max_tokens=8192)
         logprobs, _ = packing.response_logprobs(model, pack)
         logprobs.mean().backward()
         gradient = torch.cat([p.grad.flatten().float() for p in model.parameters()])

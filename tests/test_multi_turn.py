@@ -99,7 +99,7 @@ def packed_logprobs(model, prompts, responses, max_tokens=4000) -> torch.Tensor:
     continuations = {b: response.continuation for b, response in enumerate(responses)}
     masks = torch.nn.utils.rnn.pad_sequence([x.response_mask for x in responses], batch_first=True)
     table = torch.full(masks.shape, torch.nan)
-    arguments = model, groups, prompts, prompts.__getitem__, ids, max_tokens
+    arguments = model, groups, prompts, ids, max_tokens
     for pack in packing.iter_rank_packs(*arguments, continuations=continuations):
         table = table.index_put(pack.token_index, packing.response_logprobs(model, pack)[0])
     assert torch.equal(~table.isnan(), masks)  # no observation is a target

@@ -34,7 +34,7 @@ def test_padded_rows_need_few_logits(batch_of):
     """Models that can return logits of the last tokens only are asked for the responses'."""
     batch, shapes = batch_of("llama"), []
     batch.model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape[:2]))
-    for pack in iter_rank_packs(batch.model, GROUPS, batch.prompts, batch.encode, RESPONSES, 4096):
+    for pack in iter_rank_packs(batch.model, GROUPS, batch.prompts, RESPONSES, 4096):
         response_logprobs(batch.model, pack, TEMPERATURE)
     assert sorted(shapes) == [(1, 5), (3, 6)]
 
@@ -407,7 +407,7 @@ def test_removed_targets_add_no_loss_and_use_all_weights(batch_of):
     batch = batch_of("llama")
     for name in ("packed", "sdpa"):
         packing.set_attention(batch.model, name)
-        arguments = batch.model, GROUPS[:1], batch.prompts, batch.encode, RESPONSES[:3], 4096
+        arguments = batch.model, GROUPS[:1], batch.prompts, RESPONSES[:3], 4096
         [pack] = iter_rank_packs(*arguments, rank=1, world_size=2)
         batch.model.zero_grad()
         response_logprobs(batch.model, pack, TEMPERATURE)[0].sum().backward()

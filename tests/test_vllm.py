@@ -66,7 +66,7 @@ def prepare(model: str, dataset: str, make_sampler, run_dir) -> SimpleNamespace:
     prompts = [replace(data.encode(row), seed=1000 + row) for row in range(len(data.rows))]
     sampler = make_sampler(args, model, EOS_IDS, run_dir)
     sampler.update_weights(0)
-    return SimpleNamespace(args=args, model=model, prompts=prompts, encode=data.encode, sampler=sampler)
+    return SimpleNamespace(args=args, model=model, prompts=prompts, sampler=sampler)
 
 
 def logprob_diff(setup, responses: list[Response]) -> float:
@@ -76,7 +76,6 @@ def logprob_diff(setup, responses: list[Response]) -> float:
         model=setup.model,
         groups=[(i, [*range(i * G, i * G + G)]) for i in range(len(setup.prompts))],
         prompts=setup.prompts,
-        encode=setup.encode,
         responses=[response.token_ids for response in responses],
         max_tokens=8192,
         continuations={b: x.continuation for b, x in enumerate(responses) if x.continuation},

@@ -353,7 +353,7 @@ def trained_logprobs(model, prompts: list[packing.Prompt], ids: list[Tensor]) ->
     """The same, as the scripts compute them."""
     table = torch.full((len(ids), R), torch.nan)
     groups = [(i, list(range(i * G, i * G + G))) for i in range(len(prompts))]
-    for pack in packing.iter_rank_packs(model, groups, prompts, prompts.__getitem__, ids, max_tokens=1024):
+    for pack in packing.iter_rank_packs(model, groups, prompts, ids, max_tokens=1024):
         logprobs, _ = packing.response_logprobs(model, pack)
         logprobs.square().sum().backward()
         table[pack.token_index] = logprobs.detach()
