@@ -1369,9 +1369,9 @@ def save_checkpoint(args: Args, run: Run, name: str) -> Path:
         )
     export_model(args, run.judge.module.model, run.processor, temporary)
     if RANK == 0:
-        previous = checkpoint.with_suffix(".previous")  # of checkpoint-best; deleted last, so one is complete
+        previous = checkpoint.with_suffix(".previous")  # deleted last, so one is complete
         shutil.rmtree(previous, ignore_errors=True)
-        if checkpoint.exists():
+        if checkpoint.exists():  # checkpoint-best
             checkpoint.rename(previous)
         temporary.rename(checkpoint)
         shutil.rmtree(previous, ignore_errors=True)

@@ -530,7 +530,8 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
     for message in chat:
         content = message.get("content") or []
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if message.get("tool_calls") or not parts or any(part.get("type") != "text" for part in parts):
+        is_text = parts and all(part.get("type") == "text" for part in parts)
+        if message.get("tool_calls") or not is_text:
             raise RowError("a response must have text, and no images, videos or tool_calls")
         text = "".join(part["text"] for part in parts)
         text = chats.escape_special_tokens(text, special_tokens)

@@ -332,7 +332,8 @@ def test_tokens_are_counted_and_what_cannot_fit_is_refused():
 def test_groups_with_other_media_run_separately():
     """Response 1 has an observation with an image."""
     prompts, seen = [SimpleNamespace(media_keys=())], SimpleNamespace(media_inputs={"pixel_values": 0})
-    assert packing.group_by_media([(0, [0, 1])], prompts, {1: seen}) == [[(0, [0])], [(0, [1])]]
+    by_media = packing.group_by_media([(0, [0, 1])], prompts, {1: seen})
+    assert by_media == {frozenset(): [(0, [0])], frozenset(["pixel_values"]): [(0, [1])]}
 
 
 def test_configs_of_other_families():

@@ -11,10 +11,10 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
     "rloo.py": (1648, 405, 165, 59, 10),
-    "ppo_vl.py": (1878, 515, 195, 59, 10),
-    "reward_bt.py": (1265, 310, 100, 57, 10),
-    "grm_sft.py": (1409, 310, 100, 58, 10),
-    "common/*.py": (2026, 0, 0, 58, 14),
+    "ppo_vl.py": (1865, 515, 195, 59, 10),
+    "reward_bt.py": (1264, 310, 100, 57, 10),
+    "grm_sft.py": (1410, 310, 100, 58, 10),
+    "common/*.py": (1977, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 75,
     "docs/recipes.md": 304,
     "tools/*.py": 3399,
-    "tests/*.py": 8198,
+    "tests/*.py": 7764,
 }
 
 
