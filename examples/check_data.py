@@ -33,7 +33,8 @@ wrong = {name: [] for name in functions}  # rows whose answer scores no more tha
 for i in range(len(data.rows)):
     if prompt := data.try_encode(i):
         lengths[i] = prompt.length
-        texts = [f"Answer: {prompt.row.get('answer')}", ""]
+        answer = prompt.row.get("answer")
+        texts = ["" if answer is None else f"Answer: {answer}", ""]
         state = transformers.TrainerState()
         rewards, *_ = rloo.score_responses(functions, [prompt] * 2, [response] * 2, texts, state)
         for name, (right, empty) in rewards.items():
