@@ -392,7 +392,6 @@ def check_args(args: Args) -> None:
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage 1 to 3")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
-    require(args.system_prompt != "", "--system-prompt is empty")  # such as an unset shell variable
     has_eval = args.total_steps or args.eval_datasets
     require(has_eval, "--total-steps 0 only evaluates, which requires --eval-datasets")
 

@@ -32,20 +32,21 @@ def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tm
         get_weight_version = lambda self: "0"  # noqa: E731
 
         def generate(self, inputs, params, use_tqdm):
-            assert [x["seed"] for x in params] == [7, 8]
-            return [self.answer(x["prompt_token_ids"], params[0]["n"]) for x in inputs]
+            assert [(x.seed, x.max_tokens) for x in params] == [(7, 24), (8, 3)]
+            return [self.answer(x["prompt_token_ids"], params[0].n) for x in inputs]
 
         def answer(self, prompt_ids, n):
             outputs = [completion(10 * prompt_ids[0] + g) for g in range(n)]
             return SimpleNamespace(prompt_token_ids=[*prompt_ids], outputs=outputs)
 
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeEngine, SamplingParams=dict))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeEngine, SamplingParams=SimpleNamespace))
     args = filled_args("rloo")
     model = rloo.load_model(args, args.model)
     sampler = rloo.VLLMSampler(args, model, [500], tmp_path)
     sampler.step = 0
     ids = [{"input_ids": torch.tensor([[i]])} for i in (3, 5)]
     prompts = [Prompt(0, 1, (), x, {}, torch.arange(1), {}, seed=seed) for x, seed in zip(ids, (7, 8))]
+    prompts[1].max_new_tokens = 3  # as in a later turn
     responses = sampler.generate(prompts, 2, 1.0)
     assert [x.token_ids.tolist() for x in responses] == [[30], [31], [50], [51]]
     assert [x.truncated for x in responses] == [False, True, False, True]

@@ -307,7 +307,7 @@ def test_defaults_fit_the_model(tiny_text_model, capsys):
     assert (bundled.num_epochs, bundled.train_batch_size) == (2, 128)
     assert (other.num_epochs, other.train_batch_size) == (1, 32 * 8)
     assert six.train_batch_size == 192, "128 does not divide the 192 responses"
-    assert lora.learning_rate == 1e-5 and "learning_rate 1e-05" in capsys.readouterr().out
+    assert lora.learning_rate == 1e-5 and "--learning-rate 1e-05" in capsys.readouterr().out
     assert half.zero_stage == 2 and bundled.zero_stage == 0
 
 

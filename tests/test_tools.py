@@ -162,7 +162,7 @@ WRONG = [  # function, a part of its code, and a replacement that makes the func
     ("compute_gae", "torch.where(mask[:, t], advantage, next_advantage)", "advantage * mask[:, t]"),
     ("whiten", ".masked_fill(~mask, 0.0)", " * mask"),  # NaN times 0
     ("compute_policy_loss", "clamp(1 - clip_low", "clamp(1 - clip_high"),
-    ("compute_value_loss", "old_values + change.clamp", "new_values + change.clamp"),
+    ("compute_value_loss", "old_values + clip)", "old_values + 2 * clip)"),
     ("compute_bt_loss", "+ rejected_rewards) ** 2", "- rejected_rewards) ** 2"),
     ("sample_token", "uniform[:, None] * cdf[:, -1:]", "uniform[:, None].square() * cdf[:, -1:]"),
     ("build_packed", "len(continuations[b].response_mask)", "int(continuations[b].response_mask.sum())"),
