@@ -5,7 +5,7 @@ A judge reads a question and two candidates (images, videos or texts) and writes
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
 It learns this by next-token prediction; the reasoning inside of <think> comes from the dataset and may
-be missing. Pairs are trained in both orders, so that the position of a candidate carries no information.
+be missing. Pairs are trained in both orders, unless their reasoning can't be rewritten for the other.
 
 Papers: Generative Verifiers (https://arxiv.org/abs/2408.15240), whose reward is the probability of a
 verdict (examples/judge_reward.py); UnifiedReward-Think (https://arxiv.org/abs/2505.03318), of which this
@@ -456,7 +456,7 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
     unknown = [repr(x) for x in values if x not in (None, "") and read_verdict(x) not in VERDICTS]
     rule = "1 (the first candidate is better), 2 or tie; empty for chats"
     require(not unknown, f"{source}: a verdict must be {rule}, not {', '.join(unknown[:3])}")
-    groups = group_examples(args, source, rows, indices)
+    groups = group_examples(args, source, rows, indices, training)
     data_dir = Path(source) if Path(source).is_dir() else Path(source).parent
     return ExampleDataset(args, source, rows, groups, data_dir, model, processor, training)
 
@@ -519,9 +519,10 @@ def make_easy_vqa_pairs(rows, seed: int):
     return datasets.Dataset.from_list(pairs)
 
 
-def group_examples(args: Args, source: str, rows, indices: np.ndarray) -> list[list[int]]:
-    """Groups of example ids that stay together when the data is shuffled: both orders of a pair and, with
-    --group-by-image, all rows with the same paths of images and videos."""
+def group_examples(args: Args, source: str, rows, indices: np.ndarray, training: bool) -> list[list[int]]:
+    """Groups of example ids that stay together when the data is shuffled: both orders of a pair (in
+    training only if its reasoning can be rewritten) and, with --group-by-image, all rows with the same
+    paths of images and videos."""
     import pyarrow.compute
 
     names = {"prompt", "verdict", "reasoning", "image", "images", "video", "videos"}
@@ -541,7 +542,8 @@ def group_examples(args: Args, source: str, rows, indices: np.ndarray) -> list[l
         group.append(2 * i)
         if is_pair(row):
             reasoning = str(row.get("reasoning") or "")
-            if any(swap_references(reasoning, noun) is None for noun in find_candidate_types(row)):
+            nouns = find_candidate_types(row)
+            if training and any(swap_references(reasoning, noun) is None for noun in nouns):
                 num_unswapped += 1
             else:
                 group.append(2 * i + 1)
@@ -713,7 +715,7 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
     if swapped:
         candidates.reverse()
         label = SWAPPED[label]
-        reasoning = swap_references(reasoning, noun)
+        reasoning = swap_references(reasoning, noun) or ""  # "": only in evaluations, which generate
 
     question = row["prompt"]
     media = {}

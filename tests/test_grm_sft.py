@@ -189,13 +189,13 @@ def test_a_reasoning_is_swapped_as_a_whole_or_not_at_all(text):
     assert grm_sft.swap_references(text, "Image") == SWAPS.get(text)
 
 
-def test_rows_whose_reasoning_can_not_be_swapped_are_used_in_one_order(tiny_vl, rows, tmp_path, capsys):
+def test_rows_whose_reasoning_can_not_be_swapped_are_trained_in_one_order(tiny_vl, rows, tmp_path, capsys):
     unknown = rows[0] | {"reasoning": "Image 1 and 2 show a ball."}
     source = write_jsonl(tmp_path / "rows.jsonl", [rows[0], unknown, rows[1]])
-    for training in (True, False):
-        data = load(tiny_vl, source, training=training)
-        assert data.groups == [[0, 1], [2], [4, 5]]
-        assert "1 of 3 rows are used in one order only" in capsys.readouterr().out
+    assert load(tiny_vl, source, training=True).groups == [[0, 1], [2], [4, 5]]
+    assert "1 of 3 rows are used in one order only" in capsys.readouterr().out
+    judged = load(tiny_vl, source, training=False)
+    assert judged.groups == [[0, 1], [2, 3], [4, 5]] and judged.encode(3).label == "2"
 
 
 def test_only_easy_vqa_becomes_pairs(tiny_vl, vqa, refused):
