@@ -77,12 +77,18 @@ def my_reward(folder: Path) -> str:
 def test_my_reward(tmp_path):
     reward = runpy.run_path(path := my_reward(tmp_path))["accuracy"]
     right = {"Answer: dog\nNo.\nAnswer: **Cat.**": " cat.", "Answer: (b).": "B", "Answer: 1,000.0": 1000}
-    right |= {"**Answer**: 3": "3", "Final answer: 3": 3, "**Answer: 3.**": "3", "Answer: '`B`'": "b"}
+    right |= {
+        "So the answer: it is three. Answer: 3": 3,
+        "**Answer**: 3": "3",
+        "Final answer: 3": 3,
+        "**Answer: 3.**": "3",
+        "Answer: '`B`'": "b",
+    }
     wrong = {"Answer: a **cat**": "a cat", "cat": "cat", "Answer: 5": ".5", "Answer:": 0, "Answer: -3": 3}
     wrong |= {"Answer: 3,5": "35"}
     reported = []
     rewards = reward([*right, *wrong], [*(right | wrong).values()], lambda *x: reported.append(x))
-    assert rewards == [1.0] * 7 + [0.0] * 6 and reported == [("answered", 11 / 13)]
+    assert rewards == [1.0] * 8 + [0.0] * 6 and reported == [("answered", 12 / 14)]
     rows = [{"prompt": "?", "answer": "3"}, {"prompt": "", "answer": "3"}, {"prompt": "?", "answer": None}]
     flags = ["--dataset", write_jsonl(tmp_path / "rows.jsonl", rows), "--rewards", f"{path}:accuracy"]
     command = [sys.executable, str(ROOT / "examples/check_data.py"), *flags]

@@ -23,9 +23,9 @@ LINES = {  # of one file, or of all files that match together
     "docs/reward_bt.md": 92,
     "docs/grm_sft.md": 91,
     "docs/models.md": 75,
-    "docs/recipes.md": 327,
+    "docs/recipes.md": 329,
     "tools/*.py": 3399,
-    "tests/*.py": 7766,
+    "tests/*.py": 7772,
 }
 
 
