@@ -2,6 +2,7 @@
 KL estimators by hand."""
 
 import doctest
+import math
 import re
 from math import comb
 
@@ -107,6 +108,13 @@ def test_the_best_policy_under_a_kl_penalty_and_dpo():
         numbers = (*best, best @ rewards, best @ logratios)
         assert cells == "{:.2f}, {:.2f}, {:.2f} | {:.2f} | {:.2f}".format(*numbers)
         assert torch.autograd.grad(best @ (rewards - beta * logratios), logprobs)[0].abs().max() < 1e-12
+
+
+def test_importance_weights():
+    token_weights = torch.tensor([0.5, 0.4]).exp()
+    numbers = (*token_weights, token_weights.prod())
+    assert "$w_t = {:.2f}, {:.2f}$ are not truncated, $w = {:.2f}$".format(*numbers) in SECTIONS[8]
+    assert 0.05 * 500**0.5 == pytest.approx(1.1, abs=0.05) and math.exp(1.1) == pytest.approx(3, abs=0.05)
 
 
 def test_weights_of_tokens_if_the_loss_is_divided_by_lengths(tmp_path):
