@@ -52,8 +52,7 @@ def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tm
     assert [x.truncated for x in responses] == [False, True, False, True]
     assert responses[3].logprobs.tolist() == pytest.approx([-5.1])
     monkeypatch.setattr(FakeEngine, "answer", lambda self, ids, n: SimpleNamespace(prompt_token_ids=[1]))
-    with refused("vLLM tokenizes it differently"):
-        sampler.generate(prompts, 2, 1.0)
+    assert sampler.generate(prompts, 2, 1.0) == [None] * 4  # vLLM has other tokens
 
 
 RUNS = [
