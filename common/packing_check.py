@@ -1,7 +1,7 @@
-"""The check at startup chooses the layout of batches: packed if it reproduces the padded one, else padded.
+"""Startup check: use packed batches if their log-probs and gradients match padded ones.
 
 It compares, on some rows of the dataset:
-1. padded rows with the same rows one at a time, for which the model computes its own positions,
+1. a padded batch with its rows one at a time, for which the model computes its own positions,
 2. padded log-probs with those of the model's own generate,
 3. packed log-probs with padded ones, over all tokens, and gradients of the input embeddings.
 
