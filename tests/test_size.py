@@ -18,7 +18,7 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
-    "docs/rloo.md": 100,
+    "docs/rloo.md": 101,
     "docs/ppo_vl.md": 79,
     "docs/reward_bt.md": 92,
     "docs/grm_sft.md": 91,
