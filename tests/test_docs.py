@@ -147,7 +147,7 @@ def documented(script: str) -> set[str]:
     pages = {"metrics", script} if script in ("rloo", "ppo_vl") else {script}  # theirs have only what differs
     texts = [(ROOT / "docs" / f"{page}.md").read_text() for page in pages]
     section = "\n".join(text.split("\n## Metrics")[1].split("\n## ")[0] for text in texts)
-    groups = "objective|reward|reward_metrics|policy|loss|value|rollout|sampling|train|time|eval|rm"
+    groups = "objective|reward|reward_metrics|policy|loss|value|rollout|sampling|train|time|memory|eval|rm"
     keys = re.findall(rf"`((?:{groups})/[^`]+)`", section)
     return {re.sub(r"<[^>]*>|[A-Z]+|\.\.\.", "*", key) for key in keys}
 

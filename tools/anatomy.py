@@ -81,7 +81,7 @@ def take_step(args: rloo.Args) -> SimpleNamespace:
         return norm
 
     def log(args, run, metrics, sample_records):
-        results["metrics"] = metrics
+        results["metrics"] = {name: x for name, x in metrics.items() if np.isfinite(x)}
         if metrics["train/step"] == 1:
             raise Finished
 
