@@ -422,6 +422,14 @@ def test_importance_sampling(name, t, tmp_path):
     assert result.metrics[0]["sampling/importance_weight"] == pytest.approx(float(weights.mean()))
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "cispo"])
+def test_token_importance_sampling(name, t, tmp_path):
+    result = run_case(tmp_path, f"{name} token_importance_sampling tis_clip=1.2", t)
+    weights = importance(t, 1.2)
+    check(result, t, ALGORITHMS[name](t, weights))
+    assert result.metrics[0]["sampling/importance_weight"] == pytest.approx(float(weights[t.mask].mean()))
+
+
 @pytest.mark.parametrize("name", ["rloo", *ALGORITHMS, "ppo"])
 def test_dynamic_sampling(name, tmp_path):
     """Two useful prompts are wanted, and each batch has one. The responses of the second batch are longer."""
