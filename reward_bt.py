@@ -363,7 +363,7 @@ def fill_defaults(args: Args) -> None:
     if args.dtype == "auto":
         args.dtype = "bfloat16" if DEVICE.type == "cuda" else "float32"
     if args.learning_rate is None:
-        is_bundled = Path(args.model).resolve() == Path(BUNDLED_MODEL).resolve()  # tiny, so it learns fast
+        is_bundled = Path(args.model).resolve() == Path(BUNDLED_MODEL).resolve()
         pretrained_rate = 1e-4 if args.lora_rank else 5e-6
         args.learning_rate = 3e-4 if is_bundled else pretrained_rate
     if args.zero_stage is None:
@@ -382,14 +382,14 @@ def check_args(args: Args) -> None:
             require(value >= 0, f"{flag} must not be negative")
             require(value > 0 or name not in positive, f"{flag} must be positive")
     require(args.label_smoothing < 0.5, f"--label-smoothing ({args.label_smoothing}) must be below 0.5")
-    if args.micro_batch_tokens < args.max_length:
-        stop(f"--micro-batch-tokens must be at least --max-length ({args.max_length})")
+    is_enough = args.micro_batch_tokens >= args.max_length
+    require(is_enough, "--micro-batch-tokens must be at least --max-length")
     names = {x.partition("=")[0] for x in args.eval_datasets if "=" in x}
-    if len(names) != len(args.eval_datasets):
-        stop("--eval-datasets must be NAME=DATASET, with different names")
-    if args.dtype == "bfloat16" and args.zero_stage < 2:
-        stop("--dtype bfloat16 needs --zero-stage 2 or 3; 0 and 1 add gradients in bfloat16")
-    require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage 1 to 3")
+    is_named = len(names) == len(args.eval_datasets)
+    require(is_named, "--eval-datasets must be NAME=DATASET, with different names")
+    adds_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2  # several packs
+    require(adds_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3")
+    require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
     has_eval = args.total_steps or args.eval_datasets
@@ -1088,8 +1088,8 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
             checkpoint = find_last_checkpoint(run_dir)
         elif args.resume:
             checkpoint = Path(args.resume).resolve()
-            if not (checkpoint / "state").is_dir():
-                stop(f"--resume {args.resume} is not a checkpoint: it has no folder named state")
+            if not (checkpoint / "state/run.pt").is_file():
+                stop(f"--resume {args.resume} is not a checkpoint: it has no file state/run.pt")
         if args.resume != "auto" and (run_dir / "args.json").exists():
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
         try:
@@ -1123,32 +1123,31 @@ def find_last_checkpoint(run_dir: Path) -> Path | None:
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     """Load the engines' states; returns run.state. Warns about flags that have changed."""
+    saved = torch.load(checkpoint / "state/run.pt", weights_only=False)
+    old = saved["flags"]
+    changes = {}  # flag -> its new and old value
+    for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
+        if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
+            changes[name] = f"{name} {new} (was {old.get(name)})"
+    fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze"}
+    parameters = [x for engine in engines.values() for x in engine.module.parameters()]
+    if not all(x.requires_grad for x in parameters):  # frozen weights come from --model
+        fixed |= {name for name in changes if name.endswith("model")}
+    for name in fixed & changes.keys():
+        stop(f"can't resume {checkpoint} with {changes[name]}")
+    if changes:
+        print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
     for name, engine in engines.items():
         decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
-        try:  # not strict, because frozen weights aren't saved: they come from --model
-            _, saved = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
-            old = saved["args"]
-        except Exception as error:  # DeepSpeed raises many types
-            rule = "--zero-stage, --lora-rank, --freeze and the number of ranks must be the same"
-            stop(f"can't resume {checkpoint}: {rule} ({error!r:.200})")
+        engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
         # The checkpoint has overwritten clipping and weight decay: restore the flags.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
-    names = vars(args).keys() - {"resume", "run_name", "output_dir"}
-    changed = sorted(name for name in names if getattr(args, name) != old.get(name))
-    parameters = [x for engine in engines.values() for x in engine.module.parameters()]
-    is_whole = all(x.requires_grad for x in parameters)  # frozen weights aren't saved
-    for name in changed:
-        if name.endswith("model") and not is_whole:
-            stop(f"{checkpoint} was trained with --{name.replace('_', '-')} {old.get(name)}")
-    if changed:
-        changes = [f"--{x.replace('_', '-')} {getattr(args, x)} (was {old.get(x)})" for x in changed]
-        print0(f"warning: flags differ from those of {checkpoint}: {', '.join(changes)}")
-    if 0 < args.total_steps <= saved["run_state"]["step"]:
+    if 0 < args.total_steps <= saved["state"]["step"]:
         print0(f"{checkpoint} is the end of its run: raise --total-steps to train longer")
-    return saved["run_state"]
+    return saved["state"]
 
 
 def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: int) -> None:
@@ -1216,17 +1215,15 @@ def save_checkpoint(args: Args, run: Run, suffix: str = "") -> Path:
     if RANK == 0:
         shutil.rmtree(temporary, ignore_errors=True)
     dist.barrier()
-    run.reward_model.save_checkpoint(
-        str(temporary / "state" / "reward"),
-        tag="engine",
-        client_state={"run_state": run.state, "args": asdict(args)},
-        exclude_frozen_parameters=True,
-    )
+    engine_dir = str(temporary / "state" / "reward")
+    run.reward_model.save_checkpoint(engine_dir, tag="engine", exclude_frozen_parameters=True)
     module.model.config.reward_head = "score.safetensors"  # load_head then requires the file
     export_model(args, module.model, run.processor, temporary)
     head = {f"score.{name}": weight.cpu() for name, weight in iter_full_weights(module.score)}
     if RANK == 0:
         safetensors.torch.save_file(head, temporary / "score.safetensors")
+        flags = asdict(args) | {"num_ranks": WORLD_SIZE}
+        torch.save({"state": run.state, "flags": flags}, temporary / "state/run.pt")
         temporary.rename(checkpoint)
         for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
             shutil.rmtree(old)
