@@ -1,7 +1,7 @@
 """Draw the figures of README.md and docs/recipes.md from runs, and measure what docs/theory.md says of variance.
 
     python ppo_vl.py --run-name readme
-    python tools/figures.py readme runs            # docs/readme.png: rewards, and responses before and after
+    python tools/figures.py readme runs            # docs/readme.png: scores, and responses before and after
     python tools/figures.py environments runs      # docs/environments.png: scores with and without tools
     python tools/figures.py variance runs          # prints a table of docs/theory.md, about three minutes
 
@@ -25,7 +25,7 @@ from PIL import Image  # noqa: E402
 
 DOCS = Path(__file__).parent.parent / "docs"
 RED, GREEN, BLUE, GRAY = "#b8323f", "#1d7a46", "#7f9cc0", "#7a828c"
-REWARDS = {  # metric: label, color
+SCORES = {  # metric: label, color
     "objective/scores": ("training batches", BLUE),
     "eval/sampled_score": ("evaluation, sampled", RED),
     "eval/greedy_score": ("evaluation, greedy", GREEN),
@@ -88,15 +88,15 @@ def draw_readme(runs: Path):
     run_dir = runs / "readme"
     figure = plt.figure(figsize=(15, 13), dpi=80)
     axes = figure.add_axes((0.07, 0.645, 0.91, 0.305))
-    for metric, (label, color) in REWARDS.items():
+    for metric, (label, color) in SCORES.items():
         width, marker = (2, None) if color == BLUE else (4, "o")
         style = {"color": color, "label": label, "linewidth": width, "marker": marker, "markersize": 12}
         axes.plot(*read_curve(run_dir, metric), **style)
-    axes.set(ylim=(0, 1.05), xlabel="step", title="Reward (maximum 1)")
+    axes.set(ylim=(0, 1.05), xlabel="step", title="Score (maximum 1)")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=24, frameon=False)
 
-    title = "Greedy responses to evaluation questions, before and after training"
+    title = "Greedy responses: two wrong, two without tags, two right before training"
     figure.text(0.5, 0.54, title, ha="center", fontsize=26)
     for k, pair in enumerate(before_and_after(run_dir)):
         left, top = 0.02 + 0.5 * (k % 2), 0.515 - 0.178 * (k // 2)
@@ -107,7 +107,7 @@ def draw_readme(runs: Path):
         panel.spines[:].set_visible(True)
         for record, when, y in zip(pair, ("before", "after"), (top - 0.036, top - 0.096)):
             color = GREEN if score(record) == 1 else RED
-            note = f"{when}: {describe(record)}, reward {score(record):.1f}"
+            note = f"{when}: {describe(record)}, score {score(record):.1f}"
             figure.text(left + 0.12, y, note, va="top", fontsize=20, color="0.35")
             style = {"va": "top", "fontsize": 20, "color": color, "family": "monospace"}
             figure.text(left + 0.12, y - 0.023, record["response"], **style)
