@@ -222,7 +222,7 @@ def test_the_page_has_all_exercises_in_order(directory):
 # ---- pipeline.sh: its commands parse, use checkpoints of earlier stages, and make a fair comparison ----
 def test_policies_differ_only_in_reward_seed_and_kl_coef():
     commands = re.search(r"^# 1\..*(?=^# 3\.)", (ROOT / "tools/pipeline.sh").read_text(), re.M | re.S).group()
-    print_stage = 'start() { printf "%q " "$@" "${JUDGE-}" "${REWARD_MODEL-}"; echo; }; finish() { :; }'
+    print_stage = 'start() { printf "%q " "$@" "${JUDGE-}" "${REWARD_MODEL-}"; echo; }; finish() { :; }; python() { :; }'
     program = f"out=runs/pipeline\n{print_stage}\n{commands}"
     printed = subprocess.run(["bash", "-euc", program], capture_output=True, text=True, check=True).stdout
     stages, checkpoints = {}, {}
@@ -233,21 +233,25 @@ def test_policies_differ_only_in_reward_seed_and_kl_coef():
         module.fill_defaults(args)
         module.check_args(args)
         checkpoints[name] = judge if name.startswith("judge") else reward_model
-    assert list(stages)[:2] == ["reward_model", "judge"] and set(stages) == set(pipeline.STAGES)
+    assert set(stages) == set(pipeline.STAGES)
     pairs = stages["reward_model"]
     assert pairs.total_steps // pairs.save_steps <= pairs.save_total_limit, "the early checkpoint is deleted"
-    steps = {"judge": stages["judge"].total_steps, "rm": pairs.total_steps, "early_rm": pairs.save_steps}
-    variants = {"seed1": {}, "seed2": {"seed": 2}, "kl0.1": {"kl_coef": 0.1}, "kl1": {"kl_coef": 1.0}}
+    learned = {"judge": "judge/checkpoint-400", "rm": "reward_model/checkpoint-400"}
+    learned |= {
+        "early_rm": "reward_model/checkpoint-40",
+        "untagged_rm": "untagged_reward_model/checkpoint-400",
+    }
     for name in pipeline.POLICIES:
         args, reward = stages[name], name.partition("_and_format")[0]
         weights = dict(zip((source.rpartition(":")[2] for source in args.rewards), args.reward_weights))
-        learned = {"score": 1, "format": 1, "accuracy": 0}  # accuracy is only logged
-        assert weights == (learned if reward in steps else {"accuracy": 1, "format": 1})
-        if reward in steps:
-            stage = "judge" if reward == "judge" else "reward_model"
-            assert checkpoints[name] == f"runs/pipeline/{stage}/checkpoint-{steps[reward]}"
-        variant = variants[name.rpartition("_")[2]] | {"rewards": args.rewards}
-        variant |= {"reward_weights": args.reward_weights}
+        if reward in learned:
+            assert weights == {"score": 1, "format": 1, "accuracy": 0}  # accuracy is only logged
+            assert checkpoints[name] == f"runs/pipeline/{learned[reward]}"
+        else:
+            assert weights == {"accuracy": 1, "format": 1}
+        variant = {"seed": int(name[-1]), "rewards": args.rewards, "reward_weights": args.reward_weights}
+        if "kl" in name:
+            variant["kl_coef"] = float(re.search(r"kl([\d.]+)", name)[1])
         assert args == replace(stages["accuracy_and_format_seed1"], **variant)
 
 

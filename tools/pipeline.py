@@ -1,27 +1,52 @@
-"""The tables and the plot of tools/pipeline.sh, from the directory with its runs.
+"""Data, tables and plot of tools/pipeline.sh, in the directory with its runs.
 
-python tools/pipeline.py runs/pipeline      # prints the tables; writes table.md and pipeline.png there
+python tools/pipeline.py pairs runs/pipeline      # writes pairs.jsonl
+python tools/pipeline.py tables runs/pipeline     # prints the tables; writes table.md and pipeline.png
 """
 
 import json
-import re
 import sys
 from pathlib import Path
 
-COLORS = {"accuracy_and_format": "tab:green", "judge_and_format": "tab:purple"}
-COLORS |= {"rm_and_format": "tab:blue", "early_rm_and_format": "tab:red"}
-SWEEP = {"rm_and_format_seed1": "tab:blue", "rm_and_format_kl0.1": "tab:cyan", "rm_and_format_kl1": "black"}
-POLICIES = [*(f"{policy}_seed{seed}" for policy in COLORS for seed in (1, 2)), *list(SWEEP)[1:]]
-STAGES = ("reward_model", "judge", *POLICIES)
+import numpy as np
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+SEEDS = (1, 2, 3, 4, 5)
+COLORS = {
+    "accuracy_and_format": "tab:green",
+    "judge_and_format": "tab:purple",
+    "untagged_rm_and_format": "tab:orange",
+}
+COLORS |= {"early_rm_and_format": "tab:red", "rm_and_format": "tab:blue"}
+SWEEP = {"rm_and_format_kl0.1": "tab:cyan", "rm_and_format_kl1": "black"}
+POLICIES = [f"{policy}_seed{seed}" for policy in [*COLORS, *SWEEP] for seed in SEEDS]
+STAGES = ("reward_model", "judge", "untagged_reward_model", *POLICIES)
+ACCURACY, LEARNED = "eval/greedy_reward_accuracy", "eval/greedy_reward_score"
+
+
+def write_pairs(output_dir: Path) -> None:
+    """The pairs of reward_bt.py, but half of the rejected responses are the correct answer without tags."""
+    import reward_bt
+
+    rows = reward_bt.add_easy_vqa_responses(reward_bt.easy_vqa_rows("train"), seed=1)
+    is_untagged = np.random.default_rng(1).random(len(rows)) < 0.5
+
+    def untag(row: dict, i: int) -> dict:
+        return {"rejected": f"The answer is {row['answer']}."} if is_untagged[i] else {}
+
+    rows.map(untag, with_indices=True).to_json(output_dir / "pairs.jsonl")
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def evaluations(lines: list[dict], key: str = "eval/greedy_reward_accuracy") -> list[dict]:
-    """The metrics of a run's evaluations, of which the first is before the first step."""
-    return [line for line in lines if key in line]
+def read_curves(output_dir: Path, policy: str, metric: str) -> tuple[list[int], np.ndarray]:
+    """Steps (T,) and the metric's values (seeds, T)."""
+    runs = [read_metrics(output_dir / f"{policy}_seed{seed}") for seed in SEEDS]
+    curves = [[(line["train/step"], line[metric]) for line in lines if metric in line] for lines in runs]
+    return [step for step, _ in curves[0]], np.array([[value for _, value in curve] for curve in curves])
 
 
 def markdown(head: str, rows: list[list[str]]) -> str:
@@ -29,84 +54,78 @@ def markdown(head: str, rows: list[list[str]]) -> str:
     return "".join(f"| {line} |\n" for line in lines)
 
 
-def policy_table(runs: dict[str, list[dict]]) -> str:
-    """The initial model and the final policies, with a number per seed. KL: mean of the last five rollouts."""
-    accuracy, learned = "eval/greedy_reward_accuracy", "eval/greedy_reward_score"
-    policies = {"initial model": [evaluations(runs[name])[:1] for name in POLICIES[:2]]}  # lines of each seed
-    for run, lines in runs.items():
-        policies.setdefault(re.sub("_seed.$", "", run), []).append(lines)
-    rows = []
-    for policy, seeds in policies.items():
-        curves = [evaluations(lines) for lines in seeds]
-        best = [max(curve, key=lambda line: line[accuracy]) for curve in curves]
-        kl = [[line["objective/kl"] for line in lines if "objective/kl" in line][-5:] for lines in seeds]
-        names = ("eval/sampled_reward_accuracy", accuracy, "eval/greedy_reward_format")
-        cells = [[f"{curve[-1][name]:.3f}" for curve in curves] for name in names]
-        cells.insert(2, [f"{line[accuracy]:.3f} ({line['train/step']:.0f})" for line in best])
-        cells.append([f"{sum(x) / max(len(x), 1):.2f}" for x in kl])
-        has_learned = "rm_" in policy  # greedy responses have no others that a judge could compare them with
-        cells.append([f"{x[0][learned]:.2f} -> {x[-1][learned]:.2f}" for x in curves if has_learned])
-        rows.append([policy, *map(", ".join, cells)])
-    head = "policy | accuracy, sampled | accuracy, greedy | peak greedy accuracy (step) | tagged, greedy"
-    return markdown(f"{head} | KL, nats | learned reward", rows)
+def spread(values) -> str:
+    """Mean, lowest and highest."""
+    return f"{np.mean(values):.3f} ({np.min(values):.3f} to {np.max(values):.3f})"
 
 
-def proxy_table(reward_model: list[dict], judge: list[dict]) -> str:
-    """Accuracy of the reward model and of the judge on evaluation pairs."""
+def policy_table(output_dir: Path) -> str:
+    """Each policy after its last step. Fall: from the highest point of the mean curve, with its standard error."""
     rows = []
-    for line in evaluations(reward_model, key := "eval/easy-vqa/accuracy"):
-        rows.append([f"reward model, step {line['train/step']}", f"{line[key]:.3f}"])
-    rows.append(["judge", f"{judge[-1]['eval/accuracy']:.3f}"])
+    for policy in [*COLORS, *SWEEP]:
+        steps, accuracy = read_curves(output_dir, policy, ACCURACY)
+        peak = int(accuracy.mean(0).argmax())
+        fall = accuracy[:, peak] - accuracy[:, -1]  # (seeds,)
+        error = fall.std(ddof=1) / len(SEEDS) ** 0.5
+        tagged = read_curves(output_dir, policy, "eval/greedy_reward_format")[1][:, -1]
+        kl = read_curves(output_dir, policy, "objective/kl")[1][:, -5:].mean(1)
+        cells = [spread(accuracy[:, -1]), f"{fall.mean():.3f} \u00b1 {error:.3f} since step {steps[peak]}"]
+        cells += [spread(tagged), f"{kl.mean():.2f}"]
+        learned = read_curves(output_dir, policy, LEARNED)[1] if "rm_" in policy else None
+        cells.append("" if learned is None else f"{learned[:, 0].mean():.2f} -> {learned[:, -1].mean():.2f}")
+        rows.append([policy, *cells])
+    head = "policy | accuracy, greedy | fall of accuracy | tagged, greedy | KL, nats | learned reward"
+    return markdown(head, rows)
+
+
+def proxy_table(output_dir: Path) -> str:
+    """Accuracy of the reward models and of the judge on evaluation pairs."""
+    rows = []
+    for name, key in {"reward_model": "eval/easy-vqa/accuracy", "untagged_reward_model": "eval/easy-vqa/accuracy",
+                      "judge": "eval/accuracy"}.items():  # fmt: skip
+        for line in read_metrics(output_dir / name):
+            if key in line:
+                rows.append([f"{name}, step {line['train/step']}", f"{line[key]:.3f}"])
     return markdown("reward | accuracy on evaluation pairs", rows)
 
 
-def draw(output_dir: Path, runs: dict[str, list[dict]]) -> None:
-    """pipeline.png: the curves of all rewards, with a line per seed, and the sweep of --kl-coef."""
+def draw(output_dir: Path) -> None:
+    """pipeline.png: a thin line per seed, and their mean."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     plt.rcParams["font.size"] = 14  # readable on a phone, where the plot has its width
-    figure, panels = plt.subplots(3, 2, figsize=(11, 14), layout="constrained")
-    accuracy, kl, learned = "eval/greedy_reward_accuracy", "objective/kl", "eval/greedy_reward_score"
-
-    def plot(panel, title: str, metric: str, names: list[str], ylabel: str = "") -> None:
-        for name in names:
-            lines = [line for line in runs[name] if metric in line]
-            policy, _, variant = name.rpartition("_")
-            style = {"color": COLORS[policy], "linestyle": "--" if variant == "seed2" else "-"}
-            label = policy if variant == "seed1" else None
-            if names == list(SWEEP):
-                label = "--kl-coef " + variant.replace("seed1", "0.01").strip("kl")
-                style = {"color": SWEEP[name]}
-            marker = "" if metric == kl else "o"
-            x, y = ([line[key] for line in lines] for key in ("train/step", metric))
-            panel.plot(x, y, label=label, marker=marker, **style)
-        panel.set(title=title, xlabel="step", ylabel=ylabel)
-
-    default = [name for name in POLICIES if name not in list(SWEEP)[1:]]
-    plot(panels[0, 0], "accuracy (evaluation, greedy)", accuracy, default)
-    plot(panels[0, 1], "KL to the initial model (training)", kl, default, "nats")
-    reward_models = [name for name in default if "rm_" in name]
-    plot(panels[1, 0], "learned reward (evaluation, greedy)", learned, reward_models)
-    plot(panels[1, 1], "rm_and_format: KL (training)", kl, list(SWEEP), "nats")
-    plot(panels[2, 0], "rm_and_format: learned reward", learned, list(SWEEP))
-    plot(panels[2, 1], "rm_and_format: accuracy", accuracy, list(SWEEP))
-    panels[0, 1].legend(title="seed 2: dashed")
-    panels[1, 1].legend()
+    figure, panels = plt.subplots(2, 2, figsize=(11, 9.5), layout="constrained")
+    sweep = {"rm_and_format": "tab:blue", **SWEEP}
+    learned = {policy: color for policy, color in COLORS.items() if "rm_" in policy}
+    plots = {  # title: metric, policies
+        "accuracy (evaluation, greedy)": (ACCURACY, COLORS),
+        "KL to the initial model (training), nats": ("objective/kl", COLORS),
+        "learned reward, rise since step 0": (LEARNED, learned),
+        "accuracy: --kl-coef 0.01, 0.1 and 1": (ACCURACY, sweep),
+    }
+    for panel, (title, (metric, policies)) in zip(panels.flat, plots.items()):
+        for policy, color in policies.items():
+            steps, values = read_curves(output_dir, policy, metric)
+            values = values - values[:, :1] if metric == LEARNED else values
+            panel.plot(steps, values.T, color=color, alpha=0.25, linewidth=0.8)
+            panel.plot(steps, values.mean(0), color=color, label=policy, linewidth=2)
+        panel.set(title=title, xlabel="step")
+    panels[0, 0].legend(fontsize=11)
+    panels[1, 1].legend(fontsize=11)
     figure.savefig(output_dir / "pipeline.png", dpi=80)
 
 
-def main(output_dir: Path) -> None:
-    runs = {name: read_metrics(output_dir / name) for name in POLICIES}
-    proxies = proxy_table(read_metrics(output_dir / "reward_model"), read_metrics(output_dir / "judge"))
+def write_tables(output_dir: Path) -> None:
     seconds = [[name, f"{float((output_dir / f'{name}.time').read_text()):.0f}"] for name in STAGES]
-    text = "\n".join([policy_table(runs), proxies, markdown("stage | CPU seconds", seconds)])
-    (output_dir / "table.md").write_text(text)
-    draw(output_dir, runs)
-    print(text)
+    seconds.append(["all", f"{sum(float(row[1]) for row in seconds):.0f}"])
+    tables = [policy_table(output_dir), proxy_table(output_dir), markdown("stage | CPU seconds", seconds)]
+    (output_dir / "table.md").write_text("\n".join(tables))
+    draw(output_dir)
+    print("\n".join(tables))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/pipeline"))
+    {"pairs": write_pairs, "tables": write_tables}[sys.argv[1]](Path(sys.argv[2]))

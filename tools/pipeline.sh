@@ -44,9 +44,13 @@ finish() { # wait for the stages that are still running
     stages=()
 }
 
-# 1. Learn from pairs: a reward model, with its checkpoint after 40 steps, and a judge.
+# 1. Learn from pairs: a reward model, with its checkpoint after 40 steps, a judge, and a reward model for which the rejected
+# response of half of the pairs is the correct answer without tags.
 start reward_model reward_bt.py 400 --save-steps 40 --save-total-limit 10 --eval-steps 80 --eval-rows 250
 start judge grm_sft.py 400 --eval-steps 0 --eval-rows 250
+python tools/pipeline.py pairs "$out"
+start untagged_reward_model reward_bt.py 400 --dataset "$out/pairs.jsonl" --eval-datasets easy-vqa=easy-vqa \
+    --eval-steps 80 --eval-rows 250
 finish
 
 # 2. Train policies. They differ only in their reward; format is the second one of each, with the same weight.
@@ -57,19 +61,19 @@ judge="$policy examples/judge_reward.py:score format accuracy --reward-weights 1
 export JUDGE=$out/judge/checkpoint-400
 late=$out/reward_model/checkpoint-400
 early=$out/reward_model/checkpoint-40
-for seed in 1 2; do
-    REWARD_MODEL=$late start rm_and_format_seed$seed rloo.py 30 $rm --seed $seed
-    REWARD_MODEL=$early start early_rm_and_format_seed$seed rloo.py 30 $rm --seed $seed
-    start judge_and_format_seed$seed rloo.py 30 $judge --seed $seed
+untagged=$out/untagged_reward_model/checkpoint-400
+for seed in 1 2 3 4 5; do
     start accuracy_and_format_seed$seed rloo.py 30 $policy accuracy format --reward-weights 1 1 --seed $seed
-    if ((seed == 1)); then # rm_and_format_seed1 has the default, --kl-coef 0.01
-        REWARD_MODEL=$late start rm_and_format_kl0.1 rloo.py 30 $rm --kl-coef 0.1
-        REWARD_MODEL=$late start rm_and_format_kl1 rloo.py 30 $rm --kl-coef 1
-    fi
+    start judge_and_format_seed$seed rloo.py 30 $judge --seed $seed
+    REWARD_MODEL=$untagged start untagged_rm_and_format_seed$seed rloo.py 30 $rm --seed $seed
+    REWARD_MODEL=$early start early_rm_and_format_seed$seed rloo.py 30 $rm --seed $seed
+    REWARD_MODEL=$late start rm_and_format_seed$seed rloo.py 30 $rm --seed $seed # with the default, --kl-coef 0.01
+    REWARD_MODEL=$late start rm_and_format_kl0.1_seed$seed rloo.py 30 $rm --kl-coef 0.1 --seed $seed
+    REWARD_MODEL=$late start rm_and_format_kl1_seed$seed rloo.py 30 $rm --kl-coef 1 --seed $seed
 done
 finish
 
-# 3. Compare. report.py averages runs whose flags differ only in the seed. Leave early_rm out of the report: only the
-# environment variable REWARD_MODEL tells it from rm, so that the two would be averaged.
+# 3. Compare. report.py averages runs whose flags differ only in the seed. Leave early_rm and untagged_rm out of the report:
+# only the environment variable REWARD_MODEL tells them from rm, so that they would be averaged.
 python tools/report.py "$out"/{reward_model,judge,{accuracy,judge,rm}_and_format_*}/ --output "$out/report.html"
-python tools/pipeline.py "$out"
+python tools/pipeline.py tables "$out"
