@@ -254,7 +254,7 @@ def main(args: Args) -> dict[str, float]:
             checkpoint = save_checkpoint(args, run, f"checkpoint-{step}")
         if has_signal and not is_last_step:
             flags = f"--resume auto --run-name {run.run_dir.name}"
-            print0(f"stopped by a signal, saved {checkpoint}; continue with {flags} and the old flags")
+            print0(f"stopped by a signal, saved {checkpoint}; continue with the same flags and {flags}")
             break
 
     # --- 6. finish ---
@@ -346,8 +346,8 @@ def check_args(args: Args) -> None:
             require(value > 0 or name not in positive, f"{flag} must be positive")
     is_enough = args.micro_batch_tokens >= args.max_length
     require(is_enough, "--micro-batch-tokens must be at least --max-length")
-    adds_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2  # several packs
-    require(adds_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3")
+    sums_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2
+    require(sums_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3, which sum gradients in fp32")
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
@@ -377,7 +377,7 @@ def catch_signals() -> list[int]:
             raise KeyboardInterrupt
         received_signals.append(number)
         if RANK == 0:  # print is not safe in a handler
-            os.write(2, b"stopping: this step is finished and saved first\n")
+            os.write(2, b"stopping after this step and a checkpoint\n")
 
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
@@ -1052,7 +1052,8 @@ def load_model(args: Args, source: str, auto_class=None):
     mismatched = [name for name, *_ in info["mismatched_keys"]]
     missing = sorted({*info["missing_keys"], *mismatched})  # both would be random
     require(not missing, f"{source}: {len(missing)} weights are missing or have another shape: {missing[:3]}")
-    # Checkpointed layers are in train mode, in which their own dropout (OPT's) would be active.
+    # set_gradient_checkpointing puts layers into train mode, in which their own dropout (OPT's) would
+    # be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -1157,7 +1158,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
             "stage": args.zero_stage if trained or args.zero_stage == 3 else 0,
             "overlap_comm": False,
             "reduce_scatter": dist.get_backend() != "gloo",  # gloo does not support it
-            "stage3_param_persistence_threshold": 10_000,
+            "stage3_param_persistence_threshold": 10_000,  # so the bundled model is sharded, too
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's AdamW needs a compiler, torch's does not
@@ -1171,7 +1172,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
         decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
         no_decay = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
         groups = [group for group in (decay, no_decay) if group["params"]]  # with LoRA all are matrices
-        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # TRL: beta2 0.999
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # as OpenRLHF; TRL: 0.999
     engine, *_ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, dist_init_required=False
     )
@@ -1294,7 +1295,8 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, engine in engines.items():
         decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
-        engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
+        loaded, _ = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
+        require(loaded, f"DeepSpeed can't load {folder}")
         # The checkpoint has overwritten clipping and weight decay: restore the flags.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):

@@ -230,9 +230,10 @@ def main(args: Args) -> dict[str, float]:
         pairs = make_pairs(rankings)
         B = sum(len(ranking.response_ids) for ranking in rankings)
         packs = make_packs(args, run, run.train_data, rankings)
-        # A pack's gradient needs the rewards of the other halves of its pairs, as constants. If
-        # every ranking is in one pack, there are none, and zeros will do. Otherwise compute all
-        # rewards first, without gradients (GradCache, https://arxiv.org/abs/2101.06983).
+        # For each pack, the loss of all pairs is computed, but only the pack's rewards have
+        # gradients. The other rewards are constants, which matter only for pairs of which one
+        # half is in another pack. If there are such pairs, compute all rewards first, without
+        # gradients (GradCache, https://arxiv.org/abs/2101.06983). Otherwise zeros will do.
         constant_rewards = torch.zeros(B, device=DEVICE)
         if has_split_pair(packs, pairs, B):
             constant_rewards = compute_rewards(run, packs, B)
@@ -292,7 +293,7 @@ def main(args: Args) -> dict[str, float]:
             checkpoint = save_checkpoint(args, run)
         if has_signal and not is_last_step:
             flags = f"--resume auto --run-name {run.run_dir.name}"
-            print0(f"stopped by a signal, saved {checkpoint}; continue with {flags} and the old flags")
+            print0(f"stopped by a signal, saved {checkpoint}; continue with the same flags and {flags}")
             break
 
     # --- 6. finish ---
@@ -346,7 +347,7 @@ def setup(args: Args) -> Run:
         max_tokens=args.micro_batch_tokens,
     )
     print0(message)
-    set_gradient_checkpointing(reward_model.module, True)  # always, because nothing is generated
+    set_gradient_checkpointing(reward_model.module, True)  # no effect without the flag
     start_logs(args, run_dir, checkpoint, last_step=state["step"])
     return Run(
         run_dir=run_dir,
@@ -387,8 +388,8 @@ def check_args(args: Args) -> None:
     names = {x.partition("=")[0] for x in args.eval_datasets if "=" in x}
     is_named = len(names) == len(args.eval_datasets)
     require(is_named, "--eval-datasets must be NAME=DATASET, with different names")
-    adds_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2  # several packs
-    require(adds_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3")
+    sums_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2
+    require(sums_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3, which sum gradients in fp32")
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
@@ -418,7 +419,7 @@ def catch_signals() -> list[int]:
             raise KeyboardInterrupt
         received_signals.append(number)
         if RANK == 0:  # print is not safe in a handler
-            os.write(2, b"stopping: this step is finished and saved first\n")
+            os.write(2, b"stopping after this step and a checkpoint\n")
 
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
@@ -429,7 +430,7 @@ def catch_signals() -> list[int]:
 
 
 class RankingDataset:
-    """Rows as rankings; docs/reward_bt.md#data has their columns. The model gives position ids."""
+    """Rows as rankings; docs/reward_bt.md#data has their columns. The model computes position ids."""
 
     def __init__(self, args: Args, source: str, split: str, seed: int, model, processor):
         self.args = args
@@ -439,7 +440,7 @@ class RankingDataset:
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.num_read = 0  # rows of next_rankings since the start or the last resume
-        self.num_skipped = 0  # of these, those that could not be used
+        self.num_skipped = 0  # those of them that could not be used
         self.rows = load_rows(args, source, split)
         if source == "easy-vqa":
             self.rows = add_easy_vqa_responses(self.rows, seed)
@@ -502,9 +503,10 @@ def split_row(row: dict) -> tuple[list[dict] | str, list[list[dict]]]:
         raise RowError("a ranking needs a list of at least two responses")
     responses = []
     for source in sources:
-        message = {"role": "assistant", "content": str(source)}
-        responses.append(source if isinstance(source, list) else [message])
-    if not all(isinstance(x, dict) and "role" in x for response in responses for x in response):
+        is_text = isinstance(source, str | int | float)
+        responses.append([{"role": "assistant", "content": str(source)}] if is_text else source)
+    is_list = all(isinstance(response, list) for response in responses)
+    if not is_list or not all(isinstance(x, dict) and "role" in x for chat in responses for x in chat):
         raise RowError("a response must be a string or a list of messages with a role")
     prompt = row.get("prompt") or row.get("messages")
     if responses[0] and responses[0][0]["role"] != "assistant":  # whole chats
@@ -523,16 +525,17 @@ def common_prefix_length(sequences: list[list]) -> int:
 
 
 def build_response(chat: list[dict], tokenizer) -> list[dict]:
-    """The messages of a response, each with one text part, in which <image> is no marker."""
+    """The messages of a response, each with one text part. A literal <image> in it stays text."""
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     messages = []
     for message in chat:
         content = message.get("content") or []
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        is_text = parts and all(part.get("type") == "text" for part in parts)
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        texts = [x.get("text") for x in parts if isinstance(x, dict) and x.get("type") == "text"]
+        is_text = texts and len(texts) == len(parts) and all(isinstance(x, str) for x in texts)
         if message.get("tool_calls") or not is_text:
             raise RowError("a response must have text, and no images, videos or tool_calls")
-        text = "".join(part["text"] for part in parts)
+        text = "".join(texts)
         text = chats.escape_special_tokens(text, special_tokens)
         messages.append({"role": message["role"], "content": [{"type": "text", "text": text}]})
     return messages
@@ -892,7 +895,8 @@ def load_backbone(args: Args):
         stop(f"can't load the model {args.model}: {error}")
     missing = sorted(info["missing_keys"])  # they would be random
     require(not missing, f"{args.model}: {len(missing)} weights are missing: {missing[:3]}")
-    # Checkpointed layers are in train mode, in which their own dropout (OPT's) would be active.
+    # set_gradient_checkpointing puts layers into train mode, in which their own dropout (OPT's) would
+    # be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -1008,7 +1012,7 @@ def init_reward_engine(args: Args, module: nn.Module):
             "stage": args.zero_stage,
             "overlap_comm": False,
             "reduce_scatter": dist.get_backend() != "gloo",  # gloo does not support it
-            "stage3_param_persistence_threshold": 10_000,
+            "stage3_param_persistence_threshold": 10_000,  # so the bundled model is sharded, too
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's AdamW needs a compiler, torch's does not
@@ -1017,7 +1021,7 @@ def init_reward_engine(args: Args, module: nn.Module):
     decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
     no_decay = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
     groups = [group for group in (decay, no_decay) if group["params"]]  # with LoRA all are matrices
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # TRL: beta2 0.999
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # as OpenRLHF; TRL: 0.999
     engine, *_ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, dist_init_required=False
     )
@@ -1140,7 +1144,8 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, engine in engines.items():
         decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
-        engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
+        loaded, _ = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
+        require(loaded, f"DeepSpeed can't load {folder}")
         # The checkpoint has overwritten clipping and weight decay: restore the flags.
         engine.optimizer.clip_grad = args.max_grad_norm
         for group, decay in zip(engine.optimizer.param_groups, decays):

@@ -109,6 +109,7 @@ class EnvironmentSampler:
     max_turns: int
     max_length: int
     max_pixels: int | None = None  # limit of each image in an observation
+    video_fps: float = 2.0
 
     def __post_init__(self):
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
@@ -199,7 +200,7 @@ class EnvironmentSampler:
             raise TypeError(f"an environment's step must return {types}, not {type(content).__name__}")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else map(dict, content)
         message = {**message, "content": list(parts)}  # load_media changes these parts
-        load_media([message], Path(), self.tokenizer, self.max_pixels, fps=2.0)
+        load_media([message], Path(), self.tokenizer, self.max_pixels, self.video_fps)
         inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
         chat = make_prompt(self.model, inputs)
         unknown = chat.token_inputs.keys() - sequence.token_inputs.keys()
@@ -207,9 +208,9 @@ class EnvironmentSampler:
         if unknown:
             raise ValueError(f"observations with the inputs {', '.join(sorted(unknown))} are not supported")
         # The tokens after EOS, such as a newline, belong to the observation. Some templates write no EOS.
-        ends = self.is_eos(chat.input_ids).nonzero()[self.num_eos :, 0]
-        if len(ends) > 0:
-            start = int(ends[0]) + 1
+        ends = self.is_eos(chat.input_ids).nonzero()[self.num_eos :, 0].tolist()
+        if ends:
+            start = ends[0] + 1
         else:  # the observation follows the common prefix of both chats
             pairs = zip(self.short_ids.tolist(), chat.input_ids.tolist())
             start = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self.short_ids))
