@@ -6,6 +6,7 @@ is the page's."""
 import importlib
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import test_forks
 import test_vllm
 import tyro
 from conftest import ROOT, SCRIPTS, TINY, filled_args, to_argv, write_jsonl
-from test_docs import commands, fences
+from test_docs import commands
 
 BATCH_SIZES = {"prompts_per_rollout": 2, "num_samples_per_prompt": 2, "train_batch_size": 4}
 BATCH_SIZES |= {"eval_prompts": 2, "eval_rows": 2}
@@ -70,8 +71,25 @@ def data(vqa_rows, tmp_path_factory) -> dict[str, str]:
 def my_reward(folder: Path) -> str:
     """The page's reward function as a file."""
     path = folder / "my_reward.py"
-    path.write_text(next(text for _, text in fences(ROOT / "docs/recipes.md") if "def accuracy" in text))
+    path.write_text(heredoc("my_reward.py"))
     return str(path)
+
+
+def heredoc(name: str) -> str:
+    """The file that the page writes with `cat`."""
+    page = (ROOT / "docs/recipes.md").read_text()
+    return re.search(rf"^cat > {re.escape(name)} <<'end'\n(.*?)^end$", page, re.M | re.S)[1]
+
+
+def test_show_prints_metrics_and_means(tmp_path):
+    (tmp_path / "common.sh").write_text(heredoc("common.sh"))
+    (tmp_path / "runs/few").mkdir(parents=True)
+    steps = [{"train/step": step, "objective/scores": step / 8} for step in range(1, 9)]
+    write_jsonl(tmp_path / "runs/few/metrics.jsonl", [{"train/step": 0}, *steps])
+    script = f'python() {{ {sys.executable} "$@"; }}; . ./common.sh; show few objective/scores'
+    printed = subprocess.check_output(["bash", "-c", script], cwd=tmp_path, text=True).splitlines()
+    assert printed[:2] == ["0", "1 objective/scores 0.125"] and len(printed) == 10
+    assert printed[9] == "objective/scores: first five 0.375, last five 0.75"
 
 
 def test_my_reward(tmp_path):
@@ -94,6 +112,8 @@ def test_my_reward(tmp_path):
     command = [sys.executable, str(ROOT / "examples/check_data.py"), *flags]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "row 1 is skipped" in result.stderr and result.stdout.endswith("answer gets no reward [2]\n")
+    result = subprocess.run([*command, "--rows", "1"], capture_output=True, text=True, check=True)
+    assert " of 1 checked rows can be used; the dataset has 3\n" in result.stdout
 
 
 def short_args(script: str, flags: list[str], data: dict[str, str], folder: Path):
