@@ -228,9 +228,9 @@ def test_functions_and_classes_exist(page):
 RESULTS = json.loads((ROOT / "docs/results.json").read_text())
 
 
-@pytest.mark.parametrize("page", [*SCRIPTS, "pipeline", "theory", "benchmarks"])
+@pytest.mark.parametrize("page", [*SCRIPTS, "pipeline", "theory", "exercises", "benchmarks"])
 def test_tables_have_the_numbers_of_the_json(page):
-    lines = (ROOT / f"docs/{page}.md").read_text().splitlines()
+    lines = re.split(r"\n *", (ROOT / f"docs/{page}.md").read_text())
     pattern = r"[\d.]+" if page == "benchmarks" else r"\d+\.\d+"
     for run, values in RESULTS[page].items():
         (line,) = [x for x in lines if x.startswith(f"| {run.removeprefix('seed ')} |")]

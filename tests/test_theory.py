@@ -1,5 +1,4 @@
-"""docs/theory.md: the numbers of its examples, computed by the scripts' functions or by summing over all cases.
-KL estimators by hand."""
+"""docs/theory.md: its examples, by the scripts' functions or by summing over all cases. KL estimators by hand."""
 
 import doctest
 import math
@@ -38,8 +37,8 @@ def test_leave_one_out_is_unbiased_and_grpo_is_not():
     G = 8
     rows = re.findall(r"^\| (0\.\d+) \| (.*) \|$", SECTIONS[1], re.M)
     assert [p for p, _ in rows] == ["0.5", "0.1", "0.02"]
-    for p, cells in ((float(p), cells) for p, cells in rows):
-        leave_one_out = grpo = 0.0
+    for p, cells in rows:
+        p, leave_one_out, grpo = float(p), 0.0, 0.0
         for k in range(G + 1):
             rewards = torch.tensor([[1.0] * k + [0.0] * (G - k)], dtype=torch.double)
             score = rewards[0] - p  # the gradient of log p(response) in the logit
@@ -48,8 +47,7 @@ def test_leave_one_out_is_unbiased_and_grpo_is_not():
             leave_one_out += probability * float((advantages * score).mean())
             if 0 < k < G:
                 grpo += probability * float(((rewards[0] - rewards.mean()) / rewards.std() * score).mean())
-        truth = p * (1 - p)
-        assert leave_one_out == pytest.approx(truth)
+        assert leave_one_out == pytest.approx(truth := p * (1 - p))
         expected = f"{truth:.3f} | {leave_one_out:.3f} | {grpo:.3f} | {grpo / truth:.2f} | {truth**-0.5:.2f}"
         assert cells == expected
 
@@ -105,15 +103,15 @@ def test_the_best_policy_under_a_kl_penalty_and_dpo():
         logprobs = (ref.log() + rewards / beta).log_softmax(0).requires_grad_()  # of the best policy
         logratios = logprobs.log_softmax(0) - ref.log()
         best = logprobs.softmax(0)
-        numbers = (*best, best @ rewards, best @ logratios)
-        assert cells == "{:.2f}, {:.2f}, {:.2f} | {:.2f} | {:.2f}".format(*numbers)
+        expected = "{:.2f}, {:.2f}, {:.2f} | {:.2f} | {:.2f}"
+        assert cells == expected.format(*best, best @ rewards, best @ logratios)
         assert torch.autograd.grad(best @ (rewards - beta * logratios), logprobs)[0].abs().max() < 1e-12
 
 
 def test_importance_weights():
     token_weights = torch.tensor([0.5, 0.4]).exp()
-    numbers = (*token_weights, token_weights.prod())
-    assert "$w_t = {:.2f}, {:.2f}$ are not truncated, $w = {:.2f}$".format(*numbers) in SECTIONS[8]
+    truncation = "$w_t = {:.2f}, {:.2f}$ are not truncated, $w = {:.2f}$"
+    assert truncation.format(*token_weights, token_weights.prod()) in SECTIONS[8]
     assert 0.05 * 500**0.5 == pytest.approx(1.1, abs=0.05) and math.exp(1.1) == pytest.approx(3, abs=0.05)
 
 
@@ -140,10 +138,8 @@ K3 = [[0.10653066, 0.71828183, 0.0], [1.13533528, 0.02880078, 0.14872127]]
 def test_estimators_by_hand(estimator, expected):
     ref_logprobs = torch.tensor([[-1.5, -1.0, -3.0], [-4.0, -0.75, -1.5]])
     d = torch.tensor(K1)
-    kl = kl_estimate(ref_logprobs + d, ref_logprobs, estimator)
-    torch.testing.assert_close(kl, torch.tensor(expected), rtol=1e-5, atol=1e-6)
-    half = kl_estimate(torch.tensor([-1.0]).bfloat16(), torch.tensor([-1.5]).bfloat16(), estimator)
-    assert half.dtype == torch.float32
+    torch.testing.assert_close(kl_estimate(ref_logprobs + d, ref_logprobs, estimator), torch.tensor(expected))
+    assert kl_estimate(d.bfloat16(), d.bfloat16(), estimator).dtype == torch.float32
 
 
 def test_k3_is_precise_near_zero():

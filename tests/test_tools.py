@@ -204,9 +204,10 @@ def test_grpo_is_compared_with_the_fork(tmp_path):
     fork, _ = patch(tmp_path, ["grpo"])
     source, solution = fork.read_text(), tmp_path / "solution" / "grpo.py"
     solution.parent.mkdir()
-    solution.write_text(source.replace("return losses / lengths", "return losses / lengths.float().mean()"))
-    with pytest.raises(AssertionError, match="compute_rloo_loss: the sum is"):
-        exercises.check(solution.parent, "compute_rloo_loss", grpo=fork)
+    for right, wrong in [("/ lengths, metrics", "/ 3, metrics"), ("ratio < 1 - clip", "ratio > 1 - clip")]:
+        solution.write_text(source.replace(right, wrong))
+        with pytest.raises(AssertionError, match="compute_rloo_loss: (the sum|policy/clipfrac_low) is"):
+            exercises.check(solution.parent, "compute_rloo_loss", grpo=fork)
     per_response = "losses = torch.zeros(4).index_add(0, response_of_token, losses / lengths)"
     solution.write_text(source.replace("return losses / lengths,", f"{per_response}\n    return losses,"))
     exercises.check(solution.parent, "compute_rloo_loss", grpo=fork)
@@ -214,8 +215,11 @@ def test_grpo_is_compared_with_the_fork(tmp_path):
 
 def test_the_page_has_all_exercises_in_order(directory):
     page = (ROOT / "docs/exercises.md").read_text()
-    rows = re.findall(r"^\| \d+ \| `([\w.]+)` \| `([\w/.]+)` \|", page, re.M)
-    assert rows == list(EXERCISES.items())
+    assert re.findall(r"^\| \d+ \| `(\w+)` \| `([\w/.]+)` \|", page, re.M) == list(EXERCISES.items())
+    mistakes = re.findall(r"^\| (?:`([\w.]+)`: )?[^|]* \| `([^`]+)` -> `[^`]+` \|", page, re.M)
+    assert len(mistakes) == page.count("` -> `") == 6
+    for script, line in mistakes:
+        assert (ROOT / (script or "rloo.py")).read_text().count(line) == 1, line
     assert "min(rho" not in (directory / "rloo.py").read_text() + (directory / "ppo_vl.py").read_text()
 
 

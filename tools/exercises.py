@@ -5,9 +5,8 @@
     pytest -n 0 exercises -k grpo            # compares exercises/grpo.py, if you wrote it, with forks/grpo.diff
     python exercises/rloo.py                 # trains with your functions
 
-A check compares a function, and the gradient of a loss, with the original on random inputs. Metrics of a loss function
-are compared if they have the original's names. Only policy/clipfrac_low and policy/clipfrac_high, which `main` reads,
-must be there. The copy gets this file as test_exercises.py.
+A check compares results, metrics, and the gradient of a loss with the original's on random inputs. Of the metrics,
+only policy/clipfrac_low and policy/clipfrac_high must be there: `main` reads them. The copy has this file as test_exercises.py.
 """
 
 import ast
@@ -147,11 +146,12 @@ def check(directory: Path, function: str, grpo: Path | None = None) -> None:
         expected, expected_gradient = run(original, inputs)
         results, gradient = run(solution, inputs)
         if grpo and gradient is not None:
-            results, expected = ({"the sum": x["result 0"].sum()} for x in (results, expected))
+            results["the sum"], expected["the sum"] = (x.pop("result 0").sum() for x in (results, expected))
         required = {name for name in expected if "/" not in name or "clipfrac_" in name}  # not other metrics
         missing = ", ".join(sorted(required - results.keys()))
         assert not missing, f"{function} must also return {missing}"
-        pairs = {name: (results[name], expected[name]) for name in expected if name in results}
+        names = sorted(required) if grpo else expected
+        pairs = {name: (results[name], expected[name]) for name in names if name in results}
         pairs["the gradient"] = (gradient, expected_gradient)
         for name, (value, right) in pairs.items():
             message = f"{function}: {name} is\n{value}\nbut should be\n{right}\nfor {inputs}"
