@@ -5,11 +5,11 @@ A judge reads a question and two candidates (images, videos or texts) and writes
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
 It learns this by next-token prediction; the reasoning inside of <think> comes from the dataset and may
-be missing. Pairs are trained in both orders, unless their reasoning can't be rewritten for the other.
+be missing. Each pair is trained in both orders, if its reasoning can be rewritten for the other order.
 
 Papers: Generative Verifiers (https://arxiv.org/abs/2408.15240), whose reward is the probability of a
-verdict (examples/judge_reward.py); UnifiedReward-Think (https://arxiv.org/abs/2505.03318), of which this
-is the format and the first stage, SFT. docs/lightrft.md has the differences from LightRFT's GRMTrainerVL.
+verdict (examples/judge_reward.py); UnifiedReward-Think (https://arxiv.org/abs/2505.03318), whose output
+format and first stage, SFT, these are. docs/lightrft.md: differences from LightRFT's GRMTrainerVL.
 
 Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
 evaluation, model, DeepSpeed, files. Terms:
@@ -205,7 +205,7 @@ def main(args: Args) -> dict[str, float]:
             judge.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             local_loss += loss.detach()
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
-        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0  # NaN if it was skipped
+        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0  # NaN: the update was skipped
         set_gradient_checkpointing(judge.module, False)
         mean_loss = sum(all_gather_list([float(local_loss)]))  # over the step's trained tokens
         seconds = time.perf_counter() - step_start
@@ -331,6 +331,8 @@ def fill_defaults(args: Args) -> None:
         args.max_response_length = 16 if is_bundled else 512
     if args.zero_stage is None:
         args.zero_stage = 2 if args.dtype == "bfloat16" else 0
+    if args.total_steps == 0 and args.eval_dataset:  # nothing is trained
+        args.dataset, args.dataset_split = args.eval_dataset, args.eval_dataset_split
     names = ("learning_rate", "max_response_length", "zero_stage", "dtype")
     print0(" ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names))
 
@@ -602,9 +604,10 @@ class ExampleDataset:
     def encode(self, example_id: int) -> Example:
         """The example with this id. Raises RowError or OSError if its row can't be used."""
         row = self.rows[example_id // 2]  # `datasets` opens images here, build_messages other media
-        chat, noun, label = row | {"prompt": row.get("messages")}, "", None
         if is_pair(row):
             chat, noun, label = build_pair(row, swapped=example_id % 2 == 1)
+        else:
+            chat, noun, label = row | {"prompt": row.get("messages")}, "", None
         messages = build_messages(self.args, chat, self.data_dir, self.tokenizer)
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()
@@ -715,7 +718,7 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
     if swapped:
         candidates.reverse()
         label = SWAPPED[label]
-        reasoning = swap_references(reasoning, noun) or ""  # "": only in evaluations, which generate
+        reasoning = swap_references(reasoning, noun) or ""  # "": only in evaluations, for the question
 
     question = row["prompt"]
     media = {}
@@ -858,8 +861,7 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
 
 
 def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
-    """Metrics of the evaluation set, with each pair in both orders if its reasoning can be
-    swapped, and one record per row."""
+    """Metrics of the evaluation set, with each pair in both orders, and one record per row."""
     data = run.eval_data
     if run.sampling_model is not run.judge.module.model:  # the unsharded copy under ZeRO-3
         weights = run.sampling_model.state_dict()
@@ -960,13 +962,13 @@ def sum_logprobs(
     sums = torch.zeros(len(flat), dtype=torch.float64, device=model.device)
     for pack in packs:
         logprobs, _ = packing.response_logprobs(model, pack)  # (M,)
-        response_of_token, _ = pack.token_index
-        sums.index_add_(0, response_of_token, logprobs.double())
+        response_index, _ = pack.token_index  # (M,), (M,)
+        sums.index_add_(0, response_index, logprobs.double())
     return sums.cpu().split(sizes)
 
 
 def compute_judge_metrics(records: list[dict]) -> dict[str, float]:
-    """Means over all records. Pairs in both orders and without ties give 0.5 if the answer is always "1"."""
+    """Means over all records. A judge that always answers "1" scores 0.5 on pairs without ties."""
     metrics = {"eval/num_rows": len({record["row"] for record in records})}
     keys = {  # metric -> what it is the mean of
         "accuracy": "correct",
@@ -986,8 +988,9 @@ def compute_judge_metrics(records: list[dict]) -> dict[str, float]:
         metrics["eval/first_rate"] = verdicts.count("1") / len(verdicts)
         num_scored = sum(record.get("soft_correct") is not None for record in records)
         metrics["eval/num_soft_skipped"] = len(verdicts) - num_scored
-    num_tokens = sum(record["num_tokens"] for record in records)
-    metrics["eval/loss"] = sum(record["loss_sum"] for record in records) / num_tokens
+    given = [record for record in records if not record["swapped"]]  # with the reasoning of the dataset
+    num_tokens = sum(record["num_tokens"] for record in given)
+    metrics["eval/loss"] = sum(record["loss_sum"] for record in given) / num_tokens
     return metrics
 
 
@@ -1052,8 +1055,7 @@ def load_model(args: Args, source: str, auto_class=None):
     mismatched = [name for name, *_ in info["mismatched_keys"]]
     missing = sorted({*info["missing_keys"], *mismatched})  # both would be random
     require(not missing, f"{source}: {len(missing)} weights are missing or have another shape: {missing[:3]}")
-    # set_gradient_checkpointing puts layers into train mode, in which their own dropout (OPT's) would
-    # be active.
+    # Checkpointed layers run in train mode: without this, their own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -1158,7 +1160,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
             "stage": args.zero_stage if trained or args.zero_stage == 3 else 0,
             "overlap_comm": False,
             "reduce_scatter": dist.get_backend() != "gloo",  # gloo does not support it
-            "stage3_param_persistence_threshold": 10_000,  # so the bundled model is sharded, too
+            "stage3_param_persistence_threshold": 10_000,  # shards the bundled model, too
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's AdamW needs a compiler, torch's does not

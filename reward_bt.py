@@ -230,10 +230,9 @@ def main(args: Args) -> dict[str, float]:
         pairs = make_pairs(rankings)
         B = sum(len(ranking.response_ids) for ranking in rankings)
         packs = make_packs(args, run, run.train_data, rankings)
-        # For each pack, the loss of all pairs is computed, but only the pack's rewards have
-        # gradients. The other rewards are constants, which matter only for pairs of which one
-        # half is in another pack. If there are such pairs, compute all rewards first, without
-        # gradients (GradCache, https://arxiv.org/abs/2101.06983). Otherwise zeros will do.
+        # Each pack computes the loss of all pairs, with gradients of its own rewards. Others are
+        # constants, which matter if a pair is split between packs. Then all are computed first
+        # (GradCache, https://arxiv.org/abs/2101.06983). Otherwise, zeros will do.
         constant_rewards = torch.zeros(B, device=DEVICE)
         if has_split_pair(packs, pairs, B):
             constant_rewards = compute_rewards(run, packs, B)
@@ -371,6 +370,9 @@ def fill_defaults(args: Args) -> None:
         args.zero_stage = 2 if args.dtype == "bfloat16" else 0
     if args.dataset == "easy-vqa" and not args.eval_datasets:
         args.eval_datasets = ("easy-vqa=easy-vqa",)
+    if args.total_steps == 0 and args.eval_datasets:  # nothing is trained
+        args.dataset = args.eval_datasets[0].partition("=")[2]
+        args.dataset_split = args.eval_dataset_split
     print0(f"--learning-rate {args.learning_rate} --zero-stage {args.zero_stage} --dtype {args.dtype}")
 
 
@@ -430,7 +432,7 @@ def catch_signals() -> list[int]:
 
 
 class RankingDataset:
-    """Rows as rankings; docs/reward_bt.md#data has their columns. The model computes position ids."""
+    """Rows as rankings; docs/reward_bt.md#data has their columns."""
 
     def __init__(self, args: Args, source: str, split: str, seed: int, model, processor):
         self.args = args
@@ -503,11 +505,12 @@ def split_row(row: dict) -> tuple[list[dict] | str, list[list[dict]]]:
         raise RowError("a ranking needs a list of at least two responses")
     responses = []
     for source in sources:
-        is_text = isinstance(source, str | int | float)
-        responses.append([{"role": "assistant", "content": str(source)}] if is_text else source)
-    is_list = all(isinstance(response, list) for response in responses)
-    if not is_list or not all(isinstance(x, dict) and "role" in x for chat in responses for x in chat):
-        raise RowError("a response must be a string or a list of messages with a role")
+        if isinstance(source, str | int | float):
+            source = [{"role": "assistant", "content": str(source)}]
+        is_chat = isinstance(source, list) and all(isinstance(x, dict) for x in source)
+        if not is_chat or not all("role" in x for x in source):
+            raise RowError("a response must be a string or a list of messages with a role")
+        responses.append(source)
     prompt = row.get("prompt") or row.get("messages")
     if responses[0] and responses[0][0]["role"] != "assistant":  # whole chats
         num_shared = common_prefix_length(responses)
@@ -532,7 +535,7 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
         content = message.get("content") or []
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         texts = [x.get("text") for x in parts if isinstance(x, dict) and x.get("type") == "text"]
-        is_text = texts and len(texts) == len(parts) and all(isinstance(x, str) for x in texts)
+        is_text = len(texts) == len(parts) > 0 and all(isinstance(x, str) for x in texts)
         if message.get("tool_calls") or not is_text:
             raise RowError("a response must have text, and no images, videos or tool_calls")
         text = "".join(texts)
@@ -895,8 +898,7 @@ def load_backbone(args: Args):
         stop(f"can't load the model {args.model}: {error}")
     missing = sorted(info["missing_keys"])  # they would be random
     require(not missing, f"{args.model}: {len(missing)} weights are missing: {missing[:3]}")
-    # set_gradient_checkpointing puts layers into train mode, in which their own dropout (OPT's) would
-    # be active.
+    # Checkpointed layers run in train mode: without this, their own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
@@ -1012,7 +1014,7 @@ def init_reward_engine(args: Args, module: nn.Module):
             "stage": args.zero_stage,
             "overlap_comm": False,
             "reduce_scatter": dist.get_backend() != "gloo",  # gloo does not support it
-            "stage3_param_persistence_threshold": 10_000,  # so the bundled model is sharded, too
+            "stage3_param_persistence_threshold": 10_000,  # shards the bundled model, too
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's AdamW needs a compiler, torch's does not

@@ -174,7 +174,11 @@ UNUSABLE = {
     "images, videos": {"prompt": "q", "chosen": chat("", IMAGE)[1:], "rejected": chat("", "b")[1:]},
     "messages with a role": {"prompt": "q", "chosen": ["a"], "rejected": ["b"]},
     "list of messages": {"prompt": "q", "chosen": chat("", "a")[1], "rejected": chat("", "b")[1]},  # no lists
-    "must have text": {"prompt": "q", "chosen": [{**CALLS, "tool_calls": None, "content": 5}], "rejected": "b"},
+    "must have text": {
+        "prompt": "q",
+        "chosen": [{**CALLS, "tool_calls": None, "content": 5}],
+        "rejected": "b",
+    },
     "beginning of another": {"chosen": chat("q", "a"), "rejected": chat("q", "a", "so?")},
 }
 

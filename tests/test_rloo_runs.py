@@ -296,7 +296,7 @@ def test_resuming_deletes_nothing(run, any_score, spy, capsys, refused):
 @pytest.mark.slow
 def test_zero_steps_evaluate_a_checkpoint(run, spy, capsys):
     setups = spy(rloo, "setup")
-    run_dir = run("rloo", total_steps=0, zero_stage=2, resume="auto")
+    run_dir = run("rloo", total_steps=0, zero_stage=2, resume="auto", dataset="gone.jsonl")  # is not read
     assert setups[0][2].actor.optimizer is None, "an evaluation allocates no optimizer states"
     assert [m["train/step"] for m in metrics_of(run_dir)] == [0] and not [*run_dir.glob("checkpoint-*")]
     assert "eval/greedy_score" in capsys.readouterr().out

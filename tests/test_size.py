@@ -10,11 +10,11 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1644, 405, 165, 59, 10),
-    "ppo_vl.py": (1861, 515, 195, 59, 10),
-    "reward_bt.py": (1260, 310, 100, 57, 10),
-    "grm_sft.py": (1410, 310, 100, 58, 10),
-    "common/*.py": (1977, 0, 0, 58, 14),
+    "rloo.py": (1648, 405, 165, 59, 10),
+    "ppo_vl.py": (1862, 515, 195, 59, 10),
+    "reward_bt.py": (1267, 310, 100, 57, 10),
+    "grm_sft.py": (1414, 310, 100, 58, 10),
+    "common/*.py": (1978, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
@@ -24,8 +24,8 @@ LINES = {  # of one file, or of all files that match together
     "docs/grm_sft.md": 91,
     "docs/models.md": 75,
     "docs/recipes.md": 329,
-    "tools/*.py": 3399,
-    "tests/*.py": 7783,
+    "tools/*.py": 3418,
+    "tests/*.py": 7826,
 }
 
 
