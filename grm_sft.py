@@ -1055,7 +1055,7 @@ def load_model(args: Args, source: str, auto_class=None):
     mismatched = [name for name, *_ in info["mismatched_keys"]]
     missing = sorted({*info["missing_keys"], *mismatched})  # both would be random
     require(not missing, f"{source}: {len(missing)} weights are missing or have another shape: {missing[:3]}")
-    # Checkpointed layers run in train mode: without this, their own dropout (OPT's) would be active.
+    # Checkpointed layers run in train mode, where their own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):

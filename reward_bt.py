@@ -572,7 +572,7 @@ def encode_ranking(
         encoded = [chats.encode_chat(processor, messages + response) for response in responses]
         text_ids = [x["input_ids"][0].tolist() for x in encoded]
         num_shared = common_prefix_length([ids[:-1] for ids in text_ids])
-    length = num_shared + len(processed_ids) - len(text_ids[0])  # an image is several tokens
+    length = num_shared + len(processed_ids) - len(text_ids[0])  # with image tokens
     prompt = packing.make_prompt(model, inputs, row_id=index, length=length)
     # Without a chat template nothing ends the response, and the head would read its last word.
     end = [] if processor.chat_template else [processor.eos_token_id]
@@ -898,7 +898,7 @@ def load_backbone(args: Args):
         stop(f"can't load the model {args.model}: {error}")
     missing = sorted(info["missing_keys"])  # they would be random
     require(not missing, f"{args.model}: {len(missing)} weights are missing: {missing[:3]}")
-    # Checkpointed layers run in train mode: without this, their own dropout (OPT's) would be active.
+    # Checkpointed layers run in train mode, where their own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
