@@ -429,7 +429,7 @@ def gather_examples(data: "ExampleDataset", example_ids: list[int]) -> list[Exam
     the same plan of packs. Then each rank encodes the prefixes of its own packs, in iter_packs."""
     share = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
     examples = data.encode_all(share)
-    infos = [PromptInfo(x.example_id, x.prefix.length, x.prefix.media_keys) for x in examples]
+    infos = [PromptInfo(x.prefix.row_id, x.prefix.length, x.prefix.media_keys) for x in examples]
     return all_gather_list([replace(x, prefix=info, row={}) for x, info in zip(examples, infos)])
 
 
@@ -620,7 +620,7 @@ class ExampleDataset:
         length = prefix.length + len(suffix.response_mask)
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")
-        prefix = replace(prefix, row_id=example_id // 2)  # for error messages
+        prefix = replace(prefix, row_id=example_id // 2)
         return Example(example_id, prefix, prefix_key, suffix, row, noun, label)
 
     def tokenize(self, messages: list[dict]) -> tuple[Prompt, str, Continuation]:
@@ -847,7 +847,7 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
         model=run.judge.module.model,
         groups=[(indices[0], indices) for indices in sharing.values()],
         prompts=[example.prefix for example in examples],
-        encode=lambda prefix: run.train_data.encode(prefix.row_id).prefix,
+        encode=lambda i: run.train_data.encode(examples[i].example_id).prefix,
         responses=[example.suffix_ids for example in examples],
         max_tokens=args.micro_batch_tokens,
         rank=RANK,

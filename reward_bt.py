@@ -334,7 +334,7 @@ def setup(args: Args) -> Run:
         eval_sets[name] = make_dataset(source, args.eval_dataset_split, seed=0)
     print0(f"{run_dir}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
 
-    # Pack batches if packing reproduces the unmodified model on some rows; else pad them.
+    # Pack batches if packing reproduces the unmodified model; else pad them.
     row_ids = packing_check.choose_probe_rows(train_data.rows)
     prompts = [ranking.prompt for ranking in train_data.encode_all(row_ids)]
     require(prompts, f"{args.dataset}: none of {len(row_ids)} rows can be used; see the warnings")
@@ -734,7 +734,7 @@ def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Rankin
         model=run.reward_model.module.model,
         groups=[(i, own_indices.tolist()) for i, own_indices in enumerate(indices)],
         prompts=[ranking.prompt for ranking in rankings],
-        encode=lambda prompt: data.encode(prompt.row_id).prompt,
+        encode=lambda i: data.encode(rankings[i].prompt.row_id).prompt,
         responses=responses,
         max_tokens=args.micro_batch_tokens,
         rank=RANK,
