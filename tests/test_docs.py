@@ -107,7 +107,7 @@ def check_command(words: list[str], outputs: set[str]) -> None:
         check_python(ROOT / args.user_script, args.user_args)
     elif program in ("python", "python3") and words[0] not in ("-m", "-c", *outputs):
         check_python(ROOT / words[0].removeprefix("exercises/"), words[1:])  # copies of the scripts
-    elif program in ("pip", "pytest", "sed", "head", "patch", "bash") or program.endswith(".sh"):
+    elif program in ("pip", "pytest", "sed", "shuf", "patch", "bash") or program.endswith(".sh"):
         files = [x for x in words if re.fullmatch(r"[\w/-]+\.(txt|md|sh|diff)|tests/.*|tools/.*", x)]
         assert all((ROOT / file).exists() for file in files), files
     else:

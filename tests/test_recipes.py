@@ -88,7 +88,7 @@ def test_show_prints_metrics_and_means(tmp_path):
     write_jsonl(tmp_path / "runs/few/metrics.jsonl", [{"train/step": 0}, *steps])
     script = f'python() {{ {sys.executable} "$@"; }}; . ./common.sh; show few objective/scores'
     printed = subprocess.check_output(["bash", "-c", script], cwd=tmp_path, text=True).splitlines()
-    assert printed[:2] == ["0", "1 objective/scores 0.125"] and len(printed) == 10
+    assert printed[:2] == ["few 0", "few 1 objective/scores 0.125"] and len(printed) == 10
     assert printed[9] == "objective/scores: first five 0.375, last five 0.75"
 
 
