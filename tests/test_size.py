@@ -24,7 +24,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/grm_sft.md": 91,
     "docs/models.md": 75,
     "docs/recipes.md": 329,
-    "tools/*.py": 3418,
+    "tools/*.py": 3420,
     "tests/*.py": 7826,
 }
 

@@ -69,7 +69,10 @@ def policy_table(output_dir: Path) -> str:
         error = fall.std(ddof=1) / len(SEEDS) ** 0.5
         tagged = read_curves(output_dir, policy, "eval/greedy_reward_format")[1][:, -1]
         kl = read_curves(output_dir, policy, "objective/kl")[1][:, -5:].mean(1)
-        cells = [spread(accuracy[:, -1]), f"{fall.mean():.3f} \u00b1 {error:.3f} since step {steps[peak]}"]
+        cells = [
+            spread(accuracy[:, -1]),
+            f"{fall.mean():.3f} \u00b1 {error:.3f} since step {steps[peak]:.0f}",
+        ]
         cells += [spread(tagged), f"{kl.mean():.2f}"]
         learned = read_curves(output_dir, policy, LEARNED)[1] if "rm_" in policy else None
         cells.append("" if learned is None else f"{learned[:, 0].mean():.2f} -> {learned[:, -1].mean():.2f}")
@@ -80,13 +83,12 @@ def policy_table(output_dir: Path) -> str:
 
 def proxy_table(output_dir: Path) -> str:
     """Accuracy of the reward models and of the judge on evaluation pairs."""
+    metrics = dict.fromkeys(("reward_model", "untagged_reward_model"), "eval/easy-vqa/accuracy")
     rows = []
-    for name, key in {"reward_model": "eval/easy-vqa/accuracy", "untagged_reward_model": "eval/easy-vqa/accuracy",
-                      "judge": "eval/accuracy"}.items():  # fmt: skip
-        for line in read_metrics(output_dir / name):
-            if key in line:
-                rows.append([f"{name}, step {line['train/step']}", f"{line[key]:.3f}"])
-    return markdown("reward | accuracy on evaluation pairs", rows)
+    for name, metric in (metrics | {"judge": "eval/accuracy"}).items():
+        values = [f"{line[metric]:.3f}" for line in read_metrics(output_dir / name) if metric in line]
+        rows.append([name, ", ".join(values)])
+    return markdown("reward | accuracy on evaluation pairs, at each evaluation", rows)
 
 
 def draw(output_dir: Path) -> None:
@@ -103,13 +105,14 @@ def draw(output_dir: Path) -> None:
     plots = {  # title: metric, policies
         "accuracy (evaluation, greedy)": (ACCURACY, COLORS),
         "KL to the initial model (training), nats": ("objective/kl", COLORS),
-        "learned reward, rise since step 0": (LEARNED, learned),
+        "learned reward, rise since step 6": (LEARNED, learned),
         "accuracy: --kl-coef 0.01, 0.1 and 1": (ACCURACY, sweep),
     }
     for panel, (title, (metric, policies)) in zip(panels.flat, plots.items()):
         for policy, color in policies.items():
             steps, values = read_curves(output_dir, policy, metric)
-            values = values - values[:, :1] if metric == LEARNED else values
+            if metric == LEARNED:  # without the first evaluation
+                steps, values = steps[1:], values[:, 1:] - values[:, 1:2]
             panel.plot(steps, values.T, color=color, alpha=0.25, linewidth=0.8)
             panel.plot(steps, values.mean(0), color=color, label=policy, linewidth=2)
         panel.set(title=title, xlabel="step")
@@ -119,9 +122,8 @@ def draw(output_dir: Path) -> None:
 
 
 def write_tables(output_dir: Path) -> None:
-    seconds = [[name, f"{float((output_dir / f'{name}.time').read_text()):.0f}"] for name in STAGES]
-    seconds.append(["all", f"{sum(float(row[1]) for row in seconds):.0f}"])
-    tables = [policy_table(output_dir), proxy_table(output_dir), markdown("stage | CPU seconds", seconds)]
+    seconds = sum(float((output_dir / f"{name}.time").read_text()) for name in STAGES)
+    tables = [policy_table(output_dir), proxy_table(output_dir), f"{seconds:.0f} CPU seconds"]
     (output_dir / "table.md").write_text("\n".join(tables))
     draw(output_dir)
     print("\n".join(tables))
