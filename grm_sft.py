@@ -163,7 +163,7 @@ class Run:
     processor: Any  # transformers processor, or the tokenizer of a text model
     judge: Any  # DeepSpeed engine around the Judge
     sampling_model: Any  # the trained model, or its unsharded copy under ZeRO-3
-    train_data: "ExampleDataset"
+    train_data: "ExampleDataset | None"
     eval_data: "ExampleDataset | None"
     state: dict  # saved in each checkpoint; put what must survive a resume here
 
@@ -291,17 +291,19 @@ def setup(args: Args) -> Run:
             state["best_score"] = -math.inf
 
     processor = transformers.AutoProcessor.from_pretrained(args.model)
-    train_data = load_examples(args, args.dataset, args.dataset_split, model, processor, training=True)
-    eval_data = None
+    train_data = eval_data = None
+    if args.total_steps > 0:  # else nothing is trained
+        train_data = load_examples(args, args.dataset, args.dataset_split, model, processor, training=True)
     if source := args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None):
         split = args.eval_dataset_split
         eval_data = load_examples(args, source, split, model, processor, training=False)
-    num_examples = sum(map(len, train_data.groups))
+    data = train_data or eval_data
+    num_examples = sum(map(len, data.groups))
     print0(f"{run_dir}: {num_examples} examples, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
     # Pack batches if packing reproduces the unmodified model on some rows; else pad them.
-    row_ids = packing_check.choose_probe_rows(train_data.rows)
-    prompts = [example.prefix for example in train_data.encode_all([2 * i for i in row_ids])]
-    require(prompts, f"{args.dataset}: none of {len(row_ids)} rows can be used; see the warnings")
+    row_ids = packing_check.choose_probe_rows(data.rows)
+    prompts = [example.prefix for example in data.encode_all([2 * i for i in row_ids])]
+    require(prompts, f"{data.source}: none of {len(row_ids)} rows can be used; see the warnings")
     message = packing_check.choose_engine_layout(
         engine=judge,
         forward=lambda network, pack: network(pack),
@@ -331,8 +333,6 @@ def fill_defaults(args: Args) -> None:
         args.max_response_length = 16 if is_bundled else 512
     if args.zero_stage is None:
         args.zero_stage = 2 if args.dtype == "bfloat16" else 0
-    if args.total_steps == 0 and args.eval_dataset:  # nothing is trained
-        args.dataset, args.dataset_split = args.eval_dataset, args.eval_dataset_split
     names = ("learning_rate", "max_response_length", "zero_stage", "dtype")
     print0(" ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names))
 

@@ -203,7 +203,7 @@ class Run:
     run_dir: Path
     processor: Any  # transformers processor, or the tokenizer of a text model
     reward_model: Any  # DeepSpeed engine around the RewardModel
-    train_data: "RankingDataset"
+    train_data: "RankingDataset | None"
     eval_sets: dict[str, "RankingDataset"]  # by the names in --eval-datasets
     state: dict  # saved in each checkpoint; put what must survive a resume here
 
@@ -328,16 +328,19 @@ def setup(args: Args) -> Run:
 
     processor = transformers.AutoProcessor.from_pretrained(args.model)
     make_dataset = functools.partial(RankingDataset, args, model=model, processor=processor)
-    train_data = make_dataset(args.dataset, args.dataset_split, seed=args.seed)
+    train_data = None
+    if args.total_steps > 0:  # else nothing is trained
+        train_data = make_dataset(args.dataset, args.dataset_split, seed=args.seed)
     eval_sets = {}
     for name, _, source in (x.partition("=") for x in args.eval_datasets):
         eval_sets[name] = make_dataset(source, args.eval_dataset_split, seed=0)
-    print0(f"{run_dir}: {len(train_data.rows)} rows, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
+    data = train_data or next(iter(eval_sets.values()))
+    print0(f"{run_dir}: {len(data.rows)} rows, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
 
     # Pack batches if packing reproduces the unmodified model; else pad them.
-    row_ids = packing_check.choose_probe_rows(train_data.rows)
-    prompts = [ranking.prompt for ranking in train_data.encode_all(row_ids)]
-    require(prompts, f"{args.dataset}: none of {len(row_ids)} rows can be used; see the warnings")
+    row_ids = packing_check.choose_probe_rows(data.rows)
+    prompts = [ranking.prompt for ranking in data.encode_all(row_ids)]
+    require(prompts, f"{data.source}: none of {len(row_ids)} rows can be used; see the warnings")
     message = packing_check.choose_engine_layout(
         engine=reward_model,
         forward=lambda network, pack: network(pack),
@@ -370,9 +373,6 @@ def fill_defaults(args: Args) -> None:
         args.zero_stage = 2 if args.dtype == "bfloat16" else 0
     if args.dataset == "easy-vqa" and not args.eval_datasets:
         args.eval_datasets = ("easy-vqa=easy-vqa",)
-    if args.total_steps == 0 and args.eval_datasets:  # nothing is trained
-        args.dataset = args.eval_datasets[0].partition("=")[2]
-        args.dataset_split = args.eval_dataset_split
     print0(f"--learning-rate {args.learning_rate} --zero-stage {args.zero_stage} --dtype {args.dtype}")
 
 
