@@ -109,9 +109,9 @@ def test_the_best_policy_under_a_kl_penalty_and_dpo():
 
 
 def test_importance_weights():
-    token_weights = torch.tensor([0.5, 0.4]).exp()
-    truncation = "$w_t = {:.2f}, {:.2f}$ are not truncated, $w = {:.2f}$"
-    assert truncation.format(*token_weights, token_weights.prod()) in SECTIONS[8]
+    sampler, old, rewards = torch.tensor([[0.8, 0.2], [0.5, 0.5], [0.0, 1.0]])
+    bias = sampler @ ((old / sampler).clamp(max=2) * rewards) - old @ rewards
+    assert f"instead of 0.5: the bias is {bias:.1f}." in SECTIONS[-1]  # problem 4
     assert 0.05 * 500**0.5 == pytest.approx(1.1, abs=0.05) and math.exp(1.1) == pytest.approx(3, abs=0.05)
 
 
