@@ -536,9 +536,10 @@ def group_examples(args: Args, source: str, rows, indices: np.ndarray, training:
             own_name = pyarrow.array([f"row {i}" for i in indices])
             column = pyarrow.compute.if_else(column.is_valid(), own_name, None)
             table = table.set_column(k, table.column_names[k], column)
+    table_rows = table.to_pylist() or [{}] * len(indices)  # a table without columns has no rows
     groups = defaultdict(list)
     num_unswapped = 0
-    for i, row in zip(indices.tolist(), table.to_pylist()):
+    for i, row in zip(indices.tolist(), table_rows, strict=True):
         paths = [row.get(name) for name in ("image", "images", "video", "videos")]
         group = groups[str(paths) if args.group_by_image and any(paths) else i]
         group.append(2 * i)

@@ -91,6 +91,11 @@ def load(tiny_vl, source: str, training: bool, **flags) -> grm_sft.ExampleDatase
     return grm_sft.load_examples(replace(ARGS, **flags), source, "train", *tiny_vl[:2], training)
 
 
+def test_chats_alone_are_a_dataset(tiny_vl, tmp_path):
+    source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": chat_of("Say hello.", "Hello.")}] * 3)
+    assert load(tiny_vl, source, training=True).groups == [[0], [2], [4]]
+
+
 def assistant_tokens(tokenizer, ids: list[int]) -> list[bool]:
     """The loss mask of a chat of the tiny model, from its tokens: from each header to the next EOS."""
     header = tokenizer("<|im_start|>assistant\n")["input_ids"]

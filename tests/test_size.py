@@ -13,7 +13,7 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
     "rloo.py": (1648, 405, 165, 59, 10),
     "ppo_vl.py": (1862, 515, 195, 59, 10),
     "reward_bt.py": (1267, 310, 100, 57, 10),
-    "grm_sft.py": (1414, 310, 100, 58, 10),
+    "grm_sft.py": (1415, 310, 100, 58, 10),
     "common/*.py": (1978, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 75,
     "docs/recipes.md": 329,
     "tools/*.py": 3420,
-    "tests/*.py": 7826,
+    "tests/*.py": 7831,
 }
 
 
