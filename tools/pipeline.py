@@ -13,14 +13,12 @@ import numpy as np
 sys.path.append(str(Path(__file__).parent.parent))
 
 SEEDS = (1, 2, 3, 4, 5)
-COLORS = {
-    "accuracy_and_format": "tab:green",
-    "judge_and_format": "tab:purple",
-    "untagged_rm_and_format": "tab:orange",
-}
-COLORS |= {"early_rm_and_format": "tab:red", "rm_and_format": "tab:blue"}
-SWEEP = {"rm_and_format_kl0.1": "tab:cyan", "rm_and_format_kl1": "black"}
-POLICIES = [f"{policy}_seed{seed}" for policy in [*COLORS, *SWEEP] for seed in SEEDS]
+COLORS = {"accuracy_and_format": "tab:green", "judge_and_format": "tab:purple"}
+COLORS |= {"early_rm_and_format": "tab:red", "rm_and_format_kl0.01": "tab:blue"}
+COLORS |= {"untagged_rm_and_format_kl0.01": "tab:orange"}
+SWEEP = {f"{rm}_and_format_kl{kl}": {"0.01": "tab:orange", "0.1": "tab:cyan", "1": "black"}[kl]
+         for rm in ("rm", "untagged_rm") for kl in ("0.01", "0.1", "1")}  # fmt: skip
+POLICIES = [f"{policy}_seed{seed}" for policy in COLORS | SWEEP for seed in SEEDS]
 STAGES = ("reward_model", "judge", "untagged_reward_model", *POLICIES)
 ACCURACY, LEARNED = "eval/greedy_reward_accuracy", "eval/greedy_reward_score"
 
@@ -62,7 +60,7 @@ def spread(values) -> str:
 def policy_table(output_dir: Path) -> str:
     """Each policy after its last step. Fall: from the highest point of the mean curve, with its standard error."""
     rows = []
-    for policy in [*COLORS, *SWEEP]:
+    for policy in COLORS | SWEEP:
         steps, accuracy = read_curves(output_dir, policy, ACCURACY)
         peak = int(accuracy.mean(0).argmax())
         fall = accuracy[:, peak] - accuracy[:, -1]  # (seeds,)
@@ -100,7 +98,7 @@ def draw(output_dir: Path) -> None:
 
     plt.rcParams["font.size"] = 14  # readable on a phone, where the plot has its width
     figure, panels = plt.subplots(2, 2, figsize=(11, 9.5), layout="constrained")
-    sweep = {"rm_and_format": "tab:blue", **SWEEP}
+    sweep = {policy: color for policy, color in SWEEP.items() if policy.startswith("untagged")}
     learned = {policy: color for policy, color in COLORS.items() if "rm_" in policy}
     plots = {  # title: metric, policies
         "accuracy (evaluation, greedy)": (ACCURACY, COLORS),
@@ -116,7 +114,7 @@ def draw(output_dir: Path) -> None:
             panel.plot(steps, values.T, color=color, alpha=0.25, linewidth=0.8)
             panel.plot(steps, values.mean(0), color=color, label=policy, linewidth=2)
         panel.set(title=title, xlabel="step")
-    panels[0, 0].legend(fontsize=11)
+    panels[0, 1].legend(fontsize=11, loc="upper left")
     panels[1, 1].legend(fontsize=11)
     figure.savefig(output_dir / "pipeline.png", dpi=80)
 

@@ -65,11 +65,11 @@ untagged=$out/untagged_reward_model/checkpoint-400
 for seed in 1 2 3 4 5; do
     start accuracy_and_format_seed$seed rloo.py 30 $policy accuracy format --reward-weights 1 1 --seed $seed
     start judge_and_format_seed$seed rloo.py 30 $judge --seed $seed
-    REWARD_MODEL=$untagged start untagged_rm_and_format_seed$seed rloo.py 30 $rm --seed $seed
     REWARD_MODEL=$early start early_rm_and_format_seed$seed rloo.py 30 $rm --seed $seed
-    REWARD_MODEL=$late start rm_and_format_seed$seed rloo.py 30 $rm --seed $seed # with the default, --kl-coef 0.01
-    REWARD_MODEL=$late start rm_and_format_kl0.1_seed$seed rloo.py 30 $rm --kl-coef 0.1 --seed $seed
-    REWARD_MODEL=$late start rm_and_format_kl1_seed$seed rloo.py 30 $rm --kl-coef 1 --seed $seed
+    for kl in 0.01 0.1 1; do
+        REWARD_MODEL=$late start rm_and_format_kl${kl}_seed$seed rloo.py 30 $rm --kl-coef $kl --seed $seed
+        REWARD_MODEL=$untagged start untagged_rm_and_format_kl${kl}_seed$seed rloo.py 30 $rm --kl-coef $kl --seed $seed
+    done
 done
 finish
 
