@@ -8,8 +8,8 @@ It learns this by next-token prediction; the reasoning inside of <think> comes f
 be missing. Each pair is trained in both orders, if its reasoning can be rewritten for the other order.
 
 Papers: Generative Verifiers (https://arxiv.org/abs/2408.15240), whose reward is the probability of a
-verdict (examples/judge_reward.py); UnifiedReward-Think (https://arxiv.org/abs/2505.03318), whose output
-format and first stage, SFT, these are. docs/lightrft.md: differences from LightRFT's GRMTrainerVL.
+verdict (examples/judge_reward.py); UnifiedReward-Think (https://arxiv.org/abs/2505.03318), the source of
+the output format; SFT is its first stage. docs/lightrft.md: differences from LightRFT's GRMTrainerVL.
 
 Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
 evaluation, model, DeepSpeed, files. Terms:
@@ -719,7 +719,7 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
     if swapped:
         candidates.reverse()
         label = SWAPPED[label]
-        reasoning = swap_references(reasoning, noun) or ""  # "": only in evaluations, for the question
+        reasoning = swap_references(reasoning, noun) or ""  # evaluations only need the question
 
     question = row["prompt"]
     media = {}
@@ -989,7 +989,7 @@ def compute_judge_metrics(records: list[dict]) -> dict[str, float]:
         metrics["eval/first_rate"] = verdicts.count("1") / len(verdicts)
         num_scored = sum(record.get("soft_correct") is not None for record in records)
         metrics["eval/num_soft_skipped"] = len(verdicts) - num_scored
-    given = [record for record in records if not record["swapped"]]  # with the reasoning of the dataset
+    given = [record for record in records if not record["swapped"]]  # in the dataset's order
     num_tokens = sum(record["num_tokens"] for record in given)
     metrics["eval/loss"] = sum(record["loss_sum"] for record in given) / num_tokens
     return metrics
