@@ -10,7 +10,7 @@ import torch
 import transformers
 from conftest import TINY, assert_same_run, metrics_of, read_jsonl, slow
 from PIL import Image
-from test_families import load_family, load_model
+from test_families import load_family, load_model, write_video
 
 from common import chats, packing
 from common.decoding import Response
@@ -247,6 +247,15 @@ def test_images_in_observations_are_scaled_down():
         sampler = make_sampler(model, processor, max_pixels=max_pixels)
         tokens.append(len(sampler.encode_message(prompt, observation).response_mask))
     assert tokens[1] < tokens[0] / 3
+
+
+def test_videos_in_observations_have_the_frame_rate_of_the_flag(tmp_path):
+    model, processor, prompt = tiny()
+    write_video(tmp_path / "clip.mp4")
+    observation = {"role": "user", "content": [{"type": "video", "video": str(tmp_path / "clip.mp4")}]}
+    samplers = [make_sampler(model, processor, video_fps=fps) for fps in (2.0, 8.0)]
+    slow_video, fast_video = (len(x.encode_message(prompt, observation).response_mask) for x in samplers)
+    assert slow_video < fast_video
 
 
 def test_special_tokens_in_observations_are_text():
