@@ -247,10 +247,11 @@ def test_vllm_in_process(launch, row):
 
 
 @needs_vllm
-def test_vllm_server(launch, row, tmp_path):
-    from test_vllm import Server
+def test_vllm_server(launch, row, tmp_path, monkeypatch):
+    import test_vllm
 
-    server = Server(tmp_path, options="--dtype bfloat16 --gpu-memory-utilization 0.3")
+    monkeypatch.setattr(test_vllm, "ON_CPU", {})
+    server = test_vllm.Server(tmp_path, options="--dtype bfloat16 --gpu-memory-utilization 0.3")
     try:
         server.wait()
         sampler = f"{ROOT}/examples/vllm_server.py:Servers"
