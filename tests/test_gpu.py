@@ -224,7 +224,7 @@ def test_resume(launch, row):
     difference = largest_difference(*weights)
     row("`rloo.py`, resumed: largest difference between weights, deterministic kernels", f"{difference:.1e}")
     for name, value in full_run.steps[2].items():
-        assert name.startswith("time/") or resumed.steps[2][name] == value
+        assert name.startswith(("time/", "memory/")) or resumed.steps[2][name] == value
     assert difference == 0
 
 
