@@ -10,8 +10,7 @@ import torch
 from conftest import ROOT
 from test_forks import load
 
-import common.kl
-import common.packing
+from common import kl, packing
 from common.kl import kl_estimate
 from ppo_vl import compute_gae
 from rloo import compute_advantages, compute_rloo_loss
@@ -38,18 +37,17 @@ def test_leave_one_out_is_unbiased_and_grpo_is_not():
     rows = re.findall(r"^\| (0\.\d+) \| (.*) \|$", SECTIONS[1], re.M)
     assert [p for p, _ in rows] == ["0.5", "0.1", "0.02"]
     for p, cells in rows:
-        p, leave_one_out, grpo = float(p), 0.0, 0.0
+        p, loo, grpo = float(p), 0.0, 0.0
         for k in range(G + 1):
             rewards = torch.tensor([[1.0] * k + [0.0] * (G - k)], dtype=torch.double)
             score = rewards[0] - p  # the gradient of log p(response) in the logit
             advantages = compute_advantages(rewards, torch.ones(1, G, dtype=bool), normalize=False)[0]
             probability = comb(G, k) * p**k * (1 - p) ** (G - k)
-            leave_one_out += probability * float((advantages * score).mean())
+            loo += probability * float((advantages * score).mean())
             if 0 < k < G:
                 grpo += probability * float(((rewards[0] - rewards.mean()) / rewards.std() * score).mean())
-        assert leave_one_out == pytest.approx(truth := p * (1 - p))
-        expected = f"{truth:.3f} | {leave_one_out:.3f} | {grpo:.3f} | {grpo / truth:.2f} | {truth**-0.5:.2f}"
-        assert cells == expected
+        assert loo == pytest.approx(truth := p * (1 - p))
+        assert cells == f"{truth:.3f} | {loo:.3f} | {grpo:.3f} | {grpo / truth:.2f} | {truth**-0.5:.2f}"
 
 
 def test_gae_from_lambda_0_to_1():
@@ -112,6 +110,11 @@ def test_importance_weights():
     sampler, old, rewards = torch.tensor([[0.8, 0.2], [0.5, 0.5], [0.0, 1.0]])
     bias = sampler @ ((old / sampler).clamp(max=2) * rewards) - old @ rewards
     assert f"instead of 0.5: the bias is {bias:.1f}." in SECTIONS[-1]  # problem 4
+    sampler, old, score = torch.tensor([[0.2, 0.8], [0.4, 0.6], [0.6, -0.4]])
+    for name, limit in (("none", None), ("$w$", 9), (r"$\min(w, 1.5)$", 1.5)):
+        a, b = w = (old / sampler).clamp(max=limit) if limit else torch.ones(2)
+        x, y = sampler * w * score * score  # the advantage equals the gradient of the log-prob here
+        assert f"| {name} | {a:.2f}, {b:.2f} | {x:.3f} | {y:.3f} | {x + y:.3f} |" in SECTIONS[8]
     assert 0.05 * 500**0.5 == pytest.approx(1.1, abs=0.05) and math.exp(1.1) == pytest.approx(3, abs=0.05)
 
 
@@ -127,7 +130,6 @@ def test_weights_of_tokens_if_the_loss_is_divided_by_lengths(tmp_path):
         assert row == (f"{gradient[0]:.3g}", f"{gradient[-1]:.3g}")
 
 
-# ---- KL estimators ----
 K1 = [[0.5, -1.0, 0.0], [2.0, 0.25, -0.5]]
 K2 = [[0.125, 0.5, 0.0], [2.0, 0.03125, 0.125]]
 # exp(-d) - 1 + d: e^-0.5 - 0.5, e - 2, 0, e^-2 + 1, e^-0.25 - 0.75, e^0.5 - 1.5
@@ -149,7 +151,5 @@ def test_k3_is_precise_near_zero():
     assert (kl_estimate(torch.linspace(-3, 3, 601), torch.zeros(601), "k3") >= -1e-9).all()
 
 
-@pytest.mark.parametrize("module", [common.kl, common.packing])
-def test_doctests(module):
-    result = doctest.testmod(module)
-    assert result.attempted > 0 and result.failed == 0
+def test_doctests():
+    assert all(x.attempted and not x.failed for x in map(doctest.testmod, (kl, packing)))
