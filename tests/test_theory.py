@@ -111,7 +111,7 @@ def test_importance_weights():
     bias = sampler @ ((old / sampler).clamp(max=2) * rewards) - old @ rewards
     assert f"instead of 0.5: the bias is {bias:.1f}." in SECTIONS[-1]  # problem 4
     sampler, old, score = torch.tensor([[0.2, 0.8], [0.4, 0.6], [0.6, -0.4]])
-    for name, limit in (("none", None), ("$w$", 9), (r"$\min(w, 1.5)$", 1.5)):
+    for name, limit in (("no weight", None), ("$w$", 9), (r"$\min(w, 1.5)$", 1.5)):
         a, b = w = (old / sampler).clamp(max=limit) if limit else torch.ones(2)
         x, y = sampler * w * score * score  # the advantage equals the gradient of the log-prob here
         assert f"| {name} | {a:.2f}, {b:.2f} | {x:.3f} | {y:.3f} | {x + y:.3f} |" in SECTIONS[8]
