@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
+import datasets
 import deepspeed
 import pytest
 import torch
@@ -21,8 +22,8 @@ from conftest import (
     metrics_of,
     slow,
     weights_of,
-    write_jsonl,
 )
+from PIL import Image
 
 from common import decoding, packing
 
@@ -232,8 +233,14 @@ def test_errors_of_code_are_not_errors_of_data(script, run, monkeypatch, capsys)
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_dataset_without_a_usable_row_ends_the_run(script, run, tmp_path, refused):
+    """Until the images are where those of a saved dataset belong: in its directory."""
     row = {"image": "missing.png", "prompt": "Why?", "answer": "a", "chosen": "a", "rejected": "b"}
     row |= {"answer_1": "a", "answer_2": "b", "verdict": "1"} if script == "grm_sft" else {}
-    dataset = write_jsonl(tmp_path / "rows.jsonl", [row, row | {"image": "other.png"}])
+    splits = {"train": [row | {"image": "other.png"}], "test": [row] * 2}
+    splits = {split: datasets.Dataset.from_list(rows) for split, rows in splits.items()}
+    datasets.DatasetDict(splits).save_to_disk(saved := tmp_path / "saved")
+    flags = {"dataset": saved, "dataset_split": "test", "eval_dataset": None, "total_steps": 1}
     with refused("row 0 is skipped", "missing.png", "\nerror: ", "none of 2 rows can be used"):
-        run(script, dataset=dataset, eval_dataset=None)
+        run(script, **flags)
+    Image.new("RGB", (56, 56)).save(saved / "missing.png")
+    run(script, **flags)

@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from conftest import TINY, assert_same_run, chat, filled_args, metrics_of, read_jsonl, weights_of, write_jsonl
+from conftest import assert_same_run, chat, filled_args, metrics_of, read_jsonl, weights_of, write_jsonl
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -205,21 +205,6 @@ def test_without_a_chat_template_responses_end_in_eos(text, tmp_path):
     chats = [torch.cat([ranking.prompt.input_ids, response]) for response in ranking.response_ids]
     assert [len(response) for response in ranking.response_ids] == [3, 2], "a token and EOS at least"
     assert plain.batch_decode(chats) == ["q: ab<|end|>", "q: a<|end|>"]
-
-
-def test_media_of_a_saved_dataset_are_in_its_directory(tmp_path):
-    import datasets
-
-    Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
-    (tmp_path / "saved").mkdir()
-    splits = {"train": GOOD, "test": GOOD | {"image": "b.png"}}
-    splits = {name: datasets.Dataset.from_list([row]) for name, row in splits.items()}
-    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    Image.new("RGB", (56, 56), "red").save(tmp_path / "saved" / "b.png")
-    args = filled_args("reward_bt")
-    processor = transformers.AutoProcessor.from_pretrained(TINY)
-    data = RankingDataset(args, str(tmp_path / "saved"), "test", 0, reward_bt.load_backbone(args), processor)
-    assert data.encode(0).prompt.media_inputs
 
 
 LONG = GOOD | {"chosen": "g" * 400}  # longer than rows_of's --max-length
