@@ -426,7 +426,7 @@ BEST = {"accuracy": [0.1, 0.9, 0.3], "loss": [5.0, 1.0, 3.0]}  # before the firs
 
 
 @pytest.mark.parametrize("best_metric", ["accuracy", *slow("loss")])
-def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch, capsys):
+def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch):
     """By accuracy; by the loss if the evaluation set has no pairs and therefore no accuracy."""
     compute_metrics, values = grm_sft.compute_judge_metrics, iter(BEST[best_metric])
 
@@ -447,9 +447,6 @@ def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch, capsys):
     assert moved and not any("visual" in name for name in moved), "the vision tower is frozen"
     record = read_jsonl(run_dir / "samples.jsonl")[0]
     assert {"phase", "prompt", "response", "swapped_response", "predicted_verdict"} <= record.keys()
-    output = capsys.readouterr().out
-    assert "packing enabled" in output
-    assert re.search(r"frozen outside of the language model: 54 weights: model\.visual\.", output)
 
 
 @pytest.mark.slow
