@@ -215,26 +215,10 @@ def test_the_check_notices_what_only_long_packs_or_responses_show(batch_of, monk
 
 
 # ---- attention ----
-def separate_attention(q, k, v, scaling, groups, function) -> torch.Tensor:
-    """Attention of each prompt and each [prompt; response] as a separate sequence."""
-    out = torch.zeros_like(q)
-    for prompt, *responses in groups:
-        for segment in (prompt[:0], *responses):
-            sequence = torch.cat([prompt, segment])
-            index = torch.arange(len(sequence))
-            zero = torch.zeros(1, 1, dtype=torch.long)
-            attn_mask = function(zero, zero, index[:, None], index[None])
-            inputs = (x[:, :, sequence] for x in (q, k, v))
-            options = {"attn_mask": attn_mask, "scale": scaling, "enable_gqa": True}
-            attended = torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
-            part = slice(len(prompt), None) if len(segment) else slice(None)
-            out = out.index_copy(2, sequence[part], attended[:, :, part])
-    return out.transpose(1, 2)
-
-
 @pytest.mark.parametrize("form", ["causal", "window 1", "window 6", "window 99", "chunks 4"])
 @pytest.mark.parametrize("kv_heads, scaling", [(4, None), (2, 0.5), (1, None)])
 def test_attention_equals_separate_sequences(kv_heads, scaling, form):
+    """Each prompt, and each [prompt; response], by one mask over all of them."""
     groups = []
     offset = 0
     for lengths in ([5, 3, 1, 4], [1, 2], [9], [2, 1, 1, 1, 1], [3, 6, 6], [4, 0, 2]):
@@ -253,7 +237,13 @@ def test_attention_equals_separate_sequences(kv_heads, scaling, form):
     mask = attention.ModelMask(mask_function=functions[form.split()[0]])
     *qkv, weight = (torch.randn(1, n, offset, 16).requires_grad_() for n in (4, kv_heads, kv_heads, 4))
     how = {"attention_mask": mask, "packed_indices": indices, "scaling": scaling}
-    separate = separate_attention(*qkv, scaling, groups, mask.function)
+    allowed, zero = torch.zeros(offset, offset, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.long)
+    for queries, keys in segments:
+        k = torch.arange(len(keys))
+        q = k[len(keys) - len(queries) :]
+        allowed[queries[:, None], keys] = mask.function(zero, zero, q[:, None], k)
+    options = {"attn_mask": allowed, "scale": scaling, "enable_gqa": True}
+    separate = torch.nn.functional.scaled_dot_product_attention(*qkv, **options).transpose(1, 2)
     outputs = separate, attention.packed_attention(None, *qkv, **how)[0]
     results = [(x, *torch.autograd.grad((x * weight.transpose(1, 2)).sum(), qkv)) for x in outputs]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

@@ -20,13 +20,6 @@ def test_score_lands_on_the_last_token_of_the_response():
     assert_close(rewards, tensor([[0.0, 0, 0], [-0.1, 0, 1.9]]))
 
 
-@pytest.mark.parametrize("mask, expected", [([1, 1, 1], [0.125, 0.25, 0.5]), ([1, 0, 1], [0.25, 0, 0.5])])
-def test_worked_examples_of_gae(mask, expected):
-    rewards, values = tensor([[0.0, 0.0, 1.0]]), torch.full((1, 3), 0.5)
-    advantages, _ = ppo_vl.compute_gae(rewards, values, tensor([mask]).bool(), gamma=1.0, gae_lambda=0.5)
-    assert advantages.tolist() == [expected]
-
-
 def test_a_trajectory_of_two_turns_by_hand():
     """Turns of two tokens and one, an observation of two in between. gamma 0.5, lambda 0.5, KL 0.25 per token.
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 import tyro
-from conftest import TINY, assert_same_run, filled_args, largest_difference, write_jsonl
-from conftest import weights_of as load_weights
+from conftest import TINY, assert_same_run, filled_args, largest_difference, weights_of, write_jsonl
 from safetensors.torch import save_file
 from torch.testing import assert_close
 
@@ -36,10 +35,6 @@ def metrics_of(run_dir: Path) -> list[dict]:
     return [metrics for metrics in conftest.metrics_of(run_dir) if metrics["train/step"]]
 
 
-def weights_of(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_weights(run_dir / f"checkpoint-{step}")
-
-
 @pytest.fixture
 def watch_steps(spy):
     """Function that returns what main had in each step so far, from its calls of three functions."""
@@ -59,7 +54,7 @@ def watch_steps(spy):
     return steps
 
 
-START = load_weights(Path(TINY))
+START = weights_of(Path(TINY))
 
 
 # --- the wiring of main ---
@@ -68,8 +63,9 @@ def test_the_policy_moves_along_its_advantages(run, monkeypatch, spy, watch_step
     calls = spy(ppo_vl, "compute_policy_loss")
     packs, forward = [], ppo_vl.Critic.forward  # of each forward pass
     monkeypatch.setattr(ppo_vl.Critic, "forward", lambda *args: packs.append(args[1]) or forward(*args))
-    (metrics,) = metrics_of(run(learning_rate=1e-4, warmup_updates=0, total_steps=1))
+    (metrics,) = metrics_of(run(learning_rate=1e-4, warmup_updates=0, total_steps=1, kl_coef=0.0))
     (step,) = watch_steps()
+    assert step.run.reference is None and "objective/kl" not in metrics
     before, during = packs[-6:-4], packs[-4:]  # the forward passes before the update, and those of the update
     assert before == during[:2], "old log-probs come from the very packs of the first epoch"
     assert len(calls) == len(during) == 4
@@ -102,14 +98,11 @@ def test_each_model_has_its_own_loss(run, spy):
     assert value_calls[-1][1]["new_values"].abs().mean() > 1e-3 and metrics["value/clipfrac"] > 0.1
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"gae_lambda": 0.7},
-        {"kl_coef": 1.0, "temperature": 1.3, "whiten_advantages": False, "reward_clip": (0.3, 0.6)},
-        {"gamma": 0.9, "mask_truncated": True, "num_samples_per_prompt": 1, "max_response_length": 7},
-    ],
-)
+FLAGS = [{"kl_coef": 1.0, "temperature": 1.3, "whiten_advantages": False, "reward_clip": (0.3, 0.6)}]
+FLAGS += [{"gamma": 0.9, "mask_truncated": True, "num_samples_per_prompt": 1, "max_response_length": 7}]
+
+
+@pytest.mark.parametrize("flags", [{"gae_lambda": 0.7}, *FLAGS])
 def test_advantages_are_those_of_the_flags(run, spy, watch_steps, flags):
     losses = spy(ppo_vl, "compute_policy_loss")
     args = tyro.cli(ppo_vl.Args, args=conftest.to_argv({"prompts_per_rollout": 16} | flags))
@@ -159,12 +152,12 @@ def test_both_models_follow_the_schedule(run, spy):
 @pytest.mark.parametrize("flags, moving", [({"freeze": "^visual"}, 0), ({"lora_rank": 2}, 0), ({}, 1)])
 def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
     run_dir = run(**ONE_UPDATE, **flags)
-    end = weights_of(run_dir, 1)
+    end = weights_of(run_dir / "checkpoint-1")
     moved = {name for name, x in end.items() if not torch.equal(x, START[name])}
     assert end.keys() == START.keys()  # adapters are merged
     assert any("q_proj" in name for name in moved) and any("visual" in name for name in moved) == moving
     assert ("lora_rank" in flags) == (not any("norm" in name for name in moved))
-    critic = load_weights(run_dir / "checkpoint-1/critic")
+    critic = weights_of(run_dir / "checkpoint-1/critic")
     assert critic["score.weight"].any() and not any("lora" in name for name in critic)
     engine = run_dir / "checkpoint-1/state/actor/engine"
     state = torch.load(engine / "mp_rank_00_model_states.pt", weights_only=False)
@@ -313,23 +306,6 @@ def test_the_value_head_is_a_module_that_multiplies_in_fp32():
     expected = hidden.double() @ critic.value_head.weight[0].double()
     assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
     assert_close(values, expected.float(), atol=1e-5, rtol=1e-5)
-
-
-# --- videos, images and text ---
-OTHERS = [pytest.param(family, marks=slow) for family in ("qwen2_vl", "qwen3_vl")]
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", *OTHERS])
-def test_videos_images_and_text_in_one_batch(run, folder_of, spy, watch_steps, family):
-    """Without a KL, there is no reference."""
-    folder = folder_of(family)
-    messages, loads = spy(ppo_vl, "print0"), spy(ppo_vl, "load_model")
-    flags = ONE_UPDATE | {"prompts_per_rollout": 6, "train_batch_size": 24, "kl_coef": 0.0}
-    (metrics,) = metrics_of(run(model=folder, dataset=folder / "rows.jsonl", **flags))
-    assert sum("packing enabled" in args[0] for args, _, _ in messages) == len(loads) == 2
-    assert "objective/kl" not in metrics
-    assert metrics["train/grad_norm"] > 0 and metrics["sampling/logprob_diff_mean"] < 1e-4
-    assert {prompt.row_id for prompt in watch_steps()[0].rollout.prompts} == {*range(6)}
 
 
 # --- packs, ranks and stages ---

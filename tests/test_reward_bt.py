@@ -38,16 +38,6 @@ def mean_loss(rewards: torch.Tensor, rankings: list[Ranking], smoothing: float, 
 
 
 # --- loss and metrics ---
-def test_worked_examples_of_the_docstrings():
-    pairs = make_pairs([ranking(2, 0), ranking(3, 0.5)])
-    assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([0, 2, 2, 3], [1, 3, 4, 4])
-    assert pairs.margins.tolist() == [0, 0.5, 0.5, 0.5]
-    assert pairs.weights.tolist() == pytest.approx([1 / 2, *[1 / 6] * 3])
-    chosen, rejected, margins = torch.tensor([[1.0, 0], [0, 2], [0, 0.5]])
-    losses, _ = compute_bt_loss(chosen, rejected, margins, label_smoothing=0.0, center_coef=0.1)
-    assert losses.tolist() == pytest.approx([0.4133, 2.9789], abs=1e-4)
-
-
 @pytest.mark.parametrize("smoothing, center", [(0.2, 0.0), (0.1, 0.05)])
 def test_loss_and_gradient_equal_the_closed_form(smoothing, center):
     """Rankings of 2, 4 and 3 responses with margins, pair by pair."""

@@ -22,6 +22,7 @@ import torch
 import transformers
 from conftest import ROOT, TINY, filled_args, read_jsonl, to_argv, write_jsonl
 from test_families import write_video
+from test_multi_turn import packed_logprobs
 
 import rloo
 from common import packing
@@ -69,23 +70,11 @@ def prepare(model: str, dataset: str, make_sampler, run_dir) -> SimpleNamespace:
     return SimpleNamespace(args=args, model=model, prompts=prompts, sampler=sampler)
 
 
+@torch.no_grad()
 def logprob_diff(setup, responses: list[Response]) -> float:
     """Largest difference between the log-probs of the sampler and of the packed trainer."""
-    G = len(responses) // len(setup.prompts)
-    packs = packing.iter_rank_packs(
-        model=setup.model,
-        groups=[(i, [*range(i * G, i * G + G)]) for i in range(len(setup.prompts))],
-        prompts=setup.prompts,
-        responses=[response.token_ids for response in responses],
-        max_tokens=8192,
-        continuations={b: x.continuation for b, x in enumerate(responses) if x.continuation},
-    )
-    logprobs = [response.logprobs for response in responses]
-    sampler_logprobs = torch.nn.utils.rnn.pad_sequence(logprobs, batch_first=True)
-    trainer_logprobs = torch.zeros_like(sampler_logprobs)
-    with torch.no_grad():
-        for pack in packs:
-            trainer_logprobs[pack.token_index] = packing.response_logprobs(setup.model, pack, 0.7)[0]
+    sampler_logprobs = torch.cat([x.logprobs[x.response_mask] for x in responses])
+    trainer_logprobs = packed_logprobs(setup.model, setup.prompts, responses, temperature=0.7)
     return (sampler_logprobs - trainer_logprobs).abs().max().item()
 
 
