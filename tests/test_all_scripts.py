@@ -14,15 +14,7 @@ import datasets
 import deepspeed
 import pytest
 import torch
-from conftest import (
-    SCRIPTS,
-    TINY,
-    assert_same_run,
-    largest_difference,
-    metrics_of,
-    slow,
-    weights_of,
-)
+from conftest import SCRIPTS, TINY, assert_same_run, largest_difference, metrics_of, slow, weights_of
 from PIL import Image
 
 from common import decoding, packing
@@ -138,6 +130,23 @@ def test_a_sampler_that_disagrees_stops_the_run(script, run_script, tmp_path, re
 def test_a_rollout_without_responses_to_train_on_stops_the_run(script, run_script, refused):
     with refused("all responses with a reward are truncated: raise --max-response-length"):
         run_script(script, mask_truncated=True, max_response_length=1, eval_dataset=None)
+
+
+@each_policy
+def test_packs_do_not_change_the_result(script, run_script, spy):
+    """A mini-batch in several packs has the same loss as in one, and gradients are reduced after the last pack."""
+    flags = {"eval_dataset": None, "max_prompt_length": 48, "total_steps": 1, "learning_rate": 1e-5}
+    one = run_script(script, **flags)
+    engine = deepspeed.DeepSpeedEngine
+    calls = [spy(engine, name) for name in ("set_gradient_accumulation_boundary", "backward")]
+    several = run_script(script, run_name="several", micro_batch_tokens=64, **flags)
+    boundaries, losses = ([torch.as_tensor(x).item() for (_, x), _, _ in found] for found in calls)
+    num_updates = 4 if script == "rloo" else 8  # PPO has two models
+    assert len(boundaries) >= 2 * num_updates and sum(boundaries) == num_updates and boundaries[-1]
+    if script == "rloo":  # the metric is the mean over all responses; each update has half of them
+        mean = metrics_of(several)[0]["loss/policy"]
+        assert sum(losses) / 4 == pytest.approx(mean, rel=1e-4) != pytest.approx(0)
+    assert_same_run(one, several, 2e-4, of_weights=2e-5)
 
 
 @each_policy

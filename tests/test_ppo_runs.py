@@ -309,17 +309,6 @@ def test_the_value_head_is_a_module_that_multiplies_in_fp32():
 
 
 # --- packs, ranks and stages ---
-def test_results_do_not_depend_on_packs(run, spy):
-    """Denominators are those of the whole optimizer step, however it is split."""
-    packs = spy(ppo_vl, "compute_value_loss")
-    flags = {"total_steps": 1, "max_prompt_length": 48, "learning_rate": 1e-5, "critic_learning_rate": 1e-5}
-    one = run(**flags)
-    assert len(packs) == 4
-    other = run(**flags, run_name="other", micro_batch_tokens=64)
-    assert len(packs) == 4 + 8  # two per optimizer step
-    assert_same_run(one, other, 2e-4, of_weights=2e-5)
-
-
 @slow
 @pytest.mark.parametrize("lora", [0, 2])
 def test_ranks_and_stages_have_the_same_metrics_and_weights(finish, any_score, folder_of, tmp_path, lora):

@@ -7,7 +7,6 @@ import signal
 import time
 
 import conftest
-import deepspeed
 import numpy as np
 import pytest
 import torch
@@ -112,21 +111,6 @@ def test_the_second_pass_favors_what_was_rewarded(run, any_score, spy):
     assert abs(gains[0]) < 1e-4 and gains[1] > 0.05
     metrics = metrics_of(run_dir)[0]
     assert metrics["policy/approx_kl"] > 0 and "objective/kl" not in metrics  # there is no reference
-
-
-def test_packs_do_not_change_the_result(run, any_score, spy):
-    """A mini-batch in several packs has the same loss as in one, and gradients are reduced after the last pack."""
-    flags = {"eval_dataset": None, "max_prompt_length": 48, "total_steps": 1, **any_score}
-    one = run("rloo", **flags)
-    engine = deepspeed.DeepSpeedEngine
-    calls = [spy(engine, name) for name in ("set_gradient_accumulation_boundary", "backward")]
-    several = run("rloo", run_name="several", micro_batch_tokens=64, **flags)
-    boundaries, losses = ([torch.as_tensor(x).item() for (_, x), _, _ in found] for found in calls)
-    assert len(boundaries) >= 8 and sum(boundaries) == 4 and boundaries[-1]  # four updates
-    # The metric is the mean over all responses; each update takes the mean over half of them.
-    mean = metrics_of(several)[0]["loss/policy"]
-    assert sum(losses) / 4 == pytest.approx(mean, rel=1e-4) != pytest.approx(0)
-    assert_same_run(one, several, 1e-4, of_weights=2e-5)
 
 
 @pytest.fixture
@@ -384,7 +368,7 @@ BF16 += [{"zero_stage": 3, "offload_optimizer": True, "lora_rank": 4}]
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", BF16)
 def test_bf16(run, any_reward, monkeypatch, flags):
-    """Ratios are 1 up to rounding while the learning rate is 0. A rate of 1e-6 is below the resolution of most bf16
+    """Ratios of a rollout's only update are 1 up to rounding. A rate of 1e-6 is below the resolution of most bf16
     weights, so it moves the fp32 master weights. Resume is bit-exact."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -397,19 +381,14 @@ def test_bf16(run, any_reward, monkeypatch, flags):
 
     monkeypatch.setattr(rloo, "save_checkpoint", save_checkpoint)
     flags = {"dtype": "bfloat16", "eval_dataset": None, "warmup_updates": 0, **any_reward, **flags}
-    still = run("rloo", learning_rate=0.0, run_name="still", **flags)
-    for step in metrics_of(still):
-        # Packs of other sizes round differently, and how differently depends on the CPU.
-        assert step["policy/ratio"] == pytest.approx(1, abs=2e-3) and step["train/grad_norm"] > 0
-        assert abs(step["policy/approx_kl"]) < 1e-4
     flags |= {"learning_rate": 1e-6, "save_steps": 1, "num_epochs": 1, "train_batch_size": 16}
     flags |= {"min_lr_ratio": 1.0}
     moved = run("rloo", **flags)
-    before, first, after = masters_at_saves
-    assert (before - first).abs().max() == pytest.approx(1e-6, rel=0.05)  # as AdamW's first update is
-    assert (before != after).float().mean() > 0.9 and (before - after).abs().max() < 1e-5
+    assert all(step["policy/ratio"] == pytest.approx(1, abs=2e-3) for step in metrics_of(moved))
+    first, after = masters_at_saves
+    assert (first != after).float().mean() > 0.9 and (first - after).abs().max() < 1e-5
     if "lora_rank" not in flags:
-        assert (before.bfloat16() == after.bfloat16()).float().mean() > 0.7
+        assert (first.bfloat16() == after.bfloat16()).float().mean() > 0.7
     branch = run("rloo", resume=moved / "checkpoint-1", run_name="branch", **flags)
     assert_same_run(moved, branch, tolerance=0, of_weights=0)
     assert torch.equal(masters_at_saves[-1], after)

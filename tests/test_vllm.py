@@ -24,12 +24,11 @@ import torch
 import transformers
 from conftest import ROOT, TINY, filled_args, metrics_of, write_jsonl
 from test_families import write_video
-from test_multi_turn import packed_logprobs
+from test_multi_turn import make_sampler, packed_logprobs
 
 import rloo
 from common import packing
 from common.decoding import Response
-from common.environments import EnvironmentSampler
 
 make_args = functools.partial(filled_args, "rloo")
 missing = importlib.util.find_spec("vllm") is None
@@ -203,19 +202,10 @@ def test_seeds_eos_and_media_tokens(setup):
 
 def test_turns_continue_from_token_ids(text):
     """The log-probs of three turns are the trainer's."""
-
-    class Again:
-        def reset(self, **row):
-            self.num_turns = 0
-
-        def step(self, response):
-            self.num_turns += 1
-            return "again" if self.num_turns < 3 else None
-
     text.sampler.update_weights(1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(text.args.model)
     limits = {"eos_ids": EOS_IDS, "max_turns": 3, "max_length": 99}
-    sampler = EnvironmentSampler(text.sampler, Again, text.model, tokenizer, **limits)
+    sampler = make_sampler(text.model, tokenizer, ["again", "again"], text.sampler, **limits)
     responses = sampler.generate(text.prompts, 8, 0.7)
     assert max(sampler.logged_values["rollout/turns_mean"]) > 1
     assert logprob_diff(text, responses) < TOLERANCE
