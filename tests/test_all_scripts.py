@@ -31,6 +31,27 @@ def run_script(run, any_reward):
     return lambda script, **flags: run(script, **rewards.get(script, pairs) | flags)
 
 
+CRITIC, OFFLOADED = {"critic_learning_rate": 1e-5}, {"zero_stage": 3, "offload_optimizer": True}
+PLANS = [("rloo", {}, {"zero_stage": stage}) for stage in (0, 1, 2, 3)]
+PLANS += [("ppo_vl", CRITIC, {"zero_stage": stage}) for stage in (2, 3)]
+PLANS += [("rloo", {"lora_rank": 4}, OFFLOADED), ("ppo_vl", {"lora_rank": 2, **CRITIC}, OFFLOADED)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, flags, plan", PLANS)
+def test_two_ranks_train_as_one(script, flags, plan, run, finish, folder_of, any_score, tmp_path):
+    """Text, images and a video in small packs, so that each rank has several. Resume is bit-exact."""
+    flags |= {"dataset": folder_of("qwen2_5_vl") / "rows.jsonl", "eval_dataset": None, **any_score}
+    flags |= {"prompts_per_rollout": 5, "train_batch_size": 20, "learning_rate": 1e-5}
+    one = run(script, run_name="one", **flags)
+    flags |= {"ranks": 2, "max_prompt_length": 120, "micro_batch_tokens": 128, **plan}
+    finish(script, run_name="two", save_steps=1, **flags)
+    assert_same_run(one, two := tmp_path / "runs/two", 2e-4, of_weights=2e-5)
+    if plan == {"zero_stage": 3}:  # from step 1 of 2
+        finish(script, run_name="resumed", resume=two / "checkpoint-1", **flags)
+        assert_same_run(two, tmp_path / "runs/resumed", tolerance=0, of_weights=0)
+
+
 RESUMED = [("rloo", {"normalize_advantages": True, "mask_truncated": True})]
 RESUMED += [("ppo_vl", {"reward_clip": (-1.0, 1.0)}), ("reward_bt", {}), ("grm_sft", {})]
 RESUMED += [("grm_sft", {"lora_rank": 4, "gradient_checkpointing": True})]

@@ -71,10 +71,9 @@ def grm(run, judged):
     return lambda **flags: run("grm_sft", **flags_for(judged) | flags)
 
 
-def encode(tiny_vl, row: dict, example_id: int = 0, training: bool = False) -> grm_sft.Example | None:
+def encode(tiny_vl, row: dict, example_id: int = 0, training: bool = False) -> grm_sft.Example:
     rows = [row] * (example_id // 2 + 1)
-    data = grm_sft.ExampleDataset(ARGS, "rows", rows, [], Path(), *tiny_vl[:2], training)
-    return next(iter(data.encode_all([example_id])), None)
+    return grm_sft.ExampleDataset(ARGS, "", rows, [], Path(), *tiny_vl[:2], training).encode(example_id)
 
 
 def make_chat(row: dict, swapped: bool = False) -> dict:

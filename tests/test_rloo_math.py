@@ -97,7 +97,7 @@ def score(functions: dict, prompt="Q"):
     return rloo.score_responses(functions, prompts, responses, ["t0", "t1"], "state")
 
 
-def test_rewards_are_called_as_in_trl(refused):
+def test_rewards_are_called_as_in_trl():
     received = {}
 
     def plain(log_metric, log_extra, **columns):
@@ -127,9 +127,6 @@ def test_rewards_are_called_as_in_trl(refused):
     assert received | expected == received
     score({"plain": plain}, prompt=chat("Q"))
     assert received["completions"][0] == chat("", "t0")[1:] and received["prompts"][0] == chat("Q")
-    for bad in ([1.0], None):
-        with refused():
-            score({"bad": lambda values=bad, **columns: values})
 
 
 @pytest.fixture
@@ -143,8 +140,6 @@ def fake():
     def try_encode(row: int) -> Prompt | None:
         if row == 3:
             return None
-        if row == 4:
-            raise TypeError("a bug in code")
         columns = {"prompt": f"Q{row}", "answer": str(10 + row), "rating": [1, None][row % 2]}
         columns |= {"row": "a column of the dataset", "phase": "another one"}
         return Prompt(row, 2, (), {}, {}, torch.arange(2), {}, row=columns, messages=[{"content": "Q"}])
@@ -176,9 +171,6 @@ def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     assert rollout.logged_metrics == {"reward_metrics/m": 12.0}
     only_rating = replace(args, reward_weights=(0.0, 1.0))  # a weight of 0: for logs only
     scores = rloo.collect_rollout(only_rating, run, data, [1, 2], 1, temperature=1.0, step=1).scores
-    assert scores.isnan().tolist() == [[True], [False]]
-    run.reward_funcs["own"] = run.reward_funcs["rating"]
-    scores = rloo.collect_rollout(args, run, data, [1, 2], num_samples=1, temperature=1.0, step=1).scores
     assert scores.isnan().tolist() == [[True], [False]]  # no reward applies to row 1
 
 
@@ -186,8 +178,6 @@ def test_only_errors_of_a_row_skip_a_row(fake, capsys, refused, text_data, monke
     args, run, data = fake
     rollout = rloo.collect_rollout(args, run, data, [2, 3, 1], 1, 1.0, step=1)
     assert len(rollout.prompts) == 2
-    with pytest.raises(TypeError, match="a bug in code"):
-        rloo.collect_rollout(args, run, data, [2, 4, 1], 1, 1.0, step=1)
     assert len(rloo.collect_rollout(args, run, data, [3, 9, 1], 1, 1.0, step=1).prompts) == 1  # two bad rows
     for rows in ([3, 9, 15], [3] * 17 + [1] * 15):
         with refused("more than half"):

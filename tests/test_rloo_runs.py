@@ -337,30 +337,6 @@ def test_wandb_gets_metrics_and_a_table_of_samples(run, vqa_rows, tmp_path, monk
     assert (run_dir / "checkpoint-2").is_dir() and len(metrics_of(run_dir)) == 3
 
 
-LORA = {"lora_rank": 4, "learning_rate": 1e-3}
-PLANS = [({"zero_stage": stage}, {}) for stage in (0, 1, 2, 3)]
-PLANS += [({"zero_stage": 3, "offload_optimizer": True}, LORA)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags, lora", PLANS)
-def test_two_ranks_train_as_one(run, finish, tmp_path, vqa_rows, any_reward, flags, lora):
-    """Small packs, so that each rank has several, and prompts without images."""
-    rows = [{"prompt": "What is it?", "answer": "blue"}, *(dict(row) for row in vqa_rows[::2])]
-    for row in rows[1::3]:
-        del row["image"]
-    data = write_jsonl(tmp_path / "mixed.jsonl", rows)
-    common = {"dataset": data, "max_prompt_length": 48, **any_reward, **lora}
-    one = run("rloo", run_name="one", **common)
-    common |= {"ranks": 2, "micro_batch_tokens": 64}
-    finish("rloo", run_name="two", save_steps=1, **common, **flags)
-    assert_same_run(one, tmp_path / "runs/two", 1e-4, of_weights=1e-4)
-    if flags == {"zero_stage": 3}:  # resume from step 1 of 2
-        flags |= {"resume": str(tmp_path / "runs/two/checkpoint-1"), "run_name": "resumed"}
-        finish("rloo", **common, **flags)
-        assert_same_run(tmp_path / "runs/two", tmp_path / "runs/resumed", tolerance=0, of_weights=0)
-
-
 BF16 = [{}, {"zero_stage": 3}, {"zero_stage": 2, "offload_optimizer": True}]
 BF16 += [{"zero_stage": 3, "offload_optimizer": True, "lora_rank": 4}]
 
