@@ -103,7 +103,6 @@ def expected_logprobs(tiny_vl, row: dict, swapped: bool) -> torch.Tensor:
     return logprobs[example.suffix.response_mask]
 
 
-# --- math ---
 def test_each_epoch_has_every_example_once_and_groups_stay_together():
     groups = [[0, 1, 2], [3], [4, 5], [6]]
     sample = grm_sft.sample_example_ids
@@ -252,7 +251,6 @@ def test_turns_are_located_in_templates_with_and_without_eos(tiny_text_model):
         turns_of("{% for m in messages %}{{ m['content'] if loop.last else 'x' }}|{% endfor %}")
 
 
-# --- prompts and packs ---
 def make_judge() -> grm_sft.Judge:
     judge = grm_sft.Judge(grm_sft.load_model(ARGS, TINY).eval())
     packing.set_attention(judge.model, "packed")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 import tyro
-from conftest import TINY, filled_args, largest_difference, weights_of, write_jsonl
+from conftest import TINY, filled_args, largest_difference, metrics_of, weights_of, write_jsonl
 from safetensors.torch import save_file
 from test_families import text_prompt
 from torch.testing import assert_close
@@ -29,11 +29,6 @@ filled = functools.partial(filled_args, "ppo_vl")
 @pytest.fixture
 def run(run, any_score):
     return lambda **flags: run("ppo_vl", **any_score | {"eval_dataset": None} | flags)
-
-
-def metrics_of(run_dir: Path) -> list[dict]:
-    """Metrics of the training steps."""
-    return [metrics for metrics in conftest.metrics_of(run_dir) if metrics["train/step"]]
 
 
 @pytest.fixture
@@ -55,10 +50,6 @@ def watch_steps(spy):
     return steps
 
 
-START = weights_of(Path(TINY))
-
-
-# --- the wiring of main ---
 def test_the_policy_moves_along_its_advantages(run, monkeypatch, spy, watch_steps):
     """In the second epoch over the same responses. An ascending loss gives -3, a constant ratio 0."""
     calls = spy(ppo_vl, "compute_policy_loss")
@@ -149,13 +140,12 @@ def test_both_models_follow_the_schedule(run, spy):
     assert critic[-1] == pytest.approx(0.25e-3)
 
 
-# --- options ---
 @pytest.mark.parametrize("flags, moving", [({"freeze": "^visual"}, 0), ({"lora_rank": 2}, 0), ({}, 1)])
 def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
     run_dir = run(**ONE_UPDATE, **flags)
-    end = weights_of(run_dir / "checkpoint-1")
-    moved = {name for name, x in end.items() if not torch.equal(x, START[name])}
-    assert end.keys() == START.keys()  # adapters are merged
+    start, end = weights_of(Path(TINY)), weights_of(run_dir / "checkpoint-1")
+    moved = {name for name, x in end.items() if not torch.equal(x, start[name])}
+    assert end.keys() == start.keys()  # adapters are merged
     assert any("q_proj" in name for name in moved) and any("visual" in name for name in moved) == moving
     assert ("lora_rank" in flags) == (not any("norm" in name for name in moved))
     critic = weights_of(run_dir / "checkpoint-1/critic")

@@ -76,7 +76,6 @@ def token_lists(responses: list[Response]) -> list[list[int]]:
     return [response.token_ids.tolist() for response in responses]
 
 
-# ---- a server ----
 class Server:
     """vLLM's OpenAI-compatible server, with the options of the vLLM engine in this process."""
 
@@ -126,7 +125,6 @@ def servers(started):
     return runpy.run_path(str(ROOT / "examples/vllm_server.py"))["Servers"]
 
 
-# ---- log-probs, updates of the weights ----
 @pytest.fixture(scope="module")
 def vlm(vqa, tmp_path_factory):
     yield (setup := prepare(TINY, vqa, rloo.VLLMSampler, tmp_path_factory.mktemp("run")))
@@ -236,7 +234,6 @@ def test_videos_are_refused(sampler, vlm, tmp_path, refused):
         rloo.make_sampler(args, sampler_class, vlm.model, processor, prompts, tmp_path)
 
 
-# ---- whole runs ----
 FLAGS = {"eval_dataset": None, "warmup_updates": 0, "learning_rate": 1e-3}
 
 
