@@ -33,7 +33,7 @@ def run_script(run, any_reward):
 
 CRITIC, OFFLOADED = {"critic_learning_rate": 1e-5}, {"zero_stage": 3, "offload_optimizer": True}
 PLANS = [("rloo", {}, {"zero_stage": stage}) for stage in (0, 1, 2, 3)]
-PLANS += [("ppo_vl", CRITIC, {"zero_stage": stage}) for stage in (2, 3)]
+PLANS += [("ppo_vl", CRITIC, plan) for plan in ({"zero_stage": 2}, {"zero_stage": 3}, OFFLOADED)]
 PLANS += [("rloo", {"lora_rank": 4}, OFFLOADED), ("ppo_vl", {"lora_rank": 2, **CRITIC}, OFFLOADED)]
 
 
