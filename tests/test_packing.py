@@ -30,7 +30,6 @@ def batch_of(folder_of):
 GROUPS, RESPONSES = [(0, [0, 1, 2]), (1, [3])], [torch.arange(R) for R in (5, 1, 2, 4)]
 
 
-# ---- packed and padded ----
 def test_padded_rows_need_few_logits(batch_of):
     """Models that can return logits of the last tokens only are asked for the responses'."""
     batch, shapes = batch_of("llama"), []

@@ -1,4 +1,4 @@
-"""Short runs of ppo_vl.py: the wiring of main, its options, the critic, ranks and ZeRO stages."""
+"""Short runs of ppo_vl.py: the wiring of main, its options, and the critic."""
 
 import functools
 import shutil
@@ -13,7 +13,6 @@ import transformers
 import tyro
 from conftest import TINY, filled_args, largest_difference, metrics_of, weights_of, write_jsonl
 from safetensors.torch import save_file
-from test_families import text_prompt
 from torch.testing import assert_close
 
 import ppo_vl
@@ -22,7 +21,6 @@ from ppo_vl import compute_gae  # not replaced by watch_steps
 
 ONE_UPDATE = {"total_steps": 1, "train_batch_size": 16, "num_epochs": 1, "warmup_updates": 0}
 FAST = {"learning_rate": 1e-3, "warmup_updates": 0}  # so that the second update differs from the first
-slow = pytest.mark.slow
 filled = functools.partial(filled_args, "ppo_vl")
 
 
@@ -280,19 +278,3 @@ def test_observations_are_neither_valued_nor_trained(run, tmp_path, spy, watch_s
     again = ppo_vl.load_critic(filled(critic_model=str(run_dir / "checkpoint-1/critic"))).state_dict()
     critic = step.run.critic.module.state_dict()
     assert largest_difference(again, critic) == 0
-
-
-def test_the_value_head_is_a_module_that_multiplies_in_fp32():
-    """ZeRO-3 gathers a module's weight when the module is called."""
-    model = ppo_vl.load_model(filled(dtype="bfloat16"), TINY, transformers.AutoModel)
-    critic = ppo_vl.Critic(model)
-    critic.value_head.weight.data.normal_()
-    seen = []
-    critic.value_head.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
-    prompt = text_prompt(model)
-    response = packing.continue_prompt(prompt, torch.tensor([5, 6, 7]))
-    values = critic(packing.build_padded([(0, [0])], {0: prompt}, {0: response})).detach()
-    (hidden,) = seen
-    expected = hidden.double() @ critic.value_head.weight[0].double()
-    assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
-    assert_close(values, expected.float(), atol=1e-5, rtol=1e-5)

@@ -18,6 +18,7 @@ from conftest import assert_same_run, chat, filled_args, metrics_of, read_jsonl,
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+import ppo_vl
 import reward_bt
 from common.packing import PromptInfo
 from reward_bt import Args, Ranking, RankingDataset, compute_bt_loss, make_pairs, pair_metrics
@@ -137,8 +138,6 @@ def test_turns_after_the_first_difference_are_part_of_the_responses(encode):
     row = {"chosen": chat("q", "good", "so?", "yes"), "rejected": chat("q", "bad", "so?", "yes")}
     _, (texts,) = encode(row)
     assert texts[0] == "user: q\nassistant: good\nuser: so?\nassistant: yes\nassistant: "
-    _, (texts,) = encode({"prompt": "q", "responses": ["a", "ab", "abc"]})  # one begins with another
-    assert [len(x) for x in texts] == [32, 33, 34]
 
 
 def test_system_prompt_margin_and_special_tokens(encode):
@@ -366,13 +365,11 @@ def run(tmp_path, **flags) -> list[dict]:
     return metrics_of(tmp_path / flags["run_name"])
 
 
-ADAPTED = r"language_model.*proj\.weight|score"
+TRAINED = [({"freeze": "^visual"}, "^(?!visual)"), ({"lora_rank": 4}, r"language_model.*proj\.weight|score")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags, trained", [({"freeze": "^visual"}, "^(?!visual)"), ({"lora_rank": 4}, ADAPTED)]
-)
+@pytest.mark.parametrize("flags, trained", TRAINED)
 def test_frozen_weights_stay_and_the_others_move(flags, trained, tmp_path):
     """Adapters are merged; the head is trained with them."""
     run(tmp_path, **flags, total_steps=4, eval_rows=2)
@@ -403,13 +400,12 @@ def test_two_ranks_with_zero_3_train_as_one(finish, tmp_path, vqa_rows, spy):
     assert_same_run(tmp_path / "one", tmp_path / "zero3", 1e-4, of_weights=1e-3)
 
 
-@pytest.mark.slow
-def test_rewards_in_bf16_are_all_different(tmp_path):
-    """128 responses to 64 prompts have 128 rewards, because the head computes in fp32."""
-    rows = [{"prompt": f"what is {i}?", "chosen": "one", "rejected": "two or three"} for i in range(64)]
-    run(tmp_path, **both(tmp_path, rows), eval_rows=64, total_steps=1, dtype="bfloat16")
-    records = read_jsonl(tmp_path / "run" / "samples.jsonl")[:64]
-    assert len({record[f"{side}_reward"] for record in records for side in ("chosen", "rejected")}) == 128
+@pytest.mark.parametrize("head", [reward_bt.RewardHead, ppo_vl.ValueHead])
+def test_heads_multiply_in_fp32(head):
+    """Otherwise many rewards in bf16 would be equal."""
+    head, hidden = head(64, 1, bias=False, dtype=torch.bfloat16), torch.randn(9, 64).bfloat16()
+    exact = hidden.double() @ head.weight[0].double()
+    torch.testing.assert_close(head(hidden), exact.float(), atol=1e-5, rtol=1e-5)
 
 
 # --- what a saved checkpoint gives ---

@@ -1,4 +1,4 @@
-"""rloo.py end to end: what main does, ranks, ZeRO, resume, kills, custom samplers and rewards, invalid rows and flags."""
+"""rloo.py end to end: what main does, resume, kills, custom samplers and rewards, invalid rows and flags."""
 
 import json
 import random
@@ -389,7 +389,6 @@ def test_sigterm_saves_and_kills_lose_nothing(start, finish, run, tmp_path, any_
     assert_same_run(undisturbed, tmp_path / "runs/killed", 0, of_weights=0)
 
 
-# ---- invalid input ----
 BAD = [  # flags, part of the message
     ({"num_samples_per_prompt": 1}, "--num-samples-per-prompt (1) must be at least 2"),
     ({"train_batch_size": 6}, "--train-batch-size (6) must be a multiple of --num-samples-per-prompt (4)"),

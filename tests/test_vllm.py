@@ -88,11 +88,9 @@ class Server:
             f"-m vllm.entrypoints.openai.api_server --model {TINY} --port {self.port} {options} "
             "--max-model-len 1100 --max-num-batched-tokens 8192 --logprobs-mode processed_logprobs"
         )
-        with open(self.log, "a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *command.split()], env=os.environ | ON_CPU | {"VLLM_SERVER_DEV_MODE": "1"},
-                stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+        env, log = os.environ | ON_CPU | {"VLLM_SERVER_DEV_MODE": "1"}, self.log.open("a")
+        command = [sys.executable, *command.split()]
+        self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def wait(self) -> None:
         for _ in range(600):
