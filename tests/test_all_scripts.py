@@ -1,4 +1,4 @@
-"""All scripts: a run resumes bit for bit, saves at a signal, and stops if no gradient is finite."""
+"""Several scripts: ranks train as one, a run resumes bit for bit, saves at a signal, stops at a problem, and learns."""
 
 import importlib
 import math

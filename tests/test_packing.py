@@ -376,19 +376,6 @@ def test_inputs_of_responses(batch_of):
     assert [int(values[name]) for name in ("mm_token_type_ids", "token_type_ids", "seen")] == [0, 3, 1]
 
 
-def test_removed_targets_add_no_loss_and_use_all_weights(batch_of):
-    """A rank without groups left runs the same model inputs as another one."""
-    batch = batch_of("llama")
-    for name in ("packed", "sdpa"):
-        packing.set_attention(batch.model, name)
-        arguments = batch.model, GROUPS[:1], batch.prompts, RESPONSES[:3], 4096
-        [pack] = iter_rank_packs(*arguments, rank=1, world_size=2)
-        batch.model.zero_grad()
-        response_logprobs(batch.model, pack, TEMPERATURE)[0].sum().backward()
-        norms = [p.grad.norm() for p in batch.model.parameters() if p.grad is not None]
-        assert len(norms) > 10 and not any(norms)
-
-
 def test_special_tokens_in_data_are_text():
     """Alone, nested or split over parts of a message, they end no turn and stand for no image."""
     processor = transformers.AutoProcessor.from_pretrained(TINY)

@@ -1,5 +1,4 @@
-"""reward_bt.py: the loss in closed form, every data format, rewards and gradients against the unmodified model, runs
-on one and two ranks, learning, and what a saved checkpoint gives."""
+"""reward_bt.py: the loss, data formats, rewards and gradients of the unmodified model, runs, saved checkpoints."""
 
 import math
 import re

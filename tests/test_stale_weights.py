@@ -1,6 +1,5 @@
-"""Answers that were made with the weights of another step are refused, in process and over HTTP, and servers sample from
-the whole distribution whatever the model's generation_config.json says. Fakes replace vLLM here; tests/test_vllm.py and
-tests/test_recipes.py have tests with the real one."""
+"""Answers that were made with the weights of another step are refused, and servers ignore generation_config.json.
+Fakes replace vLLM here; tests/test_vllm.py and tests/test_recipes.py have tests with the real one."""
 
 import functools
 import runpy
