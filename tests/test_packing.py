@@ -129,7 +129,10 @@ def add_a_constant(monkeypatch, batch) -> None:
 def detach_prompts(monkeypatch, batch) -> None:
     """The forward is right, but no gradient reaches the shared prompt."""
     attend = attention.attend
-    detached = lambda query, key, value, **how: attend(query, key.detach(), value.detach(), **how)  # noqa: E731
+
+    def detached(query, key, value, **how):
+        return attend(query, key.detach(), value.detach(), **how)
+
     monkeypatch.setattr(attention, "attend", detached)
 
 

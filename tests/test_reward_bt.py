@@ -1,4 +1,4 @@
-"""reward_bt.py: the loss, data formats, rewards and gradients of the unmodified model, runs, saved checkpoints."""
+"""reward_bt.py: the loss, data, rewards and gradients of the unmodified model, runs, saved checkpoints."""
 
 import math
 import re
