@@ -1,4 +1,4 @@
-"""Several scripts: ranks train as one, runs resume bit for bit, save at a signal, stop at a problem, and learn."""
+"""Several scripts: ranks train as one; runs resume exactly, save at a signal, stop at a problem, and learn."""
 
 import importlib
 import math
@@ -155,7 +155,7 @@ def test_a_rollout_without_responses_to_train_on_stops_the_run(script, run_scrip
 
 @each_policy
 def test_packs_do_not_change_the_result(script, run_script, spy):
-    """A mini-batch in several packs has the loss of one pack, and gradients are reduced after the last one."""
+    """A mini-batch in several packs has the loss of one pack. Gradients are reduced after the last one."""
     flags = {"eval_dataset": None, "max_prompt_length": 48, "total_steps": 1, "learning_rate": 1e-5}
     one = run_script(script, **flags)
     engine = deepspeed.DeepSpeedEngine
