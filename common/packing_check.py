@@ -140,15 +140,15 @@ def make_cases(
     for same_media in by_media.values():
         shortest_and_longest = same_media if len(same_media) < 3 else [same_media[0], same_media[-1]]
         for prompt in shortest_and_longest:
-            text = text_of_other_prompts(model, prompts, prompt)
-            cases.append(Case(prompt, [continue_prompt(prompt, text[R : 2 * R]) for R in SHORT_LENGTHS]))
+            texts = other_text(model, prompts, prompt, sum(SHORT_LENGTHS)).split(SHORT_LENGTHS)
+            cases.append(Case(prompt, [continue_prompt(prompt, text) for text in texts]))
     shortest = cases[0].prompt
-    turn = cases[0].responses[0]
-    text = text_of_other_prompts(model, prompts, shortest)
     if encode_observation:
-        observation = encode_observation(extend_prompt(shortest, turn))
-        sequence = extend_prompt(extend_prompt(shortest, turn), observation)
-        last_turn = continue_prompt(sequence, text[: SHORT_LENGTHS[0]])
+        turn, other_turn = cases[0].responses
+        sequence = extend_prompt(shortest, turn)
+        observation = encode_observation(sequence)
+        sequence = extend_prompt(sequence, observation)
+        last_turn = continue_prompt(sequence, other_turn.token_inputs["input_ids"][0])
         case = Case(shortest, [packing.join_continuations([turn, observation, last_turn])])
         if case.num_tokens <= max_tokens:
             cases.append(case)
@@ -158,13 +158,12 @@ def make_cases(
     length = min(max_length, max_tokens, max_positions, MAX_LENGTH)
     if length < max_length:
         notes.append(f"not compared: sequences of more than {length} tokens")
-    R = max(1, length - shortest.length)
-    long_response = continue_prompt(shortest, text.repeat(R // len(text) + 1)[:R])
-    return cases, Case(shortest, [long_response]), notes
+    long_text = other_text(model, prompts, shortest, max(1, length - shortest.length))
+    return cases, Case(shortest, [continue_prompt(shortest, long_text)]), notes
 
 
-def text_of_other_prompts(model, prompts: list[Prompt], prompt: Prompt) -> Tensor:
-    """Token ids for the responses to a prompt, from the text of all other prompts.
+def other_text(model, prompts: list[Prompt], prompt: Prompt, length: int) -> Tensor:
+    """Token ids (length,) for responses to a prompt, from the text of all other prompts.
 
     A response that repeats its own prompt is easy to predict, so its log-probs hardly show errors.
     Random tokens would do, but in bf16 their log-probs are twice as noisy."""
@@ -175,24 +174,13 @@ def text_of_other_prompts(model, prompts: list[Prompt], prompt: Prompt) -> Tenso
     ids = ids if len(ids) > 0 else torch.arange(100)  # the prompts are images
     # Start in the middle of a prompt: all prompts begin with the same words of the chat template.
     start = len(others[0]) // 2
-    return ids.repeat(2 * max(SHORT_LENGTHS)).roll(-start)
-
-
-def make_filler(cases: list[Case], long_case: Case, max_tokens: int) -> Case:
-    """Copies of the long response that fill the rest of a pack. They are not compared themselves.
-
-    plan_packs puts the largest group first, so the other cases lie at the end of a full pack,
-    where they show errors that only occur at large pack indices."""
-    tokens = sum(case.num_tokens for case in [*cases, long_case]) + long_case.prompt.length
-    prompt, [response] = long_case
-    return Case(prompt, [response] * ((max_tokens - tokens) // len(response.response_mask)))
+    return ids.roll(-start).repeat(length // len(ids) + 1)[:length]
 
 
 def run_cases(
     model, forward: Callable, max_tokens: int, cases: list[Case], own_positions: bool = False
 ) -> list[Tensor]:
     """What `forward` returns for each response. own_positions: let the model compute position_ids."""
-    prompts = [case.prompt for case in cases]
     groups = []
     responses = []
     for i, case in enumerate(cases):
@@ -201,10 +189,10 @@ def run_cases(
     packs = packing.iter_rank_packs(
         model=model,
         groups=groups,
-        prompts=prompts,
+        prompts=[case.prompt for case in cases],
         responses=[response.token_inputs["input_ids"][0] for response in responses],
         # Short responses may be longer than the run's limit.
-        max_tokens=max(max_tokens, max(prompt.length for prompt in prompts) + SHORT_LENGTHS[0]),
+        max_tokens=max(max_tokens, max(case.prompt.length for case in cases) + SHORT_LENGTHS[0]),
         continuations=dict(enumerate(responses)),
     )
     results = [None] * len(responses)
@@ -294,8 +282,12 @@ def compare_packed_with_padded(
     set_attention(model, "packed")
     if not packing.is_packed(model):
         raise PackingNotSupported("its attention can't be replaced")
-    packed = run([*cases, long_case, make_filler(cases, long_case, max_tokens)])
-    error = largest_error(packed[: len(padded)], padded)  # all but the filler
+    # Copies of the long response, which are not compared themselves, fill the rest of a pack. plan_packs
+    # puts the largest group first, so the cases show errors that only occur at large pack indices.
+    prompt, [response] = long_case
+    num_tokens = sum(case.num_tokens for case in [*cases, long_case]) + prompt.length
+    filler = Case(prompt, [response] * ((max_tokens - num_tokens) // len(response.response_mask)))
+    error = largest_error(run([*cases, long_case, filler])[: len(padded)], padded)
     if not error < TOLERANCE[model.dtype]:
         raise PackingNotSupported(f"its outputs change by {error:.1e}")
     if has_gradients:
@@ -310,28 +302,21 @@ def compare_packed_with_padded(
 def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
     """Gradients (1024, H) of the sum of squared results with respect to the input embeddings.
 
-    The layouts order tokens differently, so gradients are added up by token id (modulo 1024, for memory)."""
-    records = []  # token ids and embeddings of each forward
-
-    def record(module, args, output: Tensor) -> Tensor:
-        leaf = output.detach().requires_grad_()  # also if all weights are frozen
-        records.append((args[0], leaf))
-        return leaf.clone()  # some models write image features into it
-
+    The layouts order tokens differently, so gradients are added up by token id (modulo 1024, for
+    memory): they are those of a table of zeros that is added to the embeddings."""
     embeddings = model.get_input_embeddings()
-    table = torch.zeros(1024, embeddings.weight.shape[1], device=model.device)
-    hook = embeddings.register_forward_hook(record)
+    zeros = torch.zeros(1024, embeddings.weight.shape[1], device=model.device, requires_grad=True)
+    gradients = torch.zeros_like(zeros)
+    hook = embeddings.register_forward_hook(
+        lambda module, args, output: output + zeros[args[0] % len(zeros)].to(output.dtype)
+    )
     try:
         for case in cases:  # one at a time, because each keeps its activations
-            records.clear()
             loss = sum(values.square().sum() for values in run([case]))
-            leaves = [leaf for _, leaf in records]
-            gradients = run_model(torch.autograd.grad, loss, leaves, materialize_grads=True)
-            for (ids, _), gradient in zip(records, gradients):
-                table.index_add_(0, ids.flatten() % 1024, gradient.flatten(0, -2).float())
+            gradients += run_model(torch.autograd.grad, loss, zeros)[0]
     finally:
         hook.remove()
-    return table
+    return gradients
 
 
 def measure_logit_factor(model, case: Case) -> float:
