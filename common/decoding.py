@@ -132,13 +132,18 @@ def generate_packed(
             use_cache=True,
         )
         hidden = out.last_hidden_state[:, -1]  # (B, H)
-    truncated = ~torch.isin(tokens, ends).any(1)
+    return make_responses(tokens, logprobs, eos_ids)
+
+
+def make_responses(tokens: Tensor, logprobs: Tensor, eos_ids: list[int]) -> list[Response]:
+    """Cut sampled tokens (B, R) and their log-probs after the first EOS, or else before the first -1."""
     responses = []
-    for b, length in enumerate((tokens >= 0).sum(1).tolist()):
+    for token_ids, token_logprobs in zip(tokens.cpu(), logprobs.cpu()):  # (R,), (R,)
+        token_ids = token_ids[token_ids >= 0]
+        ends = torch.isin(token_ids, torch.tensor(eos_ids)).nonzero()[:, 0].tolist()
+        R = ends[0] + 1 if ends else len(token_ids)
         # Copies, because pickling a view for another rank would send the whole table.
-        token_ids = tokens[b, :length].cpu().clone()
-        token_logprobs = logprobs[b, :length].cpu().clone()
-        responses.append(Response(token_ids, token_logprobs, truncated=bool(truncated[b])))
+        responses.append(Response(token_ids[:R].clone(), token_logprobs[:R].clone(), truncated=not ends))
     return responses
 
 
@@ -218,9 +223,4 @@ def generate_padded(
     tokens = out.sequences[:, -len(out.scores) :]  # (G, R)
     pairs = zip(out.scores, tokens.T)  # scores (G, V) and tokens (G,) of each step
     logprobs = torch.stack([x.log_softmax(-1).gather(1, t[:, None])[:, 0] for x, t in pairs], dim=1)
-    responses = []
-    for token_ids, token_logprobs in zip(tokens.cpu(), logprobs.cpu()):  # (R,), (R,)
-        ends = torch.isin(token_ids, torch.tensor(eos_ids)).nonzero()[:, 0].tolist()
-        R = ends[0] + 1 if ends else len(token_ids)
-        responses.append(Response(token_ids[:R].clone(), token_logprobs[:R].clone(), truncated=not ends))
-    return responses
+    return make_responses(tokens, logprobs, eos_ids)
