@@ -114,10 +114,10 @@ class EnvironmentSampler:
     def __post_init__(self):
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         self.logged_values = {}  # metric name -> one value per response of the last call of generate
-        self.short_ids = self.encode_ids(SHORT_CHAT)
-        before = self.encode_ids(SHORT_CHAT[:1], add_generation_prompt=True)
+        self.short_ids = encode_chat(self.processor, SHORT_CHAT)["input_ids"][0]  # (P,)
+        before = encode_chat(self.processor, SHORT_CHAT[:1], add_generation_prompt=True)
         # EOS tokens before the assistant's own: many templates end every message with one.
-        self.num_eos = int(self.is_eos(before).sum())
+        self.num_eos = int(self.is_eos(before["input_ids"]).sum())
 
     def update_weights(self, step: int) -> None:
         self.sampler.update_weights(step)
@@ -127,10 +127,6 @@ class EnvironmentSampler:
 
     def is_eos(self, ids: Tensor) -> Tensor:
         return torch.isin(ids, torch.tensor(self.eos_ids))
-
-    def encode_ids(self, messages: list[dict], **template) -> Tensor:
-        """Token ids of a chat, (P,)."""
-        return encode_chat(self.processor, messages, **template)["input_ids"][0]
 
     def generate(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
         """num_samples trajectories per prompt, in order of prompts; greedy if temperature is 0."""
