@@ -171,17 +171,16 @@ def prefill(model, prompts: list[Prompt], num_samples: int, max_tokens: int) -> 
     order = torch.tensor([i for groups in plan for i, _ in groups])  # (n,): 1 0 2
     prompt_ends = lengths[order].cumsum(0)[order.argsort()]  # (n,)
 
-    row_ends = prompt_ends.repeat_interleave(num_samples)[:, None]  # (n * G, 1)
-    row_lengths = lengths.repeat_interleave(num_samples)[:, None]  # (n * G, 1)
     column = torch.arange(-int(lengths.max()), 0)  # (P,): -P ... -1
-    mask = (column >= -row_lengths).to(model.device)  # (n * G, P)
-    index = (row_ends + column).clamp(min=0).to(model.device)  # (n * G, P): at padding, any token will do
+    mask = (column >= -lengths[:, None]).repeat_interleave(num_samples, dim=0)  # (n * G, P)
+    index = (prompt_ends[:, None] + column).clamp(min=0)  # (n, P): at padding, any token will do
+    index = index.repeat_interleave(num_samples, dim=0).to(model.device)  # (n * G, P)
     row_cache = DynamicCache()
     for i in range(len(caches[0].layers)):
         keys = torch.cat([cache.layers[i].keys for cache in caches], dim=2)[0]  # (kv_heads, tokens, D)
         values = torch.cat([cache.layers[i].values for cache in caches], dim=2)[0]
         row_cache.update(keys[:, index].transpose(0, 1), values[:, index].transpose(0, 1), i)
-    return torch.cat(hidden_of_packs)[index[:, -1]], row_cache, mask
+    return torch.cat(hidden_of_packs)[index[:, -1]], row_cache, mask.to(model.device)
 
 
 def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:

@@ -51,11 +51,10 @@ def await_all(results: list) -> list:
 class Trajectory:
     """A response [turn 1][observation 1][turn 2]... while it is sampled."""
 
-    prompt: Prompt
     environment: Any
     rng: np.random.Generator  # generates the seeds of turns 2, 3, ...
     sequence: Prompt  # the prompt and the response so far
-    max_length: int  # limit of the response, in tokens
+    max_length: int  # limit of the sequence, in tokens
     messages: list[dict] = field(default_factory=list)  # turns and observations
     parts: list[Continuation] = field(default_factory=list)  # the tokens of each message
     logprobs: list[Tensor] = field(default_factory=list)  # per message (R,): 0 for observations
@@ -69,7 +68,7 @@ class Trajectory:
     @property
     def room(self) -> int:
         """Tokens that the response may still have."""
-        return self.max_length - (self.sequence.length - self.prompt.length)
+        return self.max_length - self.sequence.length
 
     def append(self, message: dict, part: Continuation, logprobs: Tensor) -> None:
         """Append a turn or an observation."""
@@ -132,16 +131,15 @@ class EnvironmentSampler:
         """num_samples trajectories per prompt, in order of prompts; greedy if temperature is 0."""
         trajectories = [
             Trajectory(
-                prompt=prompt,
                 environment=self.environment_class(),
                 rng=np.random.default_rng([prompt.seed, j]),
                 sequence=prompt,
-                max_length=self.max_length,
+                max_length=prompt.length + self.max_length,
             )
             for prompt in prompts
             for j in range(num_samples)
         ]
-        rows = [{**x.prompt.row, "chat": x.prompt.messages} for x in trajectories]
+        rows = [{**x.sequence.row, "chat": x.sequence.messages} for x in trajectories]
         # Lists and dicts are copied (images are not), because an environment may change its row.
         rows = [tree_map(lambda leaf: leaf, row) for row in rows]
         returned = await_all([x.environment.reset(**row) for x, row in zip(trajectories, rows)])

@@ -136,7 +136,6 @@ def make_cases(
     for prompt in sorted(prompts, key=lambda prompt: prompt.length):
         by_media[prompt.media_keys].append(prompt)
     cases = []
-    notes = []
     for same_media in by_media.values():
         shortest_and_longest = same_media if len(same_media) < 3 else [same_media[0], same_media[-1]]
         for prompt in shortest_and_longest:
@@ -149,15 +148,10 @@ def make_cases(
         observation = encode_observation(sequence)
         sequence = extend_prompt(sequence, observation)
         last_turn = continue_prompt(sequence, other_turn.token_inputs["input_ids"][0])
-        case = Case(shortest, [packing.join_continuations([turn, observation, last_turn])])
-        if case.num_tokens <= max_tokens:
-            cases.append(case)
-        else:
-            notes.append("not compared: observations, which don't fit into a pack")
+        cases.append(Case(shortest, [packing.join_continuations([turn, observation, last_turn])]))
     max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
     length = min(max_length, max_tokens, max_positions, MAX_LENGTH)
-    if length < max_length:
-        notes.append(f"not compared: sequences of more than {length} tokens")
+    notes = [f"not compared: sequences of more than {length} tokens"] if length < max_length else []
     long_text = other_text(model, prompts, shortest, max(1, length - shortest.length))
     return cases, Case(shortest, [continue_prompt(shortest, long_text)]), notes
 
@@ -186,13 +180,14 @@ def run_cases(
     for i, case in enumerate(cases):
         groups.append((i, [len(responses) + k for k in range(len(case.responses))]))
         responses += case.responses
+        longest = max((len(response.response_mask) for response in case.responses), default=0)
+        max_tokens = max(max_tokens, case.prompt.length + longest)  # may exceed the run's limit
     packs = packing.iter_rank_packs(
         model=model,
         groups=groups,
         prompts=[case.prompt for case in cases],
         responses=[response.token_inputs["input_ids"][0] for response in responses],
-        # Short responses may be longer than the run's limit.
-        max_tokens=max(max_tokens, max(case.prompt.length for case in cases) + SHORT_LENGTHS[0]),
+        max_tokens=max_tokens,
         continuations=dict(enumerate(responses)),
     )
     results = [None] * len(responses)
