@@ -1,8 +1,7 @@
 """Sampling: in the packed layout the prompts run once, in packs, and then all responses grow token by
 token. In the padded layout the model's own generate runs, prompt by prompt.
 
-Letters: n prompts with G responses each, of which B are unfinished; P tokens in the longest prompt;
-R response tokens at most; V vocabulary size; H hidden size; D head dimension.
+Letters are those of packing.py, but B counts unfinished responses, and P and R are the largest lengths.
 """
 
 from dataclasses import dataclass

@@ -114,18 +114,15 @@ class EnvironmentSampler:
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         self.logged_values = {}  # metric name -> one value per response of the last call of generate
         self.short_ids = encode_chat(self.processor, SHORT_CHAT)["input_ids"][0]  # (P,)
-        before = encode_chat(self.processor, SHORT_CHAT[:1], add_generation_prompt=True)
+        before = encode_chat(self.processor, SHORT_CHAT[:1], add_generation_prompt=True)["input_ids"]
         # EOS tokens before the assistant's own: many templates end every message with one.
-        self.num_eos = int(self.is_eos(before["input_ids"]).sum())
+        self.num_eos = int(torch.isin(before, torch.tensor(self.eos_ids)).sum())
 
     def update_weights(self, step: int) -> None:
         self.sampler.update_weights(step)
 
     def sleep(self) -> None:
         self.sampler.sleep()
-
-    def is_eos(self, ids: Tensor) -> Tensor:
-        return torch.isin(ids, torch.tensor(self.eos_ids))
 
     def generate(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
         """num_samples trajectories per prompt, in order of prompts; greedy if temperature is 0."""
@@ -149,7 +146,12 @@ class EnvironmentSampler:
         turns = self.sampler.generate(prompts, num_samples, temperature)
         while active:
             for trajectory, turn in zip(active, turns, strict=True):
-                self.append_turn(trajectory, turn)
+                token_ids = turn.token_ids[: trajectory.room]  # a sampler may ignore max_new_tokens
+                trajectory.truncated = turn.truncated or len(turn.token_ids) > trajectory.room
+                text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+                part = continue_prompt(trajectory.sequence, token_ids)
+                message = {"role": "assistant", "content": text}
+                trajectory.append(message, part, turn.logprobs[: len(token_ids)])
             active = [trajectory for trajectory in active if not trajectory.truncated]
             observations = await_all([x.environment.step(x.messages[-1]["content"]) for x in active])
             active = [x for x, observed in zip(active, observations) if self.append_observation(x, observed)]
@@ -160,14 +162,6 @@ class EnvironmentSampler:
             "rollout/observation_overflow_frac": [x.observation_overflow for x in trajectories],
         }
         return [trajectory.to_response() for trajectory in trajectories]
-
-    def append_turn(self, trajectory: Trajectory, turn: Response) -> None:
-        """Append a turn; a sampler may ignore max_new_tokens."""
-        token_ids = turn.token_ids[: trajectory.room]
-        trajectory.truncated = turn.truncated or len(turn.token_ids) > trajectory.room
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        part = continue_prompt(trajectory.sequence, token_ids)
-        trajectory.append({"role": "assistant", "content": text}, part, turn.logprobs[: len(token_ids)])
 
     def append_observation(self, trajectory: Trajectory, observation) -> bool:
         """Append the observation, and return True, unless the episode ends or there is no room for a turn."""
@@ -202,7 +196,8 @@ class EnvironmentSampler:
         if unknown:
             raise ValueError(f"observations with the inputs {', '.join(sorted(unknown))} are not supported")
         # The tokens after EOS, such as a newline, belong to the observation. Some templates write no EOS.
-        ends = self.is_eos(chat.input_ids).nonzero()[self.num_eos :, 0].tolist()
+        is_eos = torch.isin(chat.input_ids, torch.tensor(self.eos_ids))
+        ends = is_eos.nonzero()[self.num_eos :, 0].tolist()
         if ends:
             start = ends[0] + 1
         else:  # the observation follows the common prefix of both chats

@@ -238,10 +238,18 @@ def largest_error(results: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def compare_padded_with_generate(model, cases: list[Case], must_generate: bool) -> list[str]:
-    """Compare padded log-probs of greedy tokens with those of generate. Exits, or returns a warning."""
+    """Compare padded log-probs of greedy tokens with those of generate. Exits, or returns a warning.
+
+    They differ if response tokens have other inputs than in generate, or if the model is not causal."""
+    no_eos = [model.config.get_text_config().vocab_size]
     for case in cases:
+        # It ends in text, because generate gives wrong positions to tokens that follow an image.
+        sequence = extend_prompt(case.prompt, case.responses[0])
         try:
-            error = generate_error(model, extend_prompt(case.prompt, case.responses[0]))
+            [response] = generate_padded(model, sequence, 1, SHORT_LENGTHS[0], no_eos, temperature=0.0)
+            pack = one_row(model, sequence, continue_prompt(sequence, response.token_ids))
+            logprobs, _ = packing.response_logprobs(model, pack)
+            error = float((logprobs.cpu() - response.logprobs).abs().mean())
             if error < TOLERANCE[model.dtype]:
                 continue
             problem = f"the model's generate and its forward differ by {error:.1e} nats per token"
@@ -251,18 +259,6 @@ def compare_padded_with_generate(model, cases: list[Case], must_generate: bool) 
             stop(f"row {case.prompt.row_id}: {problem}")
         return [f"warning: row {case.prompt.row_id}: {problem}, so don't sample from this model"]
     return []
-
-
-def generate_error(model, sequence: Prompt) -> float:
-    """Mean difference between log-probs of generate and of padded rows, in nats per token.
-
-    It is large if response tokens have other inputs than in generate, or if the model is not causal. The
-    sequence ends in text, because generate gives wrong positions to tokens that follow an image."""
-    no_eos = [model.config.get_text_config().vocab_size]
-    [response] = generate_padded(model, sequence, 1, SHORT_LENGTHS[0], no_eos, temperature=0.0)
-    pack = one_row(model, sequence, continue_prompt(sequence, response.token_ids))
-    logprobs, _ = packing.response_logprobs(model, pack)
-    return float((logprobs.cpu() - response.logprobs).abs().mean())
 
 
 # ---- 3. packed and padded ----
