@@ -12,19 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import stop
+from common import packing, stop
 from common.attention import ModelError, is_packed
-from common.packing import (
-    Continuation,
-    Prompt,
-    build_packed,
-    logit_options,
-    media_token_ids,
-    plan_packs,
-    run_model,
-    scaled_log_softmax,
-    to_device,
-)
+from common.packing import Continuation, Prompt, run_model, to_device
 
 
 @dataclass
@@ -106,10 +96,10 @@ def generate_packed(
     position = torch.tensor([p.next_position for p in prompts], device=device).repeat_interleave(G)
     axes = prompts[0].position_ids.shape[:-1]  # (3,) for M-RoPE
     rows = torch.arange(len(position), device=device)  # (B,): unfinished responses
-    options = logit_options(model)
+    options = packing.logit_options(model)
     for t in range(R):
         logits = model.get_output_embeddings()(hidden)  # (B, V)
-        token_logprobs = scaled_log_softmax(logits, temperature or 1.0, **options)  # (B, V)
+        token_logprobs = packing.scaled_log_softmax(logits, temperature or 1.0, **options)  # (B, V)
         if temperature:
             token = sample_token(token_logprobs, uniforms[rows, t])  # (B,)
         else:
@@ -157,11 +147,11 @@ def prefill(model, prompts: list[Prompt], num_samples: int, max_tokens: int) -> 
     from transformers import DynamicCache
 
     lengths = torch.tensor([prompt.length for prompt in prompts])  # (n,)
-    plan = plan_packs([(i, []) for i in range(len(prompts))], lengths.tolist(), [], max_tokens)[0]
+    plan = packing.plan_packs([(i, []) for i in range(len(prompts))], lengths.tolist(), [], max_tokens)[0]
     hidden_of_packs = []  # (tokens, H) each
     caches = []  # one per pack; each layer has keys and values (1, kv_heads, tokens, D)
     for groups in plan:
-        pack = to_device(build_packed(groups, prompts, {}), model)
+        pack = to_device(packing.build_packed(groups, prompts, {}), model)
         cache = DynamicCache()
         out = run_model(model.base_model, **pack.model_inputs, past_key_values=cache, use_cache=True)
         hidden_of_packs.append(out.last_hidden_state[0])
@@ -208,7 +198,7 @@ def generate_padded(
         do_sample=temperature > 0,
         temperature=temperature or 1.0,
         top_k=0,
-        suppress_tokens=media_token_ids(model.config) or None,
+        suppress_tokens=packing.media_token_ids(model.config) or None,
         output_scores=True,
         return_dict_in_generate=True,
     )

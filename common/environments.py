@@ -18,17 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from common import packing
 from common.chats import encode_chat, load_media
 from common.decoding import Response
-from common.packing import (
-    Continuation,
-    Prompt,
-    compute_position_ids,
-    continue_prompt,
-    extend_prompt,
-    join_continuations,
-    make_prompt,
-)
+from common.packing import Continuation, Prompt, continue_prompt, extend_prompt
 
 TEXT = [{"type": "text", "text": "."}]
 SHORT_CHAT = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}]
@@ -82,7 +75,7 @@ class Trajectory:
         return replace(self.sequence, seed=int(self.rng.integers(2**31)), max_new_tokens=self.room)
 
     def to_response(self) -> Response:
-        continuation = join_continuations(self.parts)
+        continuation = packing.join_continuations(self.parts)
         return Response(
             token_ids=continuation.token_inputs["input_ids"][0],
             logprobs=torch.cat(self.logprobs),
@@ -190,7 +183,7 @@ class EnvironmentSampler:
         message = {**message, "content": list(parts)}  # load_media changes these parts
         load_media([message], Path(), self.tokenizer, self.max_pixels, self.video_fps)
         inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
-        chat = make_prompt(self.model, inputs)
+        chat = packing.make_prompt(self.model, inputs)
         unknown = chat.token_inputs.keys() - sequence.token_inputs.keys()
         unknown |= {name for name, x in chat.token_inputs.items() if x.dim() > 2}  # masks over images
         if unknown:
@@ -208,7 +201,8 @@ class EnvironmentSampler:
         observation.token_inputs |= {name: x[:, start:] for name, x in chat.token_inputs.items()}
         observation.media_inputs = chat.media_inputs
         longer = extend_prompt(sequence, observation)
-        observation.position_ids = compute_position_ids(self.model, longer.inputs)[..., sequence.length :]
+        position_ids = packing.compute_position_ids(self.model, longer.inputs)
+        observation.position_ids = position_ids[..., sequence.length :]
         return observation
 
     def encode_example(self, sequence: Prompt) -> Continuation:

@@ -20,15 +20,7 @@ from torch import Tensor
 from common import packing, stop
 from common.attention import ModelError, PackingNotSupported, set_attention
 from common.decoding import generate_padded
-from common.packing import (
-    TOLERANCE,
-    Continuation,
-    Prompt,
-    continue_prompt,
-    extend_prompt,
-    run_model,
-    set_gradient_checkpointing,
-)
+from common.packing import TOLERANCE, Continuation, Prompt, continue_prompt, extend_prompt, run_model
 
 SHORT_LENGTHS = (12, 7)  # tokens of the two short responses to each prompt
 MAX_LENGTH = 2048  # tokens of the sequence with the long response
@@ -113,11 +105,11 @@ def choose_engine_layout(engine, forward: Callable, **options) -> str:
     network = engine if is_zero_3 else engine.module
 
     def checked_forward(pack: packing.Pack) -> Tensor:
-        set_gradient_checkpointing(engine.module, torch.is_grad_enabled())
+        packing.set_gradient_checkpointing(engine.module, torch.is_grad_enabled())
         return forward(network, pack)
 
     message = choose_layout(engine.module.model, checked_forward, **options)
-    set_gradient_checkpointing(engine.module, False)
+    packing.set_gradient_checkpointing(engine.module, False)
     if is_zero_3:  # a failed check can leave parameters gathered
         engine.empty_partition_cache()
     return message
