@@ -47,28 +47,10 @@ class Page(HTMLParser):
 
 def make_run(folder: Path, metrics: list[dict], records: list[dict] = (), **args) -> Path:
     folder.mkdir()
-    flags = {"seed": 1, "run_name": folder.name, "model": "m", "dataset": "data/d.jsonl", "lr": 1e-4}
-    (folder / "args.json").write_text(json.dumps({**flags, **args}))
+    (folder / "args.json").write_text(json.dumps({"seed": 1, "run_name": folder.name} | args))
     write_jsonl(folder / "metrics.jsonl", metrics)
     write_jsonl(folder / "samples.jsonl", records)
     return folder
-
-
-def policy_run(folder: Path, image: str = "gone.png", seed: int = 1, response: str = "yes", **args) -> Path:
-    """A run directory like rloo.py's: three steps, two evaluations of one row, greedy and sampled."""
-    times = {"time/rollout": 1.0, "time/total": 4.0, "sampling/logprob_diff_mean": 1e-6}
-    lines = [{"train/step": t, "objective/scores": t * seed / 10, "odd/<b>": t, **times} for t in (1, 2, 3)]
-    lines[2]["eval/sampled_score"] = 0.2 * seed
-    row = {"row": 7, "prompt": f"what? {EVIL}", "image": image, "answer": "blue", "reward/accuracy": 1.0}
-    records = [{"train/step": 2, "phase": "train", **row, "response": "in training"}]
-    for step, text in ((0, "before it"), (3, response)):
-        for mode in ("greedy", "sampled"):
-            records.append({"train/step": step, "phase": f"eval_{mode}", **row, "response": text})
-    lines.insert(0, {"train/step": 0, "eval/sampled_score": 0.1 * seed})
-    run = make_run(folder, lines, records, seed=seed, **args)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"train/step": 4, "objec')  # an incomplete line is skipped
-    return run
 
 
 def report(*folders: Path) -> str:
@@ -77,33 +59,32 @@ def report(*folders: Path) -> str:
 
 
 def test_a_policy(tmp_path):
-    """Before and after side by side; images embedded, nothing loaded from elsewhere."""
+    """Before and after side by side; images embedded, nothing loaded from elsewhere, no markup from the data."""
     Image.effect_noise((1200, 900), 80).save(tmp_path / "noise.png")
-    run = policy_run(tmp_path / "a", "noise.png", response="after it", dataset=str(tmp_path / "d.jsonl"))
+    metrics = [{"train/step": step, "eval/sampled_score": step / 10, "odd/<b>": step} for step in (1, 2)]
+    records = [{"train/step": 2, "phase": "train", "row": 7, "response": "in training"}]
+    record = {
+        "phase": "eval_greedy",
+        "row": 7,
+        "prompt": f"what? {EVIL}",
+        "images": ["noise.png", "gone.png"],
+    }
+    for step, response in ((0, "before it"), (2, f"after it {EVIL}" + "x" * 3000 + "\nAnswer: 3")):
+        records.append(record | {"train/step": step, "response": response})
+    run = make_run(tmp_path / "<i>a&b", metrics, records, dataset=f"{tmp_path}/d.jsonl", system_prompt=EVIL)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"train/step": 4, "objec')  # an incomplete line is skipped
     page = Page(text := report(run))
     assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "samples", "args"]
     for _, attrs in page.tags:
         assert all((attrs.get(name) or "#").startswith(("#", "data:")) for name in ("src", "href"))
-    assert [image["alt"] for image in page.all("img")] == ["noise.png"] and len(text) < 3e5
-    section = text[text.index('id="samples"') : text.index('id="args"')]
-    assert section.index("before: step 0") < section.index("after: step 3")
-    assert section.count("before it") == section.count("after it") == 2 and "in training" not in section
-    assert "greedy · accuracy 1" in section and "eval/sampled_score 0.1 → 0.2" in page.text
-
-
-def test_text_from_the_data_is_never_markup(tmp_path):
-    text = report(policy_run(tmp_path / "<i>a&b", response=EVIL, system_prompt=EVIL))
-    page = Page(text)
-    assert all(not name.startswith("on") for _, attrs in page.tags for name in attrs)
+        assert all(not name.startswith("on") for name in attrs)
     assert not page.all("script") and "<i>a" not in text and "odd/<b>" not in text and "\x00" not in text
     assert page.text.count("<script>alert('x')</script>") >= 3 and "odd/<b>" in page.text
-    assert "gone.png: not found" in page.text
-
-
-def test_a_long_response_keeps_its_answer():
-    """The line that a reward reads is the last one."""
-    text = Page(report_tool.paragraph("Look: " + "x" * 3000 + "\nAnswer: 3")).text
-    assert text.startswith("Look: ") and text.endswith("\nAnswer: 3") and len(text) < 1300
+    assert [image["alt"] for image in page.all("img")] == ["noise.png"] and "gone.png: not found" in page.text
+    assert "eval/sampled_score 0.1 → 0.2" in page.text
+    assert text.index("before it") < text.index("after it") and "in training" not in text
+    assert "\nAnswer: 3" in page.text and len(text) < 3e5  # a long response keeps its end, which rewards read
 
 
 def test_a_reward_model(tmp_path):
@@ -141,15 +122,13 @@ def test_a_judge(tmp_path):
 
 
 def test_seeds_are_averaged_with_a_band(tmp_path):
-    a, b = (policy_run(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 3)))
-    runs = [report_tool.load_run(folder) for folder in (a, b)]
-    [(_, group)] = report_tool.group_runs(runs)
-    points = [(1, 0.2, 0.1, 0.3), (2, 0.4, 0.2, 0.6), (3, 0.6, 0.3, 0.9)]
-    assert report_tool.curve(group, "objective/scores") == [pytest.approx(p) for p in points]
-    assert 'id="band"' in report(a, b) and 'id="band"' not in report(a)
-    c = policy_run(tmp_path / "c", lr=3e-4)
-    groups = report_tool.group_runs([*runs, report_tool.load_run(c)])
+    seeds = {"a": 1, "b": 3}
+    a, b = (make_run(tmp_path / x, [{"train/step": 1, "loss/kl": n / 10}], seed=n) for x, n in seeds.items())
+    c = make_run(tmp_path / "c", [{"train/step": 1, "loss/kl": 5}], lr=3e-4)
+    groups = report_tool.group_runs([report_tool.load_run(folder) for folder in (a, b, c)])
     assert [label for label, _ in groups] == ["a, b (mean)", "c"]
+    assert report_tool.curve(groups[0][1], "loss/kl") == [pytest.approx((1, 0.2, 0.1, 0.3))]
+    assert 'id="band"' in report(a, b) and 'id="band"' not in report(a)
 
 
 # ---- exercises.py: the originals pass their checks, wrong and missing solutions don't ----
@@ -220,39 +199,24 @@ def test_the_page_has_all_exercises_in_order(directory):
     assert len(mistakes) == page.count("` -> `") == 6
     for script, line in mistakes:
         assert (ROOT / (script or "rloo.py")).read_text().count(line) == 1, line
-    assert "min(rho" not in (directory / "rloo.py").read_text() + (directory / "ppo_vl.py").read_text()
 
 
-# ---- pipeline.sh: its commands parse, use checkpoints of earlier stages, and make a fair comparison ----
+# ---- pipeline.sh: its commands parse and make a fair comparison ----
 def test_policies_differ_only_in_reward_seed_and_kl_coef():
     commands = re.search(r"^# 1\..*(?=^# 3\.)", (ROOT / "tools/pipeline.sh").read_text(), re.M | re.S).group()
-    print_stage = 'start() { printf "%q " "$@" "${JUDGE-}" "${REWARD_MODEL-}"; echo; }; finish() { :; }; python() { :; }'
+    print_stage = 'start() { printf "%q " "$@"; echo; }; finish() { :; }; python() { :; }'
     program = f"out=runs/pipeline\n{print_stage}\n{commands}"
     printed = subprocess.run(["bash", "-euc", program], capture_output=True, text=True, check=True).stdout
-    stages, checkpoints = {}, {}
+    stages = {}
     for line in printed.splitlines():
-        name, script, steps, *flags, judge, reward_model = shlex.split(line)
+        name, script, steps, *flags = shlex.split(line)
         module = importlib.import_module(script.removesuffix(".py"))
         stages[name] = args = tyro.cli(module.Args, args=["--total-steps", steps, *flags])
         module.fill_defaults(args)
         module.check_args(args)
-        checkpoints[name] = judge if name.startswith("judge") else reward_model
     assert set(stages) == set(pipeline.STAGES)
-    pairs = stages["reward_model"]
-    assert pairs.total_steps // pairs.save_steps <= pairs.save_total_limit, "the early checkpoint is deleted"
-    learned = {"judge": "judge/checkpoint-400", "rm": "reward_model/checkpoint-400"}
-    learned |= {
-        "early_rm": "reward_model/checkpoint-40",
-        "untagged_rm": "untagged_reward_model/checkpoint-400",
-    }
     for name in pipeline.POLICIES:
-        args, reward = stages[name], name.partition("_and_format")[0]
-        weights = dict(zip((source.rpartition(":")[2] for source in args.rewards), args.reward_weights))
-        if reward in learned:
-            assert weights == {"score": 1, "format": 1, "accuracy": 0}  # accuracy is only logged
-            assert checkpoints[name] == f"runs/pipeline/{learned[reward]}"
-        else:
-            assert weights == {"accuracy": 1, "format": 1}
+        args = stages[name]
         variant = {"seed": int(name[-1]), "rewards": args.rewards, "reward_weights": args.reward_weights}
         if "kl" in name:
             variant["kl_coef"] = float(re.search(r"kl([\d.]+)", name)[1])
@@ -275,19 +239,13 @@ def test_our_side_reports_each_step(name):
     assert (len(steps[0]["prompt_ids"]) == 4) == (name == "vlm_64")
 
 
-# ---- anatomy.py: the page needs no other file, its advantages are right, and the committed one is not older ----
+# ---- anatomy.py: the page needs no other file, and the committed one is not older ----
 @pytest.mark.slow
 def test_the_page_of_a_step(tmp_path):
     command = [sys.executable, str(ROOT / "tools/anatomy.py"), "--folder", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
     written, committed = ((folder / "anatomy.html").read_text() for folder in (tmp_path, ROOT / "docs"))
-    page = written.replace("\N{MINUS SIGN}", "-").replace(",", "")
-    assert not re.search(r"<script|https?:|src=\"(?!data:)|url\(|\bnan\b|tensor\(", page)
-    rows = re.findall(r'class="R">(.+?)<.*?class="baseline">(.+?)<.*?class="advantage.*?">(.+?)<', page, re.S)
-    rewards, _, advantages = ([float(x) for x in column] for column in zip(*rows))
-    expected = [reward - (sum(rewards) - reward) / 7 for reward in rewards]  # of the other seven
-    assert len(rows) == 8 and max(advantages) > 0.05
-    assert advantages == pytest.approx(expected, abs=0.002)
+    assert not re.search(r"<script|https?:|src=\"(?!data:)|url\(|\bnan\b|tensor\(", written)
     pattern = r"<code>(\w+/\w+)</code></td><td>(.+?)<"
     new, old = (dict(re.findall(pattern, text)) for text in (written, committed))
     assert list(new) == list(old), "docs/anatomy.html is older than rloo.py: run tools/anatomy.py"
