@@ -17,7 +17,7 @@ import pytest
 import test_forks
 import test_vllm
 import tyro
-from conftest import ROOT, SCRIPTS, TINY, filled_args, to_argv, write_jsonl
+from conftest import ROOT, SCRIPTS, TINY, to_argv, write_jsonl
 from test_docs import commands
 
 BATCH_SIZES = {"prompts_per_rollout": 2, "num_samples_per_prompt": 2, "train_batch_size": 4}
@@ -35,20 +35,18 @@ def recipes(sampler: str | None = None) -> list[tuple[str, list[str]]]:
     return found
 
 
-REPLACED = "model dataset eval-dataset output-dir run-name".split()
-REPLACED += "prompts-per-rollout train-batch-size eval-prompts".split()
+REPLACED = "--model --dataset --eval-dataset --output-dir --run-name".split()
+REPLACED += "--prompts-per-rollout --train-batch-size --eval-prompts".split()
 
 
 def each_recipe(sampler: str | None = None, marks=pytest.mark.slow):
-    """One of the commands that differ only in flags which short_args replaces."""
+    """One command for each set of flags, without those that short_args replaces."""
     cases = {}
     for script, flags in recipes(sampler):
-        used = {}  # the last of equal flags counts
-        for flag, *values in (part.split() for part in " ".join(flags).split("--")[1:]):
-            used[flag] = values
-        used["total-steps"] = used["total-steps"] == ["0"]
-        key = repr((script, sorted((flag, value) for flag, value in used.items() if flag not in REPLACED)))
-        cases.setdefault(key, pytest.param(script, flags, marks=marks, id=script))
+        names = {word for word in flags if word.startswith("--")}.difference(REPLACED)
+        is_evaluation = dict(zip(flags, flags[1:]))["--total-steps"] == "0"
+        case = pytest.param(script, flags, marks=marks, id=script)
+        cases.setdefault((script, frozenset(names), is_evaluation), case)
     return pytest.mark.parametrize("script, flags", cases.values())
 
 
@@ -95,18 +93,12 @@ def test_show_prints_metrics_and_means(tmp_path):
 def test_my_reward(tmp_path):
     reward = runpy.run_path(path := my_reward(tmp_path))["accuracy"]
     right = {"Answer: dog\nNo.\nAnswer: **Cat.**": " cat.", "Answer: (b).": "B", "Answer: 1,000.0": 1000}
-    right |= {
-        "So the answer: it is three. Answer: 3": 3,
-        "**Answer**: 3": "3",
-        "Final answer: 3": 3,
-        "**Answer: 3.**": "3",
-        "Answer: '`B`'": "b",
-    }
+    right |= {"So the answer: it is three. Answer: 3": 3, "**Answer**: 3": "3", "Answer: '`B`'": "b"}
     wrong = {"Answer: a **cat**": "a cat", "cat": "cat", "Answer: 5": ".5", "Answer:": 0, "Answer: -3": 3}
     wrong |= {"Answer: 3,5": "35"}
     reported = []
     rewards = reward([*right, *wrong], [*(right | wrong).values()], lambda *x: reported.append(x))
-    assert rewards == [1.0] * 8 + [0.0] * 6 and reported == [("answered", 12 / 14)]
+    assert rewards == [1.0] * 6 + [0.0] * 6 and reported == [("answered", 10 / 12)]
     rows = [{"prompt": "?", "answer": "3"}, {"prompt": "", "answer": "3"}, {"prompt": "?", "answer": None}]
     flags = ["--dataset", write_jsonl(tmp_path / "rows.jsonl", rows), "--rewards", f"{path}:accuracy"]
     command = [sys.executable, str(ROOT / "examples/check_data.py"), *flags]
@@ -187,22 +179,6 @@ def test_servers_start_without_the_generation_config_of_the_model():
     found = commands(ROOT / "docs/recipes.md") + commands(ROOT / "docs/runs.md")
     served = [command for words in found if "vllm serve" in (command := " ".join(words)) and "--" in command]
     assert len(served) >= 2 and all("--generation-config vllm" in command for command in served), served
-
-
-def test_defaults_of_a_pretrained_model():
-    """The page has a sentence about them."""
-    rloo, ppo = (filled_args(script, model="a/pretrained-model") for script in ("rloo", "ppo_vl"))
-    lora = filled_args("rloo", model="a/pretrained-model", lora_rank=16)
-    assert (rloo.num_epochs, ppo.num_epochs) == (1, 2)
-    assert rloo.train_batch_size == rloo.prompts_per_rollout * rloo.num_samples_per_prompt
-    assert ppo.learning_rate == rloo.learning_rate and ppo.critic_learning_rate == lora.learning_rate
-    sentence = (
-        f"one update per rollout (PPO: two passes in mini-batches of {ppo.train_batch_size} responses), at a learning "
-        f"rate of {rloo.learning_rate:g} ({lora.learning_rate:g} with LoRA, and for PPO's critic), with "
-        f"{rloo.warmup_updates} warmup updates and a cosine down to {rloo.min_lr_ratio:.0%}. With `--kl-coef 0` "
-        f"(default {rloo.kl_coef})"
-    )
-    assert sentence.replace("e-0", "e-") in " ".join((ROOT / "docs/recipes.md").read_text().split())
 
 
 def test_run_names_differ():
