@@ -112,8 +112,7 @@ def test_zoom(tmp_path):
     make("zoom.py", tmp_path, "data")
     tool = load("zoom.py")
     rows = {name: read_jsonl(tmp_path / f"data/{name}.jsonl") for name in ("test", "demonstrations")}
-    row = next(row for row in rows["test"] if row["topic"] == "shape")
-    assert row["answer"] in ("circle", "rectangle", "triangle")
+    row = rows["test"][0]
     assert Image.open(tmp_path / "data" / row["image"]).size == (4, 4)
     environments = [tool["Zoom"](), tool["Zoom"]()]
     for environment in environments:
@@ -180,17 +179,10 @@ def test_remote_reward(monkeypatch):
     assert metrics == {"reward_metrics/remote_requests": [3]}
 
 
-@pytest.fixture
-def odd_server(serve, monkeypatch):
-    """A server that sends a list of (status, reply) in turn: that list and the bodies of the requests."""
+def test_temporary_errors_of_the_server_are_retried(serve, monkeypatch):
     replies, requests = [], []
     url = serve(lambda path, body: (requests.append(body), replies.pop(0))[1])
     monkeypatch.setenv("REWARD_URL", url)
-    return replies, requests
-
-
-def test_temporary_errors_of_the_server_are_retried(odd_server, monkeypatch):
-    replies, requests = odd_server
     waits, sleep = [], asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: waits.append(seconds) or sleep(0))
     remote = {"remote": load("remote_reward.py")["remote"]}
