@@ -13,25 +13,16 @@ from conftest import ROOT, write_jsonl
 from test_consistency import each_script, flags_of, source_of
 
 
-def exit_code(script: str, *words: str) -> int:
-    """Exit code of `python script words` if it ends before training. In this process, because imports take seconds."""
-    module = importlib.import_module(script)
-    with pytest.raises(SystemExit) as ended:
-        args = tyro.cli(module.Args, args=words, description=module.__doc__)
-        module.fill_defaults(args)
-        module.check_args(args)
-    return ended.value.code or 0
-
-
 def squeeze(text: str) -> str:
     return re.sub(r"[\s│]", "", text)
 
 
 @each_script
 def test_help_shows_every_flag_with_its_comment_and_default(script, capsys):
-    assert exit_code(script, "--help") == 0
-    output = capsys.readouterr().out
     module = importlib.import_module(script)
+    with pytest.raises(SystemExit):
+        tyro.cli(module.Args, args=["--help"], description=module.__doc__)
+    output = capsys.readouterr().out
     assert squeeze(module.__doc__.splitlines()[0]) in squeeze(output)
     for field in dataclasses.fields(module.Args):
         flag, comment = "--" + field.name.replace("_", "-"), flags_of(script)[field.name][1]
@@ -41,19 +32,12 @@ def test_help_shows_every_flag_with_its_comment_and_default(script, capsys):
         assert "(default:" in help_entry.group(), f"{flag} has no default"
 
 
-@each_script
-def test_invalid_arguments_exit_with_2(script, capsys):
-    for words in (["--no-such-flag", "1"], ["--total-steps", "many"]):
-        assert exit_code(script, *words) == 2 and words[0] in capsys.readouterr().err
-    assert exit_code(script, "--lora-alpha", "8") == 2  # check_args
-    assert capsys.readouterr().err.startswith("error: --lora-alpha requires --")
-
-
 REFUSED = [  # those of rloo.py: test_rloo_runs.py
     ("ppo_vl", {"gamma": 2.0}, "--gamma (2.0) must be at most 1"),
     ("ppo_vl", {"reward_clip": (1.0, 0.0)}, "--reward-clip (1.0 0.0)"),
     ("ppo_vl", {"freeze": "none"}, "--freeze none matches no parameter"),
     ("ppo_vl", {"freeze": "."}, "--freeze . freezes everything"),
+    ("rloo", {"lora_alpha": 8}, "--lora-alpha requires --lora-rank"),
     ("rloo", {"freeze": "visual", "lora_rank": 2}, "--lora-rank freezes all other weights"),
     ("reward_bt", {"eval_datasets": ("held.jsonl",)}, "--eval-datasets must be NAME=DATASET"),
     ("reward_bt", {"eval_datasets": ("x=a.jsonl", "x=b.jsonl")}, "with different names"),

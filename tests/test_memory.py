@@ -93,7 +93,6 @@ def predicted_bytes(model, P: int, R: int, side: int) -> int:
 def test_predicted_differences_are_what_autograd_keeps(model, small, large):
     measured = saved_bytes(model, make_pack(model, *large)) - saved_bytes(model, make_pack(model, *small))
     predicted = predicted_bytes(model, *large) - predicted_bytes(model, *small)
-    print(f"{predicted / 1e6:.1f} MB predicted, {measured / 1e6:.1f} MB measured")
     assert abs(predicted / measured - 1) < 0.15
 
 

@@ -175,12 +175,6 @@ def test_command_runs_for_a_step_with_a_server(script, flags, data, tmp_path, mo
     assert_has_run(args)
 
 
-def test_servers_start_without_the_generation_config_of_the_model():
-    found = commands(ROOT / "docs/recipes.md") + commands(ROOT / "docs/runs.md")
-    served = [command for words in found if "vllm serve" in (command := " ".join(words)) and "--" in command]
-    assert len(served) >= 2 and all("--generation-config vllm" in command for command in served), served
-
-
 def test_run_names_differ():
     """W&B takes the name of a run as its id, and --resume auto continues the run of that name."""
     assert {script for script, _ in recipes()} == {*SCRIPTS, "grpo"} and len(recipes()) >= 12

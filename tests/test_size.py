@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 75,
     "docs/recipes.md": 329,
     "tools/*.py": 3420,
-    "tests/*.py": 7700,
+    "tests/*.py": 7659,
 }
 
 
@@ -46,6 +46,7 @@ def test_code_is_within_its_limits(pattern):
     assert sum(map(len, filled)) / len(filled) <= mean, "crowded"
     assert 100 * sum(len(line) > 95 for line in filled) / len(filled) <= wide, "crowded"
     for source in sources:
+        assert source.count("# fmt: skip") <= 4 and "# fmt: off" not in source, "crowded"
         functions = functions_of(source)
         main, end_of_main = functions.pop("main", (0, 0))
         assert main <= most_main and end_of_main <= most_to_main
@@ -59,15 +60,10 @@ def test_pages_tools_and_tests_are_within_their_limits(pattern):
 
 
 def test_code_is_formatted():
-    """Limits must not be met by crowded lines; `fmt: skip` is for calls with many keywords."""
-    files = [str(path.relative_to(ROOT)) for pattern in CODE for path in ROOT.glob(pattern)]
     done = subprocess.run(
-        [sys.executable, "-m", "ruff", "format", "--check", *files], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "ruff", "format", "--check", "--exclude", "docs", "."], cwd=ROOT
     )
-    assert done.returncode == 0, done.stdout
-    for name in files:
-        source = (ROOT / name).read_text()
-        assert source.count("# fmt: skip") <= 4 and "# fmt: off" not in source, name
+    assert done.returncode == 0
 
 
 def test_scripts_share_nothing_else():
