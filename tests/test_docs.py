@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tyro
 from conftest import ROOT, SCRIPTS, SHORT, read_jsonl
-from test_consistency import each_script, flags_of, source_of
+from test_consistency import each_script, source_of
 from torch.distributed.run import get_args_parser
 
 README = ROOT / "README.md"
@@ -61,6 +61,12 @@ def commands(page: Path) -> list[list[str]]:
     return parsed
 
 
+def flags_in(source: str) -> set[str]:
+    """Fields of dataclasses, also those that a diff adds, and "--names"."""
+    fields = re.findall(r"^\+?    (\w+): ", source, re.M)
+    return {name.replace("_", "-") for name in fields} | {*re.findall(r'"--([\w-]+)"', source), "help"}
+
+
 # --- commands ---
 def check_python(path: Path, words: list[str]) -> None:
     """Our scripts accept the words, by tyro and check_args; tools and examples know the flags among them."""
@@ -75,10 +81,8 @@ def check_python(path: Path, words: list[str]) -> None:
         assert all((ROOT / file).is_file() for file in files), files
     source = path.read_text()
     source += source_of("rloo") if "rloo.Args" in source else ""
-    known = {name.replace("_", "-") for name in re.findall(r"^    (\w+): ", source, re.M)} | {"help"}
-    named = {word[2:] for word in words if word.startswith("--")}
-    known |= {flag for flag in named if f'"--{flag}"' in source or flag.removeprefix("no-") in known}
-    assert named - known == set()
+    named = {word[2:].removeprefix("no-") for word in words if word.startswith("--")}
+    assert named - flags_in(source) == set()
 
 
 def check_command(words: list[str], outputs: set[str]) -> None:
@@ -112,15 +116,9 @@ def test_every_command_parses(page, capsys):
 @each_page
 def test_every_flag_named_in_the_text_exists(page):
     text = re.sub(r"(?m)^\|[^|]*\|", "|", prose(page)) if page.name in OF_OTHERS else prose(page)
-    tools = "".join(path.read_text() for path in PYTHON)
-    flags = {flag for script in SCRIPTS for flag in flags_of(script)}
-    known = {flag.replace("_", "-") for flag in flags} | {*FOREIGN.split()}
-    diffs = "".join(path.read_text() for path in (ROOT / "forks").glob("*.diff"))
-    forks = set(re.findall(r"^\+    (\w+): ", diffs, re.M))  # flags that diffs add
+    sources = [path.read_text() for path in (*PYTHON, *(ROOT / "forks").glob("*.diff"))]
     named = {name for _, name in re.findall(r"(?<![\w-])--(no-)?([a-z][a-z0-9_-]+)", text)}
-    in_tools = r'"--{}"|^    {}: '
-    known |= {x for x in named if re.search(in_tools.format(x, x.replace("-", "_")), tools, re.M)}
-    assert {name for name in named - known if name.replace("-", "_") not in forks} == set()
+    assert named - flags_in("".join(sources)) - {*FOREIGN.split()} == set()
 
 
 # --- metrics ---

@@ -27,9 +27,7 @@ def load(name: str) -> dict:
 
 def make(script: str, folder, *words: str) -> None:
     """Run an example in a folder."""
-    command = [sys.executable, str(EXAMPLES / script), *words]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    subprocess.run([sys.executable, str(EXAMPLES / script), *words], cwd=folder, check=True)
 
 
 def score(functions: dict, texts: list[str], ids=None, images=(), **columns) -> tuple[dict, list]:

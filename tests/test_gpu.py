@@ -319,8 +319,7 @@ def test_a_model_of_3e9_parameters(what, flags, launch, row, large_model, vqa):
 def test_speed_against_trl(case, row, tmp_path, large_model):
     model = {"vlm_64": TINY, "vlm_lora": large_model}[case]
     command = f"{ROOT}/tools/bench.py rloo --cases {case} --vlm {model} --output {tmp_path} --trl-python {sys.executable}"
-    done = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    subprocess.run([sys.executable, *command.split()], check=True, timeout=500)
     (result,) = json.loads((tmp_path / "results.json").read_text())["results"]
     for part, unit in (("step", "s"), ("memory", "bytes")):
         ours, theirs, ratio = (result[f"{part}_{name}"] for name in ("cleanrft", "trl", "ratio"))

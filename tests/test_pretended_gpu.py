@@ -15,7 +15,6 @@ import rloo
 from common.packing import Prompt
 
 PAIRS = {"dataset": "easy-vqa", "eval_dataset": None, "micro_batch_tokens": 8192}
-FLAGS = {"rloo": {}, "ppo_vl": {}, "reward_bt": PAIRS, "grm_sft": PAIRS}
 NUM_LAYERS = 4  # of the tiny model
 
 
@@ -58,8 +57,8 @@ def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tm
 RUNS = [
     ("rloo", {"zero_stage": 2, "lora_rank": 4}),
     ("ppo_vl", {}),
-    ("reward_bt", {"lora_rank": 4, "gradient_checkpointing": True}),
-    ("grm_sft", {"zero_stage": 3, "offload_optimizer": True}),
+    ("reward_bt", PAIRS | {"lora_rank": 4, "gradient_checkpointing": True}),
+    ("grm_sft", PAIRS | {"zero_stage": 3, "offload_optimizer": True}),
 ]
 
 
@@ -67,7 +66,7 @@ RUNS = [
 @pytest.mark.parametrize("script, flags", RUNS)
 def test_a_step(script, flags, run, capsys):
     with pretend(importlib.import_module(script)) as gpu:
-        run(script, **{"total_steps": 1} | FLAGS[script] | flags)
+        run(script, total_steps=1, **flags)
     out = capsys.readouterr().out
     assert "packing enabled" in out and "cuda:0, torch.bfloat16" in out
     assert gpu.num_varlen_calls >= 4 * NUM_LAYERS  # in the check at startup, and in the step
@@ -78,5 +77,4 @@ def test_two_ranks(argv):
     """Our own collectives, which one rank leaves out, are on the device too."""
     command = f"-m torch.distributed.run --standalone --nproc_per_node=2 {ROOT}/tests/pretend_device.py rloo"
     words = [sys.executable, *command.split(), *argv("rloo", total_steps=1, zero_stage=3)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "2 rank(s), cuda:0" in done.stdout, done.stderr[-3000:]
+    assert "2 rank(s), cuda:0" in subprocess.check_output(words, text=True, timeout=300)
