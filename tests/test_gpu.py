@@ -18,12 +18,13 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, SCRIPTS, TINY, largest_difference, read_jsonl, to_argv, weights_of
-from test_memory import config_of, memory
+from test_memory import config_of
 from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import causal_mask_function
 
 import rloo
 from common import attention, packing
+from tools import memory
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU")]

@@ -1,7 +1,6 @@
 """tools/memory.py predicts what autograd keeps, and docs/recipes.md has the numbers that it prints."""
 
 import shlex
-import sys
 from functools import cache
 
 import pytest
@@ -11,9 +10,7 @@ from conftest import ROOT
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from common import packing
-
-sys.path.insert(0, str(ROOT / "tools"))
-import memory
+from tools import memory
 
 SIZES = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads".split()
 SIZES += ["intermediate_size", "vocab_size"]

@@ -1,13 +1,11 @@
 """tools/mutants.txt: each mutant changes one text that occurs once, and names a test that exists."""
 
 import re
-import sys
 
 import pytest
 from conftest import ROOT
 
-sys.path.append(str(ROOT / "tools"))
-from mutants import read_mutants  # noqa: E402
+from tools.mutants import read_mutants
 
 MUTANTS = read_mutants()
 

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,35 +15,29 @@ import pytest
 import tyro
 from conftest import ROOT, TINY, write_jsonl
 from PIL import Image
+from test_forks import patch
 
-sys.path.append(str(ROOT / "tools"))
-import bench  # noqa: E402
-import exercises  # noqa: E402
-import pipeline  # noqa: E402
-import report as report_tool  # noqa: E402
-from exercises import EXERCISES  # noqa: E402
-from test_forks import patch  # noqa: E402
+from tools import bench, exercises, pipeline
+from tools import report as report_tool
+from tools.exercises import EXERCISES
 
 # ---- report.py: sections of each script's runs, escaping, a self-contained file, seeds ----
 EVIL = "<script>alert('x')</script><img src=http://a.b/c onerror=alert(1)> \ud83d \x00 </style>"
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and the text."""
+    """The attributes of each tag, and the text."""
 
     def __init__(self, text: str):
         super().__init__()
-        self.tags, self.text = [], ""
+        self.tags, self.text = defaultdict(list), ""
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
+        self.tags[tag].append(dict(attrs))
 
     def handle_data(self, data):
         self.text += data
-
-    def all(self, name: str) -> list[dict]:
-        return [attrs for tag, attrs in self.tags if tag == name]
 
 
 def make_run(folder: Path, metrics: list[dict], records: list[dict] = (), **args) -> Path:
@@ -75,13 +70,15 @@ def test_a_policy(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"train/step": 4, "objec')  # an incomplete line is skipped
     page = Page(text := report(run))
-    assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "samples", "args"]
-    for _, attrs in page.tags:
+    assert [attrs["id"] for attrs in page.tags["section"]] == ["summary", "curves", "samples", "args"]
+    for attrs in sum(page.tags.values(), []):
         assert all((attrs.get(name) or "#").startswith(("#", "data:")) for name in ("src", "href"))
         assert all(not name.startswith("on") for name in attrs)
-    assert not page.all("script") and "<i>a" not in text and "odd/<b>" not in text and "\x00" not in text
+    assert "script" not in page.tags and "<i>a" not in text and "odd/<b>" not in text and "\x00" not in text
     assert page.text.count("<script>alert('x')</script>") >= 3 and "odd/<b>" in page.text
-    assert [image["alt"] for image in page.all("img")] == ["noise.png"] and "gone.png: not found" in page.text
+    assert [image["alt"] for image in page.tags["img"]] == [
+        "noise.png"
+    ] and "gone.png: not found" in page.text
     assert "eval/sampled_score 0.1 → 0.2" in page.text
     assert text.index("before it") < text.index("after it") and "in training" not in text
     assert "\nAnswer: 3" in page.text and len(text) < 3e5  # a long response keeps its end, which rewards read
@@ -169,11 +166,10 @@ def test_the_original_passes_its_check_and_the_empty_function_does_not(function,
 @pytest.mark.parametrize("function, right, wrong", WRONG)
 def test_wrong_solutions_fail(function, right, wrong, tmp_path):
     source = (ROOT / EXERCISES[function]).read_text()
-    code = re.search(rf"^def {function}\(.*?(?=^(?:def|class|@|#) |\Z)", source, re.M | re.S)[0]
-    assert right in code and {name for name, *_ in WRONG} == {*EXERCISES}
+    assert right in source and {name for name, *_ in WRONG} == {*EXERCISES}
     path = tmp_path / EXERCISES[function]
     path.parent.mkdir(exist_ok=True)
-    path.write_text(source.replace(code, code.replace(right, wrong)))
+    path.write_text(source.replace(right, wrong))
     with pytest.raises((AssertionError, RuntimeError)):
         exercises.check(tmp_path, function)
 
