@@ -1,6 +1,5 @@
 """The command line: every flag is read and explained, invalid ones are refused, and importing a script does nothing."""
 
-import dataclasses
 import importlib
 import re
 import subprocess
@@ -23,12 +22,10 @@ def test_help_shows_every_flag_with_its_comment_and_default(script, capsys):
         tyro.cli(module.Args, args=["--help"], description=module.__doc__)
     output = capsys.readouterr().out
     assert squeeze(module.__doc__.splitlines()[0]) in squeeze(output)
-    for field in dataclasses.fields(module.Args):
-        flag, comment = "--" + field.name.replace("_", "-"), flags_of(script)[field.name][1]
-        help_entry = re.search(rf"^[│ ] {flag}[ ,].*?(?=^[│ ] --|\Z)", output, re.DOTALL | re.MULTILINE)
-        assert help_entry, f"{flag} is not in --help"
-        assert comment and squeeze(comment) in squeeze(help_entry.group()), flag
-        assert "(default:" in help_entry.group(), f"{flag} has no default"
+    for name, (_, comment) in flags_of(script).items():
+        entry = re.search(rf"^[│ ] --{name.replace('_', '-')}[ ,].*?(?=^[│ ] --|\Z)", output, re.S | re.M)
+        assert entry and "(default:" in entry[0] and comment, name
+        assert squeeze(comment) in squeeze(entry[0]), name
 
 
 REFUSED = [  # those of rloo.py: test_rloo_runs.py

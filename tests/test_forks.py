@@ -6,7 +6,6 @@ forks also train the tiny model. After a change of the scripts, `PYTHONPATH=. py
 diffs and the numbers of changed lines in forks/README.md.
 """
 
-import dataclasses
 import importlib.util
 import itertools
 import json
@@ -204,10 +203,10 @@ def update(module, t, rollouts=None, greedy=None, **flags) -> SimpleNamespace:
     actor, critic = Engine(t.old, t.new, t.entropy), Engine(t.old_values, t.new_values)
     state = {"step": 0, "episode": 0, "initial_eval": {}}
     result = SimpleNamespace(actor=actor, critic=critic, state=state, metrics=[], rows=[])
-    known = {"run_dir": Path("run"), "actor": actor, "critic": critic, "state": state}
-    known["reference"] = lambda pack: (t.ref[pack.token_index], None)
-    known["train_data"] = SimpleNamespace(rows=range(40))
-    known["sampler"] = SimpleNamespace(sleep=lambda: None, update_weights=lambda step: None)
+    run = SimpleNamespace(run_dir=Path("run"), actor=actor, critic=critic, state=state, eval_data=None)
+    run.reference = lambda pack: (t.ref[pack.token_index], None)
+    run.train_data = SimpleNamespace(rows=range(40))
+    run.sampler = SimpleNamespace(sleep=lambda: None, update_weights=lambda step: None)
     rollouts = iter(rollouts or [make_rollout(module, t)])
 
     def collect_rollout(args, run, data, rows, num_samples, temperature, step):
@@ -221,8 +220,7 @@ def update(module, t, rollouts=None, greedy=None, **flags) -> SimpleNamespace:
         engine.num_updates += 1
         return 1.0
 
-    fields = dataclasses.fields(module.Run)
-    module.setup = lambda args: module.Run(**{field.name: known.get(field.name) for field in fields})
+    module.setup = lambda args: run
     module.collect_rollout = collect_rollout
     module.iter_packs = iter_packs
     module.optimizer_step = optimizer_step
