@@ -383,21 +383,8 @@ def test_remax_subtracts_the_score_of_a_greedy_response(t, tmp_path):
     check(result, t, rloo(t, advantages=(t.scores - greedy).view(-1, 1) - 0.1 * kl))
 
 
-def token_losses(module, ratios: list[float], advantages: list[float]) -> tuple[list[float], list[float]]:
-    """Losses of tokens with these ratios and advantages, and the gradients of their log-probs."""
-    logprobs = torch.tensor(ratios).log().requires_grad_()
-    inputs = logprobs, torch.zeros(len(ratios)), torch.tensor(advantages)
-    losses, _ = module.compute_policy_loss(*inputs, 0.2, 0.2)
-    losses.sum().backward()
-    return losses.tolist(), logprobs.grad.tolist()
-
-
 def test_cpgd_clips_log_ratios(t, tmp_path):
-    """Where the clip doesn't act, the gradient is that of REINFORCE. One of three groups has equal scores."""
-    module = load(tmp_path, "ppo_cpg_loss")
-    losses, gradients = token_losses(module, [1.5, 1.1, 0.5, 1.5], [1.0, 1.0, -1.0, -1.0])
-    assert losses == pytest.approx([-math.log(1.2), -math.log(1.1), math.log(0.8), math.log(1.5)])
-    assert gradients == [0, -1, 0, 1]
+    """One of three groups has equal scores."""
     t.scores[1] = 1.0
     result = update(load(tmp_path, "cpgd"), t)
     logratio = t.new - t.old
@@ -503,10 +490,20 @@ def test_critic_warmup_trains_only_the_critic(t, tmp_path):
     check(result, t, token_mean(t, gae(t)))
 
 
-def test_dual_clip(tmp_path):
-    module = load(tmp_path, "ppo_dual_clip")
-    losses, gradients = token_losses(module, [5.0, 2.0, 5.0, 0.5], [-2.0, -2.0, 2.0, -2.0])
-    assert losses == pytest.approx([6, 4, -2.4, 1.6]) and gradients == pytest.approx([0, 4, 0, 0])
+CPG_LOSSES = [-math.log(1.2), -math.log(1.1), math.log(0.8), math.log(1.5)]
+BY_TOKEN = [  # fork; of each token: ratio, advantage, loss, and the gradient of its log-prob
+    ("ppo_cpg_loss", [1.5, 1.1, 0.5, 1.5], [1.0, 1.0, -1.0, -1.0], CPG_LOSSES, [0, -1, 0, 1]),
+    ("ppo_dual_clip", [5.0, 2.0, 5.0, 0.5], [-2.0, -2.0, 2.0, -2.0], [6, 4, -2.4, 1.6], [0, 4, 0, 0]),
+]
+
+
+@pytest.mark.parametrize("name, ratios, advantages, losses, gradients", BY_TOKEN)
+def test_losses_of_tokens(name, ratios, advantages, losses, gradients, tmp_path):
+    logprobs = torch.tensor(ratios).log().requires_grad_()
+    inputs = logprobs, torch.zeros(4), torch.tensor(advantages)
+    results, _ = load(tmp_path, name).compute_policy_loss(*inputs, 0.2, 0.2)
+    results.sum().backward()
+    assert results.tolist() == pytest.approx(losses) and logprobs.grad.tolist() == pytest.approx(gradients)
 
 
 def test_lambda_grows_with_the_length(tmp_path):
@@ -558,14 +555,14 @@ def test_hinge_loss(tmp_path):
 
 # ---- forks that train the tiny model ----
 FAST = {"save_steps": 1, "learning_rate": 1e-3, "warmup_updates": 0}
-ONE_UPDATE = FAST | {"num_epochs": 1, "train_batch_size": 16}
+ONE_UPDATE = {"num_epochs": 1, "train_batch_size": 16}
 
 
 def train(module, folder: Path, run_name: str = "run", **flags) -> SimpleNamespace:
     """A short run: its metrics, its folder and what setup returned."""
     runs, setup = [], module.setup
     module.setup = lambda args: runs.append(setup(args)) or runs[-1]
-    flags = conftest.SHORT | {"model": TINY, "output_dir": str(folder), "run_name": run_name} | flags
+    flags = conftest.SHORT | FAST | {"model": TINY, "output_dir": str(folder), "run_name": run_name} | flags
     module.main(module.Args(**{name: x for name, x in flags.items() if hasattr(module.Args, name)}))
     return SimpleNamespace(metrics=metrics_of(folder / run_name), run=runs[0], folder=folder / run_name)
 
@@ -585,7 +582,7 @@ def test_dapo_trains_and_resumes_exactly(tmp_path, vqa):
         "def odd(completion_ids, prompts, **columns):\n"
         "    return [len(x) % 2 * (sum(ids) % 7) for ids, x in zip(completion_ids, prompts)]\n"
     )
-    flags = FAST | {"rewards": (f"{tmp_path}/reward.py:odd",), "reward_weights": (1.0,)}
+    flags = {"rewards": (f"{tmp_path}/reward.py:odd",), "reward_weights": (1.0,)}
     flags |= {"dataset": vqa, "max_num_gen_batches": 3}
     whole, branch = train_twice(load(tmp_path, "dapo"), tmp_path, **flags)
     assert branch.run.state["batches"] == whole.run.state["batches"] > 2
@@ -607,7 +604,7 @@ def test_moving_reference_is_the_policy_with_alpha_1(tmp_path, vqa, any_score):
 
 @pytest.mark.slow
 def test_value_head_trains_with_the_policy(tmp_path, vqa, any_score):
-    whole, _ = train_twice(load(tmp_path, "ppo_value_head"), tmp_path, dataset=vqa, **FAST, **any_score)
+    whole, _ = train_twice(load(tmp_path, "ppo_value_head"), tmp_path, dataset=vqa, **any_score)
     assert "train/critic_grad_norm" not in whole.metrics[0] and whole.run.critic.value_head.weight.any()
     explained = [metrics["value/explained_variance"] for metrics in whole.metrics]
     assert explained[0] == 0 != explained[1] and whole.metrics[0]["loss/value"] > 0
@@ -631,7 +628,7 @@ def test_moving_average_of_the_weights(tmp_path, vqa, any_score):
 def test_ptx_learns_the_assistant_turns(tmp_path, vqa, any_score):
     turns = conftest.chat("what is 1 + 1?", "two", "and 2 + 2?", "four <|im_end|>")
     chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}, {"messages": turns[:2]}])
-    flags = FAST | any_score | {"dataset": vqa, "ptx_dataset": chats, "ptx_batch_size": 3}
+    flags = any_score | {"dataset": vqa, "ptx_dataset": chats, "ptx_batch_size": 3}
     first, second = train(load(tmp_path, "ppo_ptx"), tmp_path, **flags).metrics
     assert math.log(512) * 0.5 < first["loss/ptx"] and second["loss/ptx"] < first["loss/ptx"]
 
@@ -641,7 +638,7 @@ def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, n
     """With 2 of 4 experts per token, the loss is 2 if the experts are balanced."""
     dataset = write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i} + {i}?"} for i in range(12)])
     module = load(tmp_path, "ppo_router_loss")
-    flags = FAST | any_score | {"dataset": dataset, "router_aux_coef": 0.5, "learning_rate": 1e-2}
+    flags = any_score | {"dataset": dataset, "router_aux_coef": 0.5, "learning_rate": 1e-2}
     result = train(module, tmp_path, model=noisy_model, critic_learning_rate=1e-3, **flags)
     first, second = (metrics["loss/router"] for metrics in result.metrics)
     assert 2 <= second < first < 4 and not result.run.actor.module.model.config.output_router_logits

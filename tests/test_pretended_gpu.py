@@ -26,19 +26,17 @@ def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tm
         reason = "length" if token % 2 else "stop"
         return SimpleNamespace(token_ids=[token], logprobs=logprobs, finish_reason=reason)
 
-    class FakeEngine:
-        __init__ = lambda self, **keywords: None  # noqa: E731
-        get_weight_version = lambda self: "0"  # noqa: E731
+    def answer(prompt_ids, n):
+        outputs = [completion(10 * prompt_ids[0] + g) for g in range(n)]
+        return SimpleNamespace(prompt_token_ids=[*prompt_ids], outputs=outputs)
 
-        def generate(self, inputs, params, use_tqdm):
-            assert [(x.seed, x.max_tokens) for x in params] == [(7, 24), (8, 3)]
-            return [self.answer(x["prompt_token_ids"], params[0].n) for x in inputs]
+    def generate(inputs, params, use_tqdm):
+        assert [(x.seed, x.max_tokens) for x in params] == [(7, 24), (8, 3)]
+        return [answer(x["prompt_token_ids"], params[0].n) for x in inputs]
 
-        def answer(self, prompt_ids, n):
-            outputs = [completion(10 * prompt_ids[0] + g) for g in range(n)]
-            return SimpleNamespace(prompt_token_ids=[*prompt_ids], outputs=outputs)
-
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeEngine, SamplingParams=SimpleNamespace))
+    engine = SimpleNamespace(generate=generate, get_weight_version=lambda: "0")
+    vllm = SimpleNamespace(LLM=lambda **keywords: engine, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
     args = filled_args("rloo")
     model = rloo.load_model(args, args.model)
     sampler = rloo.VLLMSampler(args, model, [500], tmp_path)
@@ -50,7 +48,7 @@ def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tm
     assert [x.token_ids.tolist() for x in responses] == [[30], [31], [50], [51]]
     assert [x.truncated for x in responses] == [False, True, False, True]
     assert responses[3].logprobs.tolist() == pytest.approx([-5.1])
-    monkeypatch.setattr(FakeEngine, "answer", lambda self, ids, n: SimpleNamespace(prompt_token_ids=[1]))
+    engine.generate = lambda inputs, params, use_tqdm: [SimpleNamespace(prompt_token_ids=[1])] * len(inputs)
     assert sampler.generate(prompts, 2, 1.0) == [None] * 4  # vLLM has other tokens
 
 

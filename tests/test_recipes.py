@@ -4,11 +4,9 @@ vLLM, in this process or as a server, is replaced by the training model, and use
 is the page's."""
 
 import importlib
-import json
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -155,13 +153,7 @@ SERVERS = "examples/vllm_server.py:Servers"
 
 @each_recipe(SERVERS, test_vllm.pytestmark)
 def test_command_runs_for_a_step_with_a_server(script, flags, data, tmp_path, monkeypatch):
-    """The server's model has the sampling parameters of Qwen2.5-VL, which must not change what it samples."""
-    model = Path(shutil.copytree(TINY, tmp_path / "model"))
-    path = model / "generation_config.json"
-    qwen = {"temperature": 1e-6, "repetition_penalty": 1.05, "top_k": 1, "top_p": 0.001, "do_sample": True}
-    path.write_text(json.dumps(json.loads(path.read_text()) | qwen))
-    options = f"--dtype float32 --enforce-eager --no-enable-chunked-prefill --model {model}"
-    server = test_vllm.Server(tmp_path, options)
+    server = test_vllm.Server(tmp_path)
     monkeypatch.setenv("VLLM_URLS", server.url)
     args = short_args(script, flags, data, tmp_path)
     args.sampler = str(ROOT / SERVERS)

@@ -158,8 +158,6 @@ def test_the_original_passes_its_check_and_the_empty_function_does_not(function,
     exercises.check(ROOT, function)
     with pytest.raises(NotImplementedError):
         exercises.check(directory, function)
-    docstring = exercises.load(directory / EXERCISES[function], function).__doc__
-    assert not re.search(r" = | -> |>>>|mean\(|c / \(c|k2 or k3", docstring)
 
 
 @pytest.mark.slow
