@@ -10,6 +10,8 @@ import tyro
 from conftest import ROOT, write_jsonl
 from test_consistency import blocks_of, each_script, flags_of, source_of
 
+import rloo
+
 
 def squeeze(text: str) -> str:
     return re.sub(r"[\s│]", "", text)
@@ -57,14 +59,12 @@ def test_every_flag_is_read_and_every_read_is_a_flag(script):
     assert {*re.findall(r"\bargs\.(?!json)(\w+)", source_of(script))} - flags == set()
 
 
-@each_script
-def test_columns_are_renamed(script, tmp_path, refused):
+def test_columns_are_renamed(tmp_path, refused):
     row = {"problem": "Q", "solution": "A", "photo": "a.png", "answer": "no"}
     source = write_jsonl(tmp_path / "rows.jsonl", [row])
-    module = importlib.import_module(script)
 
     def load(*columns: str) -> dict:
-        return module.load_rows(module.Args(dataset=source, columns=columns), source, "train")[0]
+        return rloo.load_rows(rloo.Args(dataset=source, columns=columns), source, "train")[0]
 
     pairs = "prompt=problem", "answer=solution", "image=photo"
     expected = {"prompt": "Q", "answer": "A", "image": "a.png"}  # the old answer is replaced

@@ -81,13 +81,17 @@ def test_spelling_pairs(tmp_path):
     texts = (" ".join(row["chosen"] for row in rows) for rows in (train, test))
     words = [{word for word in text.replace(".", "").split() if len(word) > 3} for text in texts]
     assert not words[0] & words[1]
-    for row in train:
-        pairs = zip(row["chosen"].split(), row["rejected"].split())
-        [(good, bad)] = [(good, bad) for good, bad in pairs if good != bad]
-        assert sorted(good) == sorted(bad) and good[0] == bad[0]
+    for row in train:  # two letters are swapped
+        assert row["chosen"] != row["rejected"] and sorted(row["chosen"]) == sorted(row["rejected"])
 
 
 # ---- environments ----
+ENVIRONMENTS = [
+    ("guess_number.py", "GuessNumber", "right_guess", "game"),
+    ("zoom.py", "Zoom", "calls", "train"),
+]
+
+
 def test_guess_number(tmp_path):
     make("guess_number.py", tmp_path, "data")
     game = load("guess_number.py")
@@ -120,10 +124,7 @@ def test_zoom(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "file, environment, reward, data",
-    [("guess_number.py", "GuessNumber", "right_guess", "game"), ("zoom.py", "Zoom", "calls", "train")],
-)
+@pytest.mark.parametrize("file, environment, reward, data", ENVIRONMENTS)
 def test_environments_train(file, environment, reward, data, tmp_path, run):
     make(file, tmp_path, "data")
     flags = {"dataset": tmp_path / f"data/{data}.jsonl", "eval_dataset": None, "max_response_length": 160}

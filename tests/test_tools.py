@@ -177,10 +177,9 @@ def test_grpo_is_compared_with_the_fork(tmp_path):
     fork, _ = patch(tmp_path, ["grpo"])
     source, solution = fork.read_text(), tmp_path / "solution" / "grpo.py"
     solution.parent.mkdir()
-    for right, wrong in [("/ lengths, metrics", "/ 3, metrics"), ("ratio < 1 - clip", "ratio > 1 - clip")]:
-        solution.write_text(source.replace(right, wrong))
-        with pytest.raises(AssertionError, match="compute_rloo_loss: (the sum|policy/clipfrac_low) is"):
-            exercises.check(solution.parent, "compute_rloo_loss", grpo=fork)
+    solution.write_text(source.replace("/ lengths, metrics", "/ 3, metrics"))
+    with pytest.raises(AssertionError, match="compute_rloo_loss: the sum is"):
+        exercises.check(solution.parent, "compute_rloo_loss", grpo=fork)
     per_response = "losses = torch.zeros(4).index_add(0, response_of_token, losses / lengths)"
     solution.write_text(source.replace("return losses / lengths,", f"{per_response}\n    return losses,"))
     exercises.check(solution.parent, "compute_rloo_loss", grpo=fork)
