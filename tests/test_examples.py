@@ -86,12 +86,6 @@ def test_spelling_pairs(tmp_path):
 
 
 # ---- environments ----
-ENVIRONMENTS = [
-    ("guess_number.py", "GuessNumber", "right_guess", "game"),
-    ("zoom.py", "Zoom", "calls", "train"),
-]
-
-
 def test_guess_number(tmp_path):
     make("guess_number.py", tmp_path, "data")
     game = load("guess_number.py")
@@ -124,7 +118,10 @@ def test_zoom(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file, environment, reward, data", ENVIRONMENTS)
+@pytest.mark.parametrize(
+    "file, environment, reward, data",
+    [("guess_number.py", "GuessNumber", "right_guess", "game"), ("zoom.py", "Zoom", "calls", "train")],
+)
 def test_environments_train(file, environment, reward, data, tmp_path, run):
     make(file, tmp_path, "data")
     flags = {"dataset": tmp_path / f"data/{data}.jsonl", "eval_dataset": None, "max_response_length": 160}
