@@ -18,7 +18,7 @@ PAIRS = {"dataset": "easy-vqa", "eval_dataset": None, "micro_batch_tokens": 8192
 NUM_LAYERS = 4  # of the tiny model
 
 
-def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tmp_path, refused):
+def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tmp_path):
     """With a fake engine, whose completion g of the prompt [i] is the token 10 * i + g."""
 
     def completion(token: int):

@@ -1,4 +1,4 @@
-"""docs/theory.md: its examples, by the scripts' functions or by summing over all cases. KL estimators by hand."""
+"""docs/theory.md: its examples, by the scripts' functions or by summing over all cases; k3 near 0; doctests."""
 
 import doctest
 import re
@@ -113,7 +113,7 @@ def test_weights_of_tokens_if_the_loss_is_divided_by_lengths(tmp_path):
         assert row == (f"{gradient[0]:.3g}", f"{gradient[-1]:.3g}")
 
 
-# ---- KL estimators ----
+# ---- functions that the page describes ----
 def test_k3_is_precise_near_zero():
     """For small d, k3 is about d^2 / 2, but computing exp(-d) - 1 + d would cancel all digits."""
     d = torch.tensor([1e-2, 1e-3])

@@ -185,7 +185,7 @@ def test_grpo_is_compared_with_the_fork(tmp_path):
     exercises.check(solution.parent, "compute_rloo_loss", grpo=fork)
 
 
-def test_the_page_has_all_exercises_in_order(directory):
+def test_the_page_has_all_exercises_in_order():
     page = (ROOT / "docs/exercises.md").read_text()
     assert re.findall(r"^\| \d+ \| `(\w+)` \| `([\w/.]+)` \|", page, re.M) == list(EXERCISES.items())
     mistakes = re.findall(r"^\| (?:`([\w.]+)`: )?[^|]* \| `([^`]+)` -> `[^`]+` \|", page, re.M)
