@@ -1091,40 +1091,24 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         run_dir = Path(args.output_dir, name)
         checkpoint = None
         if args.resume == "auto":
-            checkpoint = find_last_checkpoint(run_dir)
+            for problem in run_dir.glob("checkpoint-*-problem"):
+                stop(f"{problem} was saved after a problem: delete it to go on from the last good checkpoint")
+            checkpoint = (list_checkpoints(run_dir) or [None])[-1]
         elif args.resume:
             checkpoint = Path(args.resume).resolve()
             if not (checkpoint / "state/run.pt").is_file():
                 stop(f"--resume {args.resume} is not a checkpoint: it has no file state/run.pt")
         if args.resume != "auto" and (run_dir / "args.json").exists():
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            stop(f"can't create {run_dir} in --output-dir: {error}")
+        run_dir.mkdir(parents=True, exist_ok=True)
         paths = [run_dir, checkpoint]
     dist.broadcast_object_list(paths)
     return tuple(paths)
 
 
-def checkpoint_step(checkpoint: Path) -> int:
-    """The N of checkpoint-N or checkpoint-N-problem."""
-    return int(checkpoint.name.split("-")[1])
-
-
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints, ordered by step, without those that were saved after a problem."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=checkpoint_step)
-
-
-def find_last_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint with which --resume auto continues; None for a new run."""
-    checkpoints = list_checkpoints(run_dir)
-    last_step = checkpoint_step(checkpoints[-1]) if checkpoints else 0
-    for problem in run_dir.glob("checkpoint-*-problem"):
-        if checkpoint_step(problem) >= last_step:
-            stop(f"{problem} was saved after a problem: delete it to go on from step {last_step}")
-    return checkpoints[-1] if checkpoints else None
+    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
 
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
@@ -1172,13 +1156,11 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         source = checkpoint.parent / path.name if checkpoint else path
         lines = source.read_text().splitlines(keepends=True) if source.exists() else []
         lines = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one
-        num_kept = 0
-        if checkpoint:  # steps never decrease, so these are the first lines
-            num_kept = sum(json.loads(line)["train/step"] <= last_step for line in lines)
+        kept = [x for x in lines if checkpoint and json.loads(x)["train/step"] <= last_step]
         if is_continued:
             with (run_dir / f"{name}.repeated.jsonl").open("a") as file:
-                file.writelines(lines[num_kept:])
-        path.write_text("".join(lines[:num_kept]))
+                file.writelines(lines[len(kept) :])  # steps never decrease
+        path.write_text("".join(kept))
     if args.track == "wandb":
         import wandb
 
@@ -1198,12 +1180,11 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
         for record in sample_records:
             file.write(json.dumps({**record, "train/step": step}, default=str) + "\n")
     if args.track == "wandb":
+        import pandas
         import wandb
 
-        columns = list(dict.fromkeys(name for record in sample_records for name in record))
-        rows = [[str(record.get(column, "")) for column in columns] for record in sample_records]
-        table = {"samples": wandb.Table(columns, rows)} if rows else {}
-        wandb.run.log(metrics | table)
+        table = wandb.Table(dataframe=pandas.DataFrame(sample_records).astype(str))
+        wandb.run.log(metrics | ({"samples": table} if sample_records else {}))
 
 
 def save_and_stop(args: Args, run: Run, problem: str) -> NoReturn:
