@@ -782,12 +782,10 @@ def format_verdict(verdict: str, noun: str) -> str:
     return f"<answer>{VERDICTS[verdict].format(noun)}</answer>"
 
 
-def parse_verdict(text: str) -> str | None:
+def parse_verdict(text: str, noun: str) -> str | None:
     """The verdict of a judgment; None unless it has exactly one <answer>, with a known sentence."""
-    nouns = [candidate_type.capitalize() for candidate_type in CANDIDATE_TYPES]
-    answers = {format_verdict(verdict, noun): verdict for verdict in VERDICTS for noun in nouns}
-    found = [verdict for answer, verdict in answers.items() if answer in text]
-    return found[0] if len(found) == 1 and text.count("<answer>") == 1 else None
+    found = [verdict for verdict in VERDICTS if format_verdict(verdict, noun) in text]
+    return found[0] if found and text.count("<answer>") == 1 else None
 
 
 def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
@@ -930,7 +928,7 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
             "num_tokens": len(example.suffix_ids),
         }
         if example.label is not None:
-            verdict = parse_verdict(text)
+            verdict = parse_verdict(text, example.noun)
             probabilities = dict(zip(VERDICTS, logprobs[1:].softmax(0).tolist()))
             # If the reasoning was truncated, the verdicts were scored in the middle of it.
             is_complete = "<answer>" in text or not response.truncated
@@ -1229,8 +1227,7 @@ def zero_stale_gradients(optimizer) -> None:
 def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
     """Create the directory of this run; returns it and the checkpoint to resume from.
 
-    --resume auto continues --run-name. --resume CHECKPOINT starts a new run and only reads the
-    old one. Rank 0 decides, since other ranks may see different times and files."""
+    Rank 0 decides, since other ranks may see different times and files."""
     paths = [None, None]
     if RANK == 0:
         now = time.strftime("%Y%m%d-%H%M%S")
@@ -1350,12 +1347,8 @@ def save_checkpoint(args: Args, run: Run, name: str) -> Path:
             torch.save({"state": run.state, "flags": flags}, temporary / "state/run.pt")
     export_model(args, run.judge.module.model, run.processor, temporary)
     if RANK == 0:
-        previous = checkpoint.with_suffix(".previous")  # deleted last, so one is complete
-        shutil.rmtree(previous, ignore_errors=True)
-        if checkpoint.exists():  # checkpoint-best
-            checkpoint.rename(previous)
+        shutil.rmtree(checkpoint, ignore_errors=True)  # the last checkpoint-best
         temporary.rename(checkpoint)
-        shutil.rmtree(previous, ignore_errors=True)
         for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
             shutil.rmtree(old)
     dist.barrier()

@@ -225,7 +225,7 @@ def main(args: Args) -> dict[str, float]:
     for step in range(state["step"] + 1, args.total_steps + 1):
         # --- 2. data: the next rankings, their pairs, and this rank's packs ---
         step_start = time.perf_counter()
-        rows_read = state["rows_read"]
+        rows_skipped = state["rows_skipped"]
         rankings = next_rankings(args, run)  # the same on all ranks
         pairs = make_pairs(rankings)
         B = sum(len(ranking.response_ids) for ranking in rankings)
@@ -269,7 +269,7 @@ def main(args: Args) -> dict[str, float]:
             "train/learning_rate": learning_rate,
             "train/grad_norm": grad_norm,
             "train/skipped_updates": int(is_skipped),
-            "train/rows_skipped": state["rows_read"] - rows_read - len(rankings),
+            "train/rows_skipped": state["rows_skipped"] - rows_skipped,
             "time/total": seconds,  # data and update
         }
         metrics |= pair_metrics(args, pairs, rewards)
@@ -321,6 +321,7 @@ def setup(args: Args) -> Run:
         "step": 0,
         "initial_eval": {},  # metrics before the first step
         "rows_read": 0,  # position in the endless stream of shuffled epochs
+        "rows_skipped": 0,  # those of them that could not be used
         "consecutive_skipped_updates": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
@@ -441,8 +442,6 @@ class RankingDataset:
         self.model = model
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.num_read = 0  # rows of next_rankings since the start or the last resume
-        self.num_skipped = 0  # those of them that could not be used
         self.rows = load_rows(args, source, split)
         if source == "easy-vqa":
             self.rows = add_easy_vqa_responses(self.rows, seed)
@@ -484,9 +483,9 @@ class RankingDataset:
         return Ranking(
             prompt=prompt,
             response_ids=response_ids,
-            texts=[join_texts(response) for response in responses],
+            texts=[" ".join(map(chats.content_text, response)) for response in responses],
             margin=margin,
-            columns={"prompt": join_texts(messages)} | columns,
+            columns={"prompt": " ".join(map(chats.content_text, messages))} | columns,
         )
 
 
@@ -542,12 +541,6 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
         text = chats.escape_special_tokens(text, special_tokens)
         messages.append({"role": message["role"], "content": [{"type": "text", "text": text}]})
     return messages
-
-
-def join_texts(messages: list[dict]) -> str:
-    """The texts of messages, for samples.jsonl."""
-    parts = [part for message in messages for part in message["content"]]
-    return " ".join(part["text"] for part in parts if part["type"] == "text")
 
 
 def encode_ranking(
@@ -690,10 +683,9 @@ def next_rankings(args: Args, run: Run) -> list[Ranking]:
         found = gather_rankings(data, choose_row_ids(positions, len(data.rows), args.seed))
         rankings += found
         state["rows_read"] += missing
-        data.num_read += missing
-        data.num_skipped += missing - len(found)
-        if data.num_read >= 100 and data.num_skipped > data.num_read / 2:
-            counts = f"{data.num_skipped} of {data.num_read} rows were skipped"
+        state["rows_skipped"] += missing - len(found)
+        if state["rows_read"] >= 100 and state["rows_skipped"] > state["rows_read"] / 2:
+            counts = f"{state['rows_skipped']} of {state['rows_read']} rows were skipped"
             save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
     return rankings
 
@@ -1082,8 +1074,7 @@ def zero_stale_gradients(optimizer) -> None:
 def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
     """Create the directory of this run; returns it and the checkpoint to resume from.
 
-    --resume auto continues --run-name. --resume CHECKPOINT starts a new run and only reads the
-    old one. Rank 0 decides, since other ranks may see different times and files."""
+    Rank 0 decides, since other ranks may see different times and files."""
     paths = [None, None]
     if RANK == 0:
         now = time.strftime("%Y%m%d-%H%M%S")

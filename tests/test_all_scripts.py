@@ -135,7 +135,7 @@ def test_a_sampler_that_disagrees_stops_the_run(script, run_script, tmp_path, re
 
 @each_policy
 def test_a_rollout_without_responses_to_train_on_stops_the_run(script, run_script, refused):
-    with refused("all responses with a reward are truncated: raise --max-response-length"):
+    with refused("excluded by --mask-truncated"):
         run_script(script, mask_truncated=True, max_response_length=1, eval_dataset=None)
 
 
