@@ -11,8 +11,7 @@ Papers: Generative Verifiers (https://arxiv.org/abs/2408.15240), whose reward is
 verdict (examples/judge_reward.py); UnifiedReward-Think (https://arxiv.org/abs/2505.03318), the source of
 the output format; SFT is its first stage. docs/lightrft.md: differences from LightRFT's GRMTrainerVL.
 
-Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
-evaluation, model, DeepSpeed, files. Terms:
+Terms and letters:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
     example     what the model reads: a pair in one order of its candidates, or a chat
@@ -251,10 +250,9 @@ def main(args: Args) -> dict[str, float]:
             checkpoint = save_checkpoint(args, run, f"checkpoint-{step}-problem")
             stop(f"step {step}: {problem}. The run is saved in {checkpoint}")
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
-            checkpoint = save_checkpoint(args, run, f"checkpoint-{step}")
+            save_checkpoint(args, run, f"checkpoint-{step}")
         if has_signal and not is_last_step:
-            flags = f"--resume auto --run-name {run.run_dir.name}"
-            print0(f"stopped by a signal, saved {checkpoint}; continue with the same flags and {flags}")
+            print0(f"stopped by a signal; to continue, add --resume auto --run-name {run.run_dir.name}")
             break
 
     # --- 6. finish ---
@@ -1019,8 +1017,7 @@ def load_judge(args: Args):
         model.get_output_embeddings().requires_grad_(True)
         frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
         if frozen:  # a text model has nothing else
-            names = ", ".join(frozen[:3])
-            print0(f"frozen outside of the language model: {len(frozen)} weights: {names}, ...")
+            print0(f"frozen outside of the language model: {len(frozen)} weights: {frozen[0]}, ...")
     prepare_for_training(args, judge)
     engine = init_deepspeed_engine(args, judge)
     engine.eval()

@@ -8,8 +8,7 @@ the reward of the chosen response above that of the rejected one:
 Paper: InstructGPT (Ouyang et al. 2022), https://arxiv.org/abs/2203.02155, eq. (1).
 docs/trl.md has the differences from the RewardTrainer of TRL.
 
-Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
-evaluation, model, DeepSpeed, files. Terms and letters:
+Terms and letters:
 
     ranking     dataset row: a prompt with two or more responses, best first
     pair        two responses of a ranking, of which the better one is "chosen"
@@ -289,10 +288,9 @@ def main(args: Args) -> dict[str, float]:
         if state["consecutive_skipped_updates"] >= 5:
             save_and_stop(args, run, f"step {step}: no finite gradients in 5 steps")
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
-            checkpoint = save_checkpoint(args, run)
+            save_checkpoint(args, run)
         if has_signal and not is_last_step:
-            flags = f"--resume auto --run-name {run.run_dir.name}"
-            print0(f"stopped by a signal, saved {checkpoint}; continue with the same flags and {flags}")
+            print0(f"stopped by a signal; to continue, add --resume auto --run-name {run.run_dir.name}")
             break
 
     # --- 6. finish ---
