@@ -176,6 +176,8 @@ def main(args: Args) -> dict[str, float]:
     run = setup(args)
     judge, state = run.judge, run.state
     received_signals = catch_signals()  # SIGTERM or SIGINT: finish the step, save and exit
+    num_read = num_skipped = 0  # training examples, and those of them that could not be used
+    consecutive_skips = 0  # updates whose gradients were not finite
     metrics = {}
     if run.eval_data and (state["step"] == 0 or args.total_steps == 0):
         state["initial_eval"], eval_records = evaluate(args, run)
@@ -224,10 +226,9 @@ def main(args: Args) -> dict[str, float]:
         if examples:  # the only row of a small batch may be skipped
             metrics["loss/sft"] = mean_loss
         state["step"] = step
-        run.train_data.num_read += len(example_ids)
-        run.train_data.num_skipped += len(example_ids) - len(examples)
-        num_skipped = state["consecutive_skipped_updates"]
-        state["consecutive_skipped_updates"] = 0 if is_finite else num_skipped + 1
+        num_read += len(example_ids)
+        num_skipped += len(example_ids) - len(examples)
+        consecutive_skips = 0 if is_finite else consecutive_skips + 1
 
         # --- 5. evaluate, log, save ---
         is_last_step = step == args.total_steps
@@ -246,9 +247,15 @@ def main(args: Args) -> dict[str, float]:
         names = ("loss/sft", "eval/loss", "eval/accuracy")
         shown = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
-        if problem := find_training_problem(run):
-            checkpoint = save_checkpoint(args, run, f"checkpoint-{step}-problem")
-            stop(f"step {step}: {problem}. The run is saved in {checkpoint}")
+        problem = None
+        if consecutive_skips >= 5:
+            problem = "no finite gradients in 5 steps"
+        # Over several steps, because a single bad row can be half of a small batch.
+        if num_read >= 100 and num_skipped > num_read / 2:
+            problem = f"{num_skipped} of {num_read} examples were skipped; see the warnings"
+        if problem:
+            print0(f"saved {save_checkpoint(args, run, f'checkpoint-{step}-problem')}")
+            stop(f"step {step}: {problem}")
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
             save_checkpoint(args, run, f"checkpoint-{step}")
         if has_signal and not is_last_step:
@@ -281,7 +288,6 @@ def setup(args: Args) -> Run:
         "step": 0,
         "initial_eval": {},  # metrics before the first step
         "best_score": -math.inf,  # accuracy, or minus the loss, of checkpoint-best
-        "consecutive_skipped_updates": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, judge=judge)
@@ -382,17 +388,6 @@ def catch_signals() -> list[int]:
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
     return received_signals
-
-
-def find_training_problem(run: Run) -> str | None:
-    """Why the run must stop, or None."""
-    data = run.train_data
-    if run.state["consecutive_skipped_updates"] >= 5:
-        return "no finite gradients in 5 steps"
-    # Over several steps, because a single bad row can be half of a small batch.
-    if data.num_read >= 100 and data.num_skipped > data.num_read / 2:
-        return f"{data.num_skipped} of {data.num_read} examples were skipped; see the warnings"
-    return None
 
 
 # ---- data ----
@@ -582,8 +577,6 @@ class ExampleDataset:
         self.eos_ids = decoding.find_eos_ids(self.model, self.tokenizer)
         require(self.eos_ids, f"{self.args.model} has no EOS token")
         self.prefixes = {}  # of the current batch, by prefix key
-        self.num_read = 0  # examples of training steps since the start or the last resume
-        self.num_skipped = 0  # of these, those that could not be used
         # A rank encodes its share of a step to plan the packs, and the examples of its own packs
         # to build them. Examples that are in both come from the cache.
         self.encode = functools.lru_cache(2 * math.ceil(self.args.train_batch_size / WORLD_SIZE))(self.encode)
@@ -1260,7 +1253,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze"}
+    fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze", "weight_decay"}
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
     if not all(x.requires_grad for x in parameters):  # frozen weights come from --model
         fixed |= {name for name in changes if name.endswith("model")}
@@ -1269,14 +1262,10 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
     for name, engine in engines.items():
-        decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
         loaded, _ = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
         require(loaded, f"DeepSpeed can't load {folder}")
-        # The checkpoint has overwritten clipping and weight decay: restore the flags.
-        engine.optimizer.clip_grad = args.max_grad_norm
-        for group, decay in zip(engine.optimizer.param_groups, decays):
-            group["weight_decay"] = decay
+        engine.optimizer.clip_grad = args.max_grad_norm  # the checkpoint has overwritten it
     if 0 < args.total_steps <= saved["state"]["step"]:
         print0(f"{checkpoint} is the end of its run: raise --total-steps to train longer")
     return saved["state"]

@@ -216,6 +216,7 @@ def main(args: Args) -> dict[str, float]:
     run = setup(args)
     reward_model, state = run.reward_model, run.state
     received_signals = catch_signals()  # SIGTERM or SIGINT: finish the step, save and exit
+    consecutive_skips = 0  # updates whose gradients were not finite
     metrics = {}
     if run.eval_sets and (state["step"] == 0 or args.total_steps == 0):
         state["initial_eval"], eval_records = evaluate(args, run)
@@ -261,8 +262,7 @@ def main(args: Args) -> dict[str, float]:
         # --- 4. metrics ---
         state["step"] = step
         is_skipped = math.isnan(grad_norm)
-        num_skipped = state["consecutive_skipped_updates"]
-        state["consecutive_skipped_updates"] = num_skipped + 1 if is_skipped else 0
+        consecutive_skips = consecutive_skips + 1 if is_skipped else 0
         metrics = {
             "train/step": step,
             "train/learning_rate": learning_rate,
@@ -285,7 +285,7 @@ def main(args: Args) -> dict[str, float]:
         names = ["rm/loss", "rm/accuracy", *(f"eval/{name}/accuracy" for name in run.eval_sets)]
         shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in names if name in metrics)
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
-        if state["consecutive_skipped_updates"] >= 5:
+        if consecutive_skips >= 5:
             save_and_stop(args, run, f"step {step}: no finite gradients in 5 steps")
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
             save_checkpoint(args, run)
@@ -320,7 +320,6 @@ def setup(args: Args) -> Run:
         "initial_eval": {},  # metrics before the first step
         "rows_read": 0,  # position in the endless stream of shuffled epochs
         "rows_skipped": 0,  # those of them that could not be used
-        "consecutive_skipped_updates": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, reward=reward_model)
@@ -394,8 +393,7 @@ def check_args(args: Args) -> None:
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
-    has_eval = args.total_steps or args.eval_datasets
-    require(has_eval, "--total-steps 0 only evaluates, which requires --eval-datasets")
+    require(args.total_steps or args.eval_datasets, "--total-steps 0 requires --eval-datasets")
 
 
 def require(condition: Any, message: str) -> None:
@@ -1108,7 +1106,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze"}
+    fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze", "weight_decay"}
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
     if not all(x.requires_grad for x in parameters):  # frozen weights come from --model
         fixed |= {name for name in changes if name.endswith("model")}
@@ -1117,14 +1115,10 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
     for name, engine in engines.items():
-        decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
         loaded, _ = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
         require(loaded, f"DeepSpeed can't load {folder}")
-        # The checkpoint has overwritten clipping and weight decay: restore the flags.
-        engine.optimizer.clip_grad = args.max_grad_norm
-        for group, decay in zip(engine.optimizer.param_groups, decays):
-            group["weight_decay"] = decay
+        engine.optimizer.clip_grad = args.max_grad_norm  # the checkpoint has overwritten it
     if 0 < args.total_steps <= saved["state"]["step"]:
         print0(f"{checkpoint} is the end of its run: raise --total-steps to train longer")
     return saved["state"]
