@@ -502,8 +502,7 @@ def split_row(row: dict) -> tuple[list[dict] | str, list[list[dict]]]:
     for source in sources:
         if isinstance(source, str | int | float):
             source = [{"role": "assistant", "content": str(source)}]
-        is_chat = isinstance(source, list) and all(isinstance(x, dict) for x in source)
-        if not is_chat or not all("role" in x for x in source):
+        if not isinstance(source, list) or not all(isinstance(x, dict) and x.get("role") for x in source):
             raise RowError("a response must be a string or a list of messages with a role")
         responses.append(source)
     prompt = row.get("prompt") or row.get("messages")
@@ -794,8 +793,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
             rankings += found
         num_skipped = len(row_ids) - len(rankings)
         if num_skipped > len(row_ids) / 2:
-            counts = f"{num_skipped} of {len(row_ids)} rows were skipped"
-            save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
+            save_and_stop(args, run, f"{data.source}: {num_skipped} of {len(row_ids)} rows were skipped")
         rewards = torch.cat(rewards)  # (B,)
         for key, value in pair_metrics(args, make_pairs(rankings), rewards).items():
             metrics[key.replace("rm/", f"eval/{name}/")] = value
@@ -805,9 +803,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
 
 
 def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[dict]:
-    """A record of each pair with finite rewards (JSON has no NaN) for samples.jsonl.
-
-    Its keys replace equal columns of the dataset."""
+    """A record of each pair with finite rewards (JSON has no NaN) for samples.jsonl."""
     records = []
     rewards_by_ranking = rewards.split([len(ranking.response_ids) for ranking in rankings])
     for ranking, ranking_rewards in zip(rankings, rewards_by_ranking):
