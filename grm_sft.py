@@ -1289,7 +1289,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         kept = [x for x in lines if checkpoint and json.loads(x)["train/step"] <= last_step]
         if is_continued:
             with (run_dir / f"{name}.repeated.jsonl").open("a") as file:
-                file.writelines(lines[len(kept) :])  # steps never decrease
+                file.writelines(lines[len(kept) :])  # kept lines come first: steps never decrease
         path.write_text("".join(kept))
     if args.track == "wandb":
         import wandb
