@@ -1226,7 +1226,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         checkpoint = None
         if args.resume == "auto":
             for problem in run_dir.glob("checkpoint-*-problem"):
-                stop(f"{problem} was saved after a problem: delete it to go on from the last good checkpoint")
+                stop(f"{problem} was saved after a problem: delete it to continue")
             checkpoint = (list_checkpoints(run_dir) or [None])[-1]
         elif args.resume:
             checkpoint = Path(args.resume).resolve()
@@ -1289,7 +1289,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         kept = [x for x in lines if checkpoint and json.loads(x)["train/step"] <= last_step]
         if is_continued:
             with (run_dir / f"{name}.repeated.jsonl").open("a") as file:
-                file.writelines(lines[len(kept) :])  # kept lines come first: steps never decrease
+                file.writelines(lines[len(kept) :])  # kept lines come first
         path.write_text("".join(kept))
     if args.track == "wandb":
         import wandb
@@ -1359,8 +1359,7 @@ def export_model(args: Args, model, processor, folder: Path) -> None:
     config = type(model.config).from_dict(model.config.to_dict())
     with torch.device("meta"):  # the same architecture, without LoRA
         export = type(model)(config)
-    if model.can_generate():  # a backbone can't
-        export.generation_config = model.generation_config
+    export.generation_config = getattr(model, "generation_config", None)  # a backbone has none
     export.save_pretrained(folder, state_dict=weights)
     processor.save_pretrained(folder)
 
