@@ -271,9 +271,9 @@ SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "nu
 SMALL |= {"vocab_size": 320}
 
 REFUSED = {
-    "no head": "1 weights are missing or have another shape: ['lm_head.weight']",
-    "another shape": "weights are missing or have another shape: ",
-    "vision tower": "clip_vision_model is not a text or image-text-to-text model",
+    "no head": "1 weights are missing: ['lm_head.weight']",
+    "another shape": "`ignore_mismatched_sizes`",
+    "vision tower": "Unrecognized configuration class",
     "bart": "encoder-decoder models are not supported",
     "florence2": "encoder-decoder models are not supported",
 }
