@@ -1163,7 +1163,7 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
         import pandas
         import wandb
 
-        table = wandb.Table(dataframe=pandas.DataFrame(sample_records).astype(str))
+        table = wandb.Table(dataframe=pandas.DataFrame(sample_records).fillna("").astype(str))
         wandb.run.log(metrics | ({"samples": table} if sample_records else {}))
 
 
