@@ -1,4 +1,4 @@
-"""Several scripts: ranks train as one; runs resume exactly, save at a signal, stop at a problem, and learn."""
+"""Several scripts: ranks train as one; runs resume exactly, save at a signal, stop at problems, and learn."""
 
 import importlib
 import math
@@ -86,7 +86,7 @@ def test_a_signal_saves_and_ends_the_run(script, run_script, capsys, monkeypatch
     assert all(map(math.isfinite, last.values())), "JSON has no NaN"
     if script in ("rloo", "ppo_vl"):
         assert "eval/greedy_score" not in last, "there may be no time for an evaluation"
-    assert "with the same flags and --resume auto --run-name run" in capsys.readouterr().out
+    assert "to continue, add --resume auto --run-name run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -149,7 +149,7 @@ def test_a_sampler_that_disagrees_stops_the_run(script, run_script, tmp_path, re
 
 @each_policy
 def test_a_rollout_without_responses_to_train_on_stops_the_run(script, run_script, refused):
-    with refused("all responses with a reward are truncated: raise --max-response-length"):
+    with refused("excluded by --mask-truncated"):
         run_script(script, mask_truncated=True, max_response_length=1, eval_dataset=None)
 
 

@@ -117,12 +117,12 @@ def test_each_epoch_has_every_example_once_and_groups_stay_together():
 def test_verdicts_are_parsed_strictly():
     first, second = "<answer>Image 1 is better</answer>", "<answer>Image 2 is better</answer>"
     for text in ("", "Image 1 is better", "<answer>Image 1 is better", first.replace("is", "is not")):
-        assert grm_sft.parse_verdict(text) is None
+        assert grm_sft.parse_verdict(text, "Image") is None
     for text in (first.replace("1", "3"), first + second, "<answer>what</answer>" + second):
-        assert grm_sft.parse_verdict(text) is None
+        assert grm_sft.parse_verdict(text, "Image") is None
     for verdict in grm_sft.VERDICTS:
         text = f"<think>x</think>{grm_sft.format_verdict(verdict, 'Video')} and so on"
-        assert grm_sft.parse_verdict(text) == verdict
+        assert grm_sft.parse_verdict(text, "Video") == verdict
 
 
 def test_swapping_changes_candidates_verdict_and_reasoning(rows):
