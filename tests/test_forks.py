@@ -603,6 +603,17 @@ def test_moving_reference_is_the_policy_with_alpha_1(tmp_path, vqa, any_score):
 
 
 @pytest.mark.slow
+def test_dither_lets_small_changes_arrive(tmp_path, vqa, any_score):
+    """Adam's first update changes a weight by the learning rate: on average, bf16 weights change by as much."""
+    flags = {"dataset": vqa, "dtype": "bfloat16", "learning_rate": 1e-5, "min_lr_ratio": 1.0}
+    whole, _ = train_twice(load(tmp_path, "dither"), tmp_path, **ONE_UPDATE, **any_score, **flags)
+    name = "model.layers.0.mlp.up_proj.weight"
+    before = weights_of(Path(TINY))[name].float()
+    after = weights_of(whole.folder / "checkpoint-1")[name].float()
+    assert float((after - before).abs().mean()) == pytest.approx(1e-5, rel=0.1)
+
+
+@pytest.mark.slow
 def test_value_head_trains_with_the_policy(tmp_path, vqa, any_score):
     whole, _ = train_twice(load(tmp_path, "ppo_value_head"), tmp_path, dataset=vqa, **any_score)
     assert "train/critic_grad_norm" not in whole.metrics[0] and whole.run.critic.value_head.weight.any()
