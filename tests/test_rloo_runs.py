@@ -14,7 +14,7 @@ import transformers
 from conftest import ROOT, assert_same_run, chat, metrics_differ, metrics_of, read_jsonl, write_jsonl
 
 import rloo
-from common import chats, packing, packing_check
+from common import chats, packing
 from common.kl import kl_estimate
 
 
@@ -432,7 +432,7 @@ def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, w
 def test_the_check_at_startup_runs_as_in_training(run, any_reward, monkeypatch, spy):
     """With gradient checkpointing while it takes gradients: otherwise it would need more memory than an update."""
     monkeypatch.setattr(conftest, "CHECKED", {})
-    of_check = spy(packing_check, "set_gradient_checkpointing")
+    of_check = spy(packing, "set_gradient_checkpointing")
     of_main = spy(rloo, "set_gradient_checkpointing")
     run("rloo", total_steps=1, gradient_checkpointing=True, eval_dataset=None, **any_reward)
     of_check, of_main = ([enabled for (_, enabled), _, _ in calls] for calls in (of_check, of_main))
