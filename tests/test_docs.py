@@ -111,7 +111,8 @@ def check_command(words: list[str], outputs: set[str]) -> None:
         files = [x for x in words if re.fullmatch(r"[\w/-]+\.(txt|md|sh|diff)|tests/.*|tools/.*", x)]
         assert all((ROOT / file).exists() for file in files), files
     else:
-        known = "python python3 vllm export cd mkdir git . echo cat curl wandb hf for done kill sbatch nvidia-smi show"
+        known = "python python3 vllm export cd mkdir git . echo cat curl wandb hf for done kill sbatch"
+        known += " nvidia-smi show"
         assert program in known.split() or program.startswith("pipeline"), program
 
 

@@ -78,15 +78,14 @@ def heredoc(name: str) -> str:
 def test_show_prints_metrics_and_means(tmp_path):
     (tmp_path / "common.sh").write_text(heredoc("common.sh"))
     (tmp_path / "runs/few").mkdir(parents=True)
-    steps = [{"train/step": step, "objective/scores": step / 8} for step in range(1, 17)]
+    steps = [{"train/step": step, "score": step / 8} for step in range(1, 17)]
     steps[1] |= {"objective/kl": 0.6, "rollout/response_length_mean": 12}
     write_jsonl(tmp_path / "runs/few/metrics.jsonl", [{"train/step": 0}, *steps])
-    python = f'python() {{ {sys.executable} "$@"; }}'
-    script = f"{python}; . ./common.sh; show runs/few objective/scores kl_per_token"
+    script = f'python() {{ {sys.executable} "$@"; }}; . ./common.sh; show runs/few score kl_per_token'
     printed = subprocess.check_output(["bash", "-c", script], cwd=tmp_path, text=True).splitlines()
-    assert printed[:2] == ["runs/few 0", "runs/few 1 objective/scores 0.125"] and len(printed) == 19
-    assert printed[2] == "runs/few 2 objective/scores 0.25 kl_per_token 0.05"
-    assert printed[17] == "objective/scores: first ten 0.688, last ten 1.44, median 1.06"
+    assert printed[:2] == ["runs/few 0", "runs/few 1 score 0.125"] and len(printed) == 19
+    assert printed[2] == "runs/few 2 score 0.25 kl_per_token 0.05"
+    assert printed[17] == "score: first ten 0.688, last ten 1.44, median 1.06"
 
 
 def test_my_reward(tmp_path):
