@@ -11,8 +11,7 @@ Papers: Generative Verifiers (https://arxiv.org/abs/2408.15240), whose reward is
 verdict (examples/judge_reward.py); UnifiedReward-Think (https://arxiv.org/abs/2505.03318), the source of
 the output format; SFT is its first stage. docs/lightrft.md: differences from LightRFT's GRMTrainerVL.
 
-Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
-evaluation, model, DeepSpeed, files. Terms:
+Terms and letters:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
     example     what the model reads: a pair in one order of its candidates, or a chat
@@ -177,6 +176,8 @@ def main(args: Args) -> dict[str, float]:
     run = setup(args)
     judge, state = run.judge, run.state
     received_signals = catch_signals()  # SIGTERM or SIGINT: finish the step, save and exit
+    num_read = num_skipped = 0  # training examples, and those of them that could not be used
+    consecutive_skips = 0  # updates whose gradients were not finite
     metrics = {}
     if run.eval_data and (state["step"] == 0 or args.total_steps == 0):
         state["initial_eval"], eval_records = evaluate(args, run)
@@ -225,10 +226,9 @@ def main(args: Args) -> dict[str, float]:
         if examples:  # the only row of a small batch may be skipped
             metrics["loss/sft"] = mean_loss
         state["step"] = step
-        run.train_data.num_read += len(example_ids)
-        run.train_data.num_skipped += len(example_ids) - len(examples)
-        num_skipped = state["consecutive_skipped_updates"]
-        state["consecutive_skipped_updates"] = 0 if is_finite else num_skipped + 1
+        num_read += len(example_ids)
+        num_skipped += len(example_ids) - len(examples)
+        consecutive_skips = 0 if is_finite else consecutive_skips + 1
 
         # --- 5. evaluate, log, save ---
         is_last_step = step == args.total_steps
@@ -247,14 +247,19 @@ def main(args: Args) -> dict[str, float]:
         names = ("loss/sft", "eval/loss", "eval/accuracy")
         shown = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
-        if problem := find_training_problem(run):
-            checkpoint = save_checkpoint(args, run, f"checkpoint-{step}-problem")
-            stop(f"step {step}: {problem}. The run is saved in {checkpoint}")
+        problem = None
+        if consecutive_skips >= 5:
+            problem = "no finite gradients in 5 steps"
+        # Over several steps, because a single bad row can be half of a small batch.
+        if num_read >= 100 and num_skipped > num_read / 2:
+            problem = f"{num_skipped} of {num_read} examples were skipped; see the warnings"
+        if problem:
+            print0(f"saved {save_checkpoint(args, run, f'checkpoint-{step}-problem')}")
+            stop(f"step {step}: {problem}")
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
-            checkpoint = save_checkpoint(args, run, f"checkpoint-{step}")
+            save_checkpoint(args, run, f"checkpoint-{step}")
         if has_signal and not is_last_step:
-            flags = f"--resume auto --run-name {run.run_dir.name}"
-            print0(f"stopped by a signal, saved {checkpoint}; continue with the same flags and {flags}")
+            print0(f"stopped by a signal; to continue, add --resume auto --run-name {run.run_dir.name}")
             break
 
     # --- 6. finish ---
@@ -283,7 +288,6 @@ def setup(args: Args) -> Run:
         "step": 0,
         "initial_eval": {},  # metrics before the first step
         "best_score": -math.inf,  # accuracy, or minus the loss, of checkpoint-best
-        "consecutive_skipped_updates": 0,  # updates whose gradients were not finite
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, judge=judge)
@@ -384,17 +388,6 @@ def catch_signals() -> list[int]:
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
     return received_signals
-
-
-def find_training_problem(run: Run) -> str | None:
-    """Why the run must stop, or None."""
-    data = run.train_data
-    if run.state["consecutive_skipped_updates"] >= 5:
-        return "no finite gradients in 5 steps"
-    # Over several steps, because a single bad row can be half of a small batch.
-    if data.num_read >= 100 and data.num_skipped > data.num_read / 2:
-        return f"{data.num_skipped} of {data.num_read} examples were skipped; see the warnings"
-    return None
 
 
 # ---- data ----
@@ -584,8 +577,6 @@ class ExampleDataset:
         self.eos_ids = decoding.find_eos_ids(self.model, self.tokenizer)
         require(self.eos_ids, f"{self.args.model} has no EOS token")
         self.prefixes = {}  # of the current batch, by prefix key
-        self.num_read = 0  # examples of training steps since the start or the last resume
-        self.num_skipped = 0  # of these, those that could not be used
         # A rank encodes its share of a step to plan the packs, and the examples of its own packs
         # to build them. Examples that are in both come from the cache.
         self.encode = functools.lru_cache(2 * math.ceil(self.args.train_batch_size / WORLD_SIZE))(self.encode)
@@ -782,12 +773,10 @@ def format_verdict(verdict: str, noun: str) -> str:
     return f"<answer>{VERDICTS[verdict].format(noun)}</answer>"
 
 
-def parse_verdict(text: str) -> str | None:
+def parse_verdict(text: str, noun: str) -> str | None:
     """The verdict of a judgment; None unless it has exactly one <answer>, with a known sentence."""
-    nouns = [candidate_type.capitalize() for candidate_type in CANDIDATE_TYPES]
-    answers = {format_verdict(verdict, noun): verdict for verdict in VERDICTS for noun in nouns}
-    found = [verdict for answer, verdict in answers.items() if answer in text]
-    return found[0] if len(found) == 1 and text.count("<answer>") == 1 else None
+    found = [verdict for verdict in VERDICTS if format_verdict(verdict, noun) in text]
+    return found[0] if found and text.count("<answer>") == 1 else None
 
 
 def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
@@ -930,7 +919,7 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
             "num_tokens": len(example.suffix_ids),
         }
         if example.label is not None:
-            verdict = parse_verdict(text)
+            verdict = parse_verdict(text, example.noun)
             probabilities = dict(zip(VERDICTS, logprobs[1:].softmax(0).tolist()))
             # If the reasoning was truncated, the verdicts were scored in the middle of it.
             is_complete = "<answer>" in text or not response.truncated
@@ -1021,8 +1010,7 @@ def load_judge(args: Args):
         model.get_output_embeddings().requires_grad_(True)
         frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
         if frozen:  # a text model has nothing else
-            names = ", ".join(frozen[:3])
-            print0(f"frozen outside of the language model: {len(frozen)} weights: {names}, ...")
+            print0(f"frozen outside of the language model: {len(frozen)} weights: {frozen[0]}, ...")
     prepare_for_training(args, judge)
     engine = init_deepspeed_engine(args, judge)
     engine.eval()
@@ -1035,11 +1023,8 @@ def load_model(args: Args, source: str, auto_class=None):
         config = transformers.AutoConfig.from_pretrained(source)
         text_config = config.get_text_config()
         is_vlm = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        is_text_model = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         if config.is_encoder_decoder or text_config.is_encoder_decoder:
             stop(f"can't load the model {source}: encoder-decoder models are not supported")
-        if not is_vlm and not is_text_model:
-            stop(f"can't load {source}: {config.model_type} is not a text or image-text-to-text model")
         if auto_class is None and is_vlm:
             auto_class = transformers.AutoModelForImageTextToText
         # SDPA silently ignores softcapping of attention scores (Gemma 2).
@@ -1049,13 +1034,11 @@ def load_model(args: Args, source: str, auto_class=None):
             dtype=getattr(torch, args.dtype),
             attn_implementation="eager" if has_softcap else None,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below
         )
     except (OSError, ValueError, RuntimeError) as error:
         stop(f"can't load the model {source}: {error}")
-    mismatched = [name for name, *_ in info["mismatched_keys"]]
-    missing = sorted({*info["missing_keys"], *mismatched})  # both would be random
-    require(not missing, f"{source}: {len(missing)} weights are missing or have another shape: {missing[:3]}")
+    missing = sorted(info["missing_keys"])  # they would be random
+    require(not missing, f"{source}: {len(missing)} weights are missing: {missing[:3]}")
     # Checkpointed layers run in train mode, where their own dropout (OPT's) would be active.
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -1234,8 +1217,7 @@ def zero_stale_gradients(optimizer) -> None:
 def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
     """Create the directory of this run; returns it and the checkpoint to resume from.
 
-    --resume auto continues --run-name. --resume CHECKPOINT starts a new run and only reads the
-    old one. Rank 0 decides, since other ranks may see different times and files."""
+    Rank 0 decides, since other ranks may see different times and files."""
     paths = [None, None]
     if RANK == 0:
         now = time.strftime("%Y%m%d-%H%M%S")
@@ -1243,40 +1225,24 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         run_dir = Path(args.output_dir, name)
         checkpoint = None
         if args.resume == "auto":
-            checkpoint = find_last_checkpoint(run_dir)
+            for problem in run_dir.glob("checkpoint-*-problem"):
+                stop(f"{problem} was saved after a problem: delete it to continue")
+            checkpoint = (list_checkpoints(run_dir) or [None])[-1]
         elif args.resume:
             checkpoint = Path(args.resume).resolve()
             if not (checkpoint / "state/run.pt").is_file():
                 stop(f"--resume {args.resume} is not a checkpoint: it has no file state/run.pt")
         if args.resume != "auto" and (run_dir / "args.json").exists():
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            stop(f"can't create {run_dir} in --output-dir: {error}")
+        run_dir.mkdir(parents=True, exist_ok=True)
         paths = [run_dir, checkpoint]
     dist.broadcast_object_list(paths)
     return tuple(paths)
 
 
-def checkpoint_step(checkpoint: Path) -> int:
-    """The N of checkpoint-N or checkpoint-N-problem."""
-    return int(checkpoint.name.split("-")[1])
-
-
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints, ordered by step, without those that were saved after a problem."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=checkpoint_step)
-
-
-def find_last_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint with which --resume auto continues; None for a new run."""
-    checkpoints = list_checkpoints(run_dir)
-    last_step = checkpoint_step(checkpoints[-1]) if checkpoints else 0
-    for problem in run_dir.glob("checkpoint-*-problem"):
-        if checkpoint_step(problem) >= last_step:
-            stop(f"{problem} was saved after a problem: delete it to go on from step {last_step}")
-    return checkpoints[-1] if checkpoints else None
+    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
 
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
@@ -1287,7 +1253,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze"}
+    fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze", "weight_decay"}
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
     if not all(x.requires_grad for x in parameters):  # frozen weights come from --model
         fixed |= {name for name in changes if name.endswith("model")}
@@ -1296,14 +1262,10 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
     for name, engine in engines.items():
-        decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
         loaded, _ = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
         require(loaded, f"DeepSpeed can't load {folder}")
-        # The checkpoint has overwritten clipping and weight decay: restore the flags.
-        engine.optimizer.clip_grad = args.max_grad_norm
-        for group, decay in zip(engine.optimizer.param_groups, decays):
-            group["weight_decay"] = decay
+        engine.optimizer.clip_grad = args.max_grad_norm  # the checkpoint has overwritten it
     if 0 < args.total_steps <= saved["state"]["step"]:
         print0(f"{checkpoint} is the end of its run: raise --total-steps to train longer")
     return saved["state"]
@@ -1324,13 +1286,11 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         source = checkpoint.parent / path.name if checkpoint else path
         lines = source.read_text().splitlines(keepends=True) if source.exists() else []
         lines = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one
-        num_kept = 0
-        if checkpoint:  # steps never decrease, so these are the first lines
-            num_kept = sum(json.loads(line)["train/step"] <= last_step for line in lines)
+        kept = [x for x in lines if checkpoint and json.loads(x)["train/step"] <= last_step]
         if is_continued:
             with (run_dir / f"{name}.repeated.jsonl").open("a") as file:
-                file.writelines(lines[num_kept:])
-        path.write_text("".join(lines[:num_kept]))
+                file.writelines(lines[len(kept) :])  # kept lines come first
+        path.write_text("".join(kept))
     if args.track == "wandb":
         import wandb
 
@@ -1350,12 +1310,11 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
         for record in sample_records:
             file.write(json.dumps({**record, "train/step": step}, default=str) + "\n")
     if args.track == "wandb":
+        import pandas
         import wandb
 
-        columns = list(dict.fromkeys(name for record in sample_records for name in record))
-        rows = [[str(record.get(column, "")) for column in columns] for record in sample_records]
-        table = {"samples": wandb.Table(columns, rows)} if rows else {}
-        wandb.run.log(metrics | table)
+        table = wandb.Table(dataframe=pandas.DataFrame(sample_records).fillna("").astype(str))
+        wandb.run.log(metrics | ({"samples": table} if sample_records else {}))
 
 
 def save_checkpoint(args: Args, run: Run, name: str) -> Path:
@@ -1374,12 +1333,8 @@ def save_checkpoint(args: Args, run: Run, name: str) -> Path:
             torch.save({"state": run.state, "flags": flags}, temporary / "state/run.pt")
     export_model(args, run.judge.module.model, run.processor, temporary)
     if RANK == 0:
-        previous = checkpoint.with_suffix(".previous")  # deleted last, so one is complete
-        shutil.rmtree(previous, ignore_errors=True)
-        if checkpoint.exists():  # checkpoint-best
-            checkpoint.rename(previous)
+        shutil.rmtree(checkpoint, ignore_errors=True)  # the last checkpoint-best
         temporary.rename(checkpoint)
-        shutil.rmtree(previous, ignore_errors=True)
         for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
             shutil.rmtree(old)
     dist.barrier()
@@ -1404,8 +1359,7 @@ def export_model(args: Args, model, processor, folder: Path) -> None:
     config = type(model.config).from_dict(model.config.to_dict())
     with torch.device("meta"):  # the same architecture, without LoRA
         export = type(model)(config)
-    if model.can_generate():  # a backbone can't
-        export.generation_config = model.generation_config
+    export.generation_config = getattr(model, "generation_config", None)  # a backbone has none
     export.save_pretrained(folder, state_dict=weights)
     processor.save_pretrained(folder)
 

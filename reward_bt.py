@@ -8,8 +8,7 @@ the reward of the chosen response above that of the rejected one:
 Paper: InstructGPT (Ouyang et al. 2022), https://arxiv.org/abs/2203.02155, eq. (1).
 docs/trl.md has the differences from the RewardTrainer of TRL.
 
-Start with `main`. The functions that it calls are grouped by topic: setup, data, forward,
-evaluation, model, DeepSpeed, files. Terms and letters:
+Terms and letters:
 
     ranking     dataset row: a prompt with two or more responses, best first
     pair        two responses of a ranking, of which the better one is "chosen"
@@ -217,6 +216,7 @@ def main(args: Args) -> dict[str, float]:
     run = setup(args)
     reward_model, state = run.reward_model, run.state
     received_signals = catch_signals()  # SIGTERM or SIGINT: finish the step, save and exit
+    consecutive_skips = 0  # updates whose gradients were not finite
     metrics = {}
     if run.eval_sets and (state["step"] == 0 or args.total_steps == 0):
         state["initial_eval"], eval_records = evaluate(args, run)
@@ -225,7 +225,7 @@ def main(args: Args) -> dict[str, float]:
     for step in range(state["step"] + 1, args.total_steps + 1):
         # --- 2. data: the next rankings, their pairs, and this rank's packs ---
         step_start = time.perf_counter()
-        rows_read = state["rows_read"]
+        rows_skipped = state["rows_skipped"]
         rankings = next_rankings(args, run)  # the same on all ranks
         pairs = make_pairs(rankings)
         B = sum(len(ranking.response_ids) for ranking in rankings)
@@ -262,14 +262,13 @@ def main(args: Args) -> dict[str, float]:
         # --- 4. metrics ---
         state["step"] = step
         is_skipped = math.isnan(grad_norm)
-        num_skipped = state["consecutive_skipped_updates"]
-        state["consecutive_skipped_updates"] = num_skipped + 1 if is_skipped else 0
+        consecutive_skips = consecutive_skips + 1 if is_skipped else 0
         metrics = {
             "train/step": step,
             "train/learning_rate": learning_rate,
             "train/grad_norm": grad_norm,
             "train/skipped_updates": int(is_skipped),
-            "train/rows_skipped": state["rows_read"] - rows_read - len(rankings),
+            "train/rows_skipped": state["rows_skipped"] - rows_skipped,
             "time/total": seconds,  # data and update
         }
         metrics |= pair_metrics(args, pairs, rewards)
@@ -286,13 +285,12 @@ def main(args: Args) -> dict[str, float]:
         names = ["rm/loss", "rm/accuracy", *(f"eval/{name}/accuracy" for name in run.eval_sets)]
         shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in names if name in metrics)
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
-        if state["consecutive_skipped_updates"] >= 5:
+        if consecutive_skips >= 5:
             save_and_stop(args, run, f"step {step}: no finite gradients in 5 steps")
         if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
-            checkpoint = save_checkpoint(args, run)
+            save_checkpoint(args, run)
         if has_signal and not is_last_step:
-            flags = f"--resume auto --run-name {run.run_dir.name}"
-            print0(f"stopped by a signal, saved {checkpoint}; continue with the same flags and {flags}")
+            print0(f"stopped by a signal; to continue, add --resume auto --run-name {run.run_dir.name}")
             break
 
     # --- 6. finish ---
@@ -321,7 +319,7 @@ def setup(args: Args) -> Run:
         "step": 0,
         "initial_eval": {},  # metrics before the first step
         "rows_read": 0,  # position in the endless stream of shuffled epochs
-        "consecutive_skipped_updates": 0,  # updates whose gradients were not finite
+        "rows_skipped": 0,  # those of them that could not be used
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, reward=reward_model)
@@ -395,8 +393,7 @@ def check_args(args: Args) -> None:
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
-    has_eval = args.total_steps or args.eval_datasets
-    require(has_eval, "--total-steps 0 only evaluates, which requires --eval-datasets")
+    require(args.total_steps or args.eval_datasets, "--total-steps 0 requires --eval-datasets")
 
 
 def require(condition: Any, message: str) -> None:
@@ -441,8 +438,6 @@ class RankingDataset:
         self.model = model
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.num_read = 0  # rows of next_rankings since the start or the last resume
-        self.num_skipped = 0  # those of them that could not be used
         self.rows = load_rows(args, source, split)
         if source == "easy-vqa":
             self.rows = add_easy_vqa_responses(self.rows, seed)
@@ -484,9 +479,9 @@ class RankingDataset:
         return Ranking(
             prompt=prompt,
             response_ids=response_ids,
-            texts=[join_texts(response) for response in responses],
+            texts=[" ".join(map(chats.content_text, response)) for response in responses],
             margin=margin,
-            columns={"prompt": join_texts(messages)} | columns,
+            columns={"prompt": " ".join(map(chats.content_text, messages))} | columns,
         )
 
 
@@ -542,12 +537,6 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
         text = chats.escape_special_tokens(text, special_tokens)
         messages.append({"role": message["role"], "content": [{"type": "text", "text": text}]})
     return messages
-
-
-def join_texts(messages: list[dict]) -> str:
-    """The texts of messages, for samples.jsonl."""
-    parts = [part for message in messages for part in message["content"]]
-    return " ".join(part["text"] for part in parts if part["type"] == "text")
 
 
 def encode_ranking(
@@ -690,10 +679,9 @@ def next_rankings(args: Args, run: Run) -> list[Ranking]:
         found = gather_rankings(data, choose_row_ids(positions, len(data.rows), args.seed))
         rankings += found
         state["rows_read"] += missing
-        data.num_read += missing
-        data.num_skipped += missing - len(found)
-        if data.num_read >= 100 and data.num_skipped > data.num_read / 2:
-            counts = f"{data.num_skipped} of {data.num_read} rows were skipped"
+        state["rows_skipped"] += missing - len(found)
+        if state["rows_read"] >= 100 and state["rows_skipped"] > state["rows_read"] / 2:
+            counts = f"{state['rows_skipped']} of {state['rows_read']} rows were skipped"
             save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
     return rankings
 
@@ -806,8 +794,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
             rankings += found
         num_skipped = len(row_ids) - len(rankings)
         if num_skipped > len(row_ids) / 2:
-            counts = f"{num_skipped} of {len(row_ids)} rows were skipped"
-            save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
+            save_and_stop(args, run, f"{data.source}: {num_skipped} of {len(row_ids)} rows were skipped")
         rewards = torch.cat(rewards)  # (B,)
         for key, value in pair_metrics(args, make_pairs(rankings), rewards).items():
             metrics[key.replace("rm/", f"eval/{name}/")] = value
@@ -817,9 +804,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
 
 
 def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[dict]:
-    """A record of each pair with finite rewards (JSON has no NaN) for samples.jsonl.
-
-    Its keys replace equal columns of the dataset."""
+    """A record of each pair with finite rewards (JSON has no NaN) for samples.jsonl."""
     records = []
     rewards_by_ranking = rewards.split([len(ranking.response_ids) for ranking in rankings])
     for ranking, ranking_rewards in zip(rankings, rewards_by_ranking):
@@ -1082,8 +1067,7 @@ def zero_stale_gradients(optimizer) -> None:
 def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
     """Create the directory of this run; returns it and the checkpoint to resume from.
 
-    --resume auto continues --run-name. --resume CHECKPOINT starts a new run and only reads the
-    old one. Rank 0 decides, since other ranks may see different times and files."""
+    Rank 0 decides, since other ranks may see different times and files."""
     paths = [None, None]
     if RANK == 0:
         now = time.strftime("%Y%m%d-%H%M%S")
@@ -1091,40 +1075,24 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         run_dir = Path(args.output_dir, name)
         checkpoint = None
         if args.resume == "auto":
-            checkpoint = find_last_checkpoint(run_dir)
+            for problem in run_dir.glob("checkpoint-*-problem"):
+                stop(f"{problem} was saved after a problem: delete it to continue")
+            checkpoint = (list_checkpoints(run_dir) or [None])[-1]
         elif args.resume:
             checkpoint = Path(args.resume).resolve()
             if not (checkpoint / "state/run.pt").is_file():
                 stop(f"--resume {args.resume} is not a checkpoint: it has no file state/run.pt")
         if args.resume != "auto" and (run_dir / "args.json").exists():
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            stop(f"can't create {run_dir} in --output-dir: {error}")
+        run_dir.mkdir(parents=True, exist_ok=True)
         paths = [run_dir, checkpoint]
     dist.broadcast_object_list(paths)
     return tuple(paths)
 
 
-def checkpoint_step(checkpoint: Path) -> int:
-    """The N of checkpoint-N or checkpoint-N-problem."""
-    return int(checkpoint.name.split("-")[1])
-
-
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints, ordered by step, without those that were saved after a problem."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=checkpoint_step)
-
-
-def find_last_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint with which --resume auto continues; None for a new run."""
-    checkpoints = list_checkpoints(run_dir)
-    last_step = checkpoint_step(checkpoints[-1]) if checkpoints else 0
-    for problem in run_dir.glob("checkpoint-*-problem"):
-        if checkpoint_step(problem) >= last_step:
-            stop(f"{problem} was saved after a problem: delete it to go on from step {last_step}")
-    return checkpoints[-1] if checkpoints else None
+    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
 
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
@@ -1135,7 +1103,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze"}
+    fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze", "weight_decay"}
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
     if not all(x.requires_grad for x in parameters):  # frozen weights come from --model
         fixed |= {name for name in changes if name.endswith("model")}
@@ -1144,14 +1112,10 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
     for name, engine in engines.items():
-        decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         folder = str(checkpoint / "state" / name)
         loaded, _ = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
         require(loaded, f"DeepSpeed can't load {folder}")
-        # The checkpoint has overwritten clipping and weight decay: restore the flags.
-        engine.optimizer.clip_grad = args.max_grad_norm
-        for group, decay in zip(engine.optimizer.param_groups, decays):
-            group["weight_decay"] = decay
+        engine.optimizer.clip_grad = args.max_grad_norm  # the checkpoint has overwritten it
     if 0 < args.total_steps <= saved["state"]["step"]:
         print0(f"{checkpoint} is the end of its run: raise --total-steps to train longer")
     return saved["state"]
@@ -1172,13 +1136,11 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         source = checkpoint.parent / path.name if checkpoint else path
         lines = source.read_text().splitlines(keepends=True) if source.exists() else []
         lines = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one
-        num_kept = 0
-        if checkpoint:  # steps never decrease, so these are the first lines
-            num_kept = sum(json.loads(line)["train/step"] <= last_step for line in lines)
+        kept = [x for x in lines if checkpoint and json.loads(x)["train/step"] <= last_step]
         if is_continued:
             with (run_dir / f"{name}.repeated.jsonl").open("a") as file:
-                file.writelines(lines[num_kept:])
-        path.write_text("".join(lines[:num_kept]))
+                file.writelines(lines[len(kept) :])  # kept lines come first
+        path.write_text("".join(kept))
     if args.track == "wandb":
         import wandb
 
@@ -1198,12 +1160,11 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
         for record in sample_records:
             file.write(json.dumps({**record, "train/step": step}, default=str) + "\n")
     if args.track == "wandb":
+        import pandas
         import wandb
 
-        columns = list(dict.fromkeys(name for record in sample_records for name in record))
-        rows = [[str(record.get(column, "")) for column in columns] for record in sample_records]
-        table = {"samples": wandb.Table(columns, rows)} if rows else {}
-        wandb.run.log(metrics | table)
+        table = wandb.Table(dataframe=pandas.DataFrame(sample_records).fillna("").astype(str))
+        wandb.run.log(metrics | ({"samples": table} if sample_records else {}))
 
 
 def save_and_stop(args: Args, run: Run, problem: str) -> NoReturn:
@@ -1256,8 +1217,7 @@ def export_model(args: Args, model, processor, folder: Path) -> None:
     config = type(model.config).from_dict(model.config.to_dict())
     with torch.device("meta"):  # the same architecture, without LoRA
         export = type(model)(config)
-    if model.can_generate():  # a backbone can't
-        export.generation_config = model.generation_config
+    export.generation_config = getattr(model, "generation_config", None)  # a backbone has none
     export.save_pretrained(folder, state_dict=weights)
     processor.save_pretrained(folder)
 

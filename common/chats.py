@@ -72,7 +72,9 @@ def load_media(messages: list[dict], data_dir: Path, tokenizer, max_pixels: int 
 
 
 def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
-    """An RGB image from a PIL image, bytes, {"bytes", "path"}, a path relative to data_dir, or a URL."""
+    """An RGB image from a PIL image, bytes, {"bytes", "path"}, a path relative to data_dir, or a URL.
+
+    It is scaled down to at most max_pixels (width * height)."""
     if isinstance(source, dict):  # as `datasets` stores images
         source = source.get("bytes") or source.get("path")
     try:
@@ -85,7 +87,10 @@ def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
         image = transformers.image_utils.load_image(source)  # RGB, with EXIF orientation applied
     except (TypeError, ValueError, SyntaxError, http.client.HTTPException) as error:
         raise RowError(f"can't load an image: {error}") from error
-    return scale_image(image, max_pixels)
+    scale = math.sqrt((max_pixels or math.inf) / (image.width * image.height))
+    if scale >= 1:
+        return image
+    return image.resize((max(1, int(image.width * scale)), max(1, int(image.height * scale))))
 
 
 def load_video(source: str, data_dir: Path, fps: float) -> tuple[np.ndarray, Any]:
@@ -103,14 +108,6 @@ def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
         for token in found:
             text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
     return text
-
-
-def scale_image(image: Image.Image, max_pixels: int | None) -> Image.Image:
-    """Scale an image down to at most max_pixels (width * height). None: unchanged."""
-    if max_pixels is None or image.width * image.height <= max_pixels:
-        return image
-    scale = math.sqrt(max_pixels / (image.width * image.height))
-    return image.resize((max(1, int(image.width * scale)), max(1, int(image.height * scale))))
 
 
 def trajectory_columns(messages: list[dict]) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """Sampling: in the packed layout the prompts run once, in packs, and then all responses grow token by
 token. In the padded layout the model's own generate runs, prompt by prompt.
 
-Letters: n prompts with G responses each, of which B are unfinished; P tokens in the longest prompt;
-R response tokens at most; V vocabulary size; H hidden size; D head dimension.
+Letters are those of packing.py, but B counts unfinished responses, and P and R are the largest lengths.
 """
 
 from dataclasses import dataclass
@@ -13,19 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import stop
+from common import packing, stop
 from common.attention import ModelError, is_packed
-from common.packing import (
-    Continuation,
-    Prompt,
-    build_packed,
-    logit_options,
-    media_token_ids,
-    plan_packs,
-    run_model,
-    scaled_log_softmax,
-    to_device,
-)
+from common.packing import Continuation, Prompt, run_model, to_device
 
 
 @dataclass
@@ -107,10 +96,10 @@ def generate_packed(
     position = torch.tensor([p.next_position for p in prompts], device=device).repeat_interleave(G)
     axes = prompts[0].position_ids.shape[:-1]  # (3,) for M-RoPE
     rows = torch.arange(len(position), device=device)  # (B,): unfinished responses
-    options = logit_options(model)
+    options = packing.logit_options(model)
     for t in range(R):
         logits = model.get_output_embeddings()(hidden)  # (B, V)
-        token_logprobs = scaled_log_softmax(logits, temperature or 1.0, **options)  # (B, V)
+        token_logprobs = packing.scaled_log_softmax(logits, temperature or 1.0, **options)  # (B, V)
         if temperature:
             token = sample_token(token_logprobs, uniforms[rows, t])  # (B,)
         else:
@@ -132,13 +121,18 @@ def generate_packed(
             use_cache=True,
         )
         hidden = out.last_hidden_state[:, -1]  # (B, H)
-    truncated = ~torch.isin(tokens, ends).any(1)
+    return make_responses(tokens, logprobs, eos_ids)
+
+
+def make_responses(tokens: Tensor, logprobs: Tensor, eos_ids: list[int]) -> list[Response]:
+    """Cut sampled tokens (B, R) and their log-probs after the first EOS, or else before the first -1."""
     responses = []
-    for b, length in enumerate((tokens >= 0).sum(1).tolist()):
+    for token_ids, token_logprobs in zip(tokens.cpu(), logprobs.cpu()):  # (R,), (R,)
+        token_ids = token_ids[token_ids >= 0]
+        ends = torch.isin(token_ids, torch.tensor(eos_ids)).nonzero()[:, 0].tolist()
+        R = ends[0] + 1 if ends else len(token_ids)
         # Copies, because pickling a view for another rank would send the whole table.
-        token_ids = tokens[b, :length].cpu().clone()
-        token_logprobs = logprobs[b, :length].cpu().clone()
-        responses.append(Response(token_ids, token_logprobs, truncated=bool(truncated[b])))
+        responses.append(Response(token_ids[:R].clone(), token_logprobs[:R].clone(), truncated=not ends))
     return responses
 
 
@@ -153,11 +147,11 @@ def prefill(model, prompts: list[Prompt], num_samples: int, max_tokens: int) -> 
     from transformers import DynamicCache
 
     lengths = torch.tensor([prompt.length for prompt in prompts])  # (n,)
-    plan = plan_packs([(i, []) for i in range(len(prompts))], lengths.tolist(), [], max_tokens)[0]
+    plan = packing.plan_packs([(i, []) for i in range(len(prompts))], lengths.tolist(), [], max_tokens)[0]
     hidden_of_packs = []  # (tokens, H) each
     caches = []  # one per pack; each layer has keys and values (1, kv_heads, tokens, D)
     for groups in plan:
-        pack = to_device(build_packed(groups, prompts, {}), model)
+        pack = to_device(packing.build_packed(groups, prompts, {}), model)
         cache = DynamicCache()
         out = run_model(model.base_model, **pack.model_inputs, past_key_values=cache, use_cache=True)
         hidden_of_packs.append(out.last_hidden_state[0])
@@ -166,17 +160,16 @@ def prefill(model, prompts: list[Prompt], num_samples: int, max_tokens: int) -> 
     order = torch.tensor([i for groups in plan for i, _ in groups])  # (n,): 1 0 2
     prompt_ends = lengths[order].cumsum(0)[order.argsort()]  # (n,)
 
-    row_ends = prompt_ends.repeat_interleave(num_samples)[:, None]  # (n * G, 1)
-    row_lengths = lengths.repeat_interleave(num_samples)[:, None]  # (n * G, 1)
     column = torch.arange(-int(lengths.max()), 0)  # (P,): -P ... -1
-    mask = (column >= -row_lengths).to(model.device)  # (n * G, P)
-    index = (row_ends + column).clamp(min=0).to(model.device)  # (n * G, P): at padding, any token will do
+    mask = (column >= -lengths[:, None]).repeat_interleave(num_samples, dim=0)  # (n * G, P)
+    index = (prompt_ends[:, None] + column).clamp(min=0)  # (n, P): at padding, any token will do
+    index = index.repeat_interleave(num_samples, dim=0).to(model.device)  # (n * G, P)
     row_cache = DynamicCache()
     for i in range(len(caches[0].layers)):
         keys = torch.cat([cache.layers[i].keys for cache in caches], dim=2)[0]  # (kv_heads, tokens, D)
         values = torch.cat([cache.layers[i].values for cache in caches], dim=2)[0]
         row_cache.update(keys[:, index].transpose(0, 1), values[:, index].transpose(0, 1), i)
-    return torch.cat(hidden_of_packs)[index[:, -1]], row_cache, mask
+    return torch.cat(hidden_of_packs)[index[:, -1]], row_cache, mask.to(model.device)
 
 
 def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:
@@ -205,7 +198,7 @@ def generate_padded(
         do_sample=temperature > 0,
         temperature=temperature or 1.0,
         top_k=0,
-        suppress_tokens=media_token_ids(model.config) or None,
+        suppress_tokens=packing.media_token_ids(model.config) or None,
         output_scores=True,
         return_dict_in_generate=True,
     )
@@ -218,9 +211,4 @@ def generate_padded(
     tokens = out.sequences[:, -len(out.scores) :]  # (G, R)
     pairs = zip(out.scores, tokens.T)  # scores (G, V) and tokens (G,) of each step
     logprobs = torch.stack([x.log_softmax(-1).gather(1, t[:, None])[:, 0] for x, t in pairs], dim=1)
-    responses = []
-    for token_ids, token_logprobs in zip(tokens.cpu(), logprobs.cpu()):  # (R,), (R,)
-        ends = torch.isin(token_ids, torch.tensor(eos_ids)).nonzero()[:, 0].tolist()
-        R = ends[0] + 1 if ends else len(token_ids)
-        responses.append(Response(token_ids[:R].clone(), token_logprobs[:R].clone(), truncated=not ends))
-    return responses
+    return make_responses(tokens, logprobs, eos_ids)

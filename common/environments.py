@@ -18,17 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from common import packing
 from common.chats import encode_chat, load_media
 from common.decoding import Response
-from common.packing import (
-    Continuation,
-    Prompt,
-    compute_position_ids,
-    continue_prompt,
-    extend_prompt,
-    join_continuations,
-    make_prompt,
-)
+from common.packing import Continuation, Prompt, continue_prompt, extend_prompt
 
 TEXT = [{"type": "text", "text": "."}]
 SHORT_CHAT = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}]
@@ -51,11 +44,10 @@ def await_all(results: list) -> list:
 class Trajectory:
     """A response [turn 1][observation 1][turn 2]... while it is sampled."""
 
-    prompt: Prompt
     environment: Any
     rng: np.random.Generator  # generates the seeds of turns 2, 3, ...
     sequence: Prompt  # the prompt and the response so far
-    max_length: int  # limit of the response, in tokens
+    max_length: int  # limit of the sequence, in tokens
     messages: list[dict] = field(default_factory=list)  # turns and observations
     parts: list[Continuation] = field(default_factory=list)  # the tokens of each message
     logprobs: list[Tensor] = field(default_factory=list)  # per message (R,): 0 for observations
@@ -69,7 +61,7 @@ class Trajectory:
     @property
     def room(self) -> int:
         """Tokens that the response may still have."""
-        return self.max_length - (self.sequence.length - self.prompt.length)
+        return self.max_length - self.sequence.length
 
     def append(self, message: dict, part: Continuation, logprobs: Tensor) -> None:
         """Append a turn or an observation."""
@@ -83,7 +75,7 @@ class Trajectory:
         return replace(self.sequence, seed=int(self.rng.integers(2**31)), max_new_tokens=self.room)
 
     def to_response(self) -> Response:
-        continuation = join_continuations(self.parts)
+        continuation = packing.join_continuations(self.parts)
         return Response(
             token_ids=continuation.token_inputs["input_ids"][0],
             logprobs=torch.cat(self.logprobs),
@@ -114,10 +106,10 @@ class EnvironmentSampler:
     def __post_init__(self):
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         self.logged_values = {}  # metric name -> one value per response of the last call of generate
-        self.short_ids = self.encode_ids(SHORT_CHAT)
-        before = self.encode_ids(SHORT_CHAT[:1], add_generation_prompt=True)
+        self.short_ids = encode_chat(self.processor, SHORT_CHAT)["input_ids"][0]  # (P,)
+        before = encode_chat(self.processor, SHORT_CHAT[:1], add_generation_prompt=True)["input_ids"]
         # EOS tokens before the assistant's own: many templates end every message with one.
-        self.num_eos = int(self.is_eos(before).sum())
+        self.num_eos = int(torch.isin(before, torch.tensor(self.eos_ids)).sum())
 
     def update_weights(self, step: int) -> None:
         self.sampler.update_weights(step)
@@ -125,27 +117,19 @@ class EnvironmentSampler:
     def sleep(self) -> None:
         self.sampler.sleep()
 
-    def is_eos(self, ids: Tensor) -> Tensor:
-        return torch.isin(ids, torch.tensor(self.eos_ids))
-
-    def encode_ids(self, messages: list[dict], **template) -> Tensor:
-        """Token ids of a chat, (P,)."""
-        return encode_chat(self.processor, messages, **template)["input_ids"][0]
-
     def generate(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
         """num_samples trajectories per prompt, in order of prompts; greedy if temperature is 0."""
         trajectories = [
             Trajectory(
-                prompt=prompt,
                 environment=self.environment_class(),
                 rng=np.random.default_rng([prompt.seed, j]),
                 sequence=prompt,
-                max_length=self.max_length,
+                max_length=prompt.length + self.max_length,
             )
             for prompt in prompts
             for j in range(num_samples)
         ]
-        rows = [{**x.prompt.row, "chat": x.prompt.messages} for x in trajectories]
+        rows = [{**x.sequence.row, "chat": x.sequence.messages} for x in trajectories]
         # Lists and dicts are copied (images are not), because an environment may change its row.
         rows = [tree_map(lambda leaf: leaf, row) for row in rows]
         returned = await_all([x.environment.reset(**row) for x, row in zip(trajectories, rows)])
@@ -155,7 +139,12 @@ class EnvironmentSampler:
         turns = self.sampler.generate(prompts, num_samples, temperature)
         while active:
             for trajectory, turn in zip(active, turns, strict=True):
-                self.append_turn(trajectory, turn)
+                token_ids = turn.token_ids[: trajectory.room]  # a sampler may ignore max_new_tokens
+                trajectory.truncated = turn.truncated or len(turn.token_ids) > trajectory.room
+                text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+                part = continue_prompt(trajectory.sequence, token_ids)
+                message = {"role": "assistant", "content": text}
+                trajectory.append(message, part, turn.logprobs[: len(token_ids)])
             active = [trajectory for trajectory in active if not trajectory.truncated]
             observations = await_all([x.environment.step(x.messages[-1]["content"]) for x in active])
             active = [x for x, observed in zip(active, observations) if self.append_observation(x, observed)]
@@ -166,14 +155,6 @@ class EnvironmentSampler:
             "rollout/observation_overflow_frac": [x.observation_overflow for x in trajectories],
         }
         return [trajectory.to_response() for trajectory in trajectories]
-
-    def append_turn(self, trajectory: Trajectory, turn: Response) -> None:
-        """Append a turn; a sampler may ignore max_new_tokens."""
-        token_ids = turn.token_ids[: trajectory.room]
-        trajectory.truncated = turn.truncated or len(turn.token_ids) > trajectory.room
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        part = continue_prompt(trajectory.sequence, token_ids)
-        trajectory.append({"role": "assistant", "content": text}, part, turn.logprobs[: len(token_ids)])
 
     def append_observation(self, trajectory: Trajectory, observation) -> bool:
         """Append the observation, and return True, unless the episode ends or there is no room for a turn."""
@@ -202,13 +183,14 @@ class EnvironmentSampler:
         message = {**message, "content": list(parts)}  # load_media changes these parts
         load_media([message], Path(), self.tokenizer, self.max_pixels, self.video_fps)
         inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
-        chat = make_prompt(self.model, inputs)
+        chat = packing.make_prompt(self.model, inputs)
         unknown = chat.token_inputs.keys() - sequence.token_inputs.keys()
         unknown |= {name for name, x in chat.token_inputs.items() if x.dim() > 2}  # masks over images
         if unknown:
             raise ValueError(f"observations with the inputs {', '.join(sorted(unknown))} are not supported")
         # The tokens after EOS, such as a newline, belong to the observation. Some templates write no EOS.
-        ends = self.is_eos(chat.input_ids).nonzero()[self.num_eos :, 0].tolist()
+        is_eos = torch.isin(chat.input_ids, torch.tensor(self.eos_ids))
+        ends = is_eos.nonzero()[self.num_eos :, 0].tolist()
         if ends:
             start = ends[0] + 1
         else:  # the observation follows the common prefix of both chats
@@ -219,7 +201,8 @@ class EnvironmentSampler:
         observation.token_inputs |= {name: x[:, start:] for name, x in chat.token_inputs.items()}
         observation.media_inputs = chat.media_inputs
         longer = extend_prompt(sequence, observation)
-        observation.position_ids = compute_position_ids(self.model, longer.inputs)[..., sequence.length :]
+        position_ids = packing.compute_position_ids(self.model, longer.inputs)
+        observation.position_ids = position_ids[..., sequence.length :]
         return observation
 
     def encode_example(self, sequence: Prompt) -> Continuation:

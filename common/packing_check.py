@@ -20,15 +20,7 @@ from torch import Tensor
 from common import packing, stop
 from common.attention import ModelError, PackingNotSupported, set_attention
 from common.decoding import generate_padded
-from common.packing import (
-    TOLERANCE,
-    Continuation,
-    Prompt,
-    continue_prompt,
-    extend_prompt,
-    run_model,
-    set_gradient_checkpointing,
-)
+from common.packing import TOLERANCE, Continuation, Prompt, continue_prompt, extend_prompt, run_model
 
 SHORT_LENGTHS = (12, 7)  # tokens of the two short responses to each prompt
 MAX_LENGTH = 2048  # tokens of the sequence with the long response
@@ -113,11 +105,11 @@ def choose_engine_layout(engine, forward: Callable, **options) -> str:
     network = engine if is_zero_3 else engine.module
 
     def checked_forward(pack: packing.Pack) -> Tensor:
-        set_gradient_checkpointing(engine.module, torch.is_grad_enabled())
+        packing.set_gradient_checkpointing(engine.module, torch.is_grad_enabled())
         return forward(network, pack)
 
     message = choose_layout(engine.module.model, checked_forward, **options)
-    set_gradient_checkpointing(engine.module, False)
+    packing.set_gradient_checkpointing(engine.module, False)
     if is_zero_3:  # a failed check can leave parameters gathered
         engine.empty_partition_cache()
     return message
@@ -136,35 +128,28 @@ def make_cases(
     for prompt in sorted(prompts, key=lambda prompt: prompt.length):
         by_media[prompt.media_keys].append(prompt)
     cases = []
-    notes = []
     for same_media in by_media.values():
         shortest_and_longest = same_media if len(same_media) < 3 else [same_media[0], same_media[-1]]
         for prompt in shortest_and_longest:
-            text = text_of_other_prompts(model, prompts, prompt)
-            cases.append(Case(prompt, [continue_prompt(prompt, text[R : 2 * R]) for R in SHORT_LENGTHS]))
+            texts = other_text(model, prompts, prompt, sum(SHORT_LENGTHS)).split(SHORT_LENGTHS)
+            cases.append(Case(prompt, [continue_prompt(prompt, text) for text in texts]))
     shortest = cases[0].prompt
-    turn = cases[0].responses[0]
-    text = text_of_other_prompts(model, prompts, shortest)
     if encode_observation:
-        observation = encode_observation(extend_prompt(shortest, turn))
-        sequence = extend_prompt(extend_prompt(shortest, turn), observation)
-        last_turn = continue_prompt(sequence, text[: SHORT_LENGTHS[0]])
-        case = Case(shortest, [packing.join_continuations([turn, observation, last_turn])])
-        if case.num_tokens <= max_tokens:
-            cases.append(case)
-        else:
-            notes.append("not compared: observations, which don't fit into a pack")
+        turn, other_turn = cases[0].responses
+        sequence = extend_prompt(shortest, turn)
+        observation = encode_observation(sequence)
+        sequence = extend_prompt(sequence, observation)
+        last_turn = continue_prompt(sequence, other_turn.token_inputs["input_ids"][0])
+        cases.append(Case(shortest, [packing.join_continuations([turn, observation, last_turn])]))
     max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
     length = min(max_length, max_tokens, max_positions, MAX_LENGTH)
-    if length < max_length:
-        notes.append(f"not compared: sequences of more than {length} tokens")
-    R = max(1, length - shortest.length)
-    long_response = continue_prompt(shortest, text.repeat(R // len(text) + 1)[:R])
-    return cases, Case(shortest, [long_response]), notes
+    notes = [f"not compared: sequences of more than {length} tokens"] if length < max_length else []
+    long_text = other_text(model, prompts, shortest, max(1, length - shortest.length))
+    return cases, Case(shortest, [continue_prompt(shortest, long_text)]), notes
 
 
-def text_of_other_prompts(model, prompts: list[Prompt], prompt: Prompt) -> Tensor:
-    """Token ids for the responses to a prompt, from the text of all other prompts.
+def other_text(model, prompts: list[Prompt], prompt: Prompt, length: int) -> Tensor:
+    """Token ids (length,) for responses to a prompt, from the text of all other prompts.
 
     A response that repeats its own prompt is easy to predict, so its log-probs hardly show errors.
     Random tokens would do, but in bf16 their log-probs are twice as noisy."""
@@ -175,36 +160,26 @@ def text_of_other_prompts(model, prompts: list[Prompt], prompt: Prompt) -> Tenso
     ids = ids if len(ids) > 0 else torch.arange(100)  # the prompts are images
     # Start in the middle of a prompt: all prompts begin with the same words of the chat template.
     start = len(others[0]) // 2
-    return ids.repeat(2 * max(SHORT_LENGTHS)).roll(-start)
-
-
-def make_filler(cases: list[Case], long_case: Case, max_tokens: int) -> Case:
-    """Copies of the long response that fill the rest of a pack. They are not compared themselves.
-
-    plan_packs puts the largest group first, so the other cases lie at the end of a full pack,
-    where they show errors that only occur at large pack indices."""
-    tokens = sum(case.num_tokens for case in [*cases, long_case]) + long_case.prompt.length
-    prompt, [response] = long_case
-    return Case(prompt, [response] * ((max_tokens - tokens) // len(response.response_mask)))
+    return ids.roll(-start).repeat(length // len(ids) + 1)[:length]
 
 
 def run_cases(
     model, forward: Callable, max_tokens: int, cases: list[Case], own_positions: bool = False
 ) -> list[Tensor]:
     """What `forward` returns for each response. own_positions: let the model compute position_ids."""
-    prompts = [case.prompt for case in cases]
     groups = []
     responses = []
     for i, case in enumerate(cases):
         groups.append((i, [len(responses) + k for k in range(len(case.responses))]))
         responses += case.responses
+        longest = max((len(response.response_mask) for response in case.responses), default=0)
+        max_tokens = max(max_tokens, case.prompt.length + longest)  # may exceed the run's limit
     packs = packing.iter_rank_packs(
         model=model,
         groups=groups,
-        prompts=prompts,
+        prompts=[case.prompt for case in cases],
         responses=[response.token_inputs["input_ids"][0] for response in responses],
-        # Short responses may be longer than the run's limit.
-        max_tokens=max(max_tokens, max(prompt.length for prompt in prompts) + SHORT_LENGTHS[0]),
+        max_tokens=max_tokens,
         continuations=dict(enumerate(responses)),
     )
     results = [None] * len(responses)
@@ -255,10 +230,18 @@ def largest_error(results: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def compare_padded_with_generate(model, cases: list[Case], must_generate: bool) -> list[str]:
-    """Compare padded log-probs of greedy tokens with those of generate. Exits, or returns a warning."""
+    """Compare padded log-probs of greedy tokens with those of generate. Exits, or returns a warning.
+
+    They differ if response tokens have other inputs than in generate, or if the model is not causal."""
+    no_eos = [model.config.get_text_config().vocab_size]
     for case in cases:
+        # It ends in text, because generate gives wrong positions to tokens that follow an image.
+        sequence = extend_prompt(case.prompt, case.responses[0])
         try:
-            error = generate_error(model, extend_prompt(case.prompt, case.responses[0]))
+            [response] = generate_padded(model, sequence, 1, SHORT_LENGTHS[0], no_eos, temperature=0.0)
+            pack = one_row(model, sequence, continue_prompt(sequence, response.token_ids))
+            logprobs, _ = packing.response_logprobs(model, pack)
+            error = float((logprobs.cpu() - response.logprobs).abs().mean())
             if error < TOLERANCE[model.dtype]:
                 continue
             problem = f"the model's generate and its forward differ by {error:.1e} nats per token"
@@ -268,18 +251,6 @@ def compare_padded_with_generate(model, cases: list[Case], must_generate: bool) 
             stop(f"row {case.prompt.row_id}: {problem}")
         return [f"warning: row {case.prompt.row_id}: {problem}, so don't sample from this model"]
     return []
-
-
-def generate_error(model, sequence: Prompt) -> float:
-    """Mean difference between log-probs of generate and of padded rows, in nats per token.
-
-    It is large if response tokens have other inputs than in generate, or if the model is not causal. The
-    sequence ends in text, because generate gives wrong positions to tokens that follow an image."""
-    no_eos = [model.config.get_text_config().vocab_size]
-    [response] = generate_padded(model, sequence, 1, SHORT_LENGTHS[0], no_eos, temperature=0.0)
-    pack = one_row(model, sequence, continue_prompt(sequence, response.token_ids))
-    logprobs, _ = packing.response_logprobs(model, pack)
-    return float((logprobs.cpu() - response.logprobs).abs().mean())
 
 
 # ---- 3. packed and padded ----
@@ -294,8 +265,12 @@ def compare_packed_with_padded(
     set_attention(model, "packed")
     if not packing.is_packed(model):
         raise PackingNotSupported("its attention can't be replaced")
-    packed = run([*cases, long_case, make_filler(cases, long_case, max_tokens)])
-    error = largest_error(packed[: len(padded)], padded)  # all but the filler
+    # Copies of the long response, which are not compared themselves, fill the rest of a pack. plan_packs
+    # puts the largest group first, so the cases show errors that only occur at large pack indices.
+    prompt, [response] = long_case
+    num_tokens = sum(case.num_tokens for case in [*cases, long_case]) + prompt.length
+    filler = Case(prompt, [response] * ((max_tokens - num_tokens) // len(response.response_mask)))
+    error = largest_error(run([*cases, long_case, filler])[: len(padded)], padded)
     if not error < TOLERANCE[model.dtype]:
         raise PackingNotSupported(f"its outputs change by {error:.1e}")
     if has_gradients:
@@ -310,28 +285,21 @@ def compare_packed_with_padded(
 def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
     """Gradients (1024, H) of the sum of squared results with respect to the input embeddings.
 
-    The layouts order tokens differently, so gradients are added up by token id (modulo 1024, for memory)."""
-    records = []  # token ids and embeddings of each forward
-
-    def record(module, args, output: Tensor) -> Tensor:
-        leaf = output.detach().requires_grad_()  # also if all weights are frozen
-        records.append((args[0], leaf))
-        return leaf.clone()  # some models write image features into it
-
+    The layouts order tokens differently, so gradients are added up by token id (modulo 1024, for
+    memory): they are those of a table of zeros that is added to the embeddings."""
     embeddings = model.get_input_embeddings()
-    table = torch.zeros(1024, embeddings.weight.shape[1], device=model.device)
-    hook = embeddings.register_forward_hook(record)
+    zeros = torch.zeros(1024, embeddings.weight.shape[1], device=model.device, requires_grad=True)
+    gradients = torch.zeros_like(zeros)
+    hook = embeddings.register_forward_hook(
+        lambda module, args, output: output + zeros[args[0] % len(zeros)].to(output.dtype)
+    )
     try:
         for case in cases:  # one at a time, because each keeps its activations
-            records.clear()
             loss = sum(values.square().sum() for values in run([case]))
-            leaves = [leaf for _, leaf in records]
-            gradients = run_model(torch.autograd.grad, loss, leaves, materialize_grads=True)
-            for (ids, _), gradient in zip(records, gradients):
-                table.index_add_(0, ids.flatten() % 1024, gradient.flatten(0, -2).float())
+            gradients += run_model(torch.autograd.grad, loss, zeros)[0]
     finally:
         hook.remove()
-    return table
+    return gradients
 
 
 def measure_logit_factor(model, case: Case) -> float:

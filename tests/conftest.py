@@ -19,6 +19,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test may need the network
 os.environ["WANDB_MODE"] = "offline"
 
 import pytest
+import torch
+import torch.distributed as dist
 import tyro
 from safetensors.torch import load_file
 
@@ -41,13 +43,10 @@ def slow(*values) -> list:
 @pytest.fixture(scope="session", autouse=True)
 def lasting_process_group():
     """DeepSpeed caches its groups, so runs in one process share the process group: it ends with the session."""
-    import torch.distributed as dist
-
     init, destroy = dist.init_process_group, dist.destroy_process_group
     dist.init_process_group = lambda *args, **kwargs: dist.is_initialized() or init(*args, **kwargs)
     dist.destroy_process_group = lambda *args: None
     yield
-    dist.init_process_group, dist.destroy_process_group = init, destroy
     if dist.is_initialized():
         destroy()
 
@@ -330,7 +329,6 @@ SIZE |= {"num_key_value_heads": 2}
 @pytest.fixture(scope="session")
 def tiny_text_model(tmp_path_factory) -> str:
     """Directory of a random text-only Qwen2 with a byte-level tokenizer and a chat template."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -352,7 +350,6 @@ def tiny_text_model(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def noisy_model(tiny_text_model, tmp_path_factory) -> str:
     """Directory of a random Mixtral whose router is random in training mode."""
-    import torch
     from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
 
     text = AutoConfig.from_pretrained(tiny_text_model)

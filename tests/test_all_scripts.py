@@ -1,4 +1,4 @@
-"""All scripts: a run resumes bit for bit, saves at a signal, and stops if no gradient is finite."""
+"""Several scripts: ranks train as one; runs resume exactly, save at a signal, stop at problems, and learn."""
 
 import importlib
 import math
@@ -10,19 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
+import datasets
 import deepspeed
 import pytest
 import torch
-from conftest import (
-    SCRIPTS,
-    TINY,
-    assert_same_run,
-    largest_difference,
-    metrics_of,
-    slow,
-    weights_of,
-    write_jsonl,
-)
+from conftest import SCRIPTS, TINY, assert_same_run, largest_difference, metrics_of, slow, weights_of
+from PIL import Image
 
 from common import decoding, packing
 
@@ -36,6 +29,27 @@ def run_script(run, any_reward):
     rewards = dict.fromkeys(("rloo", "ppo_vl"), any_reward)
     pairs = {"dataset": "easy-vqa", "eval_dataset": None, "micro_batch_tokens": 8192}
     return lambda script, **flags: run(script, **rewards.get(script, pairs) | flags)
+
+
+CRITIC, OFFLOADED = {"critic_learning_rate": 1e-5}, {"zero_stage": 3, "offload_optimizer": True}
+PLANS = [("rloo", {}, {"zero_stage": stage}) for stage in (0, 1, 2, 3)]
+PLANS += [("ppo_vl", CRITIC, plan) for plan in ({"zero_stage": 2}, {"zero_stage": 3}, OFFLOADED)]
+PLANS += [("rloo", {"lora_rank": 4}, OFFLOADED), ("ppo_vl", {"lora_rank": 2, **CRITIC}, OFFLOADED)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, flags, plan", PLANS)
+def test_two_ranks_train_as_one(script, flags, plan, run, finish, folder_of, any_score, tmp_path):
+    """Text, images and a video in small packs, so that each rank has several. Resume is bit-exact."""
+    flags |= {"dataset": folder_of("qwen2_5_vl") / "rows.jsonl", "eval_dataset": None, **any_score}
+    flags |= {"prompts_per_rollout": 5, "train_batch_size": 20, "learning_rate": 1e-5}
+    one = run(script, run_name="one", **flags)
+    flags |= {"ranks": 2, "max_prompt_length": 120, "micro_batch_tokens": 128, **plan}
+    finish(script, run_name="two", save_steps=1, **flags)
+    assert_same_run(one, two := tmp_path / "runs/two", 2e-4, of_weights=2e-5)
+    if plan == {"zero_stage": 3}:  # from step 1 of 2
+        finish(script, run_name="resumed", resume=two / "checkpoint-1", **flags)
+        assert_same_run(two, tmp_path / "runs/resumed", tolerance=0, of_weights=0)
 
 
 RESUMED = [("rloo", {"normalize_advantages": True, "mask_truncated": True})]
@@ -72,7 +86,7 @@ def test_a_signal_saves_and_ends_the_run(script, run_script, capsys, monkeypatch
     assert all(map(math.isfinite, last.values())), "JSON has no NaN"
     if script in ("rloo", "ppo_vl"):
         assert "eval/greedy_score" not in last, "there may be no time for an evaluation"
-    assert "with the same flags and --resume auto --run-name run" in capsys.readouterr().out
+    assert "to continue, add --resume auto --run-name run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -135,8 +149,25 @@ def test_a_sampler_that_disagrees_stops_the_run(script, run_script, tmp_path, re
 
 @each_policy
 def test_a_rollout_without_responses_to_train_on_stops_the_run(script, run_script, refused):
-    with refused("all responses with a reward are truncated: raise --max-response-length"):
+    with refused("excluded by --mask-truncated"):
         run_script(script, mask_truncated=True, max_response_length=1, eval_dataset=None)
+
+
+@each_policy
+def test_packs_do_not_change_the_result(script, run_script, spy):
+    """A mini-batch in several packs has the loss of one pack. Gradients are reduced after the last one."""
+    flags = {"eval_dataset": None, "max_prompt_length": 48, "total_steps": 1, "learning_rate": 1e-5}
+    one = run_script(script, **flags)
+    engine = deepspeed.DeepSpeedEngine
+    calls = [spy(engine, name) for name in ("set_gradient_accumulation_boundary", "backward")]
+    several = run_script(script, run_name="several", micro_batch_tokens=64, **flags)
+    boundaries, losses = ([torch.as_tensor(x).item() for (_, x), _, _ in found] for found in calls)
+    num_updates = 4 if script == "rloo" else 8  # PPO has two models
+    assert len(boundaries) >= 2 * num_updates and sum(boundaries) == num_updates and boundaries[-1]
+    if script == "rloo":  # the metric is the mean over all responses; each update has half of them
+        mean = metrics_of(several)[0]["loss/policy"]
+        assert sum(losses) / 4 == pytest.approx(mean, rel=1e-4) != pytest.approx(0)
+    assert_same_run(one, several, 2e-4, of_weights=2e-5)
 
 
 @each_policy
@@ -232,8 +263,14 @@ def test_errors_of_code_are_not_errors_of_data(script, run, monkeypatch, capsys)
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_dataset_without_a_usable_row_ends_the_run(script, run, tmp_path, refused):
+    """Until the images are where those of a saved dataset belong: in its directory."""
     row = {"image": "missing.png", "prompt": "Why?", "answer": "a", "chosen": "a", "rejected": "b"}
     row |= {"answer_1": "a", "answer_2": "b", "verdict": "1"} if script == "grm_sft" else {}
-    dataset = write_jsonl(tmp_path / "rows.jsonl", [row, row | {"image": "other.png"}])
+    splits = {"train": [row | {"image": "other.png"}], "test": [row] * 2}
+    splits = {split: datasets.Dataset.from_list(rows) for split, rows in splits.items()}
+    datasets.DatasetDict(splits).save_to_disk(saved := tmp_path / "saved")
+    flags = {"dataset": saved, "dataset_split": "test", "eval_dataset": None, "total_steps": 1}
     with refused("row 0 is skipped", "missing.png", "\nerror: ", "none of 2 rows can be used"):
-        run(script, dataset=dataset, eval_dataset=None)
+        run(script, **flags)
+    Image.new("RGB", (56, 56)).save(saved / "missing.png")
+    run(script, **flags)

@@ -1,7 +1,5 @@
 """The command line: every flag is read and explained, invalid ones are refused, and importing a script does nothing."""
 
-import ast
-import dataclasses
 import importlib
 import re
 import subprocess
@@ -10,17 +8,9 @@ import sys
 import pytest
 import tyro
 from conftest import ROOT, write_jsonl
-from test_consistency import each_script, flags_of, source_of
+from test_consistency import blocks_of, each_script, flags_of, source_of
 
-
-def exit_code(script: str, *words: str) -> int:
-    """Exit code of `python script words` if it ends before training. In this process, because imports take seconds."""
-    module = importlib.import_module(script)
-    with pytest.raises(SystemExit) as ended:
-        args = tyro.cli(module.Args, args=words, description=module.__doc__)
-        module.fill_defaults(args)
-        module.check_args(args)
-    return ended.value.code or 0
+import rloo
 
 
 def squeeze(text: str) -> str:
@@ -29,24 +19,15 @@ def squeeze(text: str) -> str:
 
 @each_script
 def test_help_shows_every_flag_with_its_comment_and_default(script, capsys):
-    assert exit_code(script, "--help") == 0
-    output = capsys.readouterr().out
     module = importlib.import_module(script)
+    with pytest.raises(SystemExit):
+        tyro.cli(module.Args, args=["--help"], description=module.__doc__)
+    output = capsys.readouterr().out
     assert squeeze(module.__doc__.splitlines()[0]) in squeeze(output)
-    for field in dataclasses.fields(module.Args):
-        flag, comment = "--" + field.name.replace("_", "-"), flags_of(script)[field.name][1]
-        help_entry = re.search(rf"^[│ ] {flag}[ ,].*?(?=^[│ ] --|\Z)", output, re.DOTALL | re.MULTILINE)
-        assert help_entry, f"{flag} is not in --help"
-        assert comment and squeeze(comment) in squeeze(help_entry.group()), flag
-        assert "(default:" in help_entry.group(), f"{flag} has no default"
-
-
-@each_script
-def test_invalid_arguments_exit_with_2(script, capsys):
-    for words in (["--no-such-flag", "1"], ["--total-steps", "many"]):
-        assert exit_code(script, *words) == 2 and words[0] in capsys.readouterr().err
-    assert exit_code(script, "--lora-alpha", "8") == 2  # check_args
-    assert capsys.readouterr().err.startswith("error: --lora-alpha requires --")
+    for name, (_, comment) in flags_of(script).items():
+        entry = re.search(rf"^[│ ] --{name.replace('_', '-')}[ ,].*?(?=^[│ ] --|\Z)", output, re.S | re.M)
+        assert entry and "(default:" in entry[0] and comment, name
+        assert squeeze(comment) in squeeze(entry[0]), name
 
 
 REFUSED = [  # those of rloo.py: test_rloo_runs.py
@@ -54,6 +35,7 @@ REFUSED = [  # those of rloo.py: test_rloo_runs.py
     ("ppo_vl", {"reward_clip": (1.0, 0.0)}, "--reward-clip (1.0 0.0)"),
     ("ppo_vl", {"freeze": "none"}, "--freeze none matches no parameter"),
     ("ppo_vl", {"freeze": "."}, "--freeze . freezes everything"),
+    ("rloo", {"lora_alpha": 8}, "--lora-alpha requires --lora-rank"),
     ("rloo", {"freeze": "visual", "lora_rank": 2}, "--lora-rank freezes all other weights"),
     ("reward_bt", {"eval_datasets": ("held.jsonl",)}, "--eval-datasets must be NAME=DATASET"),
     ("reward_bt", {"eval_datasets": ("x=a.jsonl", "x=b.jsonl")}, "with different names"),
@@ -71,24 +53,18 @@ def test_bad_flags_end_the_run_with_one_sentence(script, flags, words, run, refu
 
 @each_script
 def test_every_flag_is_read_and_every_read_is_a_flag(script):
-    tree = ast.parse(source_of(script))
-    read: dict[bool, set[str]] = {True: set(), False: set()}  # key: in check_args
-    for top in tree.body:
-        nodes = [n for n in ast.walk(top) if isinstance(n, ast.Attribute)]
-        attributes = {n.attr for n in nodes if ast.unparse(n.value) in ("args", "self.args")}
-        read[getattr(top, "name", None) == "check_args"] |= attributes
-    assert flags_of(script).keys() - read[False] == set()
-    assert (read[True] | read[False]) - flags_of(script).keys() == set()
+    flags = flags_of(script).keys()
+    outside = source_of(script).replace(blocks_of(script)["check_args"], "")
+    assert flags - {*re.findall(r"\bargs\.(\w+)", outside)} == set()
+    assert {*re.findall(r"\bargs\.(?!json)(\w+)", source_of(script))} - flags == set()
 
 
-@each_script
-def test_columns_are_renamed(script, tmp_path, refused):
+def test_columns_are_renamed(tmp_path, refused):
     row = {"problem": "Q", "solution": "A", "photo": "a.png", "answer": "no"}
     source = write_jsonl(tmp_path / "rows.jsonl", [row])
-    module = importlib.import_module(script)
 
     def load(*columns: str) -> dict:
-        return module.load_rows(module.Args(dataset=source, columns=columns), source, "train")[0]
+        return rloo.load_rows(rloo.Args(dataset=source, columns=columns), source, "train")[0]
 
     pairs = "prompt=problem", "answer=solution", "image=photo"
     expected = {"prompt": "Q", "answer": "A", "image": "a.png"}  # the old answer is replaced

@@ -1,7 +1,6 @@
 """README, docs and docstrings are right: commands parse; flags, names, metrics, links, files and numbers exist."""
 
 import ast
-import dataclasses
 import fnmatch
 import importlib
 import json
@@ -11,25 +10,20 @@ from pathlib import Path
 
 import pytest
 import tyro
-from conftest import ROOT, SCRIPTS, read_jsonl
-from test_consistency import each_script, flags_of, source_of
+from conftest import ROOT, SCRIPTS, SHORT, read_jsonl
+from test_consistency import each_script, source_of
+from torch.distributed.run import get_args_parser
 
 README = ROOT / "README.md"
 MARKDOWN = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "forks").glob("*.md"))]
 OF_OTHERS = {"trl.md", "lightrft.md"}  # pages that compare our names with other ones
 PYTHON = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "tools").glob("*.py"))]
 PYTHON += [ROOT / f"{script}.py" for script in SCRIPTS]
-START = r"(?:\w+=\S+ )*(?:python|torchrun|deepspeed|pip|pytest|vllm|sed|patch) "
-# Flags of other programs: pip, torchrun, deepspeed, vllm serve, OpenRLHF.
-FOREIGN = "deps nproc_per_node standalone hostfile tensor-parallel-size n_samples_per_prompt init_kl_coef"
-FOREIGN += " advantage_estimator remote_rm_url port logprobs-mode max-model-len help"
-
-SHORT_RUN = {"total_steps": 2, "prompts_per_rollout": 4, "train_batch_size": 8, "num_samples_per_prompt": 4}
-SHORT_RUN |= {"eval_prompts": 4, "eval_rows": 4, "eval_num_samples": 2}
-# Names of other libraries.
-FOREIGN_NAMES = set(
-    "rollout_batch_size save_to_disk AutoModel AutoProcessor AutoModelForImageTextToText trust_remote_code sync_ref_model DataProto loss_agg_mode compute_loss use_cpg_loss high_entropy_token_ratio vision_model vision_tower".split()
-)
+START = r"(?:\w+=\S+ )*(?:python|torchrun|pip|pytest|vllm|sed|patch) "
+# Flags of torchrun, pip, vllm serve and OpenRLHF, and names of other libraries.
+FOREIGN = "deps nproc_per_node standalone n_samples_per_prompt init_kl_coef remote_rm_url port logprobs-mode"
+FOREIGN += " max-model-len"
+FOREIGN_NAMES = {"DataProto", "trust_remote_code", "vision_tower"}
 
 each_page = pytest.mark.parametrize("page", [*MARKDOWN, *PYTHON], ids=lambda p: str(p.relative_to(ROOT)))
 each_markdown = pytest.mark.parametrize("page", MARKDOWN, ids=lambda p: p.name)
@@ -61,10 +55,16 @@ def commands(page: Path) -> list[list[str]]:
     parsed = []
     text = re.sub(r'"\$\{(\w+)\[@\]:\?\}"', lambda x: arrays[x[1]].replace("\n", " "), "\n".join(blocks))
     for line in text.replace("\\\n", " ").splitlines():
-        for part in re.split(r" (?:&&|\|) ", re.sub(r" >>? \S+$", "", line)):
+        for part in re.split(r" (?:&&|\|) ", re.sub(r" >>? \S+ *$", "", line)):
             words = shlex.split(part, comments=True)
             parsed += [words] if words else []
     return parsed
+
+
+def flags_in(source: str) -> set[str]:
+    """Fields of dataclasses, also those that a diff adds, and "--names"."""
+    fields = re.findall(r"^\+?    (\w+): ", source, re.M)
+    return {name.replace("_", "-") for name in fields} | {*re.findall(r'"--([\w-]+)"', source), "help"}
 
 
 # --- commands ---
@@ -81,39 +81,24 @@ def check_python(path: Path, words: list[str]) -> None:
         assert all((ROOT / file).is_file() for file in files), files
     source = path.read_text()
     source += source_of("rloo") if "rloo.Args" in source else ""
-    known = {name.replace("_", "-") for name in re.findall(r"^    (\w+): ", source, re.M)} | {"help"}
-    named = {word[2:] for word in words if word.startswith("--")}
-    known |= {flag for flag in named if f'"--{flag}"' in source or flag.removeprefix("no-") in known}
-    assert named - known == set()
+    named = {word[2:].removeprefix("no-") for word in words if word.startswith("--")}
+    assert named - flags_in(source) == set()
 
 
 def check_command(words: list[str], outputs: set[str]) -> None:
-    """The program's parser, if it has one, accepts the words, and the files among them exist.
+    """Our scripts accept the words, and the files of this repository among them exist.
 
-    outputs: scripts that `patch -o` makes on the same page."""
+    outputs: scripts that `patch -o` makes on the same page; tests/test_recipes.py runs them."""
     while re.match(r"\w+=", words[0]):
         words = words[1:]
-    program, words = words[0].split("/")[-1], words[1:]
+    program, *words = words
     if program == "torchrun":
-        from torch.distributed.run import get_args_parser
-
         args = get_args_parser().parse_args(words)
-        if args.training_script not in outputs:  # tests/test_recipes.py runs it
-            check_python(ROOT / args.training_script, args.training_script_args)
-    elif program == "deepspeed":
-        from deepspeed.launcher.runner import parse_args
-
-        args = parse_args(words)
-        check_python(ROOT / args.user_script, args.user_args)
-    elif program in ("python", "python3") and words[0] not in ("-m", "-c", *outputs):
+        words = [args.training_script, *args.training_script_args]
+    if program.split("/")[-1] in ("torchrun", "python") and words[0] not in ("-m", "-c", *outputs):
         check_python(ROOT / words[0].removeprefix("exercises/"), words[1:])  # copies of the scripts
-    elif program in ("pip", "pytest", "sed", "shuf", "patch", "bash") or program.endswith(".sh"):
-        files = [x for x in words if re.fullmatch(r"[\w/-]+\.(txt|md|sh|diff)|tests/.*|tools/.*", x)]
-        assert all((ROOT / file).exists() for file in files), files
-    else:
-        known = "python python3 vllm export cd mkdir git . echo cat curl wandb hf for done kill sbatch"
-        known += " nvidia-smi show"
-        assert program in known.split() or program.startswith("pipeline"), program
+    files = [x for x in (program, *words) if re.fullmatch(r"[\w/-]+\.(txt|md|diff)|(tests|tools)/.*", x)]
+    assert all((ROOT / file).exists() for file in files), files
 
 
 @each_page
@@ -131,15 +116,9 @@ def test_every_command_parses(page, capsys):
 @each_page
 def test_every_flag_named_in_the_text_exists(page):
     text = re.sub(r"(?m)^\|[^|]*\|", "|", prose(page)) if page.name in OF_OTHERS else prose(page)
-    tools = "".join(path.read_text() for path in PYTHON)
-    flags = {flag for script in SCRIPTS for flag in flags_of(script)}
-    known = {flag.replace("_", "-") for flag in flags} | {*FOREIGN.split()}
-    diffs = "".join(path.read_text() for path in (ROOT / "forks").glob("*.diff"))
-    forks = set(re.findall(r"^\+    (\w+): ", diffs, re.M))  # flags that diffs add
+    sources = [path.read_text() for path in (*PYTHON, *(ROOT / "forks").glob("*.diff"))]
     named = {name for _, name in re.findall(r"(?<![\w-])--(no-)?([a-z][a-z0-9_-]+)", text)}
-    in_tools = r'"--{}"|^    {}: '
-    known |= {x for x in named if re.search(in_tools.format(x, x.replace("-", "_")), tools, re.M)}
-    assert {name for name in named - known if name.replace("-", "_") not in forks} == set()
+    assert named - flags_in("".join(sources)) - {*FOREIGN.split()} == set()
 
 
 # --- metrics ---
@@ -158,9 +137,8 @@ def documented(script: str) -> set[str]:
 def test_the_table_of_metrics_is_what_a_run_writes(script, tmp_path):
     """The table has every key that a run writes. Keys that need a flag are at least in the script."""
     module = importlib.import_module(script)
-    names = {field.name for field in dataclasses.fields(module.Args)}
-    flags = {name: value for name, value in SHORT_RUN.items() if name in names}
-    module.main(module.Args(output_dir=str(tmp_path), run_name="run", **flags))
+    flags = {name: value for name, value in SHORT.items() if hasattr(module.Args, name)}
+    module.main(module.Args(output_dir=str(tmp_path), **flags))
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     written = {key for line in lines for key in line}
     known = documented(script)

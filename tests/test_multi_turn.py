@@ -93,15 +93,16 @@ def whole_logprobs(model, processor, prompt, response) -> torch.Tensor:
     return logprobs[response.response_mask]
 
 
-def packed_logprobs(model, prompts, responses, max_tokens=4000) -> torch.Tensor:
-    groups = [(i, [i]) for i in range(len(prompts))]
+def packed_logprobs(model, prompts, responses, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of the model's own tokens, response by response. Each prompt has as many responses."""
+    G = len(responses) // len(prompts)
+    groups = [(i, [*range(i * G, i * G + G)]) for i in range(len(prompts))]
     ids = [response.token_ids for response in responses]
-    continuations = {b: response.continuation for b, response in enumerate(responses)}
+    continuations = {b: x.continuation for b, x in enumerate(responses) if x.continuation}
     masks = torch.nn.utils.rnn.pad_sequence([x.response_mask for x in responses], batch_first=True)
     table = torch.full(masks.shape, torch.nan)
-    arguments = model, groups, prompts, ids, max_tokens
-    for pack in packing.iter_rank_packs(*arguments, continuations=continuations):
-        table = table.index_put(pack.token_index, packing.response_logprobs(model, pack)[0])
+    for pack in packing.iter_rank_packs(model, groups, prompts, ids, 4000, continuations=continuations):
+        table = table.index_put(pack.token_index, packing.response_logprobs(model, pack, temperature)[0])
     assert torch.equal(~table.isnan(), masks)  # no observation is a target
     return table[masks]
 
@@ -239,23 +240,18 @@ def test_limits_and_seeds():
         assert R == (first if overflow else min(limit, second + 1))  # the second turn is one token
 
 
-def test_images_in_observations_are_scaled_down():
+def test_flags_limit_images_and_videos_in_observations(tmp_path):
     model, processor, prompt = tiny()
-    observation = {"role": "user", "content": [{"type": "image", "image": crop(0, (640, 320))}]}
-    tokens = []
-    for max_pixels in (None, 80 * 40):
-        sampler = make_sampler(model, processor, max_pixels=max_pixels)
-        tokens.append(len(sampler.encode_message(prompt, observation).response_mask))
-    assert tokens[1] < tokens[0] / 3
-
-
-def test_videos_in_observations_have_the_frame_rate_of_the_flag(tmp_path):
-    model, processor, prompt = tiny()
-    write_video(tmp_path / "clip.mp4")
-    observation = {"role": "user", "content": [{"type": "video", "video": str(tmp_path / "clip.mp4")}]}
-    samplers = [make_sampler(model, processor, video_fps=fps) for fps in (2.0, 8.0)]
-    slow_video, fast_video = (len(x.encode_message(prompt, observation).response_mask) for x in samplers)
-    assert slow_video < fast_video
+    write_video(clip := tmp_path / "clip.mp4")
+    image = {"type": "image", "image": crop(0, (640, 320))}
+    video = {"type": "video", "video": str(clip)}
+    for part, less, more in ((image, {"max_pixels": 80 * 40}, {}), (video, {}, {"video_fps": 8.0})):
+        tokens = []
+        for flags in (less, more):
+            message = {"role": "user", "content": [dict(part)]}
+            observation = make_sampler(model, processor, **flags).encode_message(prompt, message)
+            tokens.append(len(observation.response_mask))
+        assert tokens[0] < tokens[1] / 3
 
 
 def test_special_tokens_in_observations_are_text():

@@ -15,11 +15,10 @@ import rloo
 from common.packing import Prompt
 
 PAIRS = {"dataset": "easy-vqa", "eval_dataset": None, "micro_batch_tokens": 8192}
-FLAGS = {"rloo": {}, "ppo_vl": {}, "reward_bt": PAIRS, "grm_sft": PAIRS}
 NUM_LAYERS = 4  # of the tiny model
 
 
-def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tmp_path, refused):
+def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tmp_path):
     """With a fake engine, whose completion g of the prompt [i] is the token 10 * i + g."""
 
     def completion(token: int):
@@ -27,19 +26,17 @@ def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tm
         reason = "length" if token % 2 else "stop"
         return SimpleNamespace(token_ids=[token], logprobs=logprobs, finish_reason=reason)
 
-    class FakeEngine:
-        __init__ = lambda self, **keywords: None  # noqa: E731
-        get_weight_version = lambda self: "0"  # noqa: E731
+    def answer(prompt_ids, n):
+        outputs = [completion(10 * prompt_ids[0] + g) for g in range(n)]
+        return SimpleNamespace(prompt_token_ids=[*prompt_ids], outputs=outputs)
 
-        def generate(self, inputs, params, use_tqdm):
-            assert [(x.seed, x.max_tokens) for x in params] == [(7, 24), (8, 3)]
-            return [self.answer(x["prompt_token_ids"], params[0].n) for x in inputs]
+    def generate(inputs, params, use_tqdm):
+        assert [(x.seed, x.max_tokens) for x in params] == [(7, 24), (8, 3)]
+        return [answer(x["prompt_token_ids"], params[0].n) for x in inputs]
 
-        def answer(self, prompt_ids, n):
-            outputs = [completion(10 * prompt_ids[0] + g) for g in range(n)]
-            return SimpleNamespace(prompt_token_ids=[*prompt_ids], outputs=outputs)
-
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeEngine, SamplingParams=SimpleNamespace))
+    engine = SimpleNamespace(generate=generate, get_weight_version=lambda: "0")
+    vllm = SimpleNamespace(LLM=lambda **keywords: engine, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
     args = filled_args("rloo")
     model = rloo.load_model(args, args.model)
     sampler = rloo.VLLMSampler(args, model, [500], tmp_path)
@@ -51,15 +48,15 @@ def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tm
     assert [x.token_ids.tolist() for x in responses] == [[30], [31], [50], [51]]
     assert [x.truncated for x in responses] == [False, True, False, True]
     assert responses[3].logprobs.tolist() == pytest.approx([-5.1])
-    monkeypatch.setattr(FakeEngine, "answer", lambda self, ids, n: SimpleNamespace(prompt_token_ids=[1]))
+    engine.generate = lambda inputs, params, use_tqdm: [SimpleNamespace(prompt_token_ids=[1])] * len(inputs)
     assert sampler.generate(prompts, 2, 1.0) == [None] * 4  # vLLM has other tokens
 
 
 RUNS = [
     ("rloo", {"zero_stage": 2, "lora_rank": 4}),
     ("ppo_vl", {}),
-    ("reward_bt", {"lora_rank": 4, "gradient_checkpointing": True}),
-    ("grm_sft", {"zero_stage": 3, "offload_optimizer": True}),
+    ("reward_bt", PAIRS | {"lora_rank": 4, "gradient_checkpointing": True}),
+    ("grm_sft", PAIRS | {"zero_stage": 3, "offload_optimizer": True}),
 ]
 
 
@@ -67,7 +64,7 @@ RUNS = [
 @pytest.mark.parametrize("script, flags", RUNS)
 def test_a_step(script, flags, run, capsys):
     with pretend(importlib.import_module(script)) as gpu:
-        run(script, **{"total_steps": 1} | FLAGS[script] | flags)
+        run(script, total_steps=1, **flags)
     out = capsys.readouterr().out
     assert "packing enabled" in out and "cuda:0, torch.bfloat16" in out
     assert gpu.num_varlen_calls >= 4 * NUM_LAYERS  # in the check at startup, and in the step
@@ -78,5 +75,4 @@ def test_two_ranks(argv):
     """Our own collectives, which one rank leaves out, are on the device too."""
     command = f"-m torch.distributed.run --standalone --nproc_per_node=2 {ROOT}/tests/pretend_device.py rloo"
     words = [sys.executable, *command.split(), *argv("rloo", total_steps=1, zero_stage=3)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "2 rank(s), cuda:0" in done.stdout, done.stderr[-3000:]
+    assert "2 rank(s), cuda:0" in subprocess.check_output(words, text=True, timeout=300)

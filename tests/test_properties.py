@@ -37,7 +37,6 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# ---- the head: log-probs, entropies and gradients against the dense formula ----
 def dense(hidden, weight, bias, targets, temperature, softcap, factor, suppressed) -> tuple:
     """Log-probs and entropies over the tokens that are not suppressed."""
     kept = torch.tensor([i for i in range(len(weight)) if i not in suppressed])
@@ -65,7 +64,7 @@ def test_head(examples, monkeypatch):
         weight.requires_grad_(not case["frozen"])
         bias.requires_grad_(not case["frozen"])
         entropy = {"with_entropy": case["with_entropy"]}
-        computed = packing.logprobs_from_hidden(hidden, weight, targets, bias=bias, **options, **entropy)
+        computed = packing.logprobs_from_hidden(hidden, weight, bias, targets, **entropy, **options)
         assert (computed[1] is not None) is case["with_entropy"] and computed[0].dtype == torch.float32
         computed = [x for x in computed if x is not None]
         expected = dense(*exact, targets, **options)[: len(computed)]
@@ -86,7 +85,6 @@ def test_head(examples, monkeypatch):
     check(examples, property_, **fields)
 
 
-# ---- packed and padded packs and the sampler against the unmodified model ----
 @pytest.fixture(scope="module")
 def models_of(folder_of):
     """Family -> the unmodified model, a copy with packed attention, and prompts to choose from: of any length for text

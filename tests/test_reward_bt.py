@@ -1,5 +1,4 @@
-"""reward_bt.py: the loss in closed form, every data format, rewards and gradients against the unmodified model, runs
-on one and two ranks, learning, and what a saved checkpoint gives."""
+"""reward_bt.py: the loss, data, rewards and gradients of the unmodified model, runs, saved checkpoints."""
 
 import math
 import re
@@ -14,10 +13,11 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from conftest import TINY, assert_same_run, chat, filled_args, metrics_of, read_jsonl, weights_of, write_jsonl
+from conftest import assert_same_run, chat, filled_args, metrics_of, read_jsonl, weights_of, write_jsonl
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+import ppo_vl
 import reward_bt
 from common.packing import PromptInfo
 from reward_bt import Args, Ranking, RankingDataset, compute_bt_loss, make_pairs, pair_metrics
@@ -38,16 +38,6 @@ def mean_loss(rewards: torch.Tensor, rankings: list[Ranking], smoothing: float, 
 
 
 # --- loss and metrics ---
-def test_worked_examples_of_the_docstrings():
-    pairs = make_pairs([ranking(2, 0), ranking(3, 0.5)])
-    assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([0, 2, 2, 3], [1, 3, 4, 4])
-    assert pairs.margins.tolist() == [0, 0.5, 0.5, 0.5]
-    assert pairs.weights.tolist() == pytest.approx([1 / 2, *[1 / 6] * 3])
-    chosen, rejected, margins = torch.tensor([[1.0, 0], [0, 2], [0, 0.5]])
-    losses, _ = compute_bt_loss(chosen, rejected, margins, label_smoothing=0.0, center_coef=0.1)
-    assert losses.tolist() == pytest.approx([0.4133, 2.9789], abs=1e-4)
-
-
 @pytest.mark.parametrize("smoothing, center", [(0.2, 0.0), (0.1, 0.05)])
 def test_loss_and_gradient_equal_the_closed_form(smoothing, center):
     """Rankings of 2, 4 and 3 responses with margins, pair by pair."""
@@ -106,7 +96,7 @@ def rows_of(text, tmp_path):
         torch.manual_seed(0)
         run = SimpleNamespace(train_data=data, eval_sets={"x": data})
         run.reward_model = Engine(reward_bt.RewardModel(model).eval())
-        run.state = {"rows_read": 0, "step": 0}
+        run.state = {"rows_read": 0, "rows_skipped": 0, "step": 0}
         return args, run
 
     return make
@@ -147,8 +137,6 @@ def test_turns_after_the_first_difference_are_part_of_the_responses(encode):
     row = {"chosen": chat("q", "good", "so?", "yes"), "rejected": chat("q", "bad", "so?", "yes")}
     _, (texts,) = encode(row)
     assert texts[0] == "user: q\nassistant: good\nuser: so?\nassistant: yes\nassistant: "
-    _, (texts,) = encode({"prompt": "q", "responses": ["a", "ab", "abc"]})  # one begins with another
-    assert [len(x) for x in texts] == [32, 33, 34]
 
 
 def test_system_prompt_margin_and_special_tokens(encode):
@@ -174,11 +162,7 @@ UNUSABLE = {
     "images, videos": {"prompt": "q", "chosen": chat("", IMAGE)[1:], "rejected": chat("", "b")[1:]},
     "messages with a role": {"prompt": "q", "chosen": ["a"], "rejected": ["b"]},
     "list of messages": {"prompt": "q", "chosen": chat("", "a")[1], "rejected": chat("", "b")[1]},  # no lists
-    "must have text": {
-        "prompt": "q",
-        "chosen": [{**CALLS, "tool_calls": None, "content": 5}],
-        "rejected": "b",
-    },
+    "must have text": {"prompt": "q", "chosen": [{"role": "assistant", "content": 5}], "rejected": "b"},
     "beginning of another": {"chosen": chat("q", "a"), "rejected": chat("q", "a", "so?")},
 }
 
@@ -207,21 +191,6 @@ def test_without_a_chat_template_responses_end_in_eos(text, tmp_path):
     assert plain.batch_decode(chats) == ["q: ab<|end|>", "q: a<|end|>"]
 
 
-def test_media_of_a_saved_dataset_are_in_its_directory(tmp_path):
-    import datasets
-
-    Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
-    (tmp_path / "saved").mkdir()
-    splits = {"train": GOOD, "test": GOOD | {"image": "b.png"}}
-    splits = {name: datasets.Dataset.from_list([row]) for name, row in splits.items()}
-    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    Image.new("RGB", (56, 56), "red").save(tmp_path / "saved" / "b.png")
-    args = filled_args("reward_bt")
-    processor = transformers.AutoProcessor.from_pretrained(TINY)
-    data = RankingDataset(args, str(tmp_path / "saved"), "test", 0, reward_bt.load_backbone(args), processor)
-    assert data.encode(0).prompt.media_inputs
-
-
 LONG = GOOD | {"chosen": "g" * 400}  # longer than rows_of's --max-length
 
 
@@ -236,7 +205,7 @@ def test_unusable_rows_are_replaced_by_the_next_ones(batch_size, rows_of):
     order = reward_bt.choose_row_ids(range(run.state["rows_read"]), 3, args.seed)
     assert len({tuple(order[i : i + 3]) for i in range(0, 99, 3)}) > 1, "each epoch has its own order"
     assert [x.prompt.row_id for rankings in found for x in rankings] == [row for row in order if row != 1]
-    assert run.train_data.num_skipped == order.count(1) > 50
+    assert run.state["rows_skipped"] == order.count(1) > 50
 
 
 def test_a_run_whose_rows_are_mostly_unusable_saves_and_stops(rows_of, monkeypatch, refused):
@@ -395,28 +364,20 @@ def run(tmp_path, **flags) -> list[dict]:
     return metrics_of(tmp_path / flags["run_name"])
 
 
-@pytest.mark.slow
-def test_frozen_weights_are_printed_and_stay(tmp_path, capsys):
-    run(tmp_path, freeze="^visual", total_steps=1, eval_rows=2, train_batch_size=2)
-    before = reward_bt.load_backbone(filled_args("reward_bt")).state_dict()
-    after = weights_of(tmp_path / "run/checkpoint-1")
-    changed = {name.startswith("visual.") for name in before if not torch.equal(before[name], after[name])}
-    count = sum(name.startswith("visual.") for name in before)
-    assert changed == {False}
-    assert f"--freeze ^visual freezes {count} weights: visual." in capsys.readouterr().out
+TRAINED = [({"freeze": "^visual"}, "^(?!visual)"), ({"lora_rank": 4}, r"language_model.*proj\.weight|score")]
 
 
 @pytest.mark.slow
-def test_lora_trains_with_the_head_and_is_merged(tmp_path):
-    first, *_, last = run(tmp_path, lora_rank=4, total_steps=12, learning_rate=3e-3, train_batch_size=16)
-    assert last["rm/loss"] != first["eval/easy-vqa/loss"]
+@pytest.mark.parametrize("flags, trained", TRAINED)
+def test_frozen_weights_stay_and_the_others_move(flags, trained, tmp_path):
+    """Adapters are merged; the head is trained with them."""
+    run(tmp_path, **flags, total_steps=4, eval_rows=2)
     model = reward_bt.load_backbone(filled_args("reward_bt"))
     torch.manual_seed(3)
     head = reward_bt.RewardModel(model).score.weight
-    before, after = model.state_dict() | {"score.weight": head}, weights_of(tmp_path / "run/checkpoint-12")
+    before, after = model.state_dict() | {"score.weight": head}, weights_of(tmp_path / "run/checkpoint-4")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert before.keys() == after.keys() and "score.weight" in changed
-    assert changed - {"score.weight"} == {n for n in before if re.search(r"language_model.*proj\.weight", n)}
+    assert before.keys() == after.keys() and changed == {x for x in before if re.search(trained, x)}
 
 
 @pytest.mark.slow
@@ -438,13 +399,12 @@ def test_two_ranks_with_zero_3_train_as_one(finish, tmp_path, vqa_rows, spy):
     assert_same_run(tmp_path / "one", tmp_path / "zero3", 1e-4, of_weights=1e-3)
 
 
-@pytest.mark.slow
-def test_rewards_in_bf16_are_all_different(tmp_path):
-    """128 responses to 64 prompts have 128 rewards, because the head computes in fp32."""
-    rows = [{"prompt": f"what is {i}?", "chosen": "one", "rejected": "two or three"} for i in range(64)]
-    run(tmp_path, **both(tmp_path, rows), eval_rows=64, total_steps=1, dtype="bfloat16")
-    records = read_jsonl(tmp_path / "run" / "samples.jsonl")[:64]
-    assert len({record[f"{side}_reward"] for record in records for side in ("chosen", "rejected")}) == 128
+@pytest.mark.parametrize("head", [reward_bt.RewardHead, ppo_vl.ValueHead])
+def test_heads_multiply_in_fp32(head):
+    """Otherwise many rewards in bf16 would be equal."""
+    head, hidden = head(64, 1, bias=False, dtype=torch.bfloat16), torch.randn(9, 64).bfloat16()
+    exact = hidden.double() @ head.weight[0].double()
+    torch.testing.assert_close(head(hidden), exact.float(), atol=1e-5, rtol=1e-5)
 
 
 # --- what a saved checkpoint gives ---

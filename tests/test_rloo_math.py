@@ -12,13 +12,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import TINY, chat, filled_args, write_jsonl
 from PIL import Image
-from test_families import write_video
 
 import rloo
 from common import chats, decoding
@@ -98,7 +96,7 @@ def score(functions: dict, prompt="Q"):
     return rloo.score_responses(functions, prompts, responses, ["t0", "t1"], "state")
 
 
-def test_rewards_are_called_as_in_trl(refused):
+def test_rewards_are_called_as_in_trl():
     received = {}
 
     def plain(log_metric, log_extra, **columns):
@@ -128,9 +126,6 @@ def test_rewards_are_called_as_in_trl(refused):
     assert received | expected == received
     score({"plain": plain}, prompt=chat("Q"))
     assert received["completions"][0] == chat("", "t0")[1:] and received["prompts"][0] == chat("Q")
-    for bad in ([1.0], None):
-        with refused():
-            score({"bad": lambda values=bad, **columns: values})
 
 
 @pytest.fixture
@@ -144,8 +139,6 @@ def fake():
     def try_encode(row: int) -> Prompt | None:
         if row == 3:
             return None
-        if row == 4:
-            raise TypeError("a bug in code")
         columns = {"prompt": f"Q{row}", "answer": str(10 + row), "rating": [1, None][row % 2]}
         columns |= {"row": "a column of the dataset", "phase": "another one"}
         return Prompt(row, 2, (), {}, {}, torch.arange(2), {}, row=columns, messages=[{"content": "Q"}])
@@ -177,9 +170,6 @@ def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     assert rollout.logged_metrics == {"reward_metrics/m": 12.0}
     only_rating = replace(args, reward_weights=(0.0, 1.0))  # a weight of 0: for logs only
     scores = rloo.collect_rollout(only_rating, run, data, [1, 2], 1, temperature=1.0, step=1).scores
-    assert scores.isnan().tolist() == [[True], [False]]
-    run.reward_funcs["own"] = run.reward_funcs["rating"]
-    scores = rloo.collect_rollout(args, run, data, [1, 2], num_samples=1, temperature=1.0, step=1).scores
     assert scores.isnan().tolist() == [[True], [False]]  # no reward applies to row 1
 
 
@@ -187,8 +177,6 @@ def test_only_errors_of_a_row_skip_a_row(fake, capsys, refused, text_data, monke
     args, run, data = fake
     rollout = rloo.collect_rollout(args, run, data, [2, 3, 1], 1, 1.0, step=1)
     assert len(rollout.prompts) == 2
-    with pytest.raises(TypeError, match="a bug in code"):
-        rloo.collect_rollout(args, run, data, [2, 4, 1], 1, 1.0, step=1)
     assert len(rloo.collect_rollout(args, run, data, [3, 9, 1], 1, 1.0, step=1).prompts) == 1  # two bad rows
     for rows in ([3, 9, 15], [3] * 17 + [1] * 15):
         with refused("more than half"):
@@ -290,6 +278,8 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
 
 
 IMAGE = Image.new("RGB", (8, 8))
+Image.effect_noise((512, 512), 99).save(FILE := io.BytesIO(), "png")
+START, _, END = FILE.getvalue().rpartition(b"IDAT")  # the last chunk of pixels
 UNUSABLE = [  # rows; part of the reason
     ({"prompt": "<image><image>", "image": IMAGE}, "2 <image> markers, but 1 images"),
     ({"prompt": [{"role": "system", "content": "Q"}], "image": IMAGE}, "0 <image> markers, but 1 images"),
@@ -302,6 +292,7 @@ UNUSABLE = [  # rows; part of the reason
     ({"prompt": [{"role": "user", "content": "Q", "tool_calls": [1]}]}, "tool_calls are not supported"),
     ({"prompt": "Q", "images": [None]}, "can't load an image"),
     ({"prompt": "Q", "image": "data:image/png;base64,A"}, "can't load an image"),
+    ({"prompt": "Q", "image": START + bytes(4) + END}, "can't load an image"),
 ]
 
 
@@ -311,25 +302,10 @@ def test_unusable_rows_are_refused_with_a_reason(row, reason, tokenizer):
         messages(row, tokenizer)
 
 
-def test_an_image_with_a_broken_chunk_is_an_error_of_its_row(tokenizer):
-    pixels = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
-    Image.fromarray(pixels).save(file := io.BytesIO(), "png")
-    start, _, rest = file.getvalue().rpartition(b"IDAT")
-    with pytest.raises(rloo.RowError, match="can't load an image"):
-        messages({"prompt": "Q", "image": start + bytes(4) + rest}, tokenizer)  # the last chunk of pixels
-
-
 def test_functions_of_files_can_be_pickled(tmp_path):
     (tmp_path / "math.py").write_text("def score(texts, **columns):\n    return [1.0]\n")
     score = rloo.load_callable("--rewards", f"{tmp_path}/math.py:score", {})
     assert pickle.loads(pickle.dumps(score)) is score
-
-
-def test_video_fps_is_the_rate_of_frames(tokenizer, tmp_path):
-    write_video(tmp_path / "clip.mp4")  # 3 seconds
-    for fps in (2.0, 4.0):
-        chat = messages({"prompt": "Q", "video": str(tmp_path / "clip.mp4")}, tokenizer, video_fps=fps)
-        assert len(chat[0]["content"][0]["video"]) == pytest.approx(3 * fps, abs=1)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""rloo.py end to end: what main does, ranks, ZeRO, resume, kills, custom samplers and rewards, invalid rows and flags."""
+"""rloo.py end to end: what main does, resume, kills, custom samplers and rewards, invalid rows and flags."""
 
 import json
 import random
@@ -7,7 +7,6 @@ import signal
 import time
 
 import conftest
-import deepspeed
 import numpy as np
 import pytest
 import torch
@@ -114,21 +113,6 @@ def test_the_second_pass_favors_what_was_rewarded(run, any_score, spy):
     assert metrics["policy/approx_kl"] > 0 and "objective/kl" not in metrics  # there is no reference
 
 
-def test_packs_do_not_change_the_result(run, any_score, spy):
-    """A mini-batch in several packs has the same loss as in one, and gradients are reduced after the last pack."""
-    flags = {"eval_dataset": None, "max_prompt_length": 48, "total_steps": 1, **any_score}
-    one = run("rloo", **flags)
-    engine = deepspeed.DeepSpeedEngine
-    calls = [spy(engine, name) for name in ("set_gradient_accumulation_boundary", "backward")]
-    several = run("rloo", run_name="several", micro_batch_tokens=64, **flags)
-    boundaries, losses = ([torch.as_tensor(x).item() for (_, x), _, _ in found] for found in calls)
-    assert len(boundaries) >= 8 and sum(boundaries) == 4 and boundaries[-1]  # four updates
-    # The metric is the mean over all responses; each update takes the mean over half of them.
-    mean = metrics_of(several)[0]["loss/policy"]
-    assert sum(losses) / 4 == pytest.approx(mean, rel=1e-4) != pytest.approx(0)
-    assert_same_run(one, several, 1e-4, of_weights=2e-5)
-
-
 @pytest.fixture
 def failing(tmp_path):
     """Function from a condition on the step and on earlier ones to flags for a reward that raises."""
@@ -176,13 +160,6 @@ def test_an_image_that_can_not_be_loaded_again_loses_nothing(run, tmp_path, spy,
     assert len(updates) == 4 and (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
-def test_a_rollout_without_rewards_stops_the_run(run, tmp_path, refused):
-    """A judge that does not answer, whose function returns None, would leave nothing to learn from."""
-    (tmp_path / "reward.py").write_text("def judge(texts, **columns):\n    return [None for _ in texts]\n")
-    with refused("no response has a reward"):
-        run("rloo", eval_dataset=None, rewards=(f"{tmp_path}/reward.py:judge",), reward_weights=(1,))
-
-
 @pytest.mark.slow
 def test_a_reward_that_raises_on_one_rank_stops_all(start, tmp_path, failing):
     flags = failing("step == 2 and os.environ['RANK'] == '1'")
@@ -190,20 +167,6 @@ def test_a_reward_that_raises_on_one_rank_stops_all(start, tmp_path, failing):
     log = (tmp_path / "log").read_text()
     assert "in fails" in log and "a bug of my reward" in log
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
-
-
-def test_random_routing_is_exact_or_stopped(run, noisy_model, tmp_path, monkeypatch, refused):
-    """A router that is random in training mode gives ratios of 1, or the run ends."""
-    data = write_jsonl(tmp_path / "text.jsonl", [{"prompt": f"Say {i}", "answer": str(i)} for i in range(8)])
-    flags = {"model": noisy_model, "dataset": data, "eval_dataset": None, "dtype": "float32"}
-    flags |= {"train_batch_size": 16, "total_steps": 1, "num_epochs": 1}
-    for checkpointing in (False, True):
-        name = f"run{checkpointing}"
-        metrics = metrics_of(run("rloo", run_name=name, gradient_checkpointing=checkpointing, **flags))[0]
-        assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5)
-    monkeypatch.setattr(rloo, "set_gradient_checkpointing", lambda module, enabled: module.train(enabled))
-    with refused("logprob_diff_mean is"):
-        run("rloo", **flags)
 
 
 def test_text_models_and_a_custom_sampler(run, tiny_text_model, tmp_path):
@@ -259,11 +222,10 @@ def test_resuming_deletes_nothing(run, any_score, spy, capsys, refused):
     flags |= {"freeze": "visual", "zero_stage": 2}
     old = run("rloo", **flags)
     before = files_of(old)
-    new_flags = {**flags, "learning_rate": 5e-5, "kl_coef": 0.5, "weight_decay": 0.1, "max_grad_norm": 0.5}
+    new_flags = {**flags, "learning_rate": 5e-5, "kl_coef": 0.5, "max_grad_norm": 0.5}
     saves = spy(rloo, "save_checkpoint")
     branch = run("rloo", run_name="branch", resume=old / "checkpoint-1", **new_flags)
-    optimizer = saves[-1][0][1].actor.optimizer
-    assert (optimizer.param_groups[0]["weight_decay"], optimizer.clip_grad) == (0.1, 0.5)
+    assert saves[-1][0][1].actor.optimizer.clip_grad == 0.5
     assert files_of(old) == before
     rates = [metrics_of(folder)[1]["train/learning_rate"] for folder in (old, branch)]
     assert rates[1] == pytest.approx(rates[0] / 2)  # DeepSpeed restores the old rate
@@ -273,13 +235,9 @@ def test_resuming_deletes_nothing(run, any_score, spy, capsys, refused):
     assert "flags changed since" in out and "kl_coef 0.5 (was 0.01)" in out
     with refused("already exists"):
         run("rloo", resume=old / "checkpoint-1", **flags)  # the same name
-    for wrong in (
-        {"model": str(old / "checkpoint-1")},
-        {"zero_stage": 0},
-    ):  # the former, because weights are frozen
-        [(name, value)] = wrong.items()
+    for name, value in (("model", old / "checkpoint-1"), ("zero_stage", 0)):  # the model has frozen weights
         with refused(f"can't resume {old / 'checkpoint-1'} with {name} {value} (was "):
-            run("rloo", run_name=name, resume=old / "checkpoint-1", **flags | wrong)
+            run("rloo", run_name=name, resume=old / "checkpoint-1", **flags | {name: value})
     saved = torch.load(path := old / "checkpoint-2/state/run.pt")
     torch.save(saved | {"flags": {**saved["flags"], "num_ranks": 2}}, path)
     with refused("with num_ranks 1 (was 2)"):
@@ -328,13 +286,6 @@ def test_adapters_are_trained_after_the_reference_pass(run, spy, any_score):
     assert all(x.requires_grad == (".lora_" in name) for name, x in actor.module.model.named_parameters())
 
 
-def test_images_are_scaled_down_before_the_processor(run, any_score, vqa_rows):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(conftest.TINY)
-    messages = rloo.build_messages(rloo.Args(max_pixels=1024), vqa_rows[0], ROOT, tokenizer)
-    assert messages[0]["content"][0]["image"].size == (32, 32)  # of 64 x 64
-    run("rloo", max_pixels=1024, eval_dataset=None, total_steps=1, **any_score)
-
-
 def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_path, vqa_rows, spy):
     rollouts = spy(rloo, "collect_rollout")
     run("rloo", dataset=write_jsonl(tmp_path / "one.jsonl", vqa_rows[:1]), eval_dataset=None, total_steps=1)
@@ -343,7 +294,6 @@ def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_
     assert len({*zip(*[iter(texts)] * 4)}) == 4 and {prompt.row_id for prompt in rollout.prompts} == {0}
 
 
-# ---- slow ----
 @pytest.mark.slow
 def test_the_checkpoint_is_a_transformers_directory_that_generates_the_same(run):
     run_dir = run("rloo", eval_steps=1, eval_prompts=4)
@@ -386,30 +336,6 @@ def test_wandb_gets_metrics_and_a_table_of_samples(run, vqa_rows, tmp_path, monk
     assert (run_dir / "checkpoint-2").is_dir() and len(metrics_of(run_dir)) == 3
 
 
-LORA = {"lora_rank": 4, "learning_rate": 1e-3}
-PLANS = [({"zero_stage": stage}, {}) for stage in (0, 1, 2, 3)]
-PLANS += [({"zero_stage": 3, "offload_optimizer": True}, LORA)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags, lora", PLANS)
-def test_two_ranks_train_as_one(run, finish, tmp_path, vqa_rows, any_reward, flags, lora):
-    """Small packs, so that each rank has several, and prompts without images."""
-    rows = [{"prompt": "What is it?", "answer": "blue"}, *(dict(row) for row in vqa_rows[::2])]
-    for row in rows[1::3]:
-        del row["image"]
-    data = write_jsonl(tmp_path / "mixed.jsonl", rows)
-    common = {"dataset": data, "max_prompt_length": 48, **any_reward, **lora}
-    one = run("rloo", run_name="one", **common)
-    common |= {"ranks": 2, "micro_batch_tokens": 64}
-    finish("rloo", run_name="two", save_steps=1, **common, **flags)
-    assert_same_run(one, tmp_path / "runs/two", 1e-4, of_weights=1e-4)
-    if flags == {"zero_stage": 3}:  # resume from step 1 of 2
-        flags |= {"resume": str(tmp_path / "runs/two/checkpoint-1"), "run_name": "resumed"}
-        finish("rloo", **common, **flags)
-        assert_same_run(tmp_path / "runs/two", tmp_path / "runs/resumed", tolerance=0, of_weights=0)
-
-
 BF16 = [{}, {"zero_stage": 3}, {"zero_stage": 2, "offload_optimizer": True}]
 BF16 += [{"zero_stage": 3, "offload_optimizer": True, "lora_rank": 4}]
 
@@ -417,7 +343,7 @@ BF16 += [{"zero_stage": 3, "offload_optimizer": True, "lora_rank": 4}]
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", BF16)
 def test_bf16(run, any_reward, monkeypatch, flags):
-    """Ratios are 1 up to rounding while the learning rate is 0. A rate of 1e-6 is below the resolution of most bf16
+    """Ratios of a rollout's only update are 1 up to rounding. A rate of 1e-6 is below the resolution of most bf16
     weights, so it moves the fp32 master weights. Resume is bit-exact."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -430,19 +356,14 @@ def test_bf16(run, any_reward, monkeypatch, flags):
 
     monkeypatch.setattr(rloo, "save_checkpoint", save_checkpoint)
     flags = {"dtype": "bfloat16", "eval_dataset": None, "warmup_updates": 0, **any_reward, **flags}
-    still = run("rloo", learning_rate=0.0, run_name="still", **flags)
-    for step in metrics_of(still):
-        # Packs of other sizes round differently, and how differently depends on the CPU.
-        assert step["policy/ratio"] == pytest.approx(1, abs=2e-3) and step["train/grad_norm"] > 0
-        assert abs(step["policy/approx_kl"]) < 1e-4
     flags |= {"learning_rate": 1e-6, "save_steps": 1, "num_epochs": 1, "train_batch_size": 16}
     flags |= {"min_lr_ratio": 1.0}
     moved = run("rloo", **flags)
-    before, first, after = masters_at_saves
-    assert (before - first).abs().max() == pytest.approx(1e-6, rel=0.05)  # as AdamW's first update is
-    assert (before != after).float().mean() > 0.9 and (before - after).abs().max() < 1e-5
+    assert all(step["policy/ratio"] == pytest.approx(1, abs=2e-3) for step in metrics_of(moved))
+    first, after = masters_at_saves
+    assert (first != after).float().mean() > 0.9 and (first - after).abs().max() < 1e-5
     if "lora_rank" not in flags:
-        assert (before.bfloat16() == after.bfloat16()).float().mean() > 0.7
+        assert (first.bfloat16() == after.bfloat16()).float().mean() > 0.7
     branch = run("rloo", resume=moved / "checkpoint-1", run_name="branch", **flags)
     assert_same_run(moved, branch, tolerance=0, of_weights=0)
     assert torch.equal(masters_at_saves[-1], after)
@@ -467,7 +388,6 @@ def test_sigterm_saves_and_kills_lose_nothing(start, finish, run, tmp_path, any_
     assert_same_run(undisturbed, tmp_path / "runs/killed", 0, of_weights=0)
 
 
-# ---- invalid input ----
 BAD = [  # flags, part of the message
     ({"num_samples_per_prompt": 1}, "--num-samples-per-prompt (1) must be at least 2"),
     ({"train_batch_size": 6}, "--train-batch-size (6) must be a multiple of --num-samples-per-prompt (4)"),
@@ -489,6 +409,7 @@ BAD = [  # flags, part of the message
     ({"rewards": ("none.py:f",), "reward_weights": (1,)}, "must be path.py:name"),
     ({"rewards": ("reward.py:g",), "reward_weights": (1,)}, "does not define 'g'"),
     ({"rewards": ("reward.py:f",), "reward_weights": (1,)}, "must return a list with a number or None"),
+    ({"rewards": ("reward.py:none",), "reward_weights": (1,)}, "no response has a reward"),
     ({"run_name": "taken"}, "already exists: use another --run-name"),
     ({"eval_dataset": "nowhere"}, "can't load the dataset nowhere (split test)"),
 ]
@@ -500,7 +421,8 @@ def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, w
     write_jsonl(tmp_path / "no_answer.jsonl", [{"prompt": "Q"}])
     write_jsonl(tmp_path / "listed.jsonl", [{"prompt": "Q", "answer": ["a"]}] * 8)
     (tmp_path / "broken.jsonl").write_text("{not json")
-    (tmp_path / "reward.py").write_text("def f(**columns):\n    return [1.0]\n")
+    code = "f = lambda **columns: [1.0]\nnone = lambda texts, **columns: [None for _ in texts]\n"
+    (tmp_path / "reward.py").write_text(code)
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     (tmp_path / "runs" / "taken" / "args.json").write_text("{}")
     with refused(words):

@@ -10,11 +10,11 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1646, 405, 165, 59, 10),
-    "ppo_vl.py": (1860, 515, 195, 59, 10),
-    "reward_bt.py": (1267, 310, 100, 57, 10),
-    "grm_sft.py": (1415, 310, 100, 58, 10),
-    "common/*.py": (1978, 0, 0, 58, 14),
+    "rloo.py": (1605, 405, 165, 59, 10),
+    "ppo_vl.py": (1808, 515, 195, 59, 10),
+    "reward_bt.py": (1227, 310, 100, 57, 10),
+    "grm_sft.py": (1369, 310, 100, 58, 10),
+    "common/*.py": (1869, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 75,
     "docs/recipes.md": 329,
     "tools/*.py": 3420,
-    "tests/*.py": 7841,
+    "tests/*.py": 7187,
 }
 
 
@@ -46,6 +46,7 @@ def test_code_is_within_its_limits(pattern):
     assert sum(map(len, filled)) / len(filled) <= mean, "crowded"
     assert 100 * sum(len(line) > 95 for line in filled) / len(filled) <= wide, "crowded"
     for source in sources:
+        assert source.count("# fmt: skip") <= 4 and "# fmt: off" not in source, "crowded"
         functions = functions_of(source)
         main, end_of_main = functions.pop("main", (0, 0))
         assert main <= most_main and end_of_main <= most_to_main
@@ -59,27 +60,11 @@ def test_pages_tools_and_tests_are_within_their_limits(pattern):
 
 
 def test_code_is_formatted():
-    """Limits must not be met by crowded lines; `fmt: skip` is for calls with many keywords."""
-    files = [str(path.relative_to(ROOT)) for pattern in CODE for path in ROOT.glob(pattern)]
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", "format", "--check", *files], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    for name in files:
-        source = (ROOT / name).read_text()
-        assert source.count("# fmt: skip") <= 4 and "# fmt: off" not in source, name
-
-
-def test_scripts_share_nothing_else():
-    shared = "__init__ attention chats decoding environments kl packing packing_check"
-    assert {path.stem for path in (ROOT / "common").glob("*.py")} == {*shared.split()}
-    assert {path.name for path in ROOT.glob("*.py")} == {name for name in CODE if "/" not in name}
+    command = f"{sys.executable} -m ruff format --check --exclude docs ."
+    subprocess.run(command.split(), cwd=ROOT, check=True)
 
 
 def test_common_uses_public_interfaces():
-    """Nothing is patched or read from models' sources, and one line depends on the type of a model."""
-    texts = {path: path.read_text() for path in (ROOT / "common").glob("*.py")}
-    tricks = r"setattr\(|__new__|inspect\.getsource|co_names|\.forward = "
-    for path, text in texts.items():
-        assert not re.search(tricks, text), path
-    assert sum(text.count("model_type") for text in texts.values()) == 1
+    """Nothing is patched or read from models' sources."""
+    text = "".join(path.read_text() for path in (ROOT / "common").glob("*.py"))
+    assert not re.search(r"setattr\(|__new__|inspect\.getsource|co_names|\.forward = ", text)

@@ -1,10 +1,10 @@
-"""Answers that were made with the weights of another step are refused, in process and over HTTP, and servers sample from
-the whole distribution whatever the model's generation_config.json says. Fakes replace vLLM here; tests/test_vllm.py and
-tests/test_recipes.py have tests with the real one."""
+"""Answers that were made with the weights of another step are refused, and servers ignore generation_config.json.
+Fakes replace vLLM here; tests/test_vllm.py and tests/test_recipes.py have tests with the real one."""
 
 import functools
 import runpy
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,25 +19,16 @@ GENERATION_CONFIG = {"repetition_penalty": 1.05, "temperature": 1e-6, "top_k": 1
 GENERATION_CONFIG |= {"min_p": 0.1, "presence_penalty": 1.5, "frequency_penalty": 0.5}
 
 
-class LLM:
-    """What VLLMSampler calls of vllm.LLM."""
-
-    version = "default"
-
-    def __init__(self):
-        self.collective_rpc = self.reset_prefix_cache = self.reset_mm_cache = lambda *_, **__: None
-        self.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: None)
-        self.generate = lambda *_, **__: []
-        self.sampled_with = []  # the settings of each request to a server
-
-    def update_weight_version(self, new_version: str) -> None:
-        self.version = new_version
-
-    def get_weight_version(self) -> str:
-        return self.version
+def make_llm() -> Mock:
+    """What VLLMSampler calls of vllm.LLM, and the settings of each request to a server."""
+    llm = Mock(version="default", sampled_with=[])
+    llm.generate.return_value = []
+    llm.get_weight_version.side_effect = lambda: llm.version
+    llm.update_weight_version.side_effect = lambda new_version: setattr(llm, "version", new_version)
+    return llm
 
 
-def respond(llm: LLM, path: str, body: dict) -> tuple[int, dict]:
+def respond(llm: Mock, path: str, body: dict) -> tuple[int, dict]:
     """The endpoints of `vllm serve` that examples/vllm_server.py calls. Responses are one EOS token."""
     if path == "/update_weight_version":
         llm.update_weight_version(**body)
@@ -54,7 +45,7 @@ def respond(llm: LLM, path: str, body: dict) -> tuple[int, dict]:
 def setup(request, serve, monkeypatch, tmp_path):
     """A sampler, and the (fake) vLLM from which it samples."""
     rloo.init_distributed()
-    llm, model = LLM(), torch.nn.Linear(2, 2)
+    llm, model = make_llm(), torch.nn.Linear(2, 2)
     model.config = transformers.Qwen2Config()
     if request.param == "in process":
         sampler = object.__new__(rloo.VLLMSampler)

