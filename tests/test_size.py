@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 75,
     "docs/recipes.md": 329,
     "tools/*.py": 3420,
-    "tests/*.py": 7198,
+    "tests/*.py": 7202,
 }
 
 
