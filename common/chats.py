@@ -30,7 +30,7 @@ def encode_chat(processor, messages: list[dict], **template) -> dict:
             raise ValueError("a text model can't read images and videos")
         texts = ["".join(part["text"] for part in message["content"]) for message in messages]
         messages = [message | {"content": text} for message, text in zip(messages, texts)]
-        if processor.chat_template is None:
+        if processor.chat_template is None:  # then texts are concatenated
             return processor("".join(texts), return_tensors="pt")
     template |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     return processor.apply_chat_template(messages, **template)

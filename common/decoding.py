@@ -1,7 +1,7 @@
 """Sampling: in the packed layout the prompts run once, in packs, and then all responses grow token by
 token. In the padded layout the model's own generate runs, prompt by prompt.
 
-Letters are those of packing.py, but B counts unfinished responses, and P and R are the largest lengths.
+Letters: n prompts with G responses each, B unfinished responses, P and R their largest lengths.
 """
 
 from dataclasses import dataclass
@@ -56,9 +56,8 @@ def generate(
 ) -> list[Response]:
     """num_samples responses to each prompt, seeded with the prompt's seed; greedy at temperature 0.
 
-    max_new_tokens: tokens per response, including EOS; a prompt may have a lower
-    max_new_tokens. max_tokens: per pack of prompts. Media tokens are never sampled, because
-    training masks them, too."""
+    max_new_tokens: tokens per response, including EOS; a prompt may have a lower limit. max_tokens:
+    per pack of prompts. Media tokens are never sampled, because training masks them, too."""
     limits = [min(max_new_tokens, prompt.max_new_tokens or max_new_tokens) for prompt in prompts]
     if is_packed(model):
         return generate_packed(model, prompts, num_samples, limits, eos_ids, temperature, max_tokens)
@@ -85,7 +84,8 @@ def generate_packed(
     G = num_samples
     R = max(limits)
     limits = torch.tensor(limits, device=device).repeat_interleave(G)  # (n * G,)
-    # A generator per prompt, so that its responses don't depend on the other prompts in the batch.
+    # A generator per prompt, so that its responses don't depend on the other prompts in the batch. If
+    # G > 1, this requires equal limits. They differ only in the later turns of trajectories, where G is 1.
     uniforms = [np.random.default_rng(p.seed).random((G, R)) for p in prompts]
     uniforms = torch.tensor(np.concatenate(uniforms), device=device)  # (n * G, R)
     tokens = torch.full(uniforms.shape, -1, device=device)  # (n * G, R): -1 after the end
@@ -125,7 +125,7 @@ def generate_packed(
 
 
 def make_responses(tokens: Tensor, logprobs: Tensor, eos_ids: list[int]) -> list[Response]:
-    """Cut sampled tokens (B, R) and their log-probs after the first EOS, or else before the first -1."""
+    """Cut sampled tokens (n * G, R) and their log-probs after the first EOS, or else before the first -1."""
     responses = []
     for token_ids, token_logprobs in zip(tokens.cpu(), logprobs.cpu()):  # (R,), (R,)
         token_ids = token_ids[token_ids >= 0]
@@ -174,7 +174,7 @@ def prefill(model, prompts: list[Prompt], num_samples: int, max_tokens: int) -> 
 
 def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF sampling (B,): the token whose CDF interval contains `uniform` (B,)."""
-    cdf = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # the caller stops the run if log-probs are NaN
+    cdf = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # sample_and_score stops the run at NaN
     tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
     return tokens.clamp(max=logprobs.shape[-1] - 1)
 

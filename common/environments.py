@@ -59,12 +59,10 @@ class Trajectory:
         return (len(self.messages) + 1) // 2
 
     @property
-    def room(self) -> int:
-        """Tokens that the response may still have."""
+    def remaining_tokens(self) -> int:
         return self.max_length - self.sequence.length
 
     def append(self, message: dict, part: Continuation, logprobs: Tensor) -> None:
-        """Append a turn or an observation."""
         self.messages.append(message)
         self.parts.append(part)
         self.logprobs.append(logprobs)
@@ -72,7 +70,9 @@ class Trajectory:
 
     def next_prompt(self) -> Prompt:
         """The trajectory so far, as the prompt of its next turn."""
-        return replace(self.sequence, seed=int(self.rng.integers(2**31)), max_new_tokens=self.room)
+        return replace(
+            self.sequence, seed=int(self.rng.integers(2**31)), max_new_tokens=self.remaining_tokens
+        )
 
     def to_response(self) -> Response:
         continuation = packing.join_continuations(self.parts)
@@ -130,7 +130,7 @@ class EnvironmentSampler:
             for j in range(num_samples)
         ]
         rows = [{**x.sequence.row, "chat": x.sequence.messages} for x in trajectories]
-        # Lists and dicts are copied (images are not), because an environment may change its row.
+        # tree_map copies lists and dicts, but not images: an environment may change its row.
         rows = [tree_map(lambda leaf: leaf, row) for row in rows]
         returned = await_all([x.environment.reset(**row) for x, row in zip(trajectories, rows)])
         if any(x is not None for x in returned):
@@ -139,15 +139,18 @@ class EnvironmentSampler:
         turns = self.sampler.generate(prompts, num_samples, temperature)
         while active:
             for trajectory, turn in zip(active, turns, strict=True):
-                token_ids = turn.token_ids[: trajectory.room]  # a sampler may ignore max_new_tokens
-                trajectory.truncated = turn.truncated or len(turn.token_ids) > trajectory.room
+                token_ids = turn.token_ids[: trajectory.remaining_tokens]  # a sampler may exceed it
+                trajectory.truncated = turn.truncated or len(token_ids) < len(turn.token_ids)
                 text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
                 part = continue_prompt(trajectory.sequence, token_ids)
                 message = {"role": "assistant", "content": text}
                 trajectory.append(message, part, turn.logprobs[: len(token_ids)])
-            active = [trajectory for trajectory in active if not trajectory.truncated]
-            observations = await_all([x.environment.step(x.messages[-1]["content"]) for x in active])
-            active = [x for x, observed in zip(active, observations) if self.append_observation(x, observed)]
+            running = [trajectory for trajectory in active if not trajectory.truncated]
+            observations = await_all([x.environment.step(x.messages[-1]["content"]) for x in running])
+            active = []
+            for trajectory, observation in zip(running, observations):
+                if self.append_observation(trajectory, observation):
+                    active.append(trajectory)
             if active:
                 turns = self.sampler.generate([x.next_prompt() for x in active], 1, temperature)
         self.logged_values = {
@@ -160,21 +163,21 @@ class EnvironmentSampler:
         """Append the observation, and return True, unless the episode ends or there is no room for a turn."""
         if observation is None or trajectory.num_turns == self.max_turns:
             return False
-        message = observation
-        if not isinstance(message, dict):
-            message = {"role": "user", "content": observation}
-        part = self.encode_message(trajectory.sequence, message)
+        if not isinstance(observation, dict):
+            observation = {"role": "user", "content": observation}
+        part = self.encode_message(trajectory.sequence, observation)
         R = len(part.response_mask)
-        if R >= trajectory.room:
+        if R >= trajectory.remaining_tokens:
             trajectory.truncated = trajectory.observation_overflow = True
             return False
-        trajectory.append(message, part, logprobs=torch.zeros(R))
+        trajectory.append(observation, part, logprobs=torch.zeros(R))
         return True
 
     def encode_message(self, sequence: Prompt, message: dict) -> Continuation:
         """The tokens that follow the assistant's EOS in a short chat with this observation, and its media.
 
-        Their positions are those in the whole sequence, from the model's own get_rope_index."""
+        Their positions are those in the whole sequence, from the model's own get_rope_index. Media that
+        can't be loaded end the run, like any error of an environment."""
         content = message["content"]
         if not isinstance(content, str | list):
             types = "None, a string, a list of parts, or a message with one of these as content"

@@ -33,7 +33,6 @@ class Case(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the case in a pack."""
         return self.prompt.length + sum(len(response.response_mask) for response in self.responses)
 
 
@@ -43,8 +42,8 @@ def choose_probe_rows(rows, count: int = 16) -> list[int]:
     for name in rows.column_names:
         if name.startswith(("image", "video")):
             column = rows.select_columns([name]).with_format("arrow")[:][name]  # which opens no media
-            chosen.add(next((i for i, value in enumerate(column) if value.as_py()), 0))
-    return sorted(chosen)
+            chosen.add(next((i for i, value in enumerate(column) if value.as_py()), None))
+    return sorted(chosen - {None})
 
 
 @torch.no_grad()
@@ -58,6 +57,7 @@ def choose_layout(
     encode_observation: Callable[[Prompt], Continuation] | None = None,
 ) -> str:
     """Switch to the packed layout if it is exact; returns a message. Call on all ranks, which decide alike.
+    A rank that exits ends the run, because torchrun then ends the others.
 
     It sets the model's attention, and for packing.py the attributes checked_media and logit_factor.
     forward: pack -> log-probs or values (M,), or scores (S,). max_length: maximum tokens of a prompt plus
@@ -76,7 +76,7 @@ def choose_layout(
     reason = ""
     try:
         if attention != "sdpa":
-            raise PackingNotSupported(f"its attention is {attention}, not sdpa")
+            raise PackingNotSupported(f"the model uses {attention} attention, but packing needs sdpa")
         if max_length > (limit := packing.rope_limit(model)):
             raise PackingNotSupported(f"beyond {limit} tokens its RoPE depends on the sequence length")
         model.logit_factor = measure_logit_factor(model, cases[0])
@@ -187,7 +187,7 @@ def run_cases(
         if own_positions:
             pack.model_inputs.pop("position_ids", None)
         values = forward(pack)
-        are_scores = len(values) == len(pack.response_index)
+        are_scores = len(values) == len(pack.response_index)  # if M == S, both select the same
         for s, b in enumerate(pack.response_index.tolist()):
             results[b] = values[s : s + 1] if are_scores else values[pack.response_of_token == s]
     return results
@@ -268,8 +268,8 @@ def compare_packed_with_padded(
     # Copies of the long response, which are not compared themselves, fill the rest of a pack. plan_packs
     # puts the largest group first, so the cases show errors that only occur at large pack indices.
     prompt, [response] = long_case
-    num_tokens = sum(case.num_tokens for case in [*cases, long_case]) + prompt.length
-    filler = Case(prompt, [response] * ((max_tokens - num_tokens) // len(response.response_mask)))
+    free_tokens = max_tokens - prompt.length - sum(case.num_tokens for case in [*cases, long_case])
+    filler = Case(prompt, [response] * max(0, free_tokens // len(response.response_mask)))
     error = largest_error(run([*cases, long_case, filler])[: len(padded)], padded)
     if not error < TOLERANCE[model.dtype]:
         raise PackingNotSupported(f"its outputs change by {error:.1e}")

@@ -322,11 +322,10 @@ def test_configs_of_other_families():
 
 # ---- prompts ----
 def test_positions_after_a_long_video(batch_of):
-    """A video's frames count in time beyond the text after them. The response continues from that text."""
+    """A slow video's frames count in time beyond the text after them. The response continues from that text."""
     batch = batch_of("qwen2_5_vl")
     model = batch.model
-    inputs = batch.prompts[-1].inputs  # "<image>, then <video>?"
-    inputs = {**inputs, "second_per_grid_ts": torch.tensor([30.0])}  # a slow video: 60 positions per frame
+    inputs = batch.prompts[-1].inputs | {"second_per_grid_ts": torch.tensor([100 / 3])}
     long = packing.make_prompt(model, inputs)
     assert long.next_position == int(long.position_ids[0, -1]) + 1 < long.position_ids.max()
     packing.set_attention(model, "packed")
@@ -339,6 +338,7 @@ def test_positions_after_a_long_video(batch_of):
         expected = unmodified_logprobs(model, inputs, sampled.token_ids, TEMPERATURE)
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(sampled.logprobs, expected, atol=1e-4, rtol=0)
+    assert packing.to_device(inputs, model.bfloat16())["second_per_grid_ts"] == torch.tensor([100 / 3])
 
 
 def test_a_prompt_may_limit_its_responses(batch_of):

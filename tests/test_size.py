@@ -14,7 +14,7 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
     "ppo_vl.py": (1808, 515, 195, 59, 10),
     "reward_bt.py": (1227, 310, 100, 57, 10),
     "grm_sft.py": (1369, 310, 100, 58, 10),
-    "common/*.py": (1869, 0, 0, 58, 14),
+    "common/*.py": (1868, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
