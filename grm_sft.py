@@ -4,8 +4,8 @@ A judge reads a question and two candidates (images, videos or texts) and writes
 
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
-It learns this by next-token prediction; the reasoning inside of <think> comes from the dataset and may
-be missing. Each pair is trained in both orders, if its reasoning can be rewritten for the other order.
+It learns this by next-token prediction; the reasoning inside <think> comes from the dataset and may
+be missing. Each pair is trained in both orders, unless its reasoning can't be rewritten.
 
 Papers: Generative Verifiers (https://arxiv.org/abs/2408.15240), whose reward is the probability of a
 verdict (examples/judge_reward.py); UnifiedReward-Think (https://arxiv.org/abs/2505.03318), the source of
@@ -15,14 +15,14 @@ Terms and letters:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
     example     what the model reads: a pair in one order of its candidates, or a chat
-    prefix      tokens that examples can share. In training it ends with the last image, which
-                questions can share; in evaluations it is all that the judge reads
+    prefix      the tokens that examples can share: in training up to the last image, in evaluations
+                all that the judge reads
     suffix      the rest of an example; only its assistant turns are trained
     verdict     "1", "2" or "tie": which candidate is better
-    label       the correct verdict in the order that is shown
+    label       the correct verdict in the order shown
     judgment    what the judge writes in an evaluation
     pack        input of one forward pass (common/packing.py)
-    B, R, M     examples of a step, tokens of a suffix, trained tokens of a pack
+    R, M        tokens of a suffix, trained tokens of a pack
 
     python grm_sft.py                # default: a tiny VLM on easy-VQA, minutes on a CPU core
     python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset my.jsonl --eval-dataset test.jsonl
@@ -75,7 +75,7 @@ class Args:
     # --- experiment ---
     seed: int = 1  # Random seed for data order and easy-VQA's pairs.
     output_dir: str = "runs"  # Directory that contains one directory per run.
-    run_name: str | None = None  # Folder in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
+    run_name: str | None = None  # Directory in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
     resume: str | None = None  # auto: continue --run-name. A path: a new run from this checkpoint.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id of a VLM or text model.
@@ -96,7 +96,7 @@ class Args:
     lora_alpha: float = 32.0  # The adapters' output is multiplied by alpha / rank.
     # --- algorithm ---
     total_steps: int = 500  # Number of optimizer steps; 0 only evaluates.
-    train_batch_size: int = 32  # Examples per optimizer step, over all ranks; a pair is two.
+    train_batch_size: int = 32  # Examples per optimizer step, over all ranks; a pair is one or two.
     # --- optimizer ---
     learning_rate: float | None = None  # Peak. Default: 1e-5; LoRA: 1e-4; bundled model: 1e-3.
     min_lr_ratio: float = 0.1  # The cosine schedule ends at this fraction of the peak.
@@ -176,7 +176,7 @@ def main(args: Args) -> dict[str, float]:
     run = setup(args)
     judge, state = run.judge, run.state
     received_signals = catch_signals()  # SIGTERM or SIGINT: finish the step, save and exit
-    num_read = num_skipped = 0  # training examples, and those of them that could not be used
+    num_read = num_skipped = 0  # training examples, and those that could not be used
     consecutive_skips = 0  # updates whose gradients were not finite
     metrics = {}
     if run.eval_data and (state["step"] == 0 or args.total_steps == 0):
@@ -197,7 +197,7 @@ def main(args: Args) -> dict[str, float]:
         packs = list(iter_packs(args, run, examples))  # each rank has the same number
 
         # --- 3. update: the gradients of all packs, and one optimizer step ---
-        set_gradient_checkpointing(judge.module, True)  # no effect without the flag
+        set_gradient_checkpointing(judge.module, True)  # train mode for checkpointed layers
         local_loss = torch.zeros((), device=DEVICE)  # sum over this rank's packs
         for k, pack in enumerate(packs):
             judge.set_gradient_accumulation_boundary(k == len(packs) - 1)
@@ -206,7 +206,7 @@ def main(args: Args) -> dict[str, float]:
             judge.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             local_loss += loss.detach()
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
-        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0  # NaN: the update was skipped
+        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0  # NaN: skipped
         set_gradient_checkpointing(judge.module, False)
         mean_loss = sum(all_gather_list([float(local_loss)]))  # over the step's trained tokens
         seconds = time.perf_counter() - step_start
@@ -221,7 +221,7 @@ def main(args: Args) -> dict[str, float]:
             "train/skipped_updates": int(not is_finite),
             "train/trained_tokens": num_tokens,
             "train/rows_skipped": len({example_id // 2 for example_id in skipped_ids}),
-            "time/total": seconds,  # data and update
+            "time/total": seconds,  # phases 2 and 3
         }
         if examples:  # the only row of a small batch may be skipped
             metrics["loss/sft"] = mean_loss
@@ -247,9 +247,7 @@ def main(args: Args) -> dict[str, float]:
         names = ("loss/sft", "eval/loss", "eval/accuracy")
         shown = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
-        problem = None
-        if consecutive_skips >= 5:
-            problem = "no finite gradients in 5 steps"
+        problem = "no finite gradients in 5 steps" if consecutive_skips >= 5 else ""
         # Over several steps, because a single bad row can be half of a small batch.
         if num_read >= 100 and num_skipped > num_read / 2:
             problem = f"{num_skipped} of {num_read} examples were skipped; see the warnings"
@@ -299,8 +297,7 @@ def setup(args: Args) -> Run:
     if args.total_steps > 0:  # else nothing is trained
         train_data = load_examples(args, args.dataset, args.dataset_split, model, processor, training=True)
     if source := args.eval_dataset or ("easy-vqa" if args.dataset == "easy-vqa" else None):
-        split = args.eval_dataset_split
-        eval_data = load_examples(args, source, split, model, processor, training=False)
+        eval_data = load_examples(args, source, args.eval_dataset_split, model, processor, training=False)
     data = train_data or eval_data
     num_examples = sum(map(len, data.groups))
     print0(f"{run_dir}: {num_examples} examples, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
@@ -318,7 +315,7 @@ def setup(args: Args) -> Run:
     )
     print0(message)
     sampling_model = model
-    if args.zero_stage == 3 and eval_data:  # generation needs whole weights: a second model on every GPU
+    if args.zero_stage == 3 and eval_data:  # generation needs a whole model on every GPU
         sampling_model = load_model(args, args.model).to(DEVICE)
         packing.copy_layout(model, sampling_model)
     start_logs(args, run_dir, checkpoint, last_step=state["step"])
@@ -358,7 +355,7 @@ def check_args(args: Args) -> None:
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
     has_eval = args.eval_dataset or args.dataset == "easy-vqa"
-    require(args.total_steps or has_eval, "--total-steps 0 only evaluates, which requires --eval-dataset")
+    require(args.total_steps or has_eval, "--total-steps 0 requires --eval-dataset")
 
 
 def require(condition: Any, message: str) -> None:
@@ -400,11 +397,11 @@ EASY_VQA_ANSWERS = [
 ]
 CANDIDATE_TYPES = ("image", "video", "answer")  # columns image_1 and image_2, and so on
 VERDICTS = {"1": "{} 1 is better", "2": "{} 2 is better", "tie": "Both are equally good"}
-SWAPPED = {"1": "2", "2": "1", "tie": "tie"}  # the verdict after the candidates are swapped
+SWAPPED = {"1": "2", "2": "1", "tie": "tie"}  # after the candidates are swapped
 
 
 def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: int) -> list[int]:
-    """The example ids at positions start ... start + count - 1 of an endless stream of epochs.
+    """The next `count` example ids of a stream of shuffled epochs, from position `start` on.
 
     Each epoch has all groups, shuffled by (seed, epoch), so resuming is exact."""
     epoch_size = sum(len(group) for group in groups)
@@ -447,6 +444,9 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
     is_known = "messages" in columns or {"prompt", "verdict"} <= {*columns}
     advice = "rename yours, such as --columns prompt=question verdict=label"
     require(is_known, f"{source} has columns {', '.join(columns)}: {advice}")
+    if "messages" not in columns:
+        is_text = not isinstance(rows.select_columns("prompt")[0]["prompt"], list)
+        require(is_text, f"{source}: the prompt of a pair must be a string, not messages")
     values = rows.unique("verdict") if "verdict" in columns else []
     unknown = [repr(x) for x in values if x not in (None, "") and read_verdict(x) not in VERDICTS]
     rule = "1 (the first candidate is better), 2 or tie; empty for chats"
@@ -544,7 +544,7 @@ def group_examples(args: Args, source: str, rows, indices: np.ndarray, training:
             else:
                 group.append(2 * i + 1)
     if num_unswapped:
-        reason = "their reasoning names the candidates in words that can't be swapped"
+        reason = "their reasoning refers to candidates in words that can't be swapped"
         print0(f"{source}: {num_unswapped} of {len(indices)} rows are used in one order only: {reason}")
     return list(groups.values())
 
@@ -577,8 +577,7 @@ class ExampleDataset:
         self.eos_ids = decoding.find_eos_ids(self.model, self.tokenizer)
         require(self.eos_ids, f"{self.args.model} has no EOS token")
         self.prefixes = {}  # of the current batch, by prefix key
-        # A rank encodes its share of a step to plan the packs, and the examples of its own packs
-        # to build them. Examples that are in both come from the cache.
+        # encode runs twice for examples both in a rank's share of a step and in its packs.
         self.encode = functools.lru_cache(2 * math.ceil(self.args.train_batch_size / WORLD_SIZE))(self.encode)
 
     def encode_all(self, example_ids: list[int]) -> list[Example]:
@@ -633,27 +632,30 @@ class ExampleDataset:
         if not self.training:
             turns = turns[-1:]
             context = messages[:-1]
-        start = turns[0].start
-        ends = [start]  # where the prefix may end, the preferred index first
+        start = end = turns[0].start  # the prefix ends here, or earlier
         if self.training:
             media_ids = packing.media_token_ids(self.model.config)
-            media_ends = [t + 1 for t in range(start) if ids[t] in media_ids]
-            # If the processor rewrites the text after an image, the prefix must contain this text.
-            ends = media_ends[-1:] + ends
-        for end in ends:
-            key = hash_content(ids[:end], context)
-            if key in self.prefixes:
-                break
-            inputs = chats.encode_chat(self.processor, context, add_generation_prompt=True)
-            length = inputs["input_ids"].shape[1] - (start - end)
-            if inputs["input_ids"][0, length:].tolist() == ids[end:start]:
-                self.prefixes[key] = packing.make_prompt(self.model, inputs, length=length)
-                break
+            end = max([t + 1 for t in range(start) if ids[t] in media_ids], default=start)
+        key = self.cache_prefix(ids[:end], ids[end:start], context)
+        if key is None:  # the processor rewrites the text after the image
+            end = start
+            key = self.cache_prefix(ids[:end], [], context)
         prefix = self.prefixes[key]
         suffix = packing.continue_prompt(prefix, torch.tensor(ids[end:]))
         mask = [any(t in turn for turn in turns) for t in range(end, len(ids))]
         suffix.response_mask = torch.tensor(mask)  # (R,)
         return prefix, key, suffix
+
+    def cache_prefix(self, ids: list[int], rest: list[int], context: list[dict]) -> str | None:
+        """Key in self.prefixes; None if the chat does not end with `rest`."""
+        key = hash_content(ids, context)
+        if key not in self.prefixes:
+            inputs = chats.encode_chat(self.processor, context, add_generation_prompt=True)
+            length = inputs["input_ids"].shape[1] - len(rest)
+            if inputs["input_ids"][0, length:].tolist() != rest:
+                return None
+            self.prefixes[key] = packing.make_prompt(self.model, inputs, length=length)
+        return key
 
     def locate_turns(self, messages: list[dict]) -> tuple[list[int], list[range]]:
         r"""Token ids of a chat that ends with an assistant turn, up to its EOS, and the
@@ -683,7 +685,7 @@ class ExampleDataset:
         return ids, turns
 
     def token_ids(self, messages: list[dict], **template) -> list[int]:
-        """Token ids of a chat in which an image is one token, so that images needn't be processed."""
+        """Token ids of a chat with one token per image, so that images needn't be processed."""
         if self.tokenizer is self.processor:
             return chats.encode_chat(self.processor, messages, **template)["input_ids"][0].tolist()
         template |= {"chat_template": self.processor.chat_template, "return_dict": False}
@@ -701,7 +703,7 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
     """
     types = find_candidate_types(row)
     if len(types) != 1:
-        raise RowError(f"it has candidates of {len(types)} types, not one, such as answer_1 and answer_2")
+        raise RowError("expected exactly one of answer_1/2, image_1/2, video_1/2")
     candidate_type = types[0]
     noun = candidate_type.capitalize()
     candidates = [row[f"{candidate_type}_1"], row[f"{candidate_type}_2"]]
@@ -734,7 +736,7 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
 
 
 def find_candidate_types(row: dict) -> list[str]:
-    """Of image, video and answer, those of which a row has two: image_1 and image_2, and so on."""
+    """Candidate types for which the row has both columns, such as image_1 and image_2."""
     return [x for x in CANDIDATE_TYPES if row.get(f"{x}_1") is not None and row.get(f"{x}_2") is not None]
 
 
@@ -747,7 +749,7 @@ def swap_references(reasoning: str, noun: str) -> str | None:
     """The reasoning with the names "image 1" and "image 2", "first image" and "second image" exchanged.
 
     None if it has several words but no such name, or if it may name a candidate in another way, because
-    half of a reasoning must not be rewritten. Words such as "both" and "the other" stay.
+    a half-rewritten rationale is wrong. Words such as "both" and "the other" stay.
 
     "Image 1 has 3 cats" -> "Image 2 has 3 cats", "Image 1 and 2" -> None, "the left one" -> None
     """
@@ -775,7 +777,7 @@ def format_verdict(verdict: str, noun: str) -> str:
 
 def parse_verdict(text: str, noun: str) -> str | None:
     """The verdict of a judgment; None unless it has exactly one <answer>, with a known sentence."""
-    found = [verdict for verdict in VERDICTS if format_verdict(verdict, noun) in text]
+    found = [v for v in VERDICTS if re.search(rf"<answer>\s*{VERDICTS[v].format(noun)}\s*</answer>", text)]
     return found[0] if found and text.count("<answer>") == 1 else None
 
 
@@ -861,8 +863,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     rank_ids = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
     records = []
     for start in range(0, len(rank_ids), args.max_num_seqs):
-        examples = data.encode_all(rank_ids[start : start + args.max_num_seqs])
-        if examples:
+        if examples := data.encode_all(rank_ids[start : start + args.max_num_seqs]):
             records += judge_examples(args, run.sampling_model, data.tokenizer, examples)
     records = all_gather_list(records)
     require(records, f"{data.source}: all rows were skipped; see the warnings")
@@ -870,8 +871,8 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     row_records = [record for record in records if not record["swapped"]]
     for record in row_records:
         if swapped := swapped_records.get(record["row"]):
-            expected = SWAPPED.get(record["predicted_verdict"], "none")  # also if it can't be parsed
-            record["consistent"] = swapped["predicted_verdict"] == expected
+            expected = SWAPPED.get(record["predicted_verdict"])  # None if it can't be parsed
+            record["consistent"] = expected is not None and swapped["predicted_verdict"] == expected
             record["swapped_response"] = swapped["response"]
     metrics = compute_judge_metrics(records)
     return metrics, [record.pop("columns") | record for record in row_records]
@@ -882,7 +883,7 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
     """Generate a judgment per example and return its record.
 
     The probability of a verdict v is proportional to p(reasoning, v | prefix). The generated
-    reasoning is tokenized again with v, because <answer> can begin inside of a token.
+    reasoning is tokenized again with v, because <answer> can begin inside a token.
     soft_correct: the most probable verdict is right."""
     prefixes = [example.prefix for example in examples]
     generated = decoding.generate(
@@ -907,6 +908,8 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
     records = []
     all_logprobs = sum_logprobs(args, model, prefixes, responses)
     for example, response, text, logprobs in zip(examples, generated, texts, all_logprobs):
+        reference_logprob = logprobs[0]
+        verdict_logprobs = logprobs[1:]  # none for a chat
         record = {
             "columns": {name: x for name, x in example.row.items() if isinstance(x, str | int | float)},
             "phase": "eval",
@@ -915,12 +918,12 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
             "response": text,
             "length": len(response.token_ids),
             "truncated": response.truncated,
-            "loss_sum": -float(logprobs[0]),  # over the tokens of the dataset's response, in nats
+            "loss_sum": -float(reference_logprob),  # of the dataset's response, in nats
             "num_tokens": len(example.suffix_ids),
         }
         if example.label is not None:
             verdict = parse_verdict(text, example.noun)
-            probabilities = dict(zip(VERDICTS, logprobs[1:].softmax(0).tolist()))
+            probabilities = dict(zip(VERDICTS, verdict_logprobs.softmax(0).tolist()))
             # If the reasoning was truncated, the verdicts were scored in the middle of it.
             is_complete = "<answer>" in text or not response.truncated
             likeliest = max(probabilities, key=probabilities.get)
@@ -980,7 +983,7 @@ def compute_judge_metrics(records: list[dict]) -> dict[str, float]:
         metrics["eval/num_soft_skipped"] = len(verdicts) - num_scored
     given = [record for record in records if not record["swapped"]]  # in the dataset's order
     num_tokens = sum(record["num_tokens"] for record in given)
-    metrics["eval/loss"] = sum(record["loss_sum"] for record in given) / num_tokens
+    metrics["eval/loss"] = sum(record["loss_sum"] for record in given) / (num_tokens or math.nan)
     return metrics
 
 
@@ -1010,10 +1013,10 @@ def load_judge(args: Args):
         model.get_output_embeddings().requires_grad_(True)
         frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
         if frozen:  # a text model has nothing else
-            print0(f"frozen outside of the language model: {len(frozen)} weights: {frozen[0]}, ...")
+            print0(f"frozen outside the language model: {len(frozen)} weights: {frozen[0]}, ...")
     prepare_for_training(args, judge)
     engine = init_deepspeed_engine(args, judge)
-    engine.eval()
+    engine.eval()  # no dropout; gradients still flow
     return engine
 
 
@@ -1075,7 +1078,7 @@ def add_lora(args: Args, model) -> None:
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules="all-linear",
-        # Exclude modules outside of the decoder (none if its prefix is ""), and towers inside of it.
+        # Exclude modules outside the decoder (none if its prefix is ""), and towers inside it.
         exclude_modules=rf"(?!{re.escape(prefix)}).*|.*(vision|visual|image|audio|perceiver).*",
     )
     model.add_adapter(config)
@@ -1128,15 +1131,12 @@ def init_distributed() -> None:
 
 
 def init_deepspeed_engine(args: Args, module: nn.Module):
-    """Wrap a module in a DeepSpeed engine, with AdamW unless all of its weights are frozen.
-
-    The number of packs per optimizer step varies, so main marks the last one with
-    set_gradient_accumulation_boundary."""
+    """Wrap a module in a DeepSpeed engine, with AdamW unless all of its weights are frozen."""
     import deepspeed
 
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     config = {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": 1,  # main marks the last pack of an update
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
@@ -1225,8 +1225,8 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         run_dir = Path(args.output_dir, name)
         checkpoint = None
         if args.resume == "auto":
-            for problem in run_dir.glob("checkpoint-*-problem"):
-                stop(f"{problem} was saved after a problem: delete it to continue")
+            if problems := sorted(run_dir.glob("checkpoint-*-problem")):
+                stop(f"{problems[0]} was saved after a problem: delete it to continue")
             checkpoint = (list_checkpoints(run_dir) or [None])[-1]
         elif args.resume:
             checkpoint = Path(args.resume).resolve()
@@ -1246,7 +1246,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
-    """Load the engines' states; returns run.state. Warns about flags that have changed."""
+    """Load the engines (PPO has two); returns the saved state. Warns about changed flags."""
     saved = torch.load(checkpoint / "state/run.pt", weights_only=False)
     old = saved["flags"]
     changes = {}  # flag -> its new and old value
@@ -1255,10 +1255,10 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
             changes[name] = f"{name} {new} (was {old.get(name)})"
     fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze", "weight_decay"}
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
-    if not all(x.requires_grad for x in parameters):  # frozen weights come from --model
+    if not all(x.requires_grad for x in parameters):  # frozen: from --(critic-)model
         fixed |= {name for name in changes if name.endswith("model")}
-    for name in fixed & changes.keys():
-        stop(f"can't resume {checkpoint} with {changes[name]}")
+    if refused := [changes[name] for name in changes if name in fixed]:
+        stop(f"can't resume {checkpoint} with {', '.join(refused)}")
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
     for name, engine in engines.items():

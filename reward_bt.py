@@ -6,7 +6,7 @@ the reward of the chosen response above that of the rejected one:
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
 Paper: InstructGPT (Ouyang et al. 2022), https://arxiv.org/abs/2203.02155, eq. (1).
-docs/trl.md has the differences from the RewardTrainer of TRL.
+docs/trl.md has the differences from TRL's RewardTrainer.
 
 Terms and letters:
 
@@ -67,7 +67,7 @@ class Args:
     # --- experiment ---
     seed: int = 1  # Random seed for head, LoRA, data order and easy-VQA's rejected answers.
     output_dir: str = "runs"  # Directory that contains one directory per run.
-    run_name: str | None = None  # Folder in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
+    run_name: str | None = None  # Directory in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
     resume: str | None = None  # auto: continue --run-name. A path: a new run from this checkpoint.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id. Its reward head is used if it has one.
@@ -156,10 +156,11 @@ def compute_bt_loss(
 class Ranking:
     """A dataset row: a prompt and its responses, best first."""
 
-    prompt: PromptInfo  # what all chats begin with; a Prompt until gather_rankings
+    # The token prefix that all chats share. It may reach into the responses.
+    prompt: PromptInfo  # a Prompt, until gather_rankings drops its tensors
     response_ids: list[Tensor]  # (R,) each: the other tokens of each chat
     texts: list[str]  # text of each response, for samples.jsonl
-    margin: float  # subtracted from the reward difference, the same for all pairs of the row
+    margin: float  # subtracted from the reward difference of each pair
     columns: dict  # the prompt and columns of the row, for samples.jsonl
 
 
@@ -174,7 +175,7 @@ class Pairs:
 
 
 def make_pairs(rankings: list[Ranking]) -> Pairs:
-    """All pairs. Each ranking has the same total weight, https://arxiv.org/abs/2203.02155 eq. (1).
+    """All pairs of each ranking. Rankings are weighted equally, as in InstructGPT eq. (1).
 
     2 and 3 responses, margins 0 and .5
     -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4], margins [0, .5, .5, .5], weights [1/2, 1/6, 1/6, 1/6]
@@ -225,14 +226,15 @@ def main(args: Args) -> dict[str, float]:
     for step in range(state["step"] + 1, args.total_steps + 1):
         # --- 2. data: the next rankings, their pairs, and this rank's packs ---
         step_start = time.perf_counter()
-        rows_skipped = state["rows_skipped"]
+        rows_skipped_before = state["rows_skipped"]
         rankings = next_rankings(args, run)  # the same on all ranks
         pairs = make_pairs(rankings)
         B = sum(len(ranking.response_ids) for ranking in rankings)
         packs = make_packs(args, run, run.train_data, rankings)
-        # Each pack computes the loss of all pairs, with gradients of its own rewards. Others are
-        # constants, which matter if a pair is split between packs. Then all are computed first
-        # (GradCache, https://arxiv.org/abs/2101.06983). Otherwise, zeros will do.
+        # A pack's backward needs gradients only for its own responses. If both responses of every pair
+        # share a pack, the other entries are not used, so they are 0. If a ranking was split, a pass
+        # without gradients first fills in the rewards of other packs (GradCache,
+        # https://arxiv.org/abs/2101.06983).
         constant_rewards = torch.zeros(B, device=DEVICE)
         if has_split_pair(packs, pairs, B):
             constant_rewards = compute_rewards(run, packs, B)
@@ -241,7 +243,7 @@ def main(args: Args) -> dict[str, float]:
         rewards = torch.zeros(B, device=DEVICE)  # of this rank's packs, for the metrics
         for k, pack in enumerate(packs):  # each rank has the same number of packs
             pack_rewards = reward_model(pack)  # (S,), with gradients
-            # The constants, with this pack's rewards in place of those of its responses.
+            # This pack's rewards replace the constants of its responses.
             all_rewards = constant_rewards.index_put((pack.response_index,), pack_rewards)  # (B,)
             losses, _ = compute_bt_loss(
                 chosen_rewards=all_rewards[pairs.chosen],
@@ -268,8 +270,8 @@ def main(args: Args) -> dict[str, float]:
             "train/learning_rate": learning_rate,
             "train/grad_norm": grad_norm,
             "train/skipped_updates": int(is_skipped),
-            "train/rows_skipped": state["rows_skipped"] - rows_skipped,
-            "time/total": seconds,  # data and update
+            "train/rows_skipped": state["rows_skipped"] - rows_skipped_before,
+            "time/total": seconds,  # phases 2 and 3
         }
         metrics |= pair_metrics(args, pairs, rewards)
 
@@ -347,7 +349,7 @@ def setup(args: Args) -> Run:
         max_tokens=args.micro_batch_tokens,
     )
     print0(message)
-    set_gradient_checkpointing(reward_model.module, True)  # no effect without the flag
+    set_gradient_checkpointing(reward_model.module, True)  # train mode for checkpointed layers
     start_logs(args, run_dir, checkpoint, last_step=state["step"])
     return Run(
         run_dir=run_dir,
@@ -438,6 +440,8 @@ class RankingDataset:
         self.model = model
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        has_end = processor.chat_template or self.tokenizer.eos_token
+        require(has_end, f"{args.model} has no chat template and no EOS token")
         self.rows = load_rows(args, source, split)
         if source == "easy-vqa":
             self.rows = add_easy_vqa_responses(self.rows, seed)
@@ -445,9 +449,10 @@ class RankingDataset:
         formats = [{"chosen", "rejected"} <= {*columns}, "responses" in columns]
         rule = "must have the columns chosen and rejected, or responses (see --columns)"
         require(sum(formats) == 1, f"{source} {rule}; it has {', '.join(columns)}")
-        # A rank encodes its share of a step's rows to plan the packs, and the rows of its own
-        # packs to build them. Rows that are in both come from the cache.
-        self.encode = functools.lru_cache(2 * math.ceil(args.train_batch_size / WORLD_SIZE))(self.encode)
+        # encode runs twice for rows that are in a rank's share of a step (gather_rankings)
+        # and in its packs (make_packs).
+        cache_size = 2 * math.ceil(args.train_batch_size / WORLD_SIZE)
+        self.encode = functools.lru_cache(cache_size)(self.encode)
 
     def encode_all(self, row_ids: list[int]) -> list[Ranking]:
         """The rankings of some rows, without those that can't be used."""
@@ -476,6 +481,7 @@ class RankingDataset:
         if not isinstance(margin, int | float) or not math.isfinite(margin):
             raise RowError(f"its margin is {margin}")
         columns = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
+        columns = {name: x for name, x in columns.items() if "data:image/" not in str(x)}
         return Ranking(
             prompt=prompt,
             response_ids=response_ids,
@@ -554,18 +560,19 @@ def encode_ranking(
     for which an image is one token, finds where the chats diverge."""
     inputs = chats.encode_chat(processor, messages + responses[0])
     processed_ids = inputs["input_ids"][0].tolist()
-    text_ids = [tokenize_chat(processor, messages + response) for response in responses]
-    num_shared = common_prefix_length([ids[:-1] for ids in text_ids])
-    if processed_ids[num_shared - len(text_ids[0]) :] != text_ids[0][num_shared:]:
+    chat_ids = [tokenize_chat(processor, messages + response) for response in responses]
+    num_shared = common_prefix_length([ids[:-1] for ids in chat_ids])
+    tail = chat_ids[0][num_shared:]  # text, which the processor should not change
+    if processed_ids[-len(tail) :] != tail:
         # PaliGemma's processor appends tokens to any text, so it must process all chats.
         encoded = [chats.encode_chat(processor, messages + response) for response in responses]
-        text_ids = [x["input_ids"][0].tolist() for x in encoded]
-        num_shared = common_prefix_length([ids[:-1] for ids in text_ids])
-    length = num_shared + len(processed_ids) - len(text_ids[0])  # with image tokens
+        chat_ids = [x["input_ids"][0].tolist() for x in encoded]
+        num_shared = common_prefix_length([ids[:-1] for ids in chat_ids])
+    length = num_shared + len(processed_ids) - len(chat_ids[0])  # with image tokens
     prompt = packing.make_prompt(model, inputs, row_id=index, length=length)
     # Without a chat template nothing ends the response, and the head would read its last word.
     end = [] if processor.chat_template else [processor.eos_token_id]
-    return prompt, [torch.tensor(ids[num_shared:] + end) for ids in text_ids]
+    return prompt, [torch.tensor(ids[num_shared:] + end) for ids in chat_ids]
 
 
 def tokenize_chat(processor, messages: list[dict]) -> list[int]:
@@ -669,9 +676,7 @@ def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dic
 
 
 def next_rankings(args: Args, run: Run) -> list[Ranking]:
-    """The next --train-batch-size usable rows of an endless stream of shuffled epochs, on all ranks.
-
-    The run saves and stops if, after at least 100 rows, more than half were skipped."""
+    """The next --train-batch-size usable rows of a stream of shuffled epochs, on all ranks."""
     data, state = run.train_data, run.state
     rankings = []
     while (missing := args.train_batch_size - len(rankings)) > 0:
@@ -733,9 +738,7 @@ def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Rankin
 
 
 def has_split_pair(packs: list[packing.Pack], pairs: Pairs, num_responses: int) -> bool:
-    """Whether the responses of any pair are in different packs. packs: those of this rank.
-
-    All ranks return the same."""
+    """Whether a pair is split between packs, on any rank. packs: those of this rank."""
     pack_of = torch.full((num_responses,), -1, device=DEVICE)  # -1: of another rank
     for k, pack in enumerate(packs):
         pack_of[pack.response_index] = k
@@ -754,7 +757,7 @@ def compute_rewards(run: Run, packs: list[packing.Pack], num_responses: int) -> 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
     """Sum of the tensors of all ranks, in place."""
-    if WORLD_SIZE > 1:  # skipped on one rank: gloo's copy thread slows down OpenMP
+    if WORLD_SIZE > 1:  # on one rank, gloo would only cost time
         dist.all_reduce(x)
     return x
 
@@ -763,7 +766,7 @@ def all_reduce_sum(x: Tensor) -> Tensor:
 
 
 def pair_metrics(args: Args, pairs: Pairs, rewards: Tensor) -> dict[str, float]:
-    """Means over rankings of the means over their pairs, in float64. rewards (B,)."""
+    """Metrics are averaged over each ranking's pairs, then over rankings. rewards (B,)."""
     rewards = rewards.double()
     _, metrics = compute_bt_loss(
         chosen_rewards=rewards[pairs.chosen],
@@ -860,7 +863,7 @@ def load_reward_model(args: Args):
     print0(f"reward head: {'random' if head is None else f'loaded from {args.model}'}")
     prepare_for_training(args, module)
     engine = init_reward_engine(args, module)
-    engine.eval()
+    engine.eval()  # no dropout; gradients still flow
     return engine
 
 
@@ -892,7 +895,7 @@ def load_backbone(args: Args):
 
 
 def load_head(source: str, config) -> Tensor | None:
-    """The head (1, H) that save_checkpoint wrote, from a folder or the Hub; None if there is none."""
+    """The head (1, H) that save_checkpoint wrote, from a folder or the Hub, or None."""
     try:
         path = transformers.utils.cached_file(source, "score.safetensors")
     except OSError:  # no such file, or it can't be downloaded
@@ -931,7 +934,7 @@ def add_lora(args: Args, model) -> None:
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules="all-linear",
-        # Exclude modules outside of the decoder (none if its prefix is ""), and towers inside of it.
+        # Exclude modules outside the decoder (none if its prefix is ""), and towers inside it.
         exclude_modules=rf"(?!{re.escape(prefix)}).*|.*(vision|visual|image|audio|perceiver).*",
     )
     model.add_adapter(config)
@@ -984,14 +987,11 @@ def init_distributed() -> None:
 
 
 def init_reward_engine(args: Args, module: nn.Module):
-    """Wrap the reward model in a DeepSpeed engine, with AdamW.
-
-    The number of packs per optimizer step varies, so main marks the last one with
-    set_gradient_accumulation_boundary."""
+    """Wrap the reward model in a DeepSpeed engine, with AdamW."""
     import deepspeed
 
     config = {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": 1,  # main marks the last pack of an update
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
@@ -1075,8 +1075,8 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         run_dir = Path(args.output_dir, name)
         checkpoint = None
         if args.resume == "auto":
-            for problem in run_dir.glob("checkpoint-*-problem"):
-                stop(f"{problem} was saved after a problem: delete it to continue")
+            if problems := sorted(run_dir.glob("checkpoint-*-problem")):
+                stop(f"{problems[0]} was saved after a problem: delete it to continue")
             checkpoint = (list_checkpoints(run_dir) or [None])[-1]
         elif args.resume:
             checkpoint = Path(args.resume).resolve()
@@ -1096,7 +1096,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
-    """Load the engines' states; returns run.state. Warns about flags that have changed."""
+    """Load the engines (PPO has two); returns the saved state. Warns about changed flags."""
     saved = torch.load(checkpoint / "state/run.pt", weights_only=False)
     old = saved["flags"]
     changes = {}  # flag -> its new and old value
@@ -1105,10 +1105,10 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
             changes[name] = f"{name} {new} (was {old.get(name)})"
     fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze", "weight_decay"}
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
-    if not all(x.requires_grad for x in parameters):  # frozen weights come from --model
+    if not all(x.requires_grad for x in parameters):  # frozen: from --(critic-)model
         fixed |= {name for name in changes if name.endswith("model")}
-    for name in fixed & changes.keys():
-        stop(f"can't resume {checkpoint} with {changes[name]}")
+    if refused := [changes[name] for name in changes if name in fixed]:
+        stop(f"can't resume {checkpoint} with {', '.join(refused)}")
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
     for name, engine in engines.items():

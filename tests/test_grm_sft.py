@@ -121,7 +121,7 @@ def test_verdicts_are_parsed_strictly():
     for text in (first.replace("1", "3"), first + second, "<answer>what</answer>" + second):
         assert grm_sft.parse_verdict(text, "Image") is None
     for verdict in grm_sft.VERDICTS:
-        text = f"<think>x</think>{grm_sft.format_verdict(verdict, 'Video')} and so on"
+        text = f"<think>x</think><answer> {grm_sft.VERDICTS[verdict].format('Video')}\n</answer> and so on"
         assert grm_sft.parse_verdict(text, "Video") == verdict
 
 
@@ -461,7 +461,7 @@ def test_rows_that_can_not_be_used_are_skipped_and_counted(grm, rows, tmp_path, 
     bad = [  # words of the message, row
         ("nope.png", rows[0] | {"image_2": "nope.png"}),
         ("max-length", rows[3] | {"prompt": "long " * 900}),
-        ("of 2 types", rows[0] | {"answer_1": "a", "answer_2": "b"}),
+        ("exactly one of", rows[0] | {"answer_1": "a", "answer_2": "b"}),
         ("assistant turn", {"messages": chat_of("hello")}),
         ("must have text", {"messages": chat_of("a", "b", "<image>?", "c"), "image": f"{IMAGES}/small.png"}),
         ("must have text", {"messages": chat_of("a", "", "b", "ok")}),
@@ -500,7 +500,7 @@ def test_verdicts_may_be_numbers(verdicts, tiny_vl, rows, tmp_path):
 
 PAIR = {"prompt": "?", "answer_1": "a", "answer_2": "b"}
 VQA_ROW = {"prompt": "What color?", "image": "a.png", "answer": "red"}  # only "easy-vqa" becomes pairs
-BAD_ROWS = {"has columns prompt, image, answer": [VQA_ROW]}  # words of the message: rows
+BAD_ROWS = {"has columns prompt, ": [VQA_ROW], "not messages": [PAIR | {"prompt": [], "verdict": 1}]}
 BAD_ROWS |= {f"not {bad!r}": [PAIR | {"verdict": x} for x in (bad, good)] for bad, good in ((0, 1), "a1")}
 
 

@@ -237,7 +237,7 @@ def test_columns_of_the_dataset_replace_nothing_of_ours(rows_of):
     nan = torch.tensor([math.nan, 0.0, 1.0, 0.0])  # JSON has no NaN
     rankings = [replace(ranking(2), texts=["good", "bad"])] * 2
     assert [x["reward_diff"] for x in reward_bt.make_records("eval", rankings, nan)] == [1.0]
-    assert reward_bt.evaluate(*rows_of([GOOD | theirs] * 3)) == expected
+    assert reward_bt.evaluate(*rows_of([GOOD | theirs | {"photo": "data:image/png"}] * 3)) == expected
 
 
 def test_easy_vqa_pairs_have_a_wrong_answer_of_the_same_type():

@@ -11,7 +11,7 @@ from conftest import ROOT
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
     "rloo.py": (1605, 405, 165, 59, 10),
-    "ppo_vl.py": (1808, 515, 195, 59, 10),
+    "ppo_vl.py": (1807, 515, 195, 59, 10),
     "reward_bt.py": (1227, 310, 100, 57, 10),
     "grm_sft.py": (1369, 310, 100, 58, 10),
     "common/*.py": (1868, 0, 0, 58, 14),
