@@ -18,14 +18,14 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
-    "docs/rloo.md": 101,
-    "docs/ppo_vl.md": 79,
-    "docs/reward_bt.md": 92,
-    "docs/grm_sft.md": 91,
+    "docs/rloo.md": 95,
+    "docs/ppo_vl.md": 77,
+    "docs/reward_bt.md": 88,
+    "docs/grm_sft.md": 83,
     "docs/models.md": 75,
     "docs/recipes.md": 329,
-    "tools/*.py": 3420,
-    "tests/*.py": 7202,
+    "tools/*.py": 3378,
+    "tests/*.py": 7200,
 }
 
 

@@ -22,7 +22,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent  # the originals
 sys.path.insert(0, str(ROOT))
-from common import packing  # noqa: E402
 
 EXERCISES = {  # function: file
     "compute_advantages": "rloo.py",
@@ -35,7 +34,6 @@ EXERCISES = {  # function: file
     "compute_value_loss": "ppo_vl.py",
     "compute_bt_loss": "reward_bt.py",
     "sample_token": "common/decoding.py",
-    "build_packed": "common/packing.py",
 }
 # What the copy's docstrings leave out: paragraphs with a formula or an example, and sentences that are the solution.
 FORMULAS = re.compile(r'\n\n(?:.+\n)*?.*(?: = | -> |>>>).*(?:\n.+)*?(?=\n\n|\n    """)')
@@ -55,8 +53,6 @@ def load(path: Path, function: str):
 def make_inputs(function: str, seed: int) -> dict:
     """Random arguments of a function: 4 prompts or responses, up to 5 tokens each."""
     generator = torch.Generator().manual_seed(seed)
-    if function == "build_packed":
-        return make_groups(generator, is_mrope=seed % 2 == 1)
     x, y = torch.randn(2, 4, 5, generator=generator)
     mask = torch.arange(5) < torch.randint(1, 6, (4, 1), generator=generator)  # (4, 5)
     kept = torch.rand(4, 5, generator=generator) < 0.7
@@ -87,26 +83,6 @@ def make_inputs(function: str, seed: int) -> dict:
     }[function]  # fmt: skip
 
 
-def make_groups(generator: torch.Generator, is_mrope: bool) -> dict:
-    """Two prompts with three and two responses. With M-RoPE, positions are (3, N) and the first prompt has an image."""
-    lengths = torch.randint(1, 6, (7,), generator=generator).tolist()
-    ids = torch.randint(100, (sum(lengths),), generator=generator).split(lengths)
-    axes = (3,) if is_mrope else ()
-    image = {"pixel_values": torch.ones(4, 6), "image_grid_thw": torch.tensor([[1, 2, 2]])}
-    prompts = {}
-    for i in range(2):
-        prompts[i] = packing.Prompt(
-            row_id=i, length=lengths[i], media_keys=(), token_inputs={"input_ids": ids[i][None]},
-            media_inputs=image if is_mrope and i == 0 else {},
-            position_ids=torch.randint(9, (*axes, lengths[i]), generator=generator),
-            next_inputs={"input_ids": torch.zeros(1, 1, dtype=torch.long)},
-        )  # fmt: skip
-    groups = [(0, [0, 1, 2]), (1, [3, 4])]
-    continuations = {b: packing.continue_prompt(prompts[i], ids[2 + b]) for i, bs in groups for b in bs}
-    continuations[1].response_mask[0] = False  # an observation
-    return dict(groups=groups, prompts=prompts, continuations=continuations)
-
-
 def run(function, inputs: dict) -> tuple[dict, torch.Tensor | None]:
     """What a function returns, by name, and the gradient of a loss in its first argument."""
     inputs = {name: x.clone() if torch.is_tensor(x) else x for name, x in inputs.items()}
@@ -114,25 +90,11 @@ def run(function, inputs: dict) -> tuple[dict, torch.Tensor | None]:
     if is_loss := function.__name__.endswith("loss"):
         first.requires_grad_()
     result = function(**inputs)
-    if function.__name__ == "build_packed":
-        result = describe_pack(result)
     results = {}
     for k, part in enumerate(result if isinstance(result, tuple) else (result,)):
         results |= part if isinstance(part, dict) else {f"result {k}": part}
     has_gradient = is_loss and results["result 0"].requires_grad
     return results, torch.autograd.grad(results["result 0"].sum(), first)[0] if has_gradient else None
-
-
-def describe_pack(pack) -> dict:
-    """The tensors of a pack by name. "Attends to" ignores the causal mask inside a part."""
-    indices = pack.model_inputs["packed_indices"]
-    described = {name: x for name, x in (pack._asdict() | pack.model_inputs).items() if torch.is_tensor(x)}
-    described |= {"token_index": torch.stack(pack.token_index), "sequence positions": indices.seq_positions}
-    for bucket in indices.buckets:
-        for queries, is_query, keys, is_key in zip(*bucket):
-            for query in queries[is_query].tolist():
-                described[f"what token {query} attends to"] = keys[is_key]
-    return described
 
 
 def check(directory: Path, function: str, grpo: Path | None = None) -> None:
@@ -197,8 +159,6 @@ def without_body(source: str, function: str) -> str:
     node = next(n for n in ast.parse(source).body if getattr(n, "name", None) == function)
     lines = source.splitlines(keepends=True)
     docstring, *body = node.body
-    if function == "build_packed":  # what follows its loop is not about indices
-        body = [part for part in body if isinstance(part, ast.For)]
     lines[body[0].lineno - 1 : body[-1].end_lineno] = ["    raise NotImplementedError\n"]
     text = "".join(lines[docstring.lineno - 1 : docstring.end_lineno])
     lines[docstring.lineno - 1 : docstring.end_lineno] = [SENTENCES.sub("", FORMULAS.sub("", text))]
