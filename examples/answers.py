@@ -18,7 +18,6 @@ def last_answer(text: str) -> str:
 
 def normalize(answer) -> str | float:
     answer = str(answer).strip().rstrip(" *.)'\"`").lstrip(" *('\"`").lower()
-    answer = re.sub(r"^([a-z])[).:] .*", r"\1", answer)  # "B) 12 cm" is B
     answer = re.sub(r"(?<=\d),(?=\d{3}\b)", "", answer)  # 1,000 is 1000
     try:
         return float(answer)  # 3 equals 3.0
@@ -29,6 +28,8 @@ def normalize(answer) -> str | float:
 def accuracy(texts: list[str], answer: list, log_metric, **columns) -> list[float]:
     said = [last_answer(text) for text in texts]
     log_metric("answered", sum(map(bool, said)) / len(said))  # reward_metrics/answered
+    letters = [re.sub(r"^([a-zA-Z])[).:] .*", r"\1", x) for x in said]  # "B) 12 cm" is B, if the answer is a letter
+    said = [letter if len(str(gold)) == 1 else x for x, letter, gold in zip(said, letters, answer)]
     return [float(x != "" and normalize(x) == normalize(gold)) for x, gold in zip(said, answer)]
 
 
