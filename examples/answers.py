@@ -28,7 +28,9 @@ def normalize(answer) -> str | float:
 def accuracy(texts: list[str], answer: list, log_metric, **columns) -> list[float]:
     said = [last_answer(text) for text in texts]
     log_metric("answered", sum(map(bool, said)) / len(said))  # reward_metrics/answered
-    letters = [re.sub(r"^([a-zA-Z])[).:] .*", r"\1", x) for x in said]  # "B) 12 cm" is B, if the answer is a letter
+    letters = [
+        re.sub(r"^([a-zA-Z])[).:] .*", r"\1", x) for x in said
+    ]  # "B) 12 cm" is B, if the answer is a letter
     said = [letter if len(str(gold)) == 1 else x for x, letter, gold in zip(said, letters, answer)]
     return [float(x != "" and normalize(x) == normalize(gold)) for x, gold in zip(said, answer)]
 

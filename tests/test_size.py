@@ -10,8 +10,8 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1605, 405, 165, 59, 10),
-    "ppo_vl.py": (1807, 515, 195, 59, 10),
+    "rloo.py": (1607, 405, 165, 59, 10),
+    "ppo_vl.py": (1809, 515, 195, 59, 10),
     "reward_bt.py": (1227, 310, 100, 57, 10),
     "grm_sft.py": (1369, 310, 100, 58, 10),
     "common/*.py": (1868, 0, 0, 58, 14),
@@ -23,7 +23,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/reward_bt.md": 88,
     "docs/grm_sft.md": 83,
     "docs/models.md": 75,
-    "docs/recipes.md": 328,
+    "docs/recipes.md": 333,
     "tools/*.py": 3378,
     "tests/*.py": 7200,
 }
