@@ -25,14 +25,16 @@ def normalize(answer) -> str | float:
         return answer
 
 
+def is_same(x: str | float, gold: str | float) -> bool:
+    short, long = sorted((str(x), str(gold)), key=len)
+    is_choice = len(short) == 1 and long[0] == short and re.match("[a-z][).:] ", long)  # "B) 12 cm" is B
+    return x == gold or bool(is_choice)
+
+
 def accuracy(texts: list[str], answer: list, log_metric, **columns) -> list[float]:
     said = [last_answer(text) for text in texts]
     log_metric("answered", sum(map(bool, said)) / len(said))  # reward_metrics/answered
-    letters = [
-        re.sub(r"^([a-zA-Z])[).:] .*", r"\1", x) for x in said
-    ]  # "B) 12 cm" is B, if the answer is a letter
-    said = [letter if len(str(gold)) == 1 else x for x, letter, gold in zip(said, letters, answer)]
-    return [float(x != "" and normalize(x) == normalize(gold)) for x, gold in zip(said, answer)]
+    return [float(x != "" and is_same(normalize(x), normalize(gold))) for x, gold in zip(said, answer)]
 
 
 def math(texts: list[str], answer: list, **columns) -> list[float]:

@@ -88,10 +88,10 @@ def test_my_reward(tmp_path):
     right |= {"So the answer: it is three. Answer: 3": 3, "**Answer**: 3": "3", "Answer: '`B`'": "b"}
     right |= {"Answer: (B) 12 cm": "B", "Answer: b": "B. 12 cm"}
     wrong = {"Answer: a **cat**": "a cat", "cat": "cat", "Answer: 5": ".5", "Answer:": 0, "Answer: -3": 3}
-    wrong |= {"Answer: 3,5": "35", "Answer: C) B": "B"}
+    wrong |= {"Answer: 3,5": "35", "Answer: C) B": "B", "Answer: S. aureus": "S. mutans"}
     reported = []
     rewards = reward([*right, *wrong], [*(right | wrong).values()], lambda *x: reported.append(x))
-    assert rewards == [1.0] * 8 + [0.0] * 7 and reported == [("answered", 13 / 15)]
+    assert rewards == [1.0] * 8 + [0.0] * 8 and reported == [("answered", 14 / 16)]
     rows = [{"prompt": "?", "answer": "3"}, {"prompt": "", "answer": "3"}, {"prompt": "?", "answer": None}]
     flags = ["--dataset", write_jsonl(tmp_path / "rows.jsonl", rows), "--rewards", f"{MY_REWARD}:accuracy"]
     command = [sys.executable, str(ROOT / "examples/check_data.py"), *flags]
