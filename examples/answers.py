@@ -37,9 +37,10 @@ def accuracy(texts: list[str], answer: list, log_metric, **columns) -> list[floa
     return [float(x != "" and is_same(normalize(x), normalize(gold))) for x, gold in zip(said, answer)]
 
 
-def math(texts: list[str], answer: list, **columns) -> list[float]:
+def math(texts: list[str], answer: list, log_metric, **columns) -> list[float]:
     from math_verify import parse, verify
 
     said = [last_answer(text).lstrip(" *$").rstrip(" *.$") for text in texts]
+    log_metric("answered", sum(map(bool, said)) / len(said))
     pairs = [(str(gold).strip("$"), x) for gold, x in zip(answer, said)]
     return [float(verify(parse(f"${gold}$"), parse(f"${x}$"))) for gold, x in pairs]

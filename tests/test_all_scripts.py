@@ -41,7 +41,7 @@ PLANS += [("rloo", {"lora_rank": 4}, OFFLOADED), ("ppo_vl", {"lora_rank": 2, **C
 @pytest.mark.parametrize("script, flags, plan", PLANS)
 def test_two_ranks_train_as_one(script, flags, plan, run, finish, folder_of, any_score, tmp_path):
     """Text, images and a video in small packs, so that each rank has several. Resume is bit-exact."""
-    flags |= {"dataset": folder_of("qwen2_5_vl") / "rows.jsonl", "eval_dataset": None, **any_score}
+    flags = flags | {"dataset": folder_of("qwen2_5_vl") / "rows.jsonl", "eval_dataset": None, **any_score}
     flags |= {"prompts_per_rollout": 5, "train_batch_size": 20, "learning_rate": 1e-5}
     one = run(script, run_name="one", **flags)
     flags |= {"ranks": 2, "max_prompt_length": 120, "micro_batch_tokens": 128, **plan}

@@ -106,7 +106,7 @@ def test_math_compares_the_last_answer(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(parse=str, verify=str.__eq__))
     texts = ["Answer: 1\n**Answer:** $\\frac{1}{2}$.", "Answer: \\frac{1}{2}", "Answer: .5", "5"]
     golds = ["\\frac{1}{2}", "$\\frac{1}{2}$", "5", "5"]
-    assert runpy.run_path(MY_REWARD)["math"](texts, golds) == [1.0, 1.0, 0.0, 0.0]
+    assert runpy.run_path(MY_REWARD)["math"](texts, golds, print) == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.fixture
