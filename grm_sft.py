@@ -148,11 +148,6 @@ class Example:
     noun: str  # what a pair's candidates are called: "Image", "Video" or "Answer"
     label: str | None  # a pair's verdict in this order; None for a chat
 
-    @property
-    def suffix_ids(self) -> Tensor:
-        """(R,)"""
-        return self.suffix.token_inputs["input_ids"][0]
-
 
 @dataclass
 class Run:
@@ -608,7 +603,7 @@ class ExampleDataset:
             prefix, prefix_key, suffix = self.tokenize(messages)
         except (ValueError, jinja2.TemplateError) as error:  # image processor or chat template
             raise RowError(str(error)) from error
-        length = prefix.length + len(suffix.response_mask)
+        length = prefix.length + len(suffix)
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")
         prefix = replace(prefix, row_id=example_id // 2)
@@ -840,12 +835,11 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
         groups=[(indices[0], indices) for indices in sharing.values()],
         prompts=[example.prefix for example in examples],
         encode=lambda i: run.train_data.encode(examples[i].example_id).prefix,
-        responses=[example.suffix_ids for example in examples],
+        responses=[example.suffix for example in examples],
         max_tokens=args.micro_batch_tokens,
         rank=RANK,
         world_size=WORLD_SIZE,
         separate_media=args.zero_stage > 0,
-        continuations={b: example.suffix for b, example in enumerate(examples)},
     )
 
 
@@ -898,7 +892,7 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
     texts = tokenizer.batch_decode([x.token_ids for x in generated], skip_special_tokens=True)
     responses = []  # per example: the dataset's response and, for a pair, three with a verdict each
     for example, text in zip(examples, texts):
-        responses.append([example.suffix_ids])
+        responses.append([example.suffix.input_ids])
         if example.label is not None:
             reasoning = text.partition("<answer>")[0]
             verdicts = [reasoning + format_verdict(verdict, example.noun) for verdict in VERDICTS]
@@ -919,7 +913,7 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
             "length": len(response.token_ids),
             "truncated": response.truncated,
             "loss_sum": -float(reference_logprob),  # of the dataset's response, in nats
-            "num_tokens": len(example.suffix_ids),
+            "num_tokens": len(example.suffix),
         }
         if example.label is not None:
             verdict = parse_verdict(text, example.noun)
@@ -941,7 +935,8 @@ def sum_logprobs(
     args: Args, model, prefixes: list[Prompt], responses: list[list[Tensor]]
 ) -> tuple[Tensor, ...]:
     """Per prefix, the sum of log-probs of each of its responses, in float64. responses: (R,) each."""
-    flat = [ids for own_responses in responses for ids in own_responses]
+    pairs = zip(prefixes, responses)
+    flat = [packing.continue_prompt(prefix, ids) for prefix, own_responses in pairs for ids in own_responses]
     sizes = [len(own_responses) for own_responses in responses]
     indices = torch.arange(len(flat)).split(sizes)  # of each prefix's responses in `flat`
     longest = max(prefix.length for prefix in prefixes) + max(map(len, flat))

@@ -49,7 +49,7 @@ from torch import Tensor, nn
 
 from common import chats, packing, packing_check, stop
 from common.chats import RowError
-from common.packing import Prompt, PromptInfo, set_gradient_checkpointing
+from common.packing import Continuation, Prompt, PromptInfo, continue_prompt, set_gradient_checkpointing
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -70,7 +70,7 @@ class Args:
     run_name: str | None = None  # Directory in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
     resume: str | None = None  # auto: continue --run-name. A path: a new run from this checkpoint.
     # --- model and data ---
-    model: str = BUNDLED_MODEL  # Path or Hub id. Its reward head is used if it has one.
+    model: str = BUNDLED_MODEL  # Path or Hub id; a checkpoint of this script has a reward head, too.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
@@ -118,7 +118,7 @@ def compute_bt_loss(
     label_smoothing: float,
     center_coef: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Losses (Q,) and metrics (Q,) of pairs, for weighted means; all inputs are (Q,).
+    """Losses (Q,) and metrics (Q,) of pairs, for weighted means. Rewards and margins are (Q,).
 
     d = chosen - rejected - margin
     bt_loss = -log sigmoid(d)
@@ -156,9 +156,9 @@ def compute_bt_loss(
 class Ranking:
     """A dataset row: a prompt and its responses, best first."""
 
-    # The token prefix that all chats share. It may reach into the responses.
+    # The tokens with which all of its chats begin; these may include first words of the responses.
     prompt: PromptInfo  # a Prompt, until gather_rankings drops its tensors
-    response_ids: list[Tensor]  # (R,) each: the other tokens of each chat
+    responses: list[Continuation]  # the other tokens of each chat
     texts: list[str]  # text of each response, for samples.jsonl
     margin: float  # subtracted from the reward difference of each pair
     columns: dict  # the prompt and columns of the row, for samples.jsonl
@@ -185,7 +185,7 @@ def make_pairs(rankings: list[Ranking]) -> Pairs:
     weights = []
     start = 0  # index of the ranking's first response among all B
     for ranking in rankings:
-        end = start + len(ranking.response_ids)
+        end = start + len(ranking.responses)
         own_pairs = list(combinations(range(start, end), 2))
         pairs += own_pairs
         margins += [ranking.margin] * len(own_pairs)
@@ -229,12 +229,11 @@ def main(args: Args) -> dict[str, float]:
         rows_skipped_before = state["rows_skipped"]
         rankings = next_rankings(args, run)  # the same on all ranks
         pairs = make_pairs(rankings)
-        B = sum(len(ranking.response_ids) for ranking in rankings)
+        B = sum(len(ranking.responses) for ranking in rankings)
         packs = make_packs(args, run, run.train_data, rankings)
-        # A pack's backward needs gradients only for its own responses. If both responses of every pair
-        # share a pack, the other entries are not used, so they are 0. If a ranking was split, a pass
-        # without gradients first fills in the rewards of other packs (GradCache,
-        # https://arxiv.org/abs/2101.06983).
+        # Each pack runs backward on the loss of all pairs, in which only its own rewards have gradients.
+        # The other rewards are constants. Their values matter only for pairs that are split between
+        # packs: then a first pass without gradients computes them (GradCache, arXiv:2101.06983).
         constant_rewards = torch.zeros(B, device=DEVICE)
         if has_split_pair(packs, pairs, B):
             constant_rewards = compute_rewards(run, packs, B)
@@ -271,7 +270,7 @@ def main(args: Args) -> dict[str, float]:
             "train/grad_norm": grad_norm,
             "train/skipped_updates": int(is_skipped),
             "train/rows_skipped": state["rows_skipped"] - rows_skipped_before,
-            "time/total": seconds,  # phases 2 and 3
+            "time/total": seconds,  # of phases 2 and 3, without evaluation
         }
         metrics |= pair_metrics(args, pairs, rewards)
 
@@ -447,10 +446,10 @@ class RankingDataset:
             self.rows = add_easy_vqa_responses(self.rows, seed)
         columns = self.rows.column_names
         formats = [{"chosen", "rejected"} <= {*columns}, "responses" in columns]
-        rule = "must have the columns chosen and rejected, or responses (see --columns)"
+        rule = "must have either the columns chosen and rejected, or responses (see --columns)"
         require(sum(formats) == 1, f"{source} {rule}; it has {', '.join(columns)}")
-        # encode runs twice for rows that are in a rank's share of a step (gather_rankings)
-        # and in its packs (make_packs).
+        # A rank encodes its share of a step (gather_rankings), then the rows of its packs (make_packs).
+        # The cache serves rows that are in both; on one rank these are all.
         cache_size = 2 * math.ceil(args.train_batch_size / WORLD_SIZE)
         self.encode = functools.lru_cache(cache_size)(self.encode)
 
@@ -469,12 +468,12 @@ class RankingDataset:
         row = self.rows[row_id]  # `datasets` opens images here, build_messages other media
         prompt_chat, response_chats = split_row(row)
         messages = build_messages(self.args, row | {"prompt": prompt_chat}, self.data_dir, self.tokenizer)
-        responses = [build_response(chat, self.tokenizer) for chat in response_chats]
+        response_chats = [build_response(chat, self.tokenizer) for chat in response_chats]
         try:
-            prompt, response_ids = encode_ranking(self.model, self.processor, messages, responses, row_id)
+            prompt, responses = encode_ranking(self.model, self.processor, messages, response_chats, row_id)
         except (ValueError, jinja2.TemplateError) as error:  # image processor or chat template
             raise RowError(str(error)) from error
-        length = prompt.length + max(map(len, response_ids))
+        length = prompt.length + max(map(len, responses))
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")
         margin = row.get("margin") or 0.0
@@ -484,8 +483,8 @@ class RankingDataset:
         columns = {name: x for name, x in columns.items() if "data:image/" not in str(x)}
         return Ranking(
             prompt=prompt,
-            response_ids=response_ids,
-            texts=[" ".join(map(chats.content_text, response)) for response in responses],
+            responses=responses,
+            texts=[" ".join(map(chats.content_text, chat)) for chat in response_chats],
             margin=margin,
             columns={"prompt": " ".join(map(chats.content_text, messages))} | columns,
         )
@@ -546,12 +545,12 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
 
 
 def encode_ranking(
-    model, processor, messages: list[dict], responses: list[list[dict]], index: int
-) -> tuple[Prompt, list[Tensor]]:
+    model, processor, messages: list[dict], responses: list[list[dict]], row_id: int
+) -> tuple[Prompt, list[Continuation]]:
     """Split the chats of a ranking at the end of their longest common prefix of tokens.
 
-    The prefix becomes the Prompt, and the rest of each chat its response ids (R,): at least the
-    last token, which the head reads.
+    The prefix becomes the Prompt, and the rest of each chat a Continuation of at least the last
+    token, which the head reads.
 
         user <image> Color ? assistant red <eos>         num_shared = 5, response red <eos>
         user <image> Color ? assistant dark blue <eos>                   dark blue <eos>
@@ -569,10 +568,10 @@ def encode_ranking(
         chat_ids = [x["input_ids"][0].tolist() for x in encoded]
         num_shared = common_prefix_length([ids[:-1] for ids in chat_ids])
     length = num_shared + len(processed_ids) - len(chat_ids[0])  # with image tokens
-    prompt = packing.make_prompt(model, inputs, row_id=index, length=length)
+    prompt = packing.make_prompt(model, inputs, row_id=row_id, length=length)
     # Without a chat template nothing ends the response, and the head would read its last word.
     end = [] if processor.chat_template else [processor.eos_token_id]
-    return prompt, [torch.tensor(ids[num_shared:] + end) for ids in chat_ids]
+    return prompt, [continue_prompt(prompt, torch.tensor(ids[num_shared:] + end)) for ids in chat_ids]
 
 
 def tokenize_chat(processor, messages: list[dict]) -> list[int]:
@@ -720,8 +719,8 @@ def all_gather_list(items: list) -> list:
 
 def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]) -> list[packing.Pack]:
     """This rank's packs of some rankings. A ranking that is too long for a pack is in several."""
-    responses = [ids for ranking in rankings for ids in ranking.response_ids]  # B
-    sizes = [len(ranking.response_ids) for ranking in rankings]
+    responses = [response for ranking in rankings for response in ranking.responses]  # B
+    sizes = [len(ranking.responses) for ranking in rankings]
     indices = torch.arange(len(responses)).split(sizes)  # of each ranking's responses among all B
     packs = packing.iter_rank_packs(
         model=run.reward_model.module.model,
@@ -792,7 +791,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
         for batch in np.array_split(np.sort(row_ids), num_batches):
             found = gather_rankings(data, batch.tolist())
             packs = make_packs(args, run, data, found)
-            num_responses = sum(len(ranking.response_ids) for ranking in found)
+            num_responses = sum(len(ranking.responses) for ranking in found)
             rewards.append(compute_rewards(run, packs, num_responses))
             rankings += found
         num_skipped = len(row_ids) - len(rankings)
@@ -809,7 +808,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
 def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[dict]:
     """A record of each pair with finite rewards (JSON has no NaN) for samples.jsonl."""
     records = []
-    rewards_by_ranking = rewards.split([len(ranking.response_ids) for ranking in rankings])
+    rewards_by_ranking = rewards.split([len(ranking.responses) for ranking in rankings])
     for ranking, ranking_rewards in zip(rankings, rewards_by_ranking):
         responses = zip(ranking.texts, ranking_rewards.tolist())
         responses = [(text, reward) for text, reward in responses if math.isfinite(reward)]

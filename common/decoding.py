@@ -29,13 +29,6 @@ class Response:
     messages: list[dict] | None = None  # turns and observations
     environment: Any = None
 
-    @property
-    def response_mask(self) -> Tensor:
-        """(R,) bool: True for the model's own tokens, False for observations."""
-        if self.continuation is None:
-            return torch.ones(len(self.token_ids), dtype=torch.bool)
-        return self.continuation.response_mask
-
 
 def find_eos_ids(model, tokenizer) -> list[int]:
     """Ids of all tokens that end a response, the tokenizer's first."""
@@ -151,7 +144,7 @@ def prefill(model, prompts: list[Prompt], num_samples: int, max_tokens: int) -> 
     hidden_of_packs = []  # (tokens, H) each
     caches = []  # one per pack; each layer has keys and values (1, kv_heads, tokens, D)
     for groups in plan:
-        pack = to_device(packing.build_packed(groups, prompts, {}), model)
+        pack = to_device(packing.build_packed(groups, prompts, responses=[]), model)
         cache = DynamicCache()
         out = run_model(model.base_model, **pack.model_inputs, past_key_values=cache, use_cache=True)
         hidden_of_packs.append(out.last_hidden_state[0])
@@ -174,7 +167,7 @@ def prefill(model, prompts: list[Prompt], num_samples: int, max_tokens: int) -> 
 
 def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF sampling (B,): the token whose CDF interval contains `uniform` (B,)."""
-    cdf = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # sample_and_score stops the run at NaN
+    cdf = logprobs.double().exp().nan_to_num(1.0).cumsum(-1)  # the scripts stop at NaN
     tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
     return tokens.clamp(max=logprobs.shape[-1] - 1)
 

@@ -77,7 +77,7 @@ class Trajectory:
     def to_response(self) -> Response:
         continuation = packing.join_continuations(self.parts)
         return Response(
-            token_ids=continuation.token_inputs["input_ids"][0],
+            token_ids=continuation.input_ids,
             logprobs=torch.cat(self.logprobs),
             truncated=self.truncated,
             continuation=continuation,
@@ -166,11 +166,10 @@ class EnvironmentSampler:
         if not isinstance(observation, dict):
             observation = {"role": "user", "content": observation}
         part = self.encode_message(trajectory.sequence, observation)
-        R = len(part.response_mask)
-        if R >= trajectory.remaining_tokens:
+        if len(part) >= trajectory.remaining_tokens:
             trajectory.truncated = trajectory.observation_overflow = True
             return False
-        trajectory.append(observation, part, logprobs=torch.zeros(R))
+        trajectory.append(observation, part, logprobs=torch.zeros(len(part)))
         return True
 
     def encode_message(self, sequence: Prompt, message: dict) -> Continuation:
@@ -187,6 +186,8 @@ class EnvironmentSampler:
         load_media([message], Path(), self.tokenizer, self.max_pixels, self.video_fps)
         inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
         chat = packing.make_prompt(self.model, inputs)
+        if chat.media_inputs and getattr(self.sampler, "turns_are_text", False):
+            raise ValueError("this sampler supports only text in observations")
         unknown = chat.token_inputs.keys() - sequence.token_inputs.keys()
         unknown |= {name for name, x in chat.token_inputs.items() if x.dim() > 2}  # masks over images
         if unknown:

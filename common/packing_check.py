@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return self.prompt.length + sum(len(response.response_mask) for response in self.responses)
+        return self.prompt.length + sum(map(len, self.responses))
 
 
 def choose_probe_rows(rows, count: int = 16) -> list[int]:
@@ -139,7 +139,7 @@ def make_cases(
         sequence = extend_prompt(shortest, turn)
         observation = encode_observation(sequence)
         sequence = extend_prompt(sequence, observation)
-        last_turn = continue_prompt(sequence, other_turn.token_inputs["input_ids"][0])
+        last_turn = continue_prompt(sequence, other_turn.input_ids)
         cases.append(Case(shortest, [packing.join_continuations([turn, observation, last_turn])]))
     max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
     length = min(max_length, max_tokens, max_positions, MAX_LENGTH)
@@ -158,7 +158,7 @@ def other_text(model, prompts: list[Prompt], prompt: Prompt, length: int) -> Ten
     ids = torch.cat(others)
     ids = ids[~torch.isin(ids, media_ids)]
     ids = ids if len(ids) > 0 else torch.arange(100)  # the prompts are images
-    # Start in the middle of a prompt: all prompts begin with the same words of the chat template.
+    # Don't start with what all prompts begin with, the words of the chat template.
     start = len(others[0]) // 2
     return ids.roll(-start).repeat(length // len(ids) + 1)[:length]
 
@@ -172,15 +172,14 @@ def run_cases(
     for i, case in enumerate(cases):
         groups.append((i, [len(responses) + k for k in range(len(case.responses))]))
         responses += case.responses
-        longest = max((len(response.response_mask) for response in case.responses), default=0)
+        longest = max(map(len, case.responses), default=0)
         max_tokens = max(max_tokens, case.prompt.length + longest)  # may exceed the run's limit
     packs = packing.iter_rank_packs(
         model=model,
         groups=groups,
         prompts=[case.prompt for case in cases],
-        responses=[response.token_inputs["input_ids"][0] for response in responses],
+        responses=responses,
         max_tokens=max_tokens,
-        continuations=dict(enumerate(responses)),
     )
     results = [None] * len(responses)
     for pack in packs:
@@ -269,7 +268,7 @@ def compare_packed_with_padded(
     # puts the largest group first, so the cases show errors that only occur at large pack indices.
     prompt, [response] = long_case
     free_tokens = max_tokens - prompt.length - sum(case.num_tokens for case in [*cases, long_case])
-    filler = Case(prompt, [response] * max(0, free_tokens // len(response.response_mask)))
+    filler = Case(prompt, [response] * max(0, free_tokens // len(response)))
     error = largest_error(run([*cases, long_case, filler])[: len(padded)], padded)
     if not error < TOLERANCE[model.dtype]:
         raise PackingNotSupported(f"its outputs change by {error:.1e}")

@@ -40,18 +40,19 @@ def score(chats: list, texts: list[str], **columns) -> list[float]:
     reward_model, processor = load(os.environ["REWARD_MODEL"])
     model = reward_model.model
     prompts = []
-    response_ids = []
+    responses = []
     groups = []  # (prompt index, response indices); responses to the same prompt are adjacent
     for _, indices in itertools.groupby(range(len(chats)), key=lambda b: id(chats[b])):
         indices = list(indices)
-        responses = []
+        answers = []
         for b in indices:
-            responses.append([{"role": "assistant", "content": [{"type": "text", "text": texts[b]}]}])
-        prompt, ids = encode_ranking(model, processor, chats[indices[0]], responses, index=len(prompts))
+            answers.append([{"role": "assistant", "content": [{"type": "text", "text": texts[b]}]}])
+        row_id = len(prompts)
+        prompt, own_responses = encode_ranking(model, processor, chats[indices[0]], answers, row_id)
         groups.append((len(prompts), indices))
         prompts.append(prompt)
-        response_ids += ids
-    max_length = max(prompt.length for prompt in prompts) + max(map(len, response_ids))
+        responses += own_responses
+    max_length = max(prompt.length for prompt in prompts) + max(map(len, responses))
     max_tokens = max(MAX_TOKENS, max_length)
     if not hasattr(model, "packing_message"):  # check on the first call only
         model.packing_message = packing_check.choose_layout(
@@ -66,7 +67,7 @@ def score(chats: list, texts: list[str], **columns) -> list[float]:
         model=model,
         groups=groups,
         prompts=prompts,
-        responses=response_ids,
+        responses=responses,
         max_tokens=max_tokens,
     )
     scores = torch.zeros(len(texts), device=model.device)

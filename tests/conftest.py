@@ -24,7 +24,7 @@ import torch.distributed as dist
 import tyro
 from safetensors.torch import load_file
 
-import common  # noqa: F401  before transformers
+from common import packing  # before transformers
 
 from transformers.utils import logging  # isort: skip
 
@@ -123,6 +123,12 @@ def any_reward(any_score) -> dict:
 SHORT = {"total_steps": 2, "prompts_per_rollout": 4, "num_samples_per_prompt": 4, "train_batch_size": 8}
 SHORT |= {"max_prompt_length": 512, "max_response_length": 8, "micro_batch_tokens": 2048, "eval_steps": 0}
 SHORT |= {"eval_prompts": 8, "eval_rows": 8, "eval_num_samples": 2, "seed": 3, "run_name": "run"}
+
+
+def continuations(groups: list, prompts: list, ids: list) -> list:
+    """The model inputs of responses (R,), which groups assign to prompts in order."""
+    pairs = [(prompts[i], ids[b]) for i, own in groups for b in own]
+    return [packing.continue_prompt(*pair) for pair in pairs]
 
 
 def to_argv(flags: dict) -> list[str]:

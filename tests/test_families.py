@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, assert_same_run, metrics_of, read_jsonl, slow, write_jsonl
+from conftest import ROOT, TINY, assert_same_run, continuations, metrics_of, read_jsonl, slow, write_jsonl
 from PIL import Image
 
 import grm_sft
@@ -154,18 +154,18 @@ def test_logprobs_and_greedy_responses_equal_the_unmodified_model(family, folder
     encode = functools.partial(chats.encode_chat, batch.processor, add_generation_prompt=True)
     inputs = [dict(encode(prompt.messages)) for prompt in prompts]
     responses = decoding.generate(model, prompts, 3, 10, EOS_IDS, TEMPERATURE, max_tokens=250)
-    response_ids = [response.token_ids for response in responses]
     packed = torch.zeros(len(responses), 10)
     groups = [(i, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(len(prompts))]
+    trained = continuations(groups, prompts, [response.token_ids for response in responses])
     with torch.no_grad():
-        for pack in packing.iter_rank_packs(model, groups, prompts, response_ids, 250):
+        for pack in packing.iter_rank_packs(model, groups, prompts, trained, 250):
             packed[pack.token_index] = packing.response_logprobs(model, pack, TEMPERATURE)[0]
         for b, response in enumerate(responses):
             expected = unmodified_logprobs(unmodified, inputs[b // 3], response.token_ids, TEMPERATURE)
             torch.testing.assert_close(packed[b, : len(expected)], expected, atol=1e-4, rtol=0)
             torch.testing.assert_close(response.logprobs, expected, atol=1e-4, rtol=0)
             assert response.truncated == (int(response.token_ids[-1]) not in EOS_IDS)
-    assert len(set(map(len, response_ids))) > 2
+    assert len(set(map(len, trained))) > 2
 
     greedy = decoding.generate(model, prompts, 1, 10, EOS_IDS, temperature=0.0, max_tokens=600)
     options = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": EOS_IDS}
@@ -252,7 +252,7 @@ def test_rope_that_depends_on_the_length_runs_one_row_at_a_time(family, limit):
         message = choose_layout(model, [prompt], max_length=max_length, max_tokens=2 * limit)
         assert packing.is_packed(model) == is_packed
     assert f"(beyond {limit} tokens its RoPE depends on the sequence length)" in message
-    responses = [torch.arange(9)] * 3
+    responses = [packing.continue_prompt(prompt, torch.arange(9))] * 3
     packs = packing.iter_rank_packs(model, [(0, [0, 1, 2])], [prompt], responses, 999)
     assert [len(pack.model_inputs["input_ids"]) for pack in packs] == [1, 1, 1]
 
@@ -347,7 +347,8 @@ def test_rare_types_of_rows_are_probed(tmp_path):
 def test_media_that_the_check_has_not_seen_are_reported(folder_of):
     batch = load_family(folder_of("llava"))
     choose_layout(batch.model, batch.prompts[:2], max_length=128, max_tokens=256)
-    arguments = batch.prompts, [torch.arange(5, 9)] * len(batch.prompts), 256
+    responses = [packing.continue_prompt(prompt, torch.arange(5, 9)) for prompt in batch.prompts]
+    arguments = batch.prompts, responses, 256
     with warnings.catch_warnings(action="error"):
         list(packing.iter_rank_packs(batch.model, [(0, [0])], *arguments))
     with pytest.warns(UserWarning, match="did not compare: pixel_values"):

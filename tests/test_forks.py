@@ -163,14 +163,18 @@ def select(t: SimpleNamespace, prompts: list[int]) -> SimpleNamespace:
     return SimpleNamespace(**tables, scores=t.scores[prompts])
 
 
+def make_response(length: int) -> packing.Continuation:
+    ids = torch.arange(length)
+    return packing.Continuation(ids >= 0, {"input_ids": ids[None]}, {}, position_ids=ids)
+
+
 def make_rollout(module, t: SimpleNamespace, scores=None):
     """The script's Rollout with the responses of the tables."""
     width = int(t.mask.any(0).nonzero().max()) + 1
     scores = t.scores if scores is None else scores
     return module.Rollout(
         prompts=[packing.PromptInfo(index, 5, ()) for index in range(len(scores))],
-        response_ids=[torch.arange(int(length)) for length in t.mask.sum(1)],
-        continuations={},
+        responses=[make_response(length) for length in t.mask.sum(1).tolist()],
         response_mask=t.mask[:, :width],
         sampler_logprobs=t.sampler[:, :width],
         truncated=torch.zeros_like(scores, dtype=torch.bool),

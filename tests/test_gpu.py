@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SCRIPTS, TINY, largest_difference, read_jsonl, to_argv, weights_of
+from conftest import ROOT, SCRIPTS, TINY, continuations, largest_difference, read_jsonl, to_argv, weights_of
 from test_memory import config_of
 from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import causal_mask_function
@@ -154,8 +154,8 @@ def test_bf16_against_fp32(vqa, row, monkeypatch):
         prompts = [data.encode(i) for i in range(len(data.rows))]
         media_ids = torch.tensor(packing.media_token_ids(model.config))
         tokens = [prompt.input_ids[~torch.isin(prompt.input_ids, media_ids)] for prompt in prompts]
-        responses = [ids[: 5 + i % 9] for i, ids in enumerate(tokens)]
         groups = [(i, [i]) for i in range(len(prompts))]
+        responses = continuations(groups, prompts, [ids[: 5 + i % 9] for i, ids in enumerate(tokens)])
         (pack,) = packing.iter_rank_packs(model, groups, prompts, responses, max_tokens=8192)
         logprobs, _ = packing.response_logprobs(model, pack)
         logprobs.mean().backward()

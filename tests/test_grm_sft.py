@@ -97,9 +97,9 @@ def expected_logprobs(tiny_vl, row: dict, swapped: bool) -> torch.Tensor:
     model, processor, tokenizer = tiny_vl
     example = encode(tiny_vl, row, swapped, training=True)
     messages = grm_sft.build_messages(ARGS, make_chat(row, swapped), Path(), tokenizer)
-    ids = torch.cat([example.prefix.input_ids, example.suffix_ids])
+    ids = torch.cat([example.prefix.input_ids, example.suffix.input_ids])
     assert torch.equal(ids, chats.encode_chat(processor, messages)["input_ids"][0, : len(ids)])
-    logprobs = unmodified_logprobs(model, example.prefix.inputs, example.suffix_ids, temperature=1.0)
+    logprobs = unmodified_logprobs(model, example.prefix.inputs, example.suffix.input_ids, temperature=1.0)
     return logprobs[example.suffix.response_mask]
 
 
@@ -206,7 +206,7 @@ def test_both_orders_and_rows_with_the_same_image_form_a_group(tiny_vl, monkeypa
 def trained(tiny_vl, row: dict, **how) -> str:
     """The trained tokens as text."""
     example = encode(tiny_vl, row, **how)
-    return tiny_vl[2].decode(example.suffix_ids[example.suffix.response_mask])
+    return tiny_vl[2].decode(example.suffix.input_ids[example.suffix.response_mask])
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -218,7 +218,7 @@ def test_assistant_turns_are_trained(training, tiny_vl, rows):
     assert trained(tiny_vl, rows[6], training=training) == turns
     chat = encode(tiny_vl, rows[6], training=training)
     assert len(chat.prefix.media_inputs["image_grid_thw"]) == 2
-    text = tiny_vl[2].decode(chat.suffix_ids)
+    text = tiny_vl[2].decode(chat.suffix.input_ids)
     assert ("And this?" in tiny_vl[2].decode(chat.prefix.input_ids)) != training
     assert ("And this?" in text) == training and text.startswith("Good?" if training else "yes")
     text_only = [turn | {"content": turn["content"].replace("<image>", "")} for turn in rows[6]["messages"]]
@@ -271,7 +271,7 @@ def test_packs_share_images(tiny_vl, rows, judged):
     (pack,) = grm_sft.iter_packs(ARGS, run, examples)
     assert len(pack.model_inputs["image_grid_thw"]) == 1 and len(pack.response_index) == 4
     assert len(run.train_data.prefixes) == 1, "both rows have the same prefix"
-    num_tokens = examples[0].prefix.length + sum(len(example.suffix_ids) for example in examples)
+    num_tokens = examples[0].prefix.length + sum(len(example.suffix.input_ids) for example in examples)
     assert pack.model_inputs["input_ids"].numel() == num_tokens
 
 
@@ -309,9 +309,9 @@ def test_judgments_are_those_of_the_unmodified_model(tiny_vl, rows):
         assert record["response"] == tokenizer.decode(ids, skip_special_tokens=True)
         assert record["length"] == len(ids)
         assert record["truncated"] == (ids[-1] != tokenizer.eos_token_id)
-        logprobs = unmodified_logprobs(model, example.prefix.inputs, example.suffix_ids, 1.0)
+        logprobs = unmodified_logprobs(model, example.prefix.inputs, example.suffix.input_ids, 1.0)
         assert record["loss_sum"] == pytest.approx(-logprobs.sum().item(), abs=1e-3)
-        assert record["num_tokens"] == len(example.suffix_ids)
+        assert record["num_tokens"] == len(example.suffix.input_ids)
         assert 2 * record["row"] + record["swapped"] == example.example_id
     assert "correct" in records[0] and not {"correct", "probabilities"} & records[-1].keys()
 

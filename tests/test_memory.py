@@ -50,7 +50,7 @@ def make_pack(model, P: int, R: int, side: int) -> packing.Pack:
     inputs |= {"image_grid_thw": torch.tensor([[1, rows, rows]])}
     inputs |= {"mm_token_type_ids": (ids == model.config.image_token_id).long()}
     prompt = packing.make_prompt(model, inputs)
-    responses = [torch.randint(0, 900, (R,)) for _ in range(4)]
+    responses = [packing.continue_prompt(prompt, torch.randint(0, 900, (R,))) for _ in range(4)]
     return next(packing.iter_rank_packs(model, [(0, [*range(4)])], [prompt], responses, 10**6))
 
 

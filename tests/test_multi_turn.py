@@ -97,11 +97,13 @@ def packed_logprobs(model, prompts, responses, temperature: float = 1.0) -> torc
     """Log-probs of the model's own tokens, response by response. Each prompt has as many responses."""
     G = len(responses) // len(prompts)
     groups = [(i, [*range(i * G, i * G + G)]) for i in range(len(prompts))]
-    ids = [response.token_ids for response in responses]
-    continuations = {b: x.continuation for b, x in enumerate(responses) if x.continuation}
-    masks = torch.nn.utils.rnn.pad_sequence([x.response_mask for x in responses], batch_first=True)
+    inputs = [
+        x.continuation or packing.continue_prompt(prompts[b // G], x.token_ids)
+        for b, x in enumerate(responses)
+    ]
+    masks = torch.nn.utils.rnn.pad_sequence([x.response_mask for x in inputs], batch_first=True)
     table = torch.full(masks.shape, torch.nan)
-    for pack in packing.iter_rank_packs(model, groups, prompts, ids, 4000, continuations=continuations):
+    for pack in packing.iter_rank_packs(model, groups, prompts, inputs, 4000):
         table = table.index_put(pack.token_index, packing.response_logprobs(model, pack, temperature)[0])
     assert torch.equal(~table.isnan(), masks)  # no observation is a target
     return table[masks]

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from conftest import TINY
+from conftest import TINY, continuations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_families import TEMPERATURE, choose_layout, load_family, load_model, unmodified_logprobs
@@ -27,14 +27,13 @@ def batch_of(folder_of):
     return lambda family: load_family(folder_of(family))
 
 
-GROUPS, RESPONSES = [(0, [0, 1, 2]), (1, [3])], [torch.arange(R) for R in (5, 1, 2, 4)]
-
-
 def test_padded_rows_need_few_logits(batch_of):
     """Models that can return logits of the last tokens only are asked for the responses'."""
     batch, shapes = batch_of("llama"), []
     batch.model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape[:2]))
-    for pack in iter_rank_packs(batch.model, GROUPS, batch.prompts, RESPONSES, 4096):
+    groups, ids = [(0, [0, 1, 2]), (1, [3])], [torch.arange(R) for R in (5, 1, 2, 4)]
+    responses = continuations(groups, batch.prompts, ids)
+    for pack in iter_rank_packs(batch.model, groups, batch.prompts, responses, 4096):
         response_logprobs(batch.model, pack, TEMPERATURE)
     assert sorted(shapes) == [(1, 5), (3, 6)]
 
@@ -305,8 +304,9 @@ def test_what_cannot_fit_is_refused():
 
 def test_groups_with_other_media_run_separately():
     """Response 1 has an observation with an image."""
-    prompts, seen = [SimpleNamespace(media_keys=())], SimpleNamespace(media_inputs={"pixel_values": 0})
-    by_media = packing.group_by_media([(0, [0, 1])], prompts, {1: seen})
+    prompts, unseen = [SimpleNamespace(media_keys=())], SimpleNamespace(media_inputs={})
+    seen = SimpleNamespace(media_inputs={"pixel_values": 0})
+    by_media = packing.group_by_media([(0, [0, 1])], prompts, [unseen, seen])
     assert by_media == {frozenset(): [(0, [0])], frozenset(["pixel_values"]): [(0, [1])]}
 
 

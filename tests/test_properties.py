@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import slow
+from conftest import continuations, slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_families import load_family, load_model, unmodified_logprobs
@@ -126,7 +126,7 @@ def test_packs(family, examples, models_of):
         longest = [max(lengths, default=0) for _, lengths in case["groups"]]
         max_tokens = case["spare_tokens"] + max(p.length + R for p, R in zip(prompts, longest))
         model = packed if case["packed"] else unmodified
-        arguments = model, groups, prompts, responses, max_tokens
+        arguments = model, groups, prompts, continuations(groups, prompts, responses), max_tokens
         split = {name: case[name] for name in ("world_size", "separate_media")}
         each_rank = range(case["world_size"])
         ranks = [list(packing.iter_rank_packs(*arguments, rank, **split)) for rank in each_rank]

@@ -26,8 +26,7 @@ EXPORT = runpy.run_path(str(conftest.ROOT / "examples/export_classifier.py"))
 
 
 def ranking(K: int, margin: float = 0.0) -> Ranking:
-    prompt, response_ids = PromptInfo(0, 1, ()), [torch.zeros(1)] * K
-    return Ranking(prompt, response_ids, texts=[], margin=margin, columns={})
+    return Ranking(PromptInfo(0, 1, ()), [None] * K, texts=[], margin=margin, columns={})
 
 
 def mean_loss(rewards: torch.Tensor, rankings: list[Ranking], smoothing: float, center: float):
@@ -45,12 +44,12 @@ def test_loss_and_gradient_equal_the_closed_form(smoothing, center):
     r = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     loss, expected, start = mean_loss(r, rankings, smoothing, center), 0.0, 0
     for x in rankings:
-        pairs = list(combinations(range(start, start + len(x.response_ids)), 2))
+        pairs = list(combinations(range(start, start + len(x.responses)), 2))
         for i, j in pairs:
             p = 1 / (1 + (-(r[i] - r[j] - x.margin)).exp())
             bt = -(1 - smoothing) * p.log() - smoothing * (1 - p).log()
             expected = expected + (bt + center * (r[i] + r[j]) ** 2) / 3 / len(pairs)
-        start += len(x.response_ids)
+        start += len(x.responses)
     gradients = [torch.autograd.grad(x, r, retain_graph=True)[0] for x in (loss, expected)]
     torch.testing.assert_close((loss, gradients[0]), (expected, gradients[1]), rtol=1e-5, atol=1e-8)
     shifted = mean_loss(r + 7.5, rankings, smoothing, center)
@@ -109,7 +108,10 @@ def encode(rows_of):
     def build(*rows: dict, **flags):
         data = rows_of(list(rows), **flags)[1].train_data
         rankings = data.encode_all(range(len(rows)))
-        ids = [[torch.cat([x.prompt.input_ids, response]) for response in x.response_ids] for x in rankings]
+        ids = [
+            [torch.cat([x.prompt.input_ids, response.input_ids]) for response in x.responses]
+            for x in rankings
+        ]
         return rankings, [data.processor.batch_decode(chats) for chats in ids]
 
     return build
@@ -186,8 +188,8 @@ def test_without_a_chat_template_responses_end_in_eos(text, tmp_path):
     plain.chat_template = None
     source = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "q: ", "chosen": "ab", "rejected": "a"}])
     ranking = RankingDataset(args, source, "train", 0, model, plain).encode(0)
-    chats = [torch.cat([ranking.prompt.input_ids, response]) for response in ranking.response_ids]
-    assert [len(response) for response in ranking.response_ids] == [3, 2], "a token and EOS at least"
+    chats = [torch.cat([ranking.prompt.input_ids, x.input_ids]) for x in ranking.responses]
+    assert [*map(len, ranking.responses)] == [3, 2], "a token and EOS at least"
     assert plain.batch_decode(chats) == ["q: ab<|end|>", "q: a<|end|>"]
 
 
@@ -315,8 +317,8 @@ def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path,
     mean_loss(expected, rankings, args.label_smoothing, args.center_coef).backward()
     expected_metrics = pair_metrics(args, make_pairs(rankings), expected.detach())
     expected_pairs = [pair for x in rewards[::-1] for pair in combinations(torch.stack(x).tolist(), 2)]
-    longest = max(x.prompt.length + max(map(len, x.response_ids)) for x in rankings)
-    assert longest < max(x.prompt.length + sum(map(len, x.response_ids)) for x in rankings), "one is split"
+    longest = max(x.prompt.length + max(map(len, x.responses)) for x in rankings)
+    assert longest < max(x.prompt.length + sum(map(len, x.responses)) for x in rankings), "one is split"
     monkeypatch.setattr(reward_bt, "init_reward_engine", lambda args, module: Engine(module))
     monkeypatch.setattr(reward_bt, "optimizer_step", lambda engine, learning_rate: 0.0)
     save = lambda args, run: modules.append(run.reward_model.module)  # noqa: E731

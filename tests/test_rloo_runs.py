@@ -290,7 +290,7 @@ def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_
     rollouts = spy(rloo, "collect_rollout")
     run("rloo", dataset=write_jsonl(tmp_path / "one.jsonl", vqa_rows[:1]), eval_dataset=None, total_steps=1)
     _, _, rollout = rollouts[0]
-    texts = [tuple(ids.tolist()) for ids in rollout.response_ids]
+    texts = [tuple(x.input_ids.tolist()) for x in rollout.responses]
     assert len({*zip(*[iter(texts)] * 4)}) == 4 and {prompt.row_id for prompt in rollout.prompts} == {0}
 
 

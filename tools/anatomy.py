@@ -120,7 +120,7 @@ def take_step(args: rloo.Args) -> SimpleNamespace:
 def choose_prompt(rollout: rloo.Rollout) -> int:
     """The prompt with the most different scores, and among those the most different responses."""
     n, G = rollout.scores.shape
-    responses = [tuple(ids.tolist()) for ids in rollout.response_ids]
+    responses = [tuple(x.input_ids.tolist()) for x in rollout.responses]
     num_different = [len({*responses[i * G : (i + 1) * G]}) for i in range(n)]
     return max(range(n), key=lambda i: (len(rollout.scores[i].unique()), num_different[i]))
 
@@ -192,8 +192,9 @@ def probabilities(step: SimpleNamespace) -> list[tuple[str, float, float, float]
     data = run.train_data
     G = step.args.num_samples_per_prompt
     prompt = data.encode(rollout.prompts[step.example].row_id)
-    end = next(ids[-1:] for ids in rollout.response_ids if ids[-1] in run.sampler.eos_ids)
-    candidates = rollout.response_ids[step.example * G : (step.example + 1) * G]
+    end = next(x.input_ids[-1:] for x in rollout.responses if x.input_ids[-1] in run.sampler.eos_ids)
+    own = rollout.responses[step.example * G : (step.example + 1) * G]
+    candidates = [response.input_ids for response in own]
     for word in sorted({str(answer) for answer in data.rows["answer"]}):
         for text in (f"<answer>{word}</answer>", word):
             ids = data.tokenizer.encode(text, add_special_tokens=False)
@@ -224,7 +225,7 @@ def padding_difference(step: SimpleNamespace) -> float:
     for i, prompt in enumerate(rollout.prompts):
         prompt = step.run.train_data.encode(prompt.row_id)
         members = range(i * G, i * G + G)
-        continuations = {b: packing.continue_prompt(prompt, rollout.response_ids[b]) for b in members}
+        continuations = {b: rollout.responses[b] for b in members}
         batch = packing.build_padded([(0, [*continuations])], [prompt], continuations)
         logprobs, _ = policy(packing.to_device(batch, model))
         differences.append((logprobs - batch.gather_tokens(step.new_logprobs)).abs().max().item())
@@ -253,7 +254,9 @@ def describe(step: SimpleNamespace) -> dict:
     return vars(step) | {
         "G": G,
         "prompts": [run.train_data.encode(prompt.row_id) for prompt in rollout.prompts],
-        "texts": [readable(tokenizer.decode(ids, skip_special_tokens=True)) for ids in rollout.response_ids],
+        "texts": [
+            readable(tokenizer.decode(x.input_ids, skip_special_tokens=True)) for x in rollout.responses
+        ],
         "token": lambda id: readable(tokenizer.decode([id])),
         "image_id": image_id,
         "kl": kl,

@@ -353,7 +353,8 @@ def trained_logprobs(model, prompts: list[packing.Prompt], ids: list[Tensor]) ->
     """The same, as the scripts compute them."""
     table = torch.full((len(ids), R), torch.nan)
     groups = [(i, list(range(i * G, i * G + G))) for i in range(len(prompts))]
-    for pack in packing.iter_rank_packs(model, groups, prompts, ids, max_tokens=1024):
+    responses = [packing.continue_prompt(prompts[b // G], ids[b]) for b in range(len(ids))]
+    for pack in packing.iter_rank_packs(model, groups, prompts, responses, max_tokens=1024):
         logprobs, _ = packing.response_logprobs(model, pack)
         logprobs.square().sum().backward()
         table[pack.token_index] = logprobs.detach()
