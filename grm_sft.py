@@ -73,7 +73,7 @@ BUNDLED_MODEL = str(Path(__file__).parent / "assets/tiny_vl")
 @dataclass
 class Args:
     # --- experiment ---
-    seed: int = 1  # Random seed for data order and easy-VQA's pairs.
+    seed: int = 1  # Random seed for LoRA, data order and easy-VQA's pairs.
     output_dir: str = "runs"  # Directory that contains one directory per run.
     run_name: str | None = None  # Directory in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
     resume: str | None = None  # auto: continue --run-name. A path: a new run from this checkpoint.
@@ -87,27 +87,27 @@ class Args:
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
     video_fps: float = 2.0  # Frames per second to sample from videos.
-    max_length: int = 2048  # Longer examples (tokens, with images; see --max-pixels) are skipped.
+    max_length: int = 2048  # Examples with more tokens, with images, are skipped (see --max-pixels).
     # Shuffle images, not rows: rows with the same image path stay together, in their order, and a pack runs
     # the image once. Faster if several rows share an image, but a batch then has fewer different images.
     group_by_image: bool = True
     freeze: str | None = None  # Regex of the weights to freeze. Default: all but the language model.
     lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
-    lora_alpha: float = 32.0  # The adapters' output is multiplied by alpha / rank.
+    lora_alpha: float = 32.0  # LoRA's scaling is alpha / rank.
     # --- algorithm ---
     total_steps: int = 500  # Number of optimizer steps; 0 only evaluates.
-    train_batch_size: int = 32  # Examples per optimizer step, over all ranks; a pair is one or two.
+    train_batch_size: int = 32  # Examples per optimizer step, over all ranks. A pair in both orders is two.
     # --- optimizer ---
     learning_rate: float | None = None  # Peak. Default: 1e-5; LoRA: 1e-4; bundled model: 1e-3.
     min_lr_ratio: float = 0.1  # The cosine schedule ends at this fraction of the peak.
     warmup_updates: int = 20  # Optimizer steps of linear warmup.
     weight_decay: float = 0.0  # AdamW weight decay; not applied to biases or norm weights.
-    max_grad_norm: float = 1.0  # Larger gradients are scaled down to this norm; 0: never.
+    max_grad_norm: float = 1.0  # Maximum gradient norm; 0 disables clipping.
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
     zero_stage: Literal[0, 1, 2, 3] | None = None  # Default: 2 with bfloat16, else 0.
     offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
-    gradient_checkpointing: bool = False  # Recompute activations: saves memory, a third slower.
+    gradient_checkpointing: bool = False  # Recompute activations: less memory, a third slower.
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
     # --- evaluation, logging and checkpoints ---
     eval_steps: int = 100  # Evaluation interval in steps; 0: at the start and the end only.
@@ -410,8 +410,8 @@ def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: in
 def gather_examples(data: "ExampleDataset", example_ids: list[int]) -> list[Example]:
     """The examples of a step, on all ranks and without images.
 
-    Each rank encodes 1/N of the step, and shares only lengths and suffixes. From these all ranks compute
-    the same plan of packs. Then each rank encodes the prefixes of its own packs, in iter_packs."""
+    Each rank encodes its share of the step, and sends lengths and suffixes to the others, so that all
+    compute the same plan of packs. A rank whose packs have examples of other shares encodes these, too."""
     share = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
     examples = data.encode_all(share)
     infos = [PromptInfo(x.prefix.row_id, x.prefix.length, x.prefix.media_keys) for x in examples]
@@ -572,8 +572,9 @@ class ExampleDataset:
         self.eos_ids = decoding.find_eos_ids(self.model, self.tokenizer)
         require(self.eos_ids, f"{self.args.model} has no EOS token")
         self.prefixes = {}  # of the current batch, by prefix key
-        # encode runs twice for examples both in a rank's share of a step and in its packs.
-        self.encode = functools.lru_cache(2 * math.ceil(self.args.train_batch_size / WORLD_SIZE))(self.encode)
+        if self.training:  # a rank encodes its share of a step, and then the examples of its packs
+            cache_size = 2 * math.ceil(self.args.train_batch_size / WORLD_SIZE)
+            self.encode = functools.lru_cache(cache_size)(self.encode)
 
     def encode_all(self, example_ids: list[int]) -> list[Example]:
         """The examples with these ids, without those that can't be used."""
@@ -603,7 +604,8 @@ class ExampleDataset:
             prefix, prefix_key, suffix = self.tokenize(messages)
         except (ValueError, jinja2.TemplateError) as error:  # image processor or chat template
             raise RowError(str(error)) from error
-        length = prefix.length + len(suffix)
+        # A judge reads only the prefix. Both orders of a pair must be evaluated, or neither.
+        length = prefix.length + (len(suffix) if self.training else 0)
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")
         prefix = replace(prefix, row_id=example_id // 2)
@@ -892,12 +894,12 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
     texts = tokenizer.batch_decode([x.token_ids for x in generated], skip_special_tokens=True)
     responses = []  # per example: the dataset's response and, for a pair, three with a verdict each
     for example, text in zip(examples, texts):
-        responses.append([example.suffix.input_ids])
+        responses.append([example.suffix])
         if example.label is not None:
             reasoning = text.partition("<answer>")[0]
             verdicts = [reasoning + format_verdict(verdict, example.noun) for verdict in VERDICTS]
-            verdict_ids = tokenizer(verdicts, add_special_tokens=False)["input_ids"]
-            responses[-1] += [torch.tensor(ids) for ids in verdict_ids]
+            for ids in tokenizer(verdicts, add_special_tokens=False)["input_ids"]:
+                responses[-1].append(packing.continue_prompt(example.prefix, torch.tensor(ids)))
 
     records = []
     all_logprobs = sum_logprobs(args, model, prefixes, responses)
@@ -932,11 +934,10 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
 
 
 def sum_logprobs(
-    args: Args, model, prefixes: list[Prompt], responses: list[list[Tensor]]
+    args: Args, model, prefixes: list[Prompt], responses: list[list[Continuation]]
 ) -> tuple[Tensor, ...]:
-    """Per prefix, the sum of log-probs of each of its responses, in float64. responses: (R,) each."""
-    pairs = zip(prefixes, responses)
-    flat = [packing.continue_prompt(prefix, ids) for prefix, own_responses in pairs for ids in own_responses]
+    """Per prefix, the sum of log-probs of each of its responses, in float64."""
+    flat = [response for own_responses in responses for response in own_responses]
     sizes = [len(own_responses) for own_responses in responses]
     indices = torch.arange(len(flat)).split(sizes)  # of each prefix's responses in `flat`
     longest = max(prefix.length for prefix in prefixes) + max(map(len, flat))
@@ -950,8 +951,8 @@ def sum_logprobs(
     sums = torch.zeros(len(flat), dtype=torch.float64, device=model.device)
     for pack in packs:
         logprobs, _ = packing.response_logprobs(model, pack)  # (M,)
-        response_index, _ = pack.token_index  # (M,), (M,)
-        sums.index_add_(0, response_index, logprobs.double())
+        rows, _ = pack.token_index  # (M,): the response of each token
+        sums.index_add_(0, rows, logprobs.double())
     return sums.cpu().split(sizes)
 
 
@@ -1131,7 +1132,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
 
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # main marks the last pack of an update
+        "train_micro_batch_size_per_gpu": 1,  # required, not used: main marks the last pack of an update
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
@@ -1241,8 +1242,8 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
-    """Load the engines (PPO has two); returns the saved state. Warns about changed flags."""
-    saved = torch.load(checkpoint / "state/run.pt", weights_only=False)
+    """Load the engines by their names; returns the saved state. Warns about changed flags."""
+    saved = torch.load(checkpoint / "state/run.pt")
     old = saved["flags"]
     changes = {}  # flag -> its new and old value
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
@@ -1250,7 +1251,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
             changes[name] = f"{name} {new} (was {old.get(name)})"
     fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze", "weight_decay"}
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
-    if not all(x.requires_grad for x in parameters):  # frozen: from --(critic-)model
+    if not all(x.requires_grad for x in parameters):  # frozen weights are not in the checkpoint
         fixed |= {name for name in changes if name.endswith("model")}
     if refused := [changes[name] for name in changes if name in fixed]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")

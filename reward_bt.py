@@ -49,7 +49,7 @@ from torch import Tensor, nn
 
 from common import chats, packing, packing_check, stop
 from common.chats import RowError
-from common.packing import Continuation, Prompt, PromptInfo, continue_prompt, set_gradient_checkpointing
+from common.packing import Prompt, PromptInfo, set_gradient_checkpointing
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -82,7 +82,7 @@ class Args:
     max_length: int = 1024  # Rows with more tokens (prompt and one response) are skipped.
     freeze: str | None = None  # Freeze weights whose names match this regex, such as visual.
     lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
-    lora_alpha: float = 32.0  # The adapters' output is multiplied by alpha / rank.
+    lora_alpha: float = 32.0  # LoRA's scaling is alpha / rank.
     # --- algorithm ---
     center_coef: float = 0.0  # Weight of (chosen + rejected)^2 (TRL: center_rewards_coefficient).
     label_smoothing: float = 0.0  # Assumed probability that a pair's label is wrong.
@@ -93,12 +93,12 @@ class Args:
     min_lr_ratio: float = 0.1  # The cosine schedule ends at this fraction of the peak.
     warmup_updates: int = 10  # Optimizer steps of linear warmup.
     weight_decay: float = 0.0  # AdamW weight decay; not applied to biases or norm weights.
-    max_grad_norm: float = 1.0  # Larger gradients are scaled down to this norm; 0: never.
+    max_grad_norm: float = 1.0  # Maximum gradient norm; 0 disables clipping.
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
     zero_stage: Literal[0, 1, 2, 3] | None = None  # Default: 2 with bfloat16, else 0.
     offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
-    gradient_checkpointing: bool = False  # Recompute activations: saves memory, a third slower.
+    gradient_checkpointing: bool = False  # Recompute activations: less memory, a third slower.
     micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
     # --- logging and checkpoints ---
     eval_steps: int = 200  # Evaluation interval in steps; 0: at the start and the end only.
@@ -158,7 +158,7 @@ class Ranking:
 
     # The tokens with which all of its chats begin; these may include first words of the responses.
     prompt: PromptInfo  # a Prompt, until gather_rankings drops its tensors
-    responses: list[Continuation]  # the other tokens of each chat
+    responses: list[packing.Continuation]  # the other tokens of each chat
     texts: list[str]  # text of each response, for samples.jsonl
     margin: float  # subtracted from the reward difference of each pair
     columns: dict  # the prompt and columns of the row, for samples.jsonl
@@ -546,7 +546,7 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
 
 def encode_ranking(
     model, processor, messages: list[dict], responses: list[list[dict]], row_id: int
-) -> tuple[Prompt, list[Continuation]]:
+) -> tuple[Prompt, list[packing.Continuation]]:
     """Split the chats of a ranking at the end of their longest common prefix of tokens.
 
     The prefix becomes the Prompt, and the rest of each chat a Continuation of at least the last
@@ -571,7 +571,8 @@ def encode_ranking(
     prompt = packing.make_prompt(model, inputs, row_id=row_id, length=length)
     # Without a chat template nothing ends the response, and the head would read its last word.
     end = [] if processor.chat_template else [processor.eos_token_id]
-    return prompt, [continue_prompt(prompt, torch.tensor(ids[num_shared:] + end)) for ids in chat_ids]
+    suffixes = [torch.tensor(ids[num_shared:] + end) for ids in chat_ids]
+    return prompt, [packing.continue_prompt(prompt, ids) for ids in suffixes]
 
 
 def tokenize_chat(processor, messages: list[dict]) -> list[int]:
@@ -990,7 +991,7 @@ def init_reward_engine(args: Args, module: nn.Module):
     import deepspeed
 
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # main marks the last pack of an update
+        "train_micro_batch_size_per_gpu": 1,  # required, not used: main marks the last pack of an update
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
@@ -1095,8 +1096,8 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
-    """Load the engines (PPO has two); returns the saved state. Warns about changed flags."""
-    saved = torch.load(checkpoint / "state/run.pt", weights_only=False)
+    """Load the engines by their names; returns the saved state. Warns about changed flags."""
+    saved = torch.load(checkpoint / "state/run.pt")
     old = saved["flags"]
     changes = {}  # flag -> its new and old value
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
@@ -1104,7 +1105,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
             changes[name] = f"{name} {new} (was {old.get(name)})"
     fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze", "weight_decay"}
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
-    if not all(x.requires_grad for x in parameters):  # frozen: from --(critic-)model
+    if not all(x.requires_grad for x in parameters):  # frozen weights are not in the checkpoint
         fixed |= {name for name in changes if name.endswith("model")}
     if refused := [changes[name] for name in changes if name in fixed]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")

@@ -125,7 +125,7 @@ def test_varlen_attention_equals_sdpa(heads, kv_heads, D, row, monkeypatch):
     out_gradient = torch.randn(1, N, heads, D, generator=generator).to(DEVICE)
 
     def run(dtype: torch.dtype, is_varlen: bool) -> list[torch.Tensor]:
-        monkeypatch.setattr(attention, "can_use_varlen", lambda q, mask: is_varlen)
+        monkeypatch.setattr(attention, "can_use_varlen", lambda q, v, mask: is_varlen)
         inputs = [x.bfloat16().to(DEVICE, dtype).requires_grad_() for x in tensors]
         out, _ = attend(*inputs)
         return [out, *torch.autograd.grad(out, inputs, out_gradient.to(dtype))]
@@ -145,7 +145,7 @@ def test_bf16_against_fp32(vqa, row, monkeypatch):
     results = {}
     for name, dtype in (("fp32", "float32"), ("varlen", "bfloat16"), ("SDPA", "bfloat16")):
         is_varlen = name == "varlen"
-        usable = can_use_varlen if is_varlen else lambda q, mask: False
+        usable = can_use_varlen if is_varlen else lambda q, v, mask: False
         monkeypatch.setattr(attention, "can_use_varlen", usable)
         rloo.fill_defaults(args := rloo.Args(dtype=dtype))
         model = rloo.load_model(args, TINY).to(DEVICE)

@@ -90,7 +90,7 @@ def whole_logprobs(model, processor, prompt, response) -> torch.Tensor:
     logits = model(**inputs).logits[0, P - 1 : P + R - 1]
     logits[:, packing.media_token_ids(model.config)] = -torch.inf
     logprobs = logits.log_softmax(-1).gather(1, response.token_ids[:, None])[:, 0]
-    return logprobs[response.response_mask]
+    return logprobs[response.continuation.response_mask]
 
 
 def packed_logprobs(model, prompts, responses, temperature: float = 1.0) -> torch.Tensor:
@@ -123,8 +123,11 @@ def test_trajectories_equal_the_unmodified_model_on_the_whole_chat(family, folde
     model, processor, prompts = batch.model, batch.processor, batch.prompts[:4]
     whole = make_trajectories(prompts, model, processor)
     assert [len(x.messages) for x in whole] == [5] * 4 and not any(x.truncated for x in whole)
-    assert max(int((~x.response_mask).sum()) for x in whole) > 200
-    starts = [int((~whole[0].response_mask).nonzero()[0]), int((~whole[0].response_mask).nonzero()[-1]) + 1]
+    assert max(int((~x.continuation.response_mask).sum()) for x in whole) > 200
+    starts = [
+        int((~whole[0].continuation.response_mask).nonzero()[0]),
+        int((~whole[0].continuation.response_mask).nonzero()[-1]) + 1,
+    ]
     for limit in (2000, starts[0] - 1, starts[1] + 2):
         responses = make_trajectories(prompts, model, processor, max_length=limit)
         pairs = zip(prompts, responses)
@@ -226,17 +229,19 @@ def test_limits_and_seeds():
     names = "rollout/turns_mean", "rollout/observation_overflow_frac"
     assert [sampler.logged_values[name] for name in names] == [[3, 3], [0, 0]]
     whole = responses[0]
-    last_turn = int(whole.response_mask.flip(0).long().argmin())  # tokens
+    last_turn = int(whole.continuation.response_mask.flip(0).long().argmin())  # tokens
     room = 2000 - (len(whole.token_ids) - last_turn)
     assert [[turn.max_new_tokens for turn in calls[k]] for k in (0, 2)] == [[None], [room, room]]
-    first = int((~whole.response_mask).nonzero()[0])  # tokens of the first turn
-    second = int(whole.response_mask[first:].nonzero()[0]) + first
+    first = int((~whole.continuation.response_mask).nonzero()[0])  # tokens of the first turn
+    second = int(whole.continuation.response_mask[first:].nonzero()[0]) + first
     for limit in range(1, second + 4):
         sampler = make(max_length=limit)
         [response] = sampler.generate([prompt], 1, 1.0)
         R = len(response.token_ids)
         assert response.truncated and torch.equal(response.token_ids, whole.token_ids[:R])
-        assert response.response_mask[0] and response.response_mask[-1] and R <= limit
+        assert (
+            response.continuation.response_mask[0] and response.continuation.response_mask[-1] and R <= limit
+        )
         overflow = first <= limit <= second
         assert sampler.logged_values["rollout/observation_overflow_frac"] == [overflow] or limit > second
         assert R == (first if overflow else min(limit, second + 1))  # the second turn is one token
@@ -306,4 +311,4 @@ def test_templates_with_eos_in_other_places(end, eos_ids, observation):
     sampler = make_sampler(model, processor, ["more"], sampler, eos_ids=eos_ids)
     with warnings.catch_warnings(action="error"):
         [response] = sampler.generate([prompt], 1, 1.0)
-    assert processor.tokenizer.decode(response.token_ids[~response.response_mask]) == observation
+    assert processor.tokenizer.decode(response.token_ids[~response.continuation.response_mask]) == observation
