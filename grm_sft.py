@@ -410,8 +410,8 @@ def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: in
 def gather_examples(data: "ExampleDataset", example_ids: list[int]) -> list[Example]:
     """The examples of a step, on all ranks and without images.
 
-    Each rank encodes its share of the step, and sends lengths and suffixes to the others, so that all
-    compute the same plan of packs. A rank whose packs have examples of other shares encodes these, too."""
+    Each rank encodes its share and sends the lengths and suffixes, so that all ranks compute the same
+    plan of packs. Then each encodes the prefixes of its packs, which may be of other shares."""
     share = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
     examples = data.encode_all(share)
     infos = [PromptInfo(x.prefix.row_id, x.prefix.length, x.prefix.media_keys) for x in examples]
@@ -572,7 +572,7 @@ class ExampleDataset:
         self.eos_ids = decoding.find_eos_ids(self.model, self.tokenizer)
         require(self.eos_ids, f"{self.args.model} has no EOS token")
         self.prefixes = {}  # of the current batch, by prefix key
-        if self.training:  # a rank encodes its share of a step, and then the examples of its packs
+        if self.training:  # most examples of a rank's packs were in its share of the step
             cache_size = 2 * math.ceil(self.args.train_batch_size / WORLD_SIZE)
             self.encode = functools.lru_cache(cache_size)(self.encode)
 

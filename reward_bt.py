@@ -156,7 +156,7 @@ def compute_bt_loss(
 class Ranking:
     """A dataset row: a prompt and its responses, best first."""
 
-    # The tokens with which all of its chats begin; these may include first words of the responses.
+    # The tokens with which all of its chats begin, even if they belong to the responses.
     prompt: PromptInfo  # a Prompt, until gather_rankings drops its tensors
     responses: list[packing.Continuation]  # the other tokens of each chat
     texts: list[str]  # text of each response, for samples.jsonl
@@ -231,9 +231,9 @@ def main(args: Args) -> dict[str, float]:
         pairs = make_pairs(rankings)
         B = sum(len(ranking.responses) for ranking in rankings)
         packs = make_packs(args, run, run.train_data, rankings)
-        # Each pack runs backward on the loss of all pairs, in which only its own rewards have gradients.
-        # The other rewards are constants. Their values matter only for pairs that are split between
-        # packs: then a first pass without gradients computes them (GradCache, arXiv:2101.06983).
+        # Each pack runs backward on the loss of all pairs. Only its own rewards have gradients; the others
+        # are constants, which matter only for pairs that are split between packs. Then a first pass
+        # without gradients computes them (GradCache, arXiv:2101.06983).
         constant_rewards = torch.zeros(B, device=DEVICE)
         if has_split_pair(packs, pairs, B):
             constant_rewards = compute_rewards(run, packs, B)
@@ -270,7 +270,7 @@ def main(args: Args) -> dict[str, float]:
             "train/grad_norm": grad_norm,
             "train/skipped_updates": int(is_skipped),
             "train/rows_skipped": state["rows_skipped"] - rows_skipped_before,
-            "time/total": seconds,  # of phases 2 and 3, without evaluation
+            "time/total": seconds,  # without evaluation
         }
         metrics |= pair_metrics(args, pairs, rewards)
 
@@ -448,8 +448,7 @@ class RankingDataset:
         formats = [{"chosen", "rejected"} <= {*columns}, "responses" in columns]
         rule = "must have either the columns chosen and rejected, or responses (see --columns)"
         require(sum(formats) == 1, f"{source} {rule}; it has {', '.join(columns)}")
-        # A rank encodes its share of a step (gather_rankings), then the rows of its packs (make_packs).
-        # The cache serves rows that are in both; on one rank these are all.
+        # A rank encodes its share of a step (gather_rankings), and then the rows of its packs.
         cache_size = 2 * math.ceil(args.train_batch_size / WORLD_SIZE)
         self.encode = functools.lru_cache(cache_size)(self.encode)
 
