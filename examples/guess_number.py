@@ -1,13 +1,9 @@
 """A game of several turns: the model guesses a number, and an environment answers "higher" or "lower".
 
     python examples/guess_number.py guess       # writes guess/game.jsonl and guess/demonstrations.jsonl
-    python grm_sft.py --dataset guess/demonstrations.jsonl --total-steps 200 --run-name guess_sft
-    python rloo.py --model runs/guess_sft/checkpoint-200 --dataset guess/game.jsonl \\
-        --eval-dataset guess/game.jsonl --environment examples/guess_number.py:GuessNumber --max-turns 3 \\
-        --max-response-length 48 --rewards examples/guess_number.py:right_guess \\
-        --kl-coef 0 --learning-rate 3e-4 --total-steps 60
 
-The demonstrations teach the rules, but no strategy: each guess is any number that the answers allow.
+docs/ppo_vl.md has the commands that train on these files, and results. The demonstrations teach the rules,
+but no strategy: each guess is any number that the answers allow.
 """
 
 import json

@@ -5,8 +5,8 @@
     python tools/figures.py environments runs      # docs/environments.png: scores with and without tools
     python tools/figures.py variance runs          # prints a table of docs/theory.md, about three minutes
 
-For environments, run the commands of examples/guess_number.py and examples/zoom.py with --seed 1, 2 and 3 and
---run-name guess1, ..., zoom3, then once with --max-turns 1 (no observations) and --run-name guess_without or zoom_without.
+For environments, run rloo.py's command of docs/ppo_vl.md (but --total-steps 60 --num-epochs 1 --train-batch-size 256) and
+examples/zoom.py's, --seed 1 to 3 as --run-name guess1, ..., zoom3, and once --max-turns 1 as guess_without, zoom_without.
 """
 
 import json
