@@ -115,7 +115,7 @@ class Args:
     max_num_seqs: int = 64  # Responses generated in parallel on a rank.
     max_response_length: int | None = None  # Tokens per generated judgment. Default: 512 (bundled: 16).
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
-    save_total_limit: int = 2  # Checkpoints to keep, at least 1; the oldest are deleted.
+    save_total_limit: int = 2  # Newest checkpoints to keep; 0: none, unless the run stops early.
     track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
 
 
@@ -235,7 +235,7 @@ def main(args: Args) -> dict[str, float]:
             metrics |= eval_metrics
             # Without pairs there is no accuracy, so the score is minus the loss.
             score = metrics.get("eval/accuracy", -metrics["eval/loss"])
-            if score > state["best_score"]:
+            if score > state["best_score"] and args.save_total_limit > 0:
                 state["best_score"] = score
                 save_checkpoint(args, run, "checkpoint-best")
         log(args, run, metrics, eval_records)
@@ -249,7 +249,8 @@ def main(args: Args) -> dict[str, float]:
         if problem:
             print0(f"saved {save_checkpoint(args, run, f'checkpoint-{step}-problem')}")
             stop(f"step {step}: {problem}")
-        if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
+        is_save_step = is_last_step or (args.save_steps and step % args.save_steps == 0)
+        if has_signal or (is_save_step and args.save_total_limit > 0):
             save_checkpoint(args, run, f"checkpoint-{step}")
         if has_signal and not is_last_step:
             print0(f"stopped by a signal; to continue, add --resume auto --run-name {run.run_dir.name}")
@@ -335,7 +336,7 @@ def fill_defaults(args: Args) -> None:
 
 def check_args(args: Args) -> None:
     """Exit if flags contradict each other. tyro has checked types and choices."""
-    positive = """train_batch_size max_length max_response_length max_num_seqs save_total_limit
+    positive = """train_batch_size max_length max_response_length max_num_seqs
         video_fps max_pixels""".split()
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')} ({value})"

@@ -104,7 +104,7 @@ class Args:
     eval_steps: int = 200  # Evaluation interval in steps; 0: at the start and the end only.
     eval_rows: int = 1000  # Rows per evaluation set, a fixed random subset; 0 for all.
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
-    save_total_limit: int = 2  # Checkpoints to keep, at least 1; the oldest are deleted.
+    save_total_limit: int = 2  # Newest checkpoints to keep; 0: none, unless the run stops early.
     track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
 
 
@@ -288,7 +288,8 @@ def main(args: Args) -> dict[str, float]:
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
         if consecutive_skips >= 5:
             save_and_stop(args, run, f"step {step}: no finite gradients in 5 steps")
-        if is_last_step or has_signal or (args.save_steps and step % args.save_steps == 0):
+        is_save_step = is_last_step or (args.save_steps and step % args.save_steps == 0)
+        if has_signal or (is_save_step and args.save_total_limit > 0):
             save_checkpoint(args, run)
         if has_signal and not is_last_step:
             print0(f"stopped by a signal; to continue, add --resume auto --run-name {run.run_dir.name}")
@@ -377,7 +378,7 @@ def fill_defaults(args: Args) -> None:
 
 def check_args(args: Args) -> None:
     """Exit if flags contradict each other. tyro has checked types and choices."""
-    positive = ("train_batch_size", "max_length", "save_total_limit", "video_fps", "max_pixels")
+    positive = ("train_batch_size", "max_length", "video_fps", "max_pixels")
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')} ({value})"
         if isinstance(value, int | float):

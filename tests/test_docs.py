@@ -44,7 +44,7 @@ def prose(page: Path) -> str:
 
 def commands(page: Path) -> list[list[str]]:
     """The words of each command in bash blocks, docstrings and inline code, with the page's arrays filled in."""
-    arrays = dict(re.findall(r"^(\w+)=\(\n(.*?)^\)$", page.read_text(), re.M | re.S))
+    arrays = dict(re.findall(r"^(\w+)=\((?:  #[^\n]*)?\n(.*?)^\)$", page.read_text(), re.M | re.S))
     bash = [text for name, text in fences(page) if name == "bash"]
     blocks = [re.sub(r"<<'(\w+)'\n.*?\n\1\n", "\n", text, flags=re.S) for text in bash]
     if page.suffix == ".py":
@@ -53,7 +53,9 @@ def commands(page: Path) -> list[list[str]]:
     inline = re.findall(r"`([^`\n]+)`", prose(page))
     blocks += [x for x in inline if re.match(START, x) and " ... " not in x + " "]
     parsed = []
-    text = re.sub(r'"\$\{(\w+)\[@\]:\?\}"', lambda x: arrays[x[1]].replace("\n", " "), "\n".join(blocks))
+    text = "\n".join(blocks)
+    for _ in range(2):  # an array may contain another one
+        text = re.sub(r'"\$\{(\w+)\[@\]:\?\}"', lambda x: arrays[x[1]].replace("\n", " "), text)
     for line in text.replace("\\\n", " ").splitlines():
         for part in re.split(r" (?:&&|\|) ", re.sub(r" >>? \S+ *$", "", line)):
             words = shlex.split(part, comments=True)

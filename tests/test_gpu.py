@@ -54,8 +54,6 @@ if os.environ.get("LAYOUT") == "padded":
     packing_check.measure_logit_factor = refuse
 if os.environ.get("LAYOUT") == "packed, SDPA":
     attention.varlen_kernel = lambda: None
-if "NO_CHECKPOINT" in os.environ:
-    script.save_checkpoint = lambda *args: None
 script.main(tyro.cli(script.Args, args=sys.argv[2:]))
 print(f"peak: {torch.cuda.max_memory_allocated() / 1e9} GB")
 """
@@ -303,8 +301,8 @@ def test_a_model_of_3e9_parameters(what, flags, launch, row, large_model, vqa):
     if expected * 1.2e9 > torch.cuda.mem_get_info()[0]:
         return row(f"3.75e9 parameters, {what}", f"tools/memory.py {expected:.1f} GB: not run")
     flags |= {"model": large_model, "dataset": vqa, "total_steps": 3, "prompts_per_rollout": 16}
-    env = {"NO_CHECKPOINT": "", "LAYOUT": what.removeprefix("LoRA, ")}
-    run = launch("rloo", env=env, max_response_length=64, **flags)
+    env = {"LAYOUT": what.removeprefix("LoRA, ")}
+    run = launch("rloo", env=env, max_response_length=64, save_total_limit=0, **flags)
     *_, step = run.steps
     parts = ", ".join(f"{part} {step[f'time/{part}']:.2f}" for part in ("rollout", "logprobs", "update"))
     text = f"{run.peak:.1f} GB (tools/memory.py: {expected:.1f}); seconds: {parts}"
