@@ -87,7 +87,7 @@ class Args:
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
     video_fps: float = 2.0  # Frames per second to sample from videos.
-    max_length: int = 2048  # Examples with more tokens, with images, are skipped (see --max-pixels).
+    max_length: int = 2048  # Examples with more tokens, with images, are skipped (--max-pixels).
     # Shuffle images, not rows: rows with the same image path stay together, in their order, and a pack runs
     # the image once. Faster if several rows share an image, but a batch then has fewer different images.
     group_by_image: bool = True
@@ -96,7 +96,7 @@ class Args:
     lora_alpha: float = 32.0  # LoRA's scaling is alpha / rank.
     # --- algorithm ---
     total_steps: int = 500  # Number of optimizer steps; 0 only evaluates.
-    train_batch_size: int = 32  # Examples per optimizer step, over all ranks. A pair in both orders is two.
+    train_batch_size: int = 32  # Examples per optimizer step, over all ranks. A pair has two orders.
     # --- optimizer ---
     learning_rate: float | None = None  # Peak. Default: 1e-5; LoRA: 1e-4; bundled model: 1e-3.
     min_lr_ratio: float = 0.1  # The cosine schedule ends at this fraction of the peak.
@@ -216,9 +216,9 @@ def main(args: Args) -> dict[str, float]:
             "train/skipped_updates": int(not is_finite),
             "train/trained_tokens": num_tokens,
             "train/rows_skipped": len({example_id // 2 for example_id in skipped_ids}),
-            "time/total": seconds,  # phases 2 and 3
+            "time/total": seconds,
         }
-        if examples:  # the only row of a small batch may be skipped
+        if examples:  # all of a small batch may be skipped
             metrics["loss/sft"] = mean_loss
         state["step"] = step
         num_read += len(example_ids)
@@ -243,7 +243,7 @@ def main(args: Args) -> dict[str, float]:
         shown = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
         problem = "no finite gradients in 5 steps" if consecutive_skips >= 5 else ""
-        # Over several steps, because a single bad row can be half of a small batch.
+        # Over several steps, because one bad row can be half of a small batch.
         if num_read >= 100 and num_skipped > num_read / 2:
             problem = f"{num_skipped} of {num_read} examples were skipped; see the warnings"
         if problem:
@@ -253,7 +253,7 @@ def main(args: Args) -> dict[str, float]:
         if has_signal or (is_save_step and args.save_total_limit > 0):
             save_checkpoint(args, run, f"checkpoint-{step}")
         if has_signal and not is_last_step:
-            print0(f"stopped by a signal; to continue, add --resume auto --run-name {run.run_dir.name}")
+            print0(f"stopped by a signal; continue with --resume auto --run-name {run.run_dir.name}")
             break
 
     # --- 6. finish ---
@@ -320,7 +320,7 @@ def setup(args: Args) -> Run:
 
 def fill_defaults(args: Args) -> None:
     """Fill in the flags whose defaults depend on the model or the machine, and print them."""
-    is_bundled = Path(args.model).resolve() == Path(BUNDLED_MODEL).resolve()  # tiny, so it learns fast
+    is_bundled = Path(args.model).resolve() == Path(BUNDLED_MODEL).resolve()
     if args.dtype == "auto":
         args.dtype = "bfloat16" if DEVICE.type == "cuda" else "float32"
     pretrained_rate = 1e-4 if args.lora_rank else 1e-5
@@ -411,8 +411,8 @@ def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: in
 def gather_examples(data: "ExampleDataset", example_ids: list[int]) -> list[Example]:
     """The examples of a step, on all ranks and without images.
 
-    Each rank encodes its share and sends the lengths and suffixes, so that all ranks compute the same
-    plan of packs. Then each encodes the prefixes of its packs, which may be of other shares."""
+    Each rank encodes its share, and sends lengths and suffixes, so that all ranks plan the same
+    packs. Then each encodes the prefixes of its own packs, maybe of other shares."""
     share = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
     examples = data.encode_all(share)
     infos = [PromptInfo(x.prefix.row_id, x.prefix.length, x.prefix.media_keys) for x in examples]
@@ -476,7 +476,7 @@ def load_rows(args: Args, source: str, split: str):
         if old in rows.column_names and new not in ("", old):
             replaced = [new] if new in rows.column_names else []
             rows = rows.remove_columns(replaced).rename_column(old, new)
-        elif source == args.dataset or new not in rows.column_names:  # evaluation data may be renamed already
+        elif source == args.dataset or new not in rows.column_names:  # evaluation data may have it
             stop(f"--columns {pair} must be NEW=OLD; {source} has {rows.column_names}")
     require(len(rows) > 0, f"{source} (split {split}) has no rows")
     return rows
@@ -541,7 +541,7 @@ def group_examples(args: Args, source: str, rows, indices: np.ndarray, training:
                 group.append(2 * i + 1)
     if num_unswapped:
         reason = "their reasoning refers to candidates in words that can't be swapped"
-        print0(f"{source}: {num_unswapped} of {len(indices)} rows are used in one order only: {reason}")
+        print0(f"{source}: {num_unswapped} of {len(indices)} rows have one order only: {reason}")
     return list(groups.values())
 
 
@@ -573,7 +573,7 @@ class ExampleDataset:
         self.eos_ids = decoding.find_eos_ids(self.model, self.tokenizer)
         require(self.eos_ids, f"{self.args.model} has no EOS token")
         self.prefixes = {}  # of the current batch, by prefix key
-        if self.training:  # most examples of a rank's packs were in its share of the step
+        if self.training:  # for examples in a rank's share and in its packs
             cache_size = 2 * math.ceil(self.args.train_batch_size / WORLD_SIZE)
             self.encode = functools.lru_cache(cache_size)(self.encode)
 
@@ -605,7 +605,7 @@ class ExampleDataset:
             prefix, prefix_key, suffix = self.tokenize(messages)
         except (ValueError, jinja2.TemplateError) as error:  # image processor or chat template
             raise RowError(str(error)) from error
-        # A judge reads only the prefix. Both orders of a pair must be evaluated, or neither.
+        # Judges read only the prefix, so both orders are judged, or neither.
         length = prefix.length + (len(suffix) if self.training else 0)
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")

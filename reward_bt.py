@@ -70,7 +70,7 @@ class Args:
     run_name: str | None = None  # Directory in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
     resume: str | None = None  # auto: continue --run-name. A path: a new run from this checkpoint.
     # --- model and data ---
-    model: str = BUNDLED_MODEL  # Path or Hub id; a checkpoint of this script has a reward head, too.
+    model: str = BUNDLED_MODEL  # Path or Hub id. Checkpoints of this script have a head, too.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
@@ -231,9 +231,9 @@ def main(args: Args) -> dict[str, float]:
         pairs = make_pairs(rankings)
         B = sum(len(ranking.responses) for ranking in rankings)
         packs = make_packs(args, run, run.train_data, rankings)
-        # Each pack runs backward on the loss of all pairs. Only its own rewards have gradients; the others
-        # are constants, which matter only for pairs that are split between packs. Then a first pass
-        # without gradients computes them (GradCache, arXiv:2101.06983).
+        # Each pack runs backward on the loss of all pairs. Only its own rewards have gradients; others
+        # are constants, which matter only for pairs that are split between packs. Then a first
+        # pass without gradients computes them (GradCache, arXiv:2101.06983).
         constant_rewards = torch.zeros(B, device=DEVICE)
         if has_split_pair(packs, pairs, B):
             constant_rewards = compute_rewards(run, packs, B)
@@ -270,7 +270,7 @@ def main(args: Args) -> dict[str, float]:
             "train/grad_norm": grad_norm,
             "train/skipped_updates": int(is_skipped),
             "train/rows_skipped": state["rows_skipped"] - rows_skipped_before,
-            "time/total": seconds,  # without evaluation
+            "time/total": seconds,
         }
         metrics |= pair_metrics(args, pairs, rewards)
 
@@ -292,7 +292,7 @@ def main(args: Args) -> dict[str, float]:
         if has_signal or (is_save_step and args.save_total_limit > 0):
             save_checkpoint(args, run)
         if has_signal and not is_last_step:
-            print0(f"stopped by a signal; to continue, add --resume auto --run-name {run.run_dir.name}")
+            print0(f"stopped by a signal; continue with --resume auto --run-name {run.run_dir.name}")
             break
 
     # --- 6. finish ---
@@ -447,9 +447,9 @@ class RankingDataset:
             self.rows = add_easy_vqa_responses(self.rows, seed)
         columns = self.rows.column_names
         formats = [{"chosen", "rejected"} <= {*columns}, "responses" in columns]
-        rule = "must have either the columns chosen and rejected, or responses (see --columns)"
+        rule = "must have the columns chosen and rejected, or else responses (see --columns)"
         require(sum(formats) == 1, f"{source} {rule}; it has {', '.join(columns)}")
-        # A rank encodes its share of a step (gather_rankings), and then the rows of its packs.
+        # A rank encodes its share of a step, and then the rows of its packs.
         cache_size = 2 * math.ceil(args.train_batch_size / WORLD_SIZE)
         self.encode = functools.lru_cache(cache_size)(self.encode)
 
@@ -607,7 +607,7 @@ def load_rows(args: Args, source: str, split: str):
         if old in rows.column_names and new not in ("", old):
             replaced = [new] if new in rows.column_names else []
             rows = rows.remove_columns(replaced).rename_column(old, new)
-        elif source == args.dataset or new not in rows.column_names:  # evaluation data may be renamed already
+        elif source == args.dataset or new not in rows.column_names:  # evaluation data may have it
             stop(f"--columns {pair} must be NEW=OLD; {source} has {rows.column_names}")
     require(len(rows) > 0, f"{source} (split {split}) has no rows")
     return rows

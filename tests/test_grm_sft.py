@@ -180,7 +180,7 @@ def test_rows_whose_reasoning_can_not_be_swapped_are_trained_in_one_order(tiny_v
     unknown = rows[0] | {"reasoning": "Image 1 and 2 show a ball."}
     source = write_jsonl(tmp_path / "rows.jsonl", [rows[0], unknown, rows[1]])
     assert load(tiny_vl, source, training=True).groups == [[0, 1], [2], [4, 5]]
-    assert "1 of 3 rows are used in one order only" in capsys.readouterr().out
+    assert "1 of 3 rows have one order only" in capsys.readouterr().out
     judged = load(tiny_vl, source, training=False)
     assert judged.groups == [[0, 1], [2, 3], [4, 5]] and judged.encode(3).label == "2"
 

@@ -409,7 +409,7 @@ BAD = [  # flags, part of the message
     ({"rewards": ("none.py:f",), "reward_weights": (1,)}, "must be path.py:name"),
     ({"rewards": ("reward.py:g",), "reward_weights": (1,)}, "does not define 'g'"),
     ({"rewards": ("reward.py:f",), "reward_weights": (1,)}, "must return a list with a number or None"),
-    ({"rewards": ("reward.py:none",), "reward_weights": (1,)}, "no response has a reward"),
+    ({"rewards": ("reward.py:none",), "reward_weights": (1,)}, "all responses lack a reward"),
     ({"run_name": "taken"}, "already exists: use another --run-name"),
     ({"eval_dataset": "nowhere"}, "can't load the dataset nowhere (split test)"),
 ]
