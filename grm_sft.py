@@ -115,7 +115,7 @@ class Args:
     max_num_seqs: int = 64  # Responses generated in parallel on a rank.
     max_response_length: int | None = None  # Tokens per generated judgment. Default: 512 (bundled: 16).
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
-    save_total_limit: int = 2  # Newest checkpoints to keep; 0: none, unless the run stops early.
+    save_total_limit: int = 2  # Checkpoints to keep; 0: none, unless the run stops early.
     track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
 
 
@@ -1252,7 +1252,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
             changes[name] = f"{name} {new} (was {old.get(name)})"
     fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze", "weight_decay"}
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
-    if not all(x.requires_grad for x in parameters):  # frozen weights are not in the checkpoint
+    if not all(x.requires_grad for x in parameters):  # frozen ones are not saved
         fixed |= {name for name in changes if name.endswith("model")}
     if refused := [changes[name] for name in changes if name in fixed]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")

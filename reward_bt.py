@@ -104,7 +104,7 @@ class Args:
     eval_steps: int = 200  # Evaluation interval in steps; 0: at the start and the end only.
     eval_rows: int = 1000  # Rows per evaluation set, a fixed random subset; 0 for all.
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
-    save_total_limit: int = 2  # Newest checkpoints to keep; 0: none, unless the run stops early.
+    save_total_limit: int = 2  # Checkpoints to keep; 0: none, unless the run stops early.
     track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
 
 
@@ -1105,7 +1105,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
             changes[name] = f"{name} {new} (was {old.get(name)})"
     fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze", "weight_decay"}
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
-    if not all(x.requires_grad for x in parameters):  # frozen weights are not in the checkpoint
+    if not all(x.requires_grad for x in parameters):  # frozen ones are not saved
         fixed |= {name for name in changes if name.endswith("model")}
     if refused := [changes[name] for name in changes if name in fixed]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")

@@ -86,7 +86,7 @@ def test_a_signal_saves_and_ends_the_run(script, run_script, capsys, monkeypatch
     assert all(map(math.isfinite, last.values())), "JSON has no NaN"
     if script in ("rloo", "ppo_vl"):
         assert "eval/greedy_score" not in last, "there may be no time for an evaluation"
-    assert "to continue, add --resume auto --run-name run" in capsys.readouterr().out
+    assert "continue with --resume auto --run-name run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
