@@ -61,6 +61,7 @@ TEXT = {  # what differs from the configurations of tools/families.py; short win
     "gemma2": {"sliding_window": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
     **dict.fromkeys(("gemma3", "mistral"), {"sliding_window": 8}),
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
+    "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.5, "initializer_range": 0.3},
     "llama dynamic": {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}},
     "phi3 longrope": {"rope_parameters": ROPE | FACTORS, "original_max_position_embeddings": 200},
 }

@@ -645,12 +645,12 @@ def test_ptx_learns_the_assistant_turns(tmp_path, vqa, any_score):
 
 
 @pytest.mark.slow
-def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, noisy_model, any_score):
+def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, folder_of, any_score):
     """With 2 of 4 experts per token, the loss is 2 if the experts are balanced."""
     dataset = write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i} + {i}?"} for i in range(12)])
     module = load(tmp_path, "ppo_router_loss")
     flags = any_score | {"dataset": dataset, "router_aux_coef": 0.5, "learning_rate": 1e-2}
-    result = train(module, tmp_path, model=noisy_model, critic_learning_rate=1e-3, **flags)
+    result = train(module, tmp_path, model=str(folder_of("mixtral")), critic_learning_rate=1e-3, **flags)
     first, second = (metrics["loss/router"] for metrics in result.metrics)
     assert 2 <= second < first < 4 and not result.run.actor.module.model.config.output_router_logits
     with pytest.raises(SystemExit):
