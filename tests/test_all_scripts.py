@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import SCRIPTS, TINY, assert_same_run, largest_difference, metrics_of, slow, weights_of
 from PIL import Image
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import decoding, packing
 
@@ -91,18 +92,20 @@ def test_a_signal_saves_and_ends_the_run(script, run_script, capsys, monkeypatch
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_networks_are_in_eval_mode(script, run_script, monkeypatch):
-    """In train mode, dropout and router noise would change the outputs. Only checkpointed layers need it."""
+    """In train mode, dropout and router noise would change the outputs. Only the checkpointed layers need it, not the
+    modules in them, and only in the update."""
     modes, forward = defaultdict(set), deepspeed.DeepSpeedEngine.forward
 
     def watch(engine, *args, **options):
-        modes[torch.is_grad_enabled()].add(frozenset(x.training for x in engine.module.modules()))
+        mode = {(x.training, isinstance(x, GradientCheckpointingLayer)) for x in engine.module.modules()}
+        modes[torch.is_grad_enabled()].add(frozenset(mode))
         return forward(engine, *args, **options)
 
     monkeypatch.setattr(deepspeed.DeepSpeedEngine, "forward", watch)
-    run_script(script, total_steps=1, gradient_checkpointing=True)
-    assert modes[True] == {frozenset([True, False])}
+    run_script(script, total_steps=2, gradient_checkpointing=True)
+    assert modes[True] == {frozenset([(True, True), (False, False)])}
     if script in ("rloo", "ppo_vl"):
-        assert modes[False] == {frozenset([False])}, "before the update"
+        assert modes[False] == {frozenset([(False, True), (False, False)])}
 
 
 @each_script

@@ -113,16 +113,6 @@ def test_a_judge(tmp_path):
     assert [page.text.count(x) for x in ("response at 0", "response at 2", "swapped: 2 then")] == [2, 2, 2]
 
 
-def test_seeds_are_averaged_with_a_band(tmp_path):
-    seeds = {"a": 1, "b": 3}
-    a, b = (make_run(tmp_path / x, [{"train/step": 1, "loss/kl": n / 10}], seed=n) for x, n in seeds.items())
-    c = make_run(tmp_path / "c", [{"train/step": 1, "loss/kl": 5}], lr=3e-4)
-    groups = report_tool.group_runs([report_tool.load_run(folder) for folder in (a, b, c)])
-    assert [label for label, _ in groups] == ["a, b (mean)", "c"]
-    assert report_tool.curve(groups[0][1], "loss/kl") == [pytest.approx((1, 0.2, 0.1, 0.3))]
-    assert 'id="band"' in report(a, b) and 'id="band"' not in report(a)
-
-
 # ---- exercises.py: the originals pass their checks, missing solutions and a wrong one don't ----
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
