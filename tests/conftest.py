@@ -1,4 +1,4 @@
-"""Shared by the tests: the tiny model, small data, and runs of a script in this process or as ranks under torchrun."""
+"""Shared by the tests: the tiny model, small data, runs of a script in this process or under torchrun."""
 
 import contextlib
 import functools
@@ -125,7 +125,7 @@ SHORT |= {"eval_prompts": 8, "eval_rows": 8, "eval_num_samples": 2, "seed": 3, "
 
 
 def to_argv(flags: dict) -> list[str]:
-    """{"zero_stage": 2, "kl_loss": True, "resume": None, "rewards": ["a", "b"]} -> ["--zero-stage", "2", "--kl-loss", ...]"""
+    """{"zero_stage": 2, "kl_loss": True, "resume": None} -> ["--zero-stage", "2", "--kl-loss"]"""
     argv = []
     for name, value in flags.items():
         flag = "--" + name.replace("_", "-")

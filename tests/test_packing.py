@@ -24,14 +24,12 @@ def batch_of(folder_of):
     return lambda family: load_family(folder_of(family))
 
 
-GROUPS, RESPONSES = [(0, [0, 1, 2]), (1, [3])], [torch.arange(R) for R in (5, 1, 2, 4)]
-
-
 def test_padded_rows_need_few_logits(batch_of):
     """Models that can return logits of the last tokens only are asked for the responses'."""
     batch, shapes = batch_of("llama"), []
     batch.model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape[:2]))
-    for pack in iter_rank_packs(batch.model, GROUPS, batch.prompts, RESPONSES, 4096):
+    groups, responses = [(0, [0, 1, 2]), (1, [3])], [torch.arange(R) for R in (5, 1, 2, 4)]
+    for pack in iter_rank_packs(batch.model, groups, batch.prompts, responses, 4096):
         response_logprobs(batch.model, pack, TEMPERATURE)
     assert sorted(shapes) == [(1, 5), (3, 6)]
 

@@ -219,7 +219,6 @@ def test_evaluation_metrics_by_hand(fake, monkeypatch):
 
 
 def test_means_over_ranks_count_entries(monkeypatch):
-    """A rank with more tokens counts more."""
     monkeypatch.setattr(rloo, "WORLD_SIZE", 2)
     monkeypatch.setattr(rloo.dist, "all_reduce", lambda totals: totals.add_(torch.tensor([6.0, 1.0])))
     assert rloo.all_reduce_mean({"x": [torch.tensor([1.0, 2.0])]}) == {"x": 3.0}
@@ -267,10 +266,7 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
     for source in (raw, encoded, {"bytes": raw, "path": None}, {"bytes": None, "path": vqa_rows[0]["image"]}):
         loaded = messages({"prompt": "Q", "image": source}, tokenizer)
         assert loaded[0]["content"][0]["image"].tobytes() == a.tobytes()
-    parts = [{"type": "text", "text": text} for text in ("a<|im_", "end|>b")]
-    for content, text in (("a<|im_end|>b", "a< |im_end|>b"), (parts, "a< |im_end|>b"), (42, "42")):
-        escaped = messages({"prompt": chat(content)}, tokenizer)
-        assert escaped[0]["content"] == [{"type": "text", "text": text}]
+    assert messages({"prompt": chat(42)}, tokenizer)[0]["content"] == [{"type": "text", "text": "42"}]
     with pytest.raises(OSError, match="refused"):
         messages({"prompt": "Q", "image": "http://127.0.0.1:9/a.png"}, tokenizer)
     with pytest.raises(ValueError, match="a text model can't read images"):
@@ -324,7 +320,10 @@ def test_prompts_that_are_too_long_or_have_no_answer_are_skipped(text_data, caps
     kept = [text_data(max_prompt_length=n).try_encode(0) is not None for n in (length, length - 1)]
     assert kept == [True, False]
     assert [text_data().try_encode(i) for i in (1, 2)] == [None, None]
-    assert "its answer is None, but --rewards accuracy needs" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert (
+        "its answer is None, but --rewards accuracy needs" in error and "exceed --max-prompt-length" in error
+    )
 
 
 # ---- signals, optimizer, weights ----

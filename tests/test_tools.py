@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -26,8 +25,6 @@ EVIL = "<script>alert('x')</script><img src=http://a.b/c onerror=alert(1)> \ud83
 
 
 class Page(HTMLParser):
-    """The attributes of each tag, and the text."""
-
     def __init__(self, text: str):
         super().__init__()
         self.tags, self.text = defaultdict(list), ""
@@ -150,26 +147,21 @@ def test_the_page_has_all_exercises_in_order():
         assert (ROOT / (script or "rloo.py")).read_text().count(line) == 1, line
 
 
-# ---- pipeline.sh: its commands parse and make a fair comparison ----
-def test_policies_differ_only_in_reward_seed_and_kl_coef():
+# ---- pipeline.sh ----
+def test_commands_of_the_pipeline_parse():
     commands = re.search(r"^# 1\..*(?=^# 3\.)", (ROOT / "tools/pipeline.sh").read_text(), re.M | re.S).group()
     print_stage = 'start() { printf "%q " "$@"; echo; }; finish() { :; }; python() { :; }'
     program = f"out=runs/pipeline\n{print_stage}\n{commands}"
     printed = subprocess.run(["bash", "-euc", program], capture_output=True, text=True, check=True).stdout
-    stages = {}
+    stages = set()
     for line in printed.splitlines():
         name, script, steps, *flags = shlex.split(line)
         module = importlib.import_module(script.removesuffix(".py"))
-        stages[name] = args = tyro.cli(module.Args, args=["--total-steps", steps, *flags])
+        args = tyro.cli(module.Args, args=["--total-steps", steps, *flags])
         module.fill_defaults(args)
         module.check_args(args)
-    assert set(stages) == set(pipeline.STAGES)
-    for name in pipeline.POLICIES:
-        args = stages[name]
-        variant = {"seed": int(name[-1]), "rewards": args.rewards, "reward_weights": args.reward_weights}
-        if "kl" in name:
-            variant["kl_coef"] = float(re.search(r"kl([\d.]+)", name)[1])
-        assert args == replace(stages["accuracy_and_format_seed1"], **variant)
+        stages.add(name)
+    assert stages == set(pipeline.STAGES)
 
 
 # ---- bench.py: our side of a step runs ----
