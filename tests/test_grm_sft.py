@@ -167,7 +167,9 @@ UNKNOWN_REFERENCES = [
     "The left one fits.", "the first is better than the second", "Option A fits.", "Answer 1 is better.",
     "The previous image is better", "the 2nd image is better", "image_1 is dark", "img1 is dark",
     "A is better.", "Assistant A is better.", "1: dark\n2: bright", "1. It is dark.\n2. It fits.",
-    "图1更清晰", "la primera imagen es mejor", "das erste Bild", "dark sky", "A cat is on the box.", "image 1: 暗", "option b is darker", "I prefer A because it fits.", "The answer (A) is it.", "image_A is dark", "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
+    "图1更清晰", "la primera imagen es mejor", "das erste Bild", "dark sky", "A cat is on the box.", "image 1: 暗",
+    "option b is darker", "I prefer A because it fits.", "The answer (A) is it.", "image_A is dark",
+    "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
 ]  # fmt: skip
 
 
