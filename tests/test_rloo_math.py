@@ -266,7 +266,10 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
     for source in (raw, encoded, {"bytes": raw, "path": None}, {"bytes": None, "path": vqa_rows[0]["image"]}):
         loaded = messages({"prompt": "Q", "image": source}, tokenizer)
         assert loaded[0]["content"][0]["image"].tobytes() == a.tobytes()
-    assert messages({"prompt": chat(42)}, tokenizer)[0]["content"] == [{"type": "text", "text": "42"}]
+    parts = [{"type": "text", "text": text} for text in ("a<|im_", "end|>b")]
+    for content, text in ((parts, "a< |im_end|>b"), (42, "42")):
+        [message] = messages({"prompt": chat(content)}, tokenizer)
+        assert message["content"] == [{"type": "text", "text": text}]
     with pytest.raises(OSError, match="refused"):
         messages({"prompt": "Q", "image": "http://127.0.0.1:9/a.png"}, tokenizer)
     with pytest.raises(ValueError, match="a text model can't read images"):
