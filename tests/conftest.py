@@ -1,4 +1,4 @@
-"""Shared by the tests: the tiny model, small data, and runs of a script in this process or as ranks under torchrun."""
+"""Shared by the tests: the tiny model, small data, runs of a script in this process or under torchrun."""
 
 import contextlib
 import functools
@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -132,7 +131,7 @@ def continuations(groups: list, prompts: list, ids: list) -> list:
 
 
 def to_argv(flags: dict) -> list[str]:
-    """{"zero_stage": 2, "kl_loss": True, "resume": None, "rewards": ["a", "b"]} -> ["--zero-stage", "2", "--kl-loss", ...]"""
+    """{"zero_stage": 2, "kl_loss": True, "resume": None} -> ["--zero-stage", "2", "--kl-loss"]"""
     argv = []
     for name, value in flags.items():
         flag = "--" + name.replace("_", "-")
@@ -328,10 +327,6 @@ def folder_of(tmp_path_factory):
     return make
 
 
-SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZE |= {"num_key_value_heads": 2}
-
-
 @pytest.fixture(scope="session")
 def tiny_text_model(tmp_path_factory) -> str:
     """Directory of a random text-only Qwen2 with a byte-level tokenizer and a chat template."""
@@ -346,22 +341,10 @@ def tiny_text_model(tmp_path_factory) -> str:
     turns = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     tokenizer.chat_template = turns + "assistant: "
     torch.manual_seed(0)
-    config = Qwen2Config(**SIZE, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": len(tokenizer)}
+    config = Qwen2Config(**sizes, eos_token_id=tokenizer.eos_token_id)
     folder = tmp_path_factory.mktemp("text_model")
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
-def noisy_model(tiny_text_model, tmp_path_factory) -> str:
-    """Directory of a random Mixtral whose router is random in training mode."""
-    from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
-
-    text = AutoConfig.from_pretrained(tiny_text_model)
-    known = {"vocab_size": text.vocab_size, "eos_token_id": text.eos_token_id, "pad_token_id": None}
-    noise = {"num_local_experts": 4, "router_jitter_noise": 0.5, "initializer_range": 0.3}
-    folder = shutil.copytree(tiny_text_model, tmp_path_factory.mktemp("noisy") / "model")
-    torch.manual_seed(0)
-    MixtralForCausalLM(MixtralConfig(**SIZE, **known, **noise)).save_pretrained(folder)
     return str(folder)

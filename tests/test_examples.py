@@ -26,7 +26,6 @@ def load(name: str) -> dict:
 
 
 def make(script: str, folder, *words: str) -> None:
-    """Run an example in a folder."""
     subprocess.run([sys.executable, str(EXAMPLES / script), *words], cwd=folder, check=True)
 
 
@@ -135,7 +134,6 @@ def test_environments_train(file, environment, reward, data, tmp_path, run):
 
 # ---- data ----
 def test_custom_data(vqa_rows, tmp_path):
-    """Forty images, in one directory per answer."""
     for i, row in enumerate(vqa_rows):
         (tmp_path / "images" / row["answer"]).mkdir(parents=True, exist_ok=True)
         shutil.copy(row["image"], tmp_path / "images" / row["answer"] / f"{i}.png")

@@ -42,7 +42,6 @@ EOS_IDS = [*range(4, 500, 8), 500]  # with these, some responses end at once, so
 
 
 def load_model(source, dtype: str = "float32"):
-    """The model as rloo.py loads it."""
     return rloo.load_model(rloo.Args(dtype=dtype), str(source)).eval()
 
 
@@ -61,6 +60,7 @@ TEXT = {  # what differs from the configurations of tools/families.py; short win
     "gemma2": {"sliding_window": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
     **dict.fromkeys(("gemma3", "mistral"), {"sliding_window": 8}),
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
+    "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.5, "initializer_range": 0.3},
     "llama dynamic": {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}},
     "phi3 longrope": {"rope_parameters": ROPE | FACTORS, "original_max_position_embeddings": 200},
 }
@@ -109,7 +109,7 @@ def write_video(path) -> None:
 
 
 def save_family(family: str, folder) -> None:
-    """Its model, its processor and a dataset (rows.jsonl)."""
+    """Its model, its processor and a dataset for all scripts (rows.jsonl)."""
     for part in build(family):
         part.save_pretrained(folder)
     rows = [{"prompt": "What is 2 + 2?"}, {"prompt": "Say something about rivers, please."}] * 2
@@ -126,7 +126,10 @@ def save_family(family: str, folder) -> None:
     if family in VIDEO:
         write_video(folder / "clip.mp4")
         rows += [{"prompt": "<image>, then <video>?", "images": ["2.png"], "videos": ["clip.mp4"]}]
-    write_jsonl(folder / "rows.jsonl", [{"images": [], "videos": [], **row} for row in rows])
+    common = {"responses": ["Yes.", "No, it is a river.", "No"], "images": [], "videos": []}  # one a prefix
+    common |= {"answer_1": "Yes.", "answer_2": "No, it is a river.", "verdict": "2"}
+    rows[0] = rows[0] | {"responses": [f"{i} and {'then ' * 40}so on" for i in range(4)]}
+    write_jsonl(folder / "rows.jsonl", [common | row for row in rows])
 
 
 def unmodified_logprobs(model, inputs: dict, response: torch.Tensor, temperature: float):
@@ -177,7 +180,6 @@ def test_logprobs_and_greedy_responses_equal_the_unmodified_model(family, folder
 
 @pytest.fixture
 def on_family(folder_of, any_score):
-    """Family -> flags of a short run on its rows."""
     flags = any_score | {"eval_dataset": None, "num_epochs": 1, "train_batch_size": 16}
     return lambda family: flags | {"model": folder_of(family), "dataset": folder_of(family) / "rows.jsonl"}
 
@@ -199,15 +201,10 @@ def test_two_steps(family, on_family, run, capsys):
 @pytest.mark.parametrize("family", ["internvl", *slow("gemma3")])
 @pytest.mark.parametrize("script", [reward_bt, grm_sft], ids=["reward_bt", "grm_sft"])
 def test_one_step_is_the_same_packed_and_padded(script, family, folder_of, tmp_path, monkeypatch, capsys):
-    """Metrics and weights after a step on all rows. One of the three answers is a prefix of another."""
-    folder = folder_of(family)
-    rows = read_jsonl(folder / "rows.jsonl")
-    answers = {"responses": ["Yes.", "No, it is a river.", "No"]}
-    if script == grm_sft:
-        answers = {"answer_1": "Yes.", "answer_2": "No, it is a river.", "verdict": "2"}
-    source = write_jsonl(folder / "answers.jsonl", [row | answers for row in rows])
-    flags = {"model": str(folder), "dataset": source, "output_dir": str(tmp_path), "total_steps": 1}
-    batch = len(rows) * (2 if script == grm_sft else 1)  # a pair is two examples
+    """Metrics and weights after a step on all rows."""
+    folder, flags = folder_of(family), {"output_dir": str(tmp_path), "total_steps": 1}
+    flags |= {"model": str(folder), "dataset": str(folder / "rows.jsonl")}
+    batch = len(read_jsonl(folder / "rows.jsonl")) * (2 if script == grm_sft else 1)  # a pair is two examples
     for name in ("packed", "padded"):
         script.main(script.Args(**flags, run_name=name, train_batch_size=batch, warmup_updates=0))
         captured = capsys.readouterr()
@@ -220,7 +217,7 @@ def test_one_step_is_the_same_packed_and_padded(script, family, folder_of, tmp_p
 
 @pytest.mark.slow
 def test_a_check_that_ends_early_leaves_no_parameters_gathered(on_family, finish, tmp_path):
-    """A layer refuses to be packed in the middle of a forward; then ZeRO-3 must gather all weights for the sampler."""
+    """A layer refuses packing in the middle of a forward; then ZeRO-3 must gather all weights for the sampler."""
     (tmp_path / "sitecustomize.py").write_text(
         "import common.attention as attention\n"
         "def refuse(*args, **kwargs): raise attention.PackingNotSupported('it refuses')\n"
@@ -356,7 +353,7 @@ def test_media_that_the_check_has_not_seen_are_reported(folder_of):
 
 
 def test_lora_is_on_the_language_model_only():
-    """The towers are found although all of these models name them and their language models differently."""
+    """The towers are found although these models name them differently."""
     t = transformers
     small = SMALL | {"num_key_value_heads": 2, "pad_token_id": 0}
     small["rope_parameters"] = ROPE | {"mrope_section": [2, 3, 3]}
@@ -378,15 +375,3 @@ def test_scaled_logits_are_packed(family):
     result = families.measure(family)
     assert (result.path, result.reason) == ("packed", "")
     assert max(result.errors[key] for key in ("training", "sampling", "gradient")) < 1e-4
-
-
-def test_a_generate_that_fails_ends_the_run_in_one_sentence(folder_of, monkeypatch, refused):
-    model = load_model(folder_of("llama"))
-    generate = Mock(side_effect=[RuntimeError("sizes differ"), torch.OutOfMemoryError("CUDA out of memory")])
-    monkeypatch.setattr(type(model), "generate", generate)
-    prompts = [text_prompt(model, row_id=7)]
-    sample = functools.partial(decoding.generate, model, prompts, 3, 8, [500], 1.0, max_tokens=100)
-    with refused("error: the model's generate fails at row 7: ", "sizes differ"):
-        sample()
-    with pytest.raises(torch.OutOfMemoryError):
-        sample()

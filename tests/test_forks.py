@@ -7,7 +7,6 @@ diffs and the numbers of changed lines in forks/README.md.
 """
 
 import importlib.util
-import itertools
 import json
 import math
 import re
@@ -55,7 +54,6 @@ def patch(folder: Path, names: list[str]) -> tuple[Path, str]:
 
 
 def load(folder: Path, *names: str):
-    """Import a script with these diffs."""
     path, error = patch(folder, names)
     assert error == ""
     spec = importlib.util.spec_from_file_location(f"fork_{path.stem}", path)
@@ -90,19 +88,6 @@ def test_the_table_lists_every_diff_with_its_paper_and_its_size():
         text, _, target = read_diff(name)
         assert (script, lines) == (f"`{target}`", "+{} -{}".format(*count_lines(name))) and len(check) > 10
         assert re.findall(r"arxiv\.org/abs/([\d.]+)", text)[:1] == re.findall(r"abs/([\d.]+)", paper)
-
-
-@pytest.mark.slow
-def test_the_page_names_the_pairs_that_conflict(tmp_path):
-    """Of a critic-free algorithm with an addition, of two additions, and of two forks of ppo_vl.py."""
-    of_rloo = [name for name, row in read_table().items() if row[0] == "`rloo.py`"]
-    of_ppo = [name for name, row in read_table().items() if row[0] == "`ppo_vl.py`"]
-    algorithms = of_rloo[: of_rloo.index("kl_loss")]
-    pairs = [*itertools.combinations(of_rloo, 2), *itertools.combinations(of_ppo, 2)]
-    pairs = [(a, b) for a, b in pairs if not {a, b} <= {*algorithms}]
-    named = re.findall(r"^\| `(\w+)` \| (`\w+`(?:, `\w+`)*) \|$", README.read_text(), re.M)
-    conflicts = {(a, b) for a, others in named for b in re.findall(r"\w+", others)}
-    assert {(a, b) for a, b in pairs if patch(tmp_path, [a, b])[1]} == conflicts
 
 
 def test_commands_of_the_texts_parse(tmp_path):
@@ -143,7 +128,7 @@ class Engine:
 
 
 def make_tables(num_prompts: int) -> SimpleNamespace:
-    """Random tables (B, R) of responses with 1 to R tokens, of which the first has an observation; scores (n, G)."""
+    """Random tables (B, R) of responses with 1 to R tokens, the first with an observation; scores (n, G)."""
     torch.manual_seed(num_prompts)
     noise = lambda scale: scale * torch.randn(num_prompts * G, R)  # noqa: E731
     lengths = torch.randint(1, R + 1, (num_prompts * G, 1))
@@ -169,7 +154,6 @@ def make_response(length: int) -> packing.Continuation:
 
 
 def make_rollout(module, t: SimpleNamespace, scores=None):
-    """The script's Rollout with the responses of the tables."""
     width = int(t.mask.any(0).nonzero().max()) + 1
     scores = t.scores if scores is None else scores
     return module.Rollout(
@@ -522,7 +506,7 @@ def test_lambda_grows_with_the_length(tmp_path):
 
 
 def test_adaptive_kl_is_a_proportional_controller(t, tmp_path):
-    """The KL is far from the target, so the error is clipped to 0.2 of its sign; 12 responses, and a horizon of 60."""
+    """The KL is far from the target: the error is clipped to 0.2 of its sign; 12 responses, a horizon of 60."""
     module = load(tmp_path, "ppo_adaptive_kl")
     flags = {"kl_coef": 0.5, "kl_target": 1e-3, "kl_horizon": 60, "total_steps": 2}
     result = update(module, t, [make_rollout(module, t)] * 2, **flags)
@@ -546,7 +530,7 @@ def test_running_normalization_uses_all_scores_so_far(t, tmp_path):
 
 
 def test_hinge_loss(tmp_path):
-    """Differences minus margins are 0.25 and 2, so the second pair has no gradient; its smoothed loss is a tenth of 3."""
+    """Differences minus margins: 0.25 and 2. The second pair has no gradient; its smoothed loss is a tenth of 3."""
     chosen = torch.tensor([0.25, 2.5], requires_grad=True)
     inputs = (chosen, torch.zeros(2), torch.tensor([0.0, 0.5]))
     compute_bt_loss = load(tmp_path, "reward_hinge_loss").compute_bt_loss
@@ -649,12 +633,12 @@ def test_ptx_learns_the_assistant_turns(tmp_path, vqa, any_score):
 
 
 @pytest.mark.slow
-def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, noisy_model, any_score):
+def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, folder_of, any_score):
     """With 2 of 4 experts per token, the loss is 2 if the experts are balanced."""
     dataset = write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i} + {i}?"} for i in range(12)])
     module = load(tmp_path, "ppo_router_loss")
     flags = any_score | {"dataset": dataset, "router_aux_coef": 0.5, "learning_rate": 1e-2}
-    result = train(module, tmp_path, model=noisy_model, critic_learning_rate=1e-3, **flags)
+    result = train(module, tmp_path, model=str(folder_of("mixtral")), critic_learning_rate=1e-3, **flags)
     first, second = (metrics["loss/router"] for metrics in result.metrics)
     assert 2 <= second < first < 4 and not result.run.actor.module.model.config.output_router_logits
     with pytest.raises(SystemExit):
@@ -663,7 +647,7 @@ def test_router_loss_of_a_random_mixture_of_experts(tmp_path, tiny_text_model, n
 
 # ---- after a change of the scripts ----
 def renew() -> None:
-    """Merge the changes of the scripts since the last commit into the forks; write their diffs and numbers of lines."""
+    """Merge the scripts' changes since the last commit into the forks; write their diffs and numbers of lines."""
     page = README.read_text()
     for name in NAMES:
         text, _, script = read_diff(name)

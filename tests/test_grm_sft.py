@@ -1,4 +1,4 @@
-"""grm_sft.py: rows, loss masks token by token, packed = unmodified model, judgments, runs, and what builds on it."""
+"""grm_sft.py: rows, loss masks token by token, packed = unmodified model, judgments, runs, examples."""
 
 import importlib
 import re
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, assert_same_run, metrics_of, read_jsonl, slow, weights_of, write_jsonl
+from conftest import ROOT, TINY, metrics_of, read_jsonl, slow, weights_of, write_jsonl
 from conftest import chat as chat_of
 from test_families import unmodified_logprobs, write_video
 
@@ -167,7 +167,9 @@ UNKNOWN_REFERENCES = [
     "The left one fits.", "the first is better than the second", "Option A fits.", "Answer 1 is better.",
     "The previous image is better", "the 2nd image is better", "image_1 is dark", "img1 is dark",
     "A is better.", "Assistant A is better.", "1: dark\n2: bright", "1. It is dark.\n2. It fits.",
-    "图1更清晰", "la primera imagen es mejor", "das erste Bild", "dark sky", "A cat is on the box.", "image 1: 暗", "option b is darker", "I prefer A because it fits.", "The answer (A) is it.", "image_A is dark", "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
+    "图1更清晰", "la primera imagen es mejor", "das erste Bild", "dark sky", "A cat is on the box.", "image 1: 暗",
+    "option b is darker", "I prefer A because it fits.", "The answer (A) is it.", "image_A is dark",
+    "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
 ]  # fmt: skip
 
 
@@ -204,7 +206,6 @@ def test_both_orders_and_rows_with_the_same_image_form_a_group(tiny_vl, monkeypa
 
 # --- loss masks ---
 def trained(tiny_vl, row: dict, **how) -> str:
-    """The trained tokens as text."""
     example = encode(tiny_vl, row, **how)
     return tiny_vl[2].decode(example.suffix.input_ids[example.suffix.response_mask])
 
@@ -444,15 +445,6 @@ def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch):
     assert moved and not any("visual" in name for name in moved), "the vision tower is frozen"
     record = read_jsonl(run_dir / "samples.jsonl")[0]
     assert {"phase", "prompt", "response", "swapped_response", "predicted_verdict"} <= record.keys()
-
-
-@pytest.mark.slow
-def test_training_does_not_depend_on_ranks_or_zero(grm, finish, tmp_path, judged):
-    """Tests of rloo.py and ppo_vl.py have the other stages."""
-    flags = {"train_batch_size": 14, "eval_rows": 4}
-    one = grm(run_name="one", **flags)
-    finish("grm_sft", 2, zero_stage=3, run_name="zero3", **flags_for(judged) | flags)
-    assert_same_run(one, tmp_path / "runs/zero3", 1e-4, of_weights=1e-4)
 
 
 # --- invalid input ---

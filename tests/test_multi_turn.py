@@ -45,8 +45,6 @@ class Scripted:
 
 
 class ScriptedSampler:
-    """A sampler whose turns are TURNS."""
-
     def __init__(self, tokenizer, eos: int, turns=TURNS):
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [eos] for text in turns]
         self.turns = [torch.tensor(x) for x in ids]
@@ -69,7 +67,6 @@ def make_sampler(model, processor, observations=(), sampler=None, environment=No
 
 
 def make_trajectories(prompts, model, processor, **flags) -> list[Response]:
-    """One scripted trajectory per prompt."""
     responses = []
     for prompt, observations in zip(prompts, OBSERVATIONS):
         responses += make_sampler(model, processor, observations, **flags).generate([prompt], 1, 1.0)
@@ -186,7 +183,6 @@ def test_a_run_with_an_environment(dtype, environment, run):
 
 @pytest.mark.slow
 def test_ranks_do_not_change_a_run_with_an_environment(environment, finish, tmp_path, run):
-    """One rank = two ranks with ZeRO-3."""
     flags = environment | {"eval_dataset": None, "eval_num_samples": 1}
     one = run("rloo", **flags, output_dir=tmp_path / "one")
     finish("rloo", 2, **flags, zero_stage=3, output_dir=tmp_path / "two")

@@ -87,8 +87,7 @@ def test_head(examples, monkeypatch):
 
 @pytest.fixture(scope="module")
 def models_of(folder_of):
-    """Family -> the unmodified model, a copy with packed attention, and prompts to choose from: of any length for text
-    models, else those of its dataset."""
+    """Family -> the unmodified model, a packed copy, and prompts: texts of any length, or its dataset's."""
 
     @cache
     def make(family: str) -> tuple:

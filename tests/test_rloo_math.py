@@ -219,7 +219,6 @@ def test_evaluation_metrics_by_hand(fake, monkeypatch):
 
 
 def test_means_over_ranks_count_entries(monkeypatch):
-    """A rank with more tokens counts more."""
     monkeypatch.setattr(rloo, "all_gather_list", lambda totals: [*totals, [(6.0, 1)]])
     assert rloo.all_reduce_mean({"x": [torch.tensor([1.0, 2.0])]}) == {"x": 3.0}
 
@@ -267,9 +266,9 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
         loaded = messages({"prompt": "Q", "image": source}, tokenizer)
         assert loaded[0]["content"][0]["image"].tobytes() == a.tobytes()
     parts = [{"type": "text", "text": text} for text in ("a<|im_", "end|>b")]
-    for content, text in (("a<|im_end|>b", "a< |im_end|>b"), (parts, "a< |im_end|>b"), (42, "42")):
-        escaped = messages({"prompt": chat(content)}, tokenizer)
-        assert escaped[0]["content"] == [{"type": "text", "text": text}]
+    for content, text in ((parts, "a< |im_end|>b"), (42, "42")):
+        [message] = messages({"prompt": chat(content)}, tokenizer)
+        assert message["content"] == [{"type": "text", "text": text}]
     with pytest.raises(OSError, match="refused"):
         messages({"prompt": "Q", "image": "http://127.0.0.1:9/a.png"}, tokenizer)
     with pytest.raises(ValueError, match="a text model can't read images"):
@@ -323,7 +322,10 @@ def test_prompts_that_are_too_long_or_have_no_answer_are_skipped(text_data, caps
     kept = [text_data(max_prompt_length=n).try_encode(0) is not None for n in (length, length - 1)]
     assert kept == [True, False]
     assert [text_data().try_encode(i) for i in (1, 2)] == [None, None]
-    assert "its answer is None, but --rewards accuracy needs" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert (
+        "its answer is None, but --rewards accuracy needs" in error and "exceed --max-prompt-length" in error
+    )
 
 
 # ---- signals, optimizer, weights ----
@@ -407,18 +409,3 @@ def test_merged_lora_weights_give_the_same_logits():
         adapted, merged = model(input_ids=ids).logits, plain(input_ids=ids).logits
     assert (adapted - before).abs().max() > 0.1
     torch.testing.assert_close(merged, adapted, atol=1e-4, rtol=1e-4)
-
-
-def test_checkpointed_layers_are_recomputed_in_eval_mode():
-    """And only between set_gradient_checkpointing(True) and set_gradient_checkpointing(False)."""
-    model = rloo.load_model(filled_args("rloo"), TINY)
-    model.gradient_checkpointing_enable()
-    attention = model.model.language_model.layers[0].self_attn
-    calls = []
-    attention.register_forward_pre_hook(lambda module, inputs: calls.append(module.training))
-    for enabled in (True, False):
-        calls.clear()
-        rloo.set_gradient_checkpointing(model, enabled)
-        model(input_ids=torch.arange(20, 50)[None], use_cache=False).logits.square().mean().backward()
-        assert calls == [False] * (1 + enabled)
-    assert not any(module.training for module in model.modules())

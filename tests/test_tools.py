@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -26,8 +25,6 @@ EVIL = "<script>alert('x')</script><img src=http://a.b/c onerror=alert(1)> \ud83
 
 
 class Page(HTMLParser):
-    """The attributes of each tag, and the text."""
-
     def __init__(self, text: str):
         super().__init__()
         self.tags, self.text = defaultdict(list), ""
@@ -58,12 +55,8 @@ def test_a_policy(tmp_path):
     Image.effect_noise((1200, 900), 80).save(tmp_path / "noise.png")
     metrics = [{"train/step": step, "eval/sampled_score": step / 10, "odd/<b>": step} for step in (1, 2)]
     records = [{"train/step": 2, "phase": "train", "row": 7, "response": "in training"}]
-    record = {
-        "phase": "eval_greedy",
-        "row": 7,
-        "prompt": f"what? {EVIL}",
-        "images": ["noise.png", "gone.png"],
-    }
+    record = {"phase": "eval_greedy", "row": 7, "prompt": f"what? {EVIL}"}
+    record |= {"images": ["noise.png", "gone.png"]}
     for step, response in ((0, "before it"), (2, f"after it {EVIL}" + "x" * 3000 + "\nAnswer: 3")):
         records.append(record | {"train/step": step, "response": response})
     run = make_run(tmp_path / "<i>a&b", metrics, records, dataset=f"{tmp_path}/d.jsonl", system_prompt=EVIL)
@@ -76,9 +69,8 @@ def test_a_policy(tmp_path):
         assert all(not name.startswith("on") for name in attrs)
     assert "script" not in page.tags and "<i>a" not in text and "odd/<b>" not in text and "\x00" not in text
     assert page.text.count("<script>alert('x')</script>") >= 3 and "odd/<b>" in page.text
-    assert [image["alt"] for image in page.tags["img"]] == [
-        "noise.png"
-    ] and "gone.png: not found" in page.text
+    assert [image["alt"] for image in page.tags["img"]] == ["noise.png"]
+    assert "gone.png: not found" in page.text
     assert "eval/sampled_score 0.1 → 0.2" in page.text
     assert text.index("before it") < text.index("after it") and "in training" not in text
     assert "\nAnswer: 3" in page.text and len(text) < 3e5  # a long response keeps its end, which rewards read
@@ -118,32 +110,7 @@ def test_a_judge(tmp_path):
     assert [page.text.count(x) for x in ("response at 0", "response at 2", "swapped: 2 then")] == [2, 2, 2]
 
 
-def test_seeds_are_averaged_with_a_band(tmp_path):
-    seeds = {"a": 1, "b": 3}
-    a, b = (make_run(tmp_path / x, [{"train/step": 1, "loss/kl": n / 10}], seed=n) for x, n in seeds.items())
-    c = make_run(tmp_path / "c", [{"train/step": 1, "loss/kl": 5}], lr=3e-4)
-    groups = report_tool.group_runs([report_tool.load_run(folder) for folder in (a, b, c)])
-    assert [label for label, _ in groups] == ["a, b (mean)", "c"]
-    assert report_tool.curve(groups[0][1], "loss/kl") == [pytest.approx((1, 0.2, 0.1, 0.3))]
-    assert 'id="band"' in report(a, b) and 'id="band"' not in report(a)
-
-
-# ---- exercises.py: the originals pass their checks, wrong and missing solutions don't ----
-WRONG = [  # function, a part of its code, and a replacement that makes the function wrong
-    ("compute_advantages", "(count - 1).clamp(min=1)", "count"),
-    ("kl_estimate", "torch.expm1(-d) + d", "torch.expm1(d) - d"),
-    ("compute_rloo_loss", "torch.maximum", "torch.minimum"),
-    ("compute_rloo_loss", '"policy/clipfrac_low"', '"clipfrac"'),  # main reads it
-    ("compute_token_rewards", "mask.sum(1, keepdim=True)", "1"),
-    ("compute_gae", "torch.where(mask[:, t], advantage, next_advantage)", "advantage * mask[:, t]"),
-    ("whiten", ".masked_fill(~mask, 0.0)", " * mask"),  # NaN times 0
-    ("compute_policy_loss", "clamp(1 - clip_low", "clamp(1 - clip_high"),
-    ("compute_value_loss", "old_values + clip)", "old_values + 2 * clip)"),
-    ("compute_bt_loss", "+ rejected_rewards) ** 2", "- rejected_rewards) ** 2"),
-    ("sample_token", "uniform[:, None] * cdf[:, -1:]", "uniform[:, None].square() * cdf[:, -1:]"),
-]
-
-
+# ---- exercises.py: the originals pass their checks, missing solutions and a wrong one don't ----
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("exercises") / "all"
@@ -156,18 +123,6 @@ def test_the_original_passes_its_check_and_the_empty_function_does_not(function,
     exercises.check(ROOT, function)
     with pytest.raises(NotImplementedError):
         exercises.check(directory, function)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("function, right, wrong", WRONG)
-def test_wrong_solutions_fail(function, right, wrong, tmp_path):
-    source = (ROOT / EXERCISES[function]).read_text()
-    assert right in source and {name for name, *_ in WRONG} == {*EXERCISES}
-    path = tmp_path / EXERCISES[function]
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(source.replace(right, wrong))
-    with pytest.raises((AssertionError, RuntimeError)):
-        exercises.check(tmp_path, function)
 
 
 def test_grpo_is_compared_with_the_fork(tmp_path):
@@ -192,26 +147,21 @@ def test_the_page_has_all_exercises_in_order():
         assert (ROOT / (script or "rloo.py")).read_text().count(line) == 1, line
 
 
-# ---- pipeline.sh: its commands parse and make a fair comparison ----
-def test_policies_differ_only_in_reward_seed_and_kl_coef():
+# ---- pipeline.sh ----
+def test_commands_of_the_pipeline_parse():
     commands = re.search(r"^# 1\..*(?=^# 3\.)", (ROOT / "tools/pipeline.sh").read_text(), re.M | re.S).group()
     print_stage = 'start() { printf "%q " "$@"; echo; }; finish() { :; }; python() { :; }'
     program = f"out=runs/pipeline\n{print_stage}\n{commands}"
     printed = subprocess.run(["bash", "-euc", program], capture_output=True, text=True, check=True).stdout
-    stages = {}
+    stages = set()
     for line in printed.splitlines():
         name, script, steps, *flags = shlex.split(line)
         module = importlib.import_module(script.removesuffix(".py"))
-        stages[name] = args = tyro.cli(module.Args, args=["--total-steps", steps, *flags])
+        args = tyro.cli(module.Args, args=["--total-steps", steps, *flags])
         module.fill_defaults(args)
         module.check_args(args)
-    assert set(stages) == set(pipeline.STAGES)
-    for name in pipeline.POLICIES:
-        args = stages[name]
-        variant = {"seed": int(name[-1]), "rewards": args.rewards, "reward_weights": args.reward_weights}
-        if "kl" in name:
-            variant["kl_coef"] = float(re.search(r"kl([\d.]+)", name)[1])
-        assert args == replace(stages["accuracy_and_format_seed1"], **variant)
+        stages.add(name)
+    assert stages == set(pipeline.STAGES)
 
 
 # ---- bench.py: our side of a step runs ----
