@@ -52,11 +52,10 @@ import torch
 import torch.distributed as dist
 import transformers
 import tyro
-from PIL import Image
 from torch import Tensor, nn
 
 from common import chats, decoding, packing, packing_check, stop
-from common.chats import RowError
+from common.chats import ROW_ERRORS, RowError
 from common.packing import Continuation, Prompt, PromptInfo, set_gradient_checkpointing
 
 RANK = int(os.environ.get("RANK", 0))
@@ -584,7 +583,7 @@ class ExampleDataset:
         for example_id in example_ids:
             try:
                 examples.append(self.encode(example_id))
-            except (RowError, OSError, Image.DecompressionBombError) as error:
+            except ROW_ERRORS as error:
                 row = f"{self.source} row {example_id // 2}"
                 print(f"warning: {row} is skipped: {error!s:.300}", file=sys.stderr)
         return examples

@@ -44,11 +44,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 import tyro
-from PIL import Image
 from torch import Tensor, nn
 
 from common import chats, packing, packing_check, stop
-from common.chats import RowError
+from common.chats import ROW_ERRORS, RowError
 from common.packing import Prompt, PromptInfo, set_gradient_checkpointing
 
 RANK = int(os.environ.get("RANK", 0))
@@ -459,7 +458,7 @@ class RankingDataset:
         for row_id in row_ids:
             try:
                 rankings.append(self.encode(row_id))
-            except (RowError, OSError, Image.DecompressionBombError) as error:
+            except ROW_ERRORS as error:
                 print(f"warning: {self.source} row {row_id} is skipped: {error!s:.300}", file=sys.stderr)
         return rankings
 

@@ -17,6 +17,10 @@ class RowError(Exception):
     """A dataset row can't be used, and is skipped."""
 
 
+# What loading and encoding a row may raise. `datasets` raises a SyntaxError for a broken PNG.
+ROW_ERRORS = (RowError, OSError, SyntaxError, Image.DecompressionBombError)
+
+
 def encode_chat(processor, messages: list[dict], **template) -> dict:
     """Apply the chat template and the processor, or a text model's tokenizer, to messages.
 

@@ -317,6 +317,14 @@ def test_judgments_are_those_of_the_unmodified_model(tiny_vl, rows):
     assert "correct" in records[0] and not {"correct", "probabilities"} & records[-1].keys()
 
 
+def test_the_dataset_s_response_may_be_long_in_an_evaluation(tiny_vl, rows):
+    """Otherwise one order of a pair could be judged alone: the other one has no reasoning to rewrite."""
+    row = rows[4] | {"reasoning": "red " * 3000}
+    assert encode(tiny_vl, row).label is not None
+    with pytest.raises(grm_sft.RowError, match="exceed --max-length"):
+        encode(tiny_vl, row, training=True)
+
+
 def test_soft_verdicts_follow_the_own_reasoning(tiny_vl, rows, write):
     """Probabilities of the verdicts given what the model has written before its answer."""
     examples = [encode(tiny_vl, rows[4], x) for x in (0, 1)]

@@ -10,8 +10,10 @@ import pytest
 import torch
 from conftest import ROOT, filled_args
 from pretend_device import pretend
+from transformers.masking_utils import causal_mask_function
 
 import rloo
+from common import attention
 from common.packing import Prompt
 
 PAIRS = {"dataset": "easy-vqa", "eval_dataset": None, "micro_batch_tokens": 8192}
@@ -68,6 +70,15 @@ def test_a_step(script, flags, run, capsys):
     out = capsys.readouterr().out
     assert "packing enabled" in out and "cuda:0, torch.bfloat16" in out
     assert gpu.num_varlen_calls >= 4 * NUM_LAYERS  # in the check at startup, and in the step
+
+
+def test_varlen_attention_needs_ampere_and_values_as_wide_as_queries(monkeypatch):
+    mask = attention.ModelMask(causal_mask_function)
+    with pretend(rloo):
+        q, wider = (torch.zeros(1, 1, D, dtype=torch.bfloat16).to("cuda") for D in (16, 24))
+        assert attention.can_use_varlen(q, q, mask) and not attention.can_use_varlen(q, wider, mask)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert not attention.can_use_varlen(q, q, mask)
 
 
 @pytest.mark.slow

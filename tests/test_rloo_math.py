@@ -182,7 +182,7 @@ def test_only_errors_of_a_row_skip_a_row(fake, capsys, refused, text_data, monke
         with refused("rows were skipped"):
             rloo.collect_rollout(args, run, data, rows, 1, 1.0, step=1)
     data = text_data()
-    for error in (rloo.RowError("too small"), FileNotFoundError("a.png")):
+    for error in (rloo.RowError("too small"), FileNotFoundError("a.png"), SyntaxError("broken PNG file")):
         monkeypatch.setattr(rloo, "build_messages", Mock(side_effect=error))
         assert data.try_encode(0) is None and f"row 0 is skipped: {error}" in capsys.readouterr().err
         with pytest.raises(type(error)):  # a pack needs the row, so that it can't be skipped any more

@@ -318,13 +318,13 @@ def test_wandb_gets_metrics_and_a_table_of_samples(run, vqa_rows, tmp_path, monk
 
     for name, value in {"MODE": "offline", "SILENT": "true", "DATA_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    run_dir = run("rloo", track="wandb", save_total_limit=1)
+    run_dir = run("rloo", track="wandb", save_total_limit=0)
     wandb.teardown()  # waits until W&B's own process has written all; finish() sometimes doesn't
     [binary] = (run_dir / "wandb").glob("offline-run-*/*.wandb")
     assert b"objective/scores" in binary.read_bytes()
     tables = [*(run_dir / "wandb").rglob("samples_*.table.json")]
     assert len(tables) == 3 and any("eval_greedy" in table.read_text() for table in tables)
-    assert (run_dir / "checkpoint-2").is_dir() and len(metrics_of(run_dir)) == 3
+    assert len(metrics_of(run_dir)) == 3 and not [*run_dir.glob("checkpoint*")]
 
 
 BF16 = [{}, {"zero_stage": 3}, {"zero_stage": 2, "offload_optimizer": True}]
