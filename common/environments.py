@@ -1,10 +1,13 @@
-"""Responses of several turns: a sampler generates turns, and environments answer with observations.
+r"""Responses of several turns: a sampler generates turns, and environments answer with observations.
 
     [prompt][turn 1][observation 1][turn 2]...      one response, a *trajectory*
 
 Turns are kept as token ids and are never tokenized again. An observation consists of the
 tokens that the chat template writes after an assistant's EOS: the rest of that message (often
-a newline), the observation's message, and the generation prompt.
+a newline), the observation's message, and the generation prompt:
+
+    turn          4 <|im_end|>
+    observation   \n <|im_start|> user \n too high <|im_end|> \n <|im_start|> assistant \n
 """
 
 import asyncio

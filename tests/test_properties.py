@@ -138,7 +138,7 @@ def test_packs(family, examples, models_of):
         for pack in (pack for packs in ranks for pack in packs):
             logp, entropy = packing.response_logprobs(model, pack, TEMPERATURE, with_entropy=True)
             table[pack.token_index] = logp.detach()
-            (logp * pack.gather_tokens(weights) + 0.0 * entropy).sum().backward()
+            (logp * weights[pack.token_index] + 0.0 * entropy).sum().backward()
         computed = gradients(model)
         unmodified.zero_grad()
         for i, b in ((i, b) for i, response_indices in groups for b in response_indices):

@@ -228,7 +228,7 @@ def padding_difference(step: SimpleNamespace) -> float:
         continuations = {b: rollout.responses[b] for b in members}
         batch = packing.build_padded([(0, [*continuations])], [prompt], continuations)
         logprobs, _ = policy(packing.to_device(batch, model))
-        differences.append((logprobs - batch.gather_tokens(step.new_logprobs)).abs().max().item())
+        differences.append((logprobs - step.new_logprobs[batch.token_index]).abs().max().item())
     attention.set_attention(model, "packed")
     return max(differences)
 
