@@ -193,15 +193,14 @@ def probabilities(step: SimpleNamespace) -> list[tuple[str, float, float, float]
     G = step.args.num_samples_per_prompt
     prompt = data.encode(rollout.prompts[step.example].row_id)
     end = next(x.input_ids[-1:] for x in rollout.responses if x.input_ids[-1] in run.sampler.eos_ids)
-    own = rollout.responses[step.example * G : (step.example + 1) * G]
-    candidates = [response.input_ids for response in own]
+    candidates = [x.input_ids for x in rollout.responses[step.example * G : (step.example + 1) * G]]
     for word in sorted({str(answer) for answer in data.rows["answer"]}):
         for text in (f"<answer>{word}</answer>", word):
             ids = data.tokenizer.encode(text, add_special_tokens=False)
             candidates.append(torch.cat([torch.tensor(ids), end]))
     different = list({tuple(ids.tolist()): ids for ids in candidates}.values())
-    continuations = {b: packing.continue_prompt(prompt, ids) for b, ids in enumerate(different)}
-    pack = packing.build_packed([(0, [*continuations])], [prompt], continuations)
+    responses = [packing.continue_prompt(prompt, ids) for ids in different]
+    pack = packing.build_packed([(0, [*range(len(responses))])], [prompt], responses)
     pack = packing.to_device(pack, run.actor.module.model)
     sequence_probs = []
     for policy in (run.reference, run.actor):  # before the first step, the policy is the reference
@@ -224,9 +223,7 @@ def padding_difference(step: SimpleNamespace) -> float:
     differences = []
     for i, prompt in enumerate(rollout.prompts):
         prompt = step.run.train_data.encode(prompt.row_id)
-        members = range(i * G, i * G + G)
-        continuations = {b: rollout.responses[b] for b in members}
-        batch = packing.build_padded([(0, [*continuations])], [prompt], continuations)
+        batch = packing.build_padded([(0, [*range(i * G, i * G + G)])], [prompt], rollout.responses)
         logprobs, _ = policy(packing.to_device(batch, model))
         differences.append((logprobs - step.new_logprobs[batch.token_index]).abs().max().item())
     attention.set_attention(model, "packed")
@@ -251,12 +248,11 @@ def describe(step: SimpleNamespace) -> dict:
     ends = np.cumsum([0] + [sum(map(len, group)) for group in groups])
     part = slice(ends[line], ends[line + 1])
     candidates = probabilities(step)
+    texts = tokenizer.batch_decode([x.input_ids for x in rollout.responses], skip_special_tokens=True)
     return vars(step) | {
         "G": G,
         "prompts": [run.train_data.encode(prompt.row_id) for prompt in rollout.prompts],
-        "texts": [
-            readable(tokenizer.decode(x.input_ids, skip_special_tokens=True)) for x in rollout.responses
-        ],
+        "texts": [readable(text) for text in texts],
         "token": lambda id: readable(tokenizer.decode([id])),
         "image_id": image_id,
         "kl": kl,
