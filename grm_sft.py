@@ -1243,7 +1243,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     """Load the engines by their names; returns the saved state. Warns about changed flags."""
-    saved = torch.load(checkpoint / "state/run.pt")
+    saved = torch.load(checkpoint / "state/run.pt", weights_only=False)
     old = saved["flags"]
     changes = {}  # flag -> its new and old value
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():

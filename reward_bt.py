@@ -117,7 +117,7 @@ def compute_bt_loss(
     label_smoothing: float,
     center_coef: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Losses (Q,) and metrics (Q,) of pairs, for weighted means. Rewards and margins are (Q,).
+    """Losses and metrics of pairs, (Q,) each; the caller takes their weighted means.
 
     d = chosen - rejected - margin
     bt_loss = -log sigmoid(d)
@@ -155,7 +155,7 @@ def compute_bt_loss(
 class Ranking:
     """A dataset row: a prompt and its responses, best first."""
 
-    # The tokens with which all of its chats begin, even if they belong to the responses.
+    # The longest common token prefix of its chats, maybe with first tokens of the responses.
     prompt: PromptInfo  # a Prompt, until gather_rankings drops its tensors
     responses: list[packing.Continuation]  # the other tokens of each chat
     texts: list[str]  # text of each response, for samples.jsonl
@@ -230,9 +230,9 @@ def main(args: Args) -> dict[str, float]:
         pairs = make_pairs(rankings)
         B = sum(len(ranking.responses) for ranking in rankings)
         packs = make_packs(args, run, run.train_data, rankings)
-        # Each pack runs backward on the loss of all pairs. Only its own rewards have gradients; others
-        # are constants, which matter only for pairs that are split between packs. Then a first
-        # pass without gradients computes them (GradCache, arXiv:2101.06983).
+        # Each pack's backward treats rewards of other packs as constants. If a pair is split between
+        # packs, a first pass without gradients computes them (GradCache, arXiv:2101.06983). If not,
+        # zeros do: pairs without a response in this pack contribute no gradient.
         constant_rewards = torch.zeros(B, device=DEVICE)
         if has_split_pair(packs, pairs, B):
             constant_rewards = compute_rewards(run, packs, B)
@@ -1096,7 +1096,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     """Load the engines by their names; returns the saved state. Warns about changed flags."""
-    saved = torch.load(checkpoint / "state/run.pt")
+    saved = torch.load(checkpoint / "state/run.pt", weights_only=False)
     old = saved["flags"]
     changes = {}  # flag -> its new and old value
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
