@@ -92,9 +92,9 @@ def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
     except (TypeError, ValueError, SyntaxError, http.client.HTTPException) as error:
         raise RowError(f"can't load an image: {error}") from error
     scale = math.sqrt((max_pixels or math.inf) / (image.width * image.height))
-    if scale >= 1:
-        return image
-    return image.resize((max(1, int(image.width * scale)), max(1, int(image.height * scale))))
+    if scale < 1:
+        image = image.resize((max(1, int(image.width * scale)), max(1, int(image.height * scale))))
+    return image
 
 
 def load_video(source: str, data_dir: Path, fps: float) -> tuple[np.ndarray, Any]:

@@ -129,7 +129,6 @@ def make_responses(tokens: Tensor, logprobs: Tensor, eos_ids: list[int]) -> list
     return responses
 
 
-@torch.no_grad()
 def prefill(model, prompts: list[Prompt], num_samples: int, max_tokens: int) -> tuple[Tensor, Any, Tensor]:
     """Run each prompt once, and copy its keys and values to the rows of its responses.
 
@@ -172,7 +171,6 @@ def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:
     return tokens.clamp(max=logprobs.shape[-1] - 1)
 
 
-@torch.no_grad()
 def generate_padded(
     model, prompt: Prompt, num_samples: int, max_new_tokens: int, eos_ids: list[int], temperature: float
 ) -> list[Response]:

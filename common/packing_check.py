@@ -99,8 +99,8 @@ def choose_engine_layout(engine, forward: Callable, **options) -> str:
     """choose_layout for the model in a DeepSpeed engine around a module. Options are those of choose_layout.
 
     forward: (network, pack) -> what choose_layout wants, where network is the engine or its module."""
-    # Under ZeRO-3 only the engine's forward gathers weights. Otherwise the check needs the
-    # module, because the engine refuses autograd.grad.
+    # ZeRO-3 needs the engine's forward. Otherwise the check runs the module, because the engine
+    # refuses autograd.grad.
     is_zero_3 = is_sharded(engine.module.model)
     network = engine if is_zero_3 else engine.module
 

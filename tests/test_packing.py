@@ -249,13 +249,13 @@ def test_attention_equals_separate_sequences(kv_heads, scaling, form):
 
 @pytest.mark.parametrize("queries", [1, 5])
 def test_on_a_gpu_sdpa_never_gets_a_mask_and_grouped_heads(queries, monkeypatch):
-    """It would fall back to the kernel that stores all scores. One query has few scores."""
+    """It would fall back to the kernel that stores all scores. Keys are not copied for a single query."""
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", sdpa := Mock())
     with torch.device("meta"):  # any device but the CPU
         q, k, mask = torch.empty(2, 4, queries, 8), torch.empty(2, 2, 7, 8), torch.empty(2, 1, queries, 7)
         attention.attend(q, k, k, mask, None)
-    (_, key, value, attn_mask), options = sdpa.call_args
-    assert (key.shape[1], options["enable_gqa"]) == ((2, True) if queries == 1 else (4, False))
+    (query, key, value, attn_mask), options = sdpa.call_args
+    assert query.shape[1] == key.shape[1] == (2 if queries == 1 else 4) and not options["enable_gqa"]
     assert value.shape == key.shape and attn_mask is mask
 
 
@@ -312,7 +312,8 @@ def test_positions_after_a_long_video(batch_of):
         expected = unmodified_logprobs(model, inputs, sampled.token_ids, TEMPERATURE)
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(sampled.logprobs, expected, atol=1e-4, rtol=0)
-    assert packing.to_device(inputs, model.bfloat16())["second_per_grid_ts"] == torch.tensor([100 / 3])
+    moved = packing.to_device(inputs | {"position_ids": torch.tensor([[300.5]])}, model.bfloat16())
+    assert moved["second_per_grid_ts"] == torch.tensor([100 / 3]) and moved["position_ids"] == 300.5
 
 
 def test_a_prompt_may_limit_its_responses(batch_of):
@@ -333,9 +334,10 @@ def test_long_prefills_are_split(batch_of):
     embed = batch.model.get_input_embeddings()
     embed.register_forward_hook(lambda module, args, output: lengths.append(args[0].numel()))
     max_tokens = max(prompt.length for prompt in batch.prompts)
-    decoding.prefill(batch.model, batch.prompts, 2, max_tokens)
-    assert len(lengths) > 1 and max(lengths) <= max_tokens
-    decoding.prefill(batch.model, batch.prompts, 2, 10_000)
+    with torch.no_grad():
+        decoding.prefill(batch.model, batch.prompts, 2, max_tokens)
+        assert len(lengths) > 1 and max(lengths) <= max_tokens
+        decoding.prefill(batch.model, batch.prompts, 2, 10_000)
     assert lengths[-1] == sum(lengths[:-1])
 
 

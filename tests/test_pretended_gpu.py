@@ -81,6 +81,14 @@ def test_varlen_attention_needs_ampere_and_values_as_wide_as_queries(monkeypatch
         assert not attention.can_use_varlen(q, q, mask)
 
 
+def test_heads_that_share_a_key_head_decode_as_its_queries():
+    q, k, v, mask = (torch.randn(2, *shape) for shape in ((6, 1, 8), (2, 7, 8), (2, 7, 8), (1, 1, 7)))
+    expected = attention.attend(q, k, v, mask > -1, None)  # on the CPU, SDPA gets enable_gqa
+    with pretend(rloo):
+        result = attention.attend(*(x.to("cuda") for x in (q, k, v, mask > -1)), None).cpu()
+    torch.testing.assert_close(result, expected)
+
+
 @pytest.mark.slow
 def test_two_ranks(argv):
     """Our own collectives, which one rank leaves out, are on the device too."""
