@@ -313,7 +313,7 @@ def test_positions_after_a_long_video(batch_of):
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(sampled.logprobs, expected, atol=1e-4, rtol=0)
     moved = packing.to_device(inputs | {"position_ids": torch.tensor([[300.5]])}, model.bfloat16())
-    assert moved["second_per_grid_ts"] == torch.tensor([100 / 3]) and moved["position_ids"] == 300.5
+    assert moved["second_per_grid_ts"] == torch.tensor([100 / 3]) and moved["position_ids"].item() == 300.5
 
 
 def test_a_prompt_may_limit_its_responses(batch_of):
