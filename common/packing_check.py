@@ -41,7 +41,7 @@ def choose_probe_rows(rows, count: int = 16) -> list[int]:
     chosen = {k * len(rows) // count for k in range(count)} if len(rows) else set()
     for name in rows.column_names:
         if name.startswith(("image", "video")):
-            column = rows.select_columns([name]).with_format("arrow")[:][name]  # which opens no media
+            column = rows.select_columns([name]).with_format("arrow")[:][name]  # without decoding media
             chosen.add(next((i for i, value in enumerate(column) if value.as_py()), None))
     return sorted(chosen - {None})
 
@@ -56,8 +56,7 @@ def choose_layout(
     must_generate: bool = True,
     encode_observation: Callable[[Prompt], Continuation] | None = None,
 ) -> str:
-    """Switch to the packed layout if it is exact; returns a message. Call on all ranks, which decide alike.
-    A rank that exits ends the run, because torchrun then ends the others.
+    """Switch to the packed layout if it is exact; returns a message. Collective: all ranks decide alike.
 
     It sets the model's attention, and for packing.py the attributes checked_media and logit_factor.
     forward: pack -> log-probs or values (M,), or scores (S,). max_length: maximum tokens of a prompt plus

@@ -14,7 +14,7 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
     "ppo_vl.py": (1805, 515, 195, 59, 10),
     "reward_bt.py": (1226, 310, 100, 57, 10),
     "grm_sft.py": (1365, 310, 100, 58, 10),
-    "common/*.py": (1864, 0, 0, 58, 14),
+    "common/*.py": (1867, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 75,
     "docs/recipes.md": 334,
     "tools/*.py": 3378,
-    "tests/*.py": 7048,
+    "tests/*.py": 7058,
 }
 
 
