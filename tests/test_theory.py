@@ -10,7 +10,6 @@ from conftest import ROOT
 from test_forks import load
 
 from common import kl, packing
-from common.kl import kl_estimate
 from ppo_vl import compute_gae
 from rloo import compute_advantages, compute_rloo_loss
 
@@ -29,6 +28,9 @@ def test_baselines_leave_the_mean_and_reduce_the_variance():
         assert f"{probs @ (estimates - gradient).square().sum(1):.2f}" in SECTIONS[0]
     assert "({:.2f}, {:.2f}, {:.2f})".format(*gradient) in SECTIONS[0]
     assert f"$b$, {best:.2f}." in SECTIONS[0]
+    y = torch.cartesian_prod(*[torch.arange(3)] * 8)  # (6561, 8): all groups of eight responses
+    loo = compute_advantages(rewards[y], y >= 0, normalize=False)[..., None] * scores[y]
+    assert f"/56 = {probs[y].prod(1) @ (loo.mean(1) - gradient).square().sum(1):.3f}$" in SECTIONS[-1]
 
 
 def test_leave_one_out_is_unbiased_and_grpo_is_not():
@@ -60,13 +62,12 @@ def test_gae_from_lambda_0_to_1():
 def test_estimators_of_the_kl_in_the_reward_and_in_the_loss():
     logit = torch.tensor(4.0).log().requires_grad_()  # p = (0.8, 0.2)
     logprobs = torch.stack([logit, torch.zeros(())]).log_softmax(0)
-    probs = logprobs.detach().exp()
-    ref_logprobs = torch.tensor([0.5, 0.5]).log()
+    probs, ref_logprobs = logprobs.detach().exp(), torch.tensor([0.5, 0.5]).log()
     divergence = (logprobs.exp() * (logprobs - ref_logprobs)).sum()
     (gradient,) = torch.autograd.grad(divergence, logit, retain_graph=True)
     assert f"The KL is {divergence:.3f} and its gradient {gradient:.3f}." in SECTIONS[3]
     for name in ("k1", "k2", "k3"):
-        estimate = kl_estimate(logprobs, ref_logprobs, name)  # (2,)
+        estimate = kl.kl_estimate(logprobs, ref_logprobs, name)  # (2,)
         mean = (probs * estimate).sum()
         deviation = (probs * (estimate - mean).square()).sum().sqrt()
         surrogates = (probs * estimate.detach() * logprobs).sum(), (probs * estimate).sum()  # reward, loss
@@ -115,13 +116,12 @@ def test_weights_of_tokens_if_the_loss_is_divided_by_lengths(tmp_path):
         assert row == (f"{gradient[0]:.3g}", f"{gradient[-1]:.3g}")
 
 
-# ---- functions that the page describes ----
 def test_k3_is_precise_near_zero():
     """For small d, k3 is about d^2 / 2, but computing exp(-d) - 1 + d would cancel all digits."""
     d = torch.tensor([1e-2, 1e-3])
-    torch.testing.assert_close(kl_estimate(d, torch.zeros(2), "k3"), d.square() / 2, rtol=4e-3, atol=5e-11)
-    assert (kl_estimate(torch.linspace(-3, 3, 601), torch.zeros(601), "k3") >= -1e-9).all()
-    assert kl_estimate(d.bfloat16(), d.bfloat16(), "k3").dtype == torch.float32
+    torch.testing.assert_close(kl.kl_estimate(d, torch.zeros(2), "k3"), d.square() / 2, rtol=4e-3, atol=5e-11)
+    assert (kl.kl_estimate(torch.linspace(-3, 3, 601), torch.zeros(601), "k3") >= -1e-9).all()
+    assert kl.kl_estimate(d.bfloat16(), d.bfloat16(), "k3").dtype == torch.float32
 
 
 def test_doctests():
