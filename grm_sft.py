@@ -86,7 +86,7 @@ class Args:
     system_prompt: str | None = None  # System prompt for prompts that have no system message.
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
     video_fps: float = 2.0  # Frames per second to sample from videos.
-    max_length: int = 2048  # Examples with more tokens, with images, are skipped (--max-pixels).
+    max_length: int = 2048  # Examples with more tokens (images count, too) are skipped.
     # Shuffle images, not rows: rows with the same image path stay together, in their order, and a pack runs
     # the image once. Faster if several rows share an image, but a batch then has fewer different images.
     group_by_image: bool = True
@@ -411,7 +411,7 @@ def gather_examples(data: "ExampleDataset", example_ids: list[int]) -> list[Exam
     """The examples of a step, on all ranks and without images.
 
     Each rank encodes its share, and sends lengths and suffixes, so that all ranks plan the same
-    packs. Then each encodes the prefixes of its own packs, maybe of other shares."""
+    packs. If a pack has an example of another share, its prefix is encoded again."""
     share = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
     examples = data.encode_all(share)
     infos = [PromptInfo(x.prefix.row_id, x.prefix.length, x.prefix.media_keys) for x in examples]
@@ -604,7 +604,7 @@ class ExampleDataset:
             prefix, prefix_key, suffix = self.tokenize(messages)
         except (ValueError, jinja2.TemplateError) as error:  # image processor or chat template
             raise RowError(str(error)) from error
-        # Judges read only the prefix, so both orders are judged, or neither.
+        # In evaluations, the reference is no input. If it counted, one might not fit.
         length = prefix.length + (len(suffix) if self.training else 0)
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")

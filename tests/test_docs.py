@@ -22,7 +22,7 @@ PYTHON += [ROOT / f"{script}.py" for script in SCRIPTS]
 START = r"(?:\w+=\S+ )*(?:python|torchrun|pip|pytest|vllm|sed|patch) "
 # Flags of torchrun, pip, vllm serve and OpenRLHF, and names of other libraries.
 FOREIGN = "deps nproc_per_node standalone n_samples_per_prompt init_kl_coef remote_rm_url port logprobs-mode"
-FOREIGN += " max-model-len signal requeue"
+FOREIGN += " max-model-len"
 FOREIGN_NAMES = {"DataProto", "trust_remote_code", "vision_tower"}
 
 each_page = pytest.mark.parametrize("page", [*MARKDOWN, *PYTHON], ids=lambda p: str(p.relative_to(ROOT)))

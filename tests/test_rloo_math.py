@@ -220,7 +220,7 @@ def test_evaluation_metrics_by_hand(fake, monkeypatch):
 
 def test_means_over_ranks_count_entries(monkeypatch):
     monkeypatch.setattr(rloo, "all_gather_list", lambda totals: [*totals, [(6.0, 1)]])
-    assert rloo.all_reduce_mean({"x": [torch.tensor([1.0, 2.0])]}) == {"x": 3.0}
+    assert rloo.mean_over_ranks({"x": [torch.tensor([1.0, 2.0])]}) == {"x": 3.0}
 
 
 def test_batches_are_counted_in_responses(monkeypatch):
