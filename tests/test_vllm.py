@@ -67,7 +67,8 @@ def prepare(model: str, dataset: str, make_sampler, run_dir) -> SimpleNamespace:
 @torch.no_grad()
 def logprob_diff(setup, responses: list[Response]) -> float:
     """Largest difference between the log-probs of the sampler and of the packed trainer."""
-    sampler_logprobs = torch.cat([x.logprobs[x.response_mask] for x in responses])
+    masks = [x.continuation.response_mask if x.continuation else x.token_ids >= 0 for x in responses]
+    sampler_logprobs = torch.cat([x.logprobs[mask] for x, mask in zip(responses, masks)])
     trainer_logprobs = packed_logprobs(setup.model, setup.prompts, responses, temperature=0.7)
     return (sampler_logprobs - trainer_logprobs).abs().max().item()
 
