@@ -242,7 +242,7 @@ def main(args: Args) -> dict[str, float]:
         shown = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
         problem = "no finite gradients in 5 steps" if consecutive_skips >= 5 else ""
-        # Over several steps, as one bad row can be half of a small batch.
+        # Over several steps, as one bad row can be half of a batch.
         if num_read >= 100 and num_skipped > num_read / 2:
             problem = f"{num_skipped} of {num_read} examples were skipped; see the warnings"
         if problem:
@@ -604,7 +604,7 @@ class ExampleDataset:
             prefix, prefix_key, suffix = self.tokenize(messages)
         except (ValueError, jinja2.TemplateError) as error:  # image processor or chat template
             raise RowError(str(error)) from error
-        # In evaluations, the reference is no input. If it counted, one might not fit.
+        # In evaluations, the reference is no input. If it counted, one order might not fit.
         length = prefix.length + (len(suffix) if self.training else 0)
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")

@@ -69,7 +69,7 @@ class Args:
     run_name: str | None = None  # Directory in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
     resume: str | None = None  # auto: continue --run-name. A path: a new run from this checkpoint.
     # --- model and data ---
-    model: str = BUNDLED_MODEL  # Path or Hub id. Checkpoints of this script have a head, too.
+    model: str = BUNDLED_MODEL  # Path or Hub id; a checkpoint of this script restores its head.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or Hub id.
     dataset_split: str = "train"  # Split of --dataset; ignored for files.
     columns: tuple[str, ...] = ()  # Columns to rename, as NEW=OLD, such as prompt=problem.
