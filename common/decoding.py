@@ -182,13 +182,13 @@ def generate_padded(
     # generate fills what a config leaves open, such as min_p, from the model's generation_config.
     # Its log-probs would then differ from those of training, so the model gets a fresh one.
     own_config = model.generation_config
-    model.generation_config = GenerationConfig(
+    config = model.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         eos_token_id=eos_ids,
         pad_token_id=eos_ids[0],
         do_sample=temperature > 0,
         temperature=temperature or 1.0,
-        top_k=0,
+        top_k=0 if temperature > 0 else None,
         suppress_tokens=packing.media_token_ids(model.config) or None,
         output_scores=True,
         return_dict_in_generate=True,
@@ -196,7 +196,8 @@ def generate_padded(
     try:
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(prompt.seed)
-            out = run_model(model.generate, **to_device(inputs, model))
+            # BLIP-2 calls the generate of its language model, which has a generation_config of its own.
+            out = run_model(model.generate, **to_device(inputs, model), generation_config=config)
     finally:
         model.generation_config = own_config
     tokens = out.sequences[:, -len(out.scores) :]  # (G, R)

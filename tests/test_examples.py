@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import random
 import runpy
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from PIL import Image
 
 import rloo
 from common.decoding import Response
+from examples import chain_sums
 
 EXAMPLES = ROOT / "examples"
 
@@ -71,6 +73,19 @@ def test_addition(tmp_path):
     assert {"prompt": "What is 7 + 13? Answer with the number only.", "answer": "20"} in train + test
     function, texts = load("addition.py")["right_sum"], ["7 + 13 is 20", "20, not 21", ""]
     assert score({"sum": function}, texts, answer=["20"] * 3)[0] == {"sum": [1, 0, 0]}
+
+
+def test_chain_sums(tmp_path, run, monkeypatch):
+    """Without training, which takes two minutes."""
+    monkeypatch.setattr(chain_sums, "train", lambda *args: None)
+    chain_sums.main(tmp_path)
+    assert chain_sums.question([7, 4, 9]) == "a7b4c9:" and chain_sums.solution([7, 4, 9]) == "b7+4=1c1+9=0"
+    answers = [chain_sums.solution([9, 9], random.Random(i)) for i in range(1000)]
+    assert 680 < sum(len(text) == 2 for text in answers) < 720 and len(set(answers)) > 4
+    assert chain_sums.right_sum(["=0", "b7+4=1c1+9=0", "=1", ""], ["0"] * 4) == [1, 1, 0, 0]
+    rewards = [f"{EXAMPLES / 'chain_sums.py'}:right_sum"]
+    files = {"dataset": tmp_path / "train.jsonl", "eval_dataset": tmp_path / "test.jsonl"}
+    run("rloo", model=tmp_path, **files, rewards=rewards, reward_weights=[1], max_response_length=64)
 
 
 def test_spelling_pairs(tmp_path):

@@ -375,3 +375,8 @@ def test_scaled_logits_are_packed(family):
     result = families.measure(family)
     assert (result.path, result.reason) == ("packed", "")
     assert max(result.errors[key] for key in ("training", "sampling", "gradient")) < 1e-4
+
+
+def test_a_generate_that_calls_the_language_models():
+    result = families.measure("blip-2")
+    assert result.path == "padded" and result.errors["sampling"] < 1e-4

@@ -1,0 +1,130 @@
+"""Long answers of mixed difficulty for a small text model, which this file trains in two minutes on one CPU core.
+
+    python examples/chain_sums.py models/chain        # writes the model, train.jsonl and test.jsonl
+    python rloo.py --model models/chain --dataset models/chain/train.jsonl ...        # docs/exercises.md
+
+The answer is the last digit of a sum of 2 to 9 digits. The model guesses it, or adds one digit after the other:
+
+    a7b4c9:  ->  =0                70% of the responses; one guess in ten is right
+    a7b4c9:  ->  b7+4=1c1+9=0      6 tokens per step: name of the digit, total + digit = new total
+
+For half of the pairs of total and digit, the new total is one too high in 75% of the steps; otherwise 2% of the
+steps are wrong. So one reward per response has to teach two things: to work the answer out, and which steps
+were wrong.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common  # noqa: E402, F401  repairs torchvision with a CPU-only torch, so it comes before transformers
+
+# isort: split
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+
+NAMES = "abcdefghi"  # of the digits
+VOCABULARY = ["<pad>", "<eos>", *"0123456789+=:", *NAMES]
+PAIRS = [(total, digit) for total in range(10) for digit in range(10)]
+HARD_PAIRS = set(random.Random(0).sample(PAIRS, 50))
+BATCH_SIZE = 128
+HABIT_STEPS = 150
+
+
+def right_sum(texts: list[str], answer: list[str], **columns) -> list[float]:
+    """1 if the response ends with the right digit, else 0."""
+    return [float(text.endswith(expected)) for text, expected in zip(texts, answer)]
+
+
+def question(digits: list[int]) -> str:
+    return "".join(f"{name}{digit}" for name, digit in zip(NAMES, digits)) + ":"
+
+
+def solution(digits: list[int], rng: random.Random | None = None) -> str:
+    """The chain of sums; with rng, as the model answers."""
+    total = digits[0]
+    text = ""
+    for name, digit in zip(NAMES[1:], digits[1:]):
+        result = (total + digit) % 10
+        if rng and (total, digit) in HARD_PAIRS and rng.random() < 0.75:
+            result = (result + 1) % 10
+        elif rng and rng.random() < 0.02:
+            result = rng.randrange(10)
+        text += f"{name}{total}+{digit}={result}"
+        total = result
+    return f"={total}" if rng and rng.random() < 0.7 else text
+
+
+def random_digits(rng: random.Random) -> list[int]:
+    return [rng.randrange(10) for _ in range(rng.randint(2, len(NAMES)))]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+def train(model: Qwen2ForCausalLM, tokenizer, rng: random.Random) -> None:
+    """SFT on right chains until the loss is low, then on chains with the two habits."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    step = habit_step = 0
+    loss = torch.tensor(torch.inf)
+    while habit_step < HABIT_STEPS:
+        habit_step += habit_step > 0 or loss < 0.02
+        input_ids = torch.zeros(BATCH_SIZE, 64 + 4, dtype=torch.long)  # (B, L): padding is 0
+        is_response = torch.zeros(input_ids.shape, dtype=torch.bool)
+        for b in range(BATCH_SIZE):
+            digits = random_digits(rng)
+            prompt = question(digits)
+            response = solution(digits, rng if habit_step else None)
+            ids = tokenizer(f"{prompt}{response}<eos>")["input_ids"]
+            input_ids[b, : len(ids)] = torch.tensor(ids)
+            is_response[b, len(prompt) : len(ids)] = True
+        logits = model(input_ids[:, :-1]).logits
+        loss = F.cross_entropy(logits[is_response[:, 1:]], input_ids[is_response])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 50) * (1 - habit_step / HABIT_STEPS)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % 50 == 0:
+            print(f"step {step}: loss {loss:.3f}", flush=True)
+
+
+def main(output_dir: Path) -> None:
+    torch.manual_seed(1)
+    tokenizer = make_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config)
+    rng = random.Random(1)
+    train(model, tokenizer, rng)
+    model.save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+    for split, num_rows in (("train", 4000), ("test", 250)):
+        rows = [random_digits(rng) for _ in range(num_rows)]
+        rows = [{"prompt": question(digits), "answer": solution(digits)[-1]} for digits in rows]
+        (output_dir / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
