@@ -179,8 +179,8 @@ def generate_padded(
 
     # num_return_sequences would repeat each image patch in place, not each list of images.
     inputs = {name: torch.cat([x] * num_samples) for name, x in prompt.inputs.items()}
-    # generate fills what a config leaves open, such as min_p, from the model's generation_config.
-    # Its log-probs would then differ from those of training, so the model gets a fresh one.
+    # generate fills what a config leaves open, such as min_p, from the model's generation_config, so the
+    # model gets a fresh one. It is passed as well, because BLIP-2's generate calls its language model's.
     own_config = model.generation_config
     config = model.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -196,7 +196,6 @@ def generate_padded(
     try:
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(prompt.seed)
-            # BLIP-2 calls the generate of its language model, which has a generation_config of its own.
             out = run_model(model.generate, **to_device(inputs, model), generation_config=config)
     finally:
         model.generation_config = own_config

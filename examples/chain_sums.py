@@ -1,16 +1,16 @@
-"""Long answers of mixed difficulty for a small text model, which this file trains in two minutes on one CPU core.
+"""Long answers of mixed difficulty for a small text model, which this file trains in two minutes on one core.
 
     python examples/chain_sums.py models/chain        # writes the model, train.jsonl and test.jsonl
     python rloo.py --model models/chain --dataset models/chain/train.jsonl ...        # docs/exercises.md
 
-The answer is the last digit of a sum of 2 to 9 digits. The model guesses it, or adds one digit after the other:
+The answer is the last digit of a sum of 2 to 9 digits. The model guesses it, or adds one digit at a time:
 
     a7b4c9:  ->  =0                70% of the responses; one guess in ten is right
     a7b4c9:  ->  b7+4=1c1+9=0      6 tokens per step: name of the digit, total + digit = new total
 
-For half of the pairs of total and digit, the new total is one too high in 75% of the steps; otherwise 2% of the
-steps are wrong. So one reward per response has to teach two things: to work the answer out, and which steps
-were wrong.
+For half of the pairs of total and digit, the new total is one too high in 75% of the steps; otherwise 2% of
+the steps are wrong. So one reward per response has to teach two things: to work the answer out, and which
+steps were wrong.
 """
 
 import json

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import io
-import random
 import runpy
 import shutil
 import subprocess
@@ -80,12 +79,9 @@ def test_chain_sums(tmp_path, run, monkeypatch):
     monkeypatch.setattr(chain_sums, "train", lambda *args: None)
     chain_sums.main(tmp_path)
     assert chain_sums.question([7, 4, 9]) == "a7b4c9:" and chain_sums.solution([7, 4, 9]) == "b7+4=1c1+9=0"
-    answers = [chain_sums.solution([9, 9], random.Random(i)) for i in range(1000)]
-    assert 680 < sum(len(text) == 2 for text in answers) < 720 and len(set(answers)) > 4
     assert chain_sums.right_sum(["=0", "b7+4=1c1+9=0", "=1", ""], ["0"] * 4) == [1, 1, 0, 0]
-    rewards = [f"{EXAMPLES / 'chain_sums.py'}:right_sum"]
-    files = {"dataset": tmp_path / "train.jsonl", "eval_dataset": tmp_path / "test.jsonl"}
-    run("rloo", model=tmp_path, **files, rewards=rewards, reward_weights=[1], max_response_length=64)
+    flags = {"rewards": [f"{EXAMPLES / 'chain_sums.py'}:right_sum"], "reward_weights": [1], "model": tmp_path}
+    run("rloo", dataset=tmp_path / "train.jsonl", eval_dataset=tmp_path / "test.jsonl", **flags)
 
 
 def test_spelling_pairs(tmp_path):

@@ -64,21 +64,13 @@ def data(vqa_rows, tmp_path_factory) -> dict[str, str]:
     return {script: write_jsonl(folder / f"{script}.jsonl", table) for script, table in tables.items()}
 
 
-def heredoc(name: str) -> str:
-    """The file that the page writes with `cat`."""
-    page = (ROOT / "docs/recipes.md").read_text()
-    return re.search(rf"^cat > {re.escape(name)} <<'end'\n(.*?)^end$", page, re.M | re.S)[1]
-
-
 def test_show_prints_metrics_and_means(tmp_path):
-    (tmp_path / "common.sh").write_text(heredoc("common.sh"))
-    (tmp_path / "runs/few").mkdir(parents=True)
     steps = [{"train/step": step, "score": step / 8} for step in range(1, 17)]
     steps[1] |= {"objective/kl": 0.6, "rollout/response_length_mean": 12}
-    write_jsonl(tmp_path / "runs/few/metrics.jsonl", [{"train/step": 0}, *steps])
-    script = f'python() {{ {sys.executable} "$@"; }}; . ./common.sh; show runs/few score kl_per_token'
-    printed = subprocess.check_output(["bash", "-c", script], cwd=tmp_path, text=True).splitlines()
-    assert printed[:3] == ["runs/few 0", "runs/few 1 score 0.125", "runs/few 2 score 0.25 kl_per_token 0.05"]
+    write_jsonl(tmp_path / "metrics.jsonl", [{"train/step": 0}, *steps])
+    command = [sys.executable, ROOT / "tools/show.py", tmp_path, "score", "kl_per_token"]
+    printed = subprocess.check_output(command, text=True).replace(str(tmp_path), "few").splitlines()
+    assert printed[:3] == ["few 0", "few 1 score 0.125", "few 2 score 0.25 kl_per_token 0.05"]
     assert len(printed) == 19 and printed[17] == "score: first ten 0.688, last ten 1.44, median 1.06"
 
 

@@ -1,12 +1,8 @@
-"""Draw the figures of README.md and docs/recipes.md from runs, and measure what docs/theory.md says of variance.
+"""Draw the figure of README.md from runs, and measure what docs/theory.md says of variance.
 
-    python ppo_vl.py --run-name readme
-    python tools/figures.py readme runs            # docs/readme.png: scores, and responses before and after
-    python tools/figures.py environments runs      # docs/environments.png: scores with and without tools
-    python tools/figures.py variance runs          # prints a table of docs/theory.md, about three minutes
-
-For environments, run rloo.py's command of docs/ppo_vl.md (but --total-steps 60 --num-epochs 1 --train-batch-size 256) and
-examples/zoom.py's, --seed 1 to 3 as --run-name guess1, ..., zoom3, and once --max-turns 1 as guess_without, zoom_without.
+python ppo_vl.py --run-name readme
+python tools/figures.py readme runs            # docs/readme.png: scores, and responses before and after
+python tools/figures.py variance runs          # prints a table of docs/theory.md, about three minutes
 """
 
 import json
@@ -29,20 +25,6 @@ SCORES = {  # metric: label, color
     "objective/scores": ("training batches", BLUE),
     "eval/sampled_score": ("evaluation, sampled", RED),
     "eval/greedy_score": ("evaluation, greedy", GREEN),
-}
-ENVIRONMENTS = {  # run name: title, (label, metric, suffixes of runs, color) of each curve
-    "guess": (
-        "examples/guess_number.py",
-        ("score: number found in three guesses", "objective/scores", "123", GREEN),
-        ("without answers: one guess", "objective/scores", ["_without"], GRAY),
-    ),
-    "zoom": (
-        "examples/zoom.py",
-        ("score: accuracy - 0.2 per call", "objective/scores", "123", GREEN),
-        ("score without the image", "objective/scores", ["_without"], GRAY),
-        ("share of calls, questions about shapes", "reward_metrics/calls_shape", "123", RED),
-        ("share of calls, questions about colors", "reward_metrics/calls_color", "123", BLUE),
-    ),
 }
 
 
@@ -114,26 +96,6 @@ def draw_readme(runs: Path):
     return figure
 
 
-# ---- environments.png ----
-
-
-def draw_environments(runs: Path):
-    """Each value is the mean over up to three neighboring steps."""
-    figure, panels = plt.subplots(1, 2, figsize=(8.6, 3.3), dpi=100, layout="constrained")
-    for axes, (name, (title, *curves)) in zip(panels, ENVIRONMENTS.items()):
-        for label, metric, suffixes, color in curves:
-            for k, suffix in enumerate(suffixes):
-                steps, values = read_curve(runs / f"{name}{suffix}", metric)
-                windows = [values[max(0, i - 1) : i + 2] for i in range(len(values))]
-                means = [sum(window) / len(window) for window in windows]
-                axes.plot(steps, means, color=color, label=label if k == 0 else None, linewidth=1.3)
-        axes.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
-        axes.grid(color="#e4e4e4", linewidth=0.7)
-    panels[0].legend(frameon=False, fontsize=8, loc="upper left")
-    panels[1].legend(frameon=False, fontsize=8, loc="center right", bbox_to_anchor=(1, 0.24))
-    return figure
-
-
 # ---- the table of docs/theory.md ----
 
 
@@ -188,16 +150,12 @@ def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: in
         print(f"| {name} | {x.mean():.1f} ({low:.2f} to {high:.2f}) |")
 
 
-def main(
-    name: tyro.conf.Positional[Literal["readme", "environments", "variance"]],
-    runs: tyro.conf.Positional[Path],
-) -> None:
-    """name: figure to draw, or variance. runs: directory with the runs."""
+def main(name: tyro.conf.Positional[Literal["readme", "variance"]], runs: tyro.conf.Positional[Path]) -> None:
+    """name: what to draw or measure. runs: directory with the runs."""
     if name == "variance":
         return print_variance(runs)
     plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
-    draw = {"readme": draw_readme, "environments": draw_environments}[name]
-    draw(runs).savefig(DOCS / f"{name}.png")
+    draw_readme(runs).savefig(DOCS / "readme.png")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,25 @@
+"""Print metrics of a run: a line per step, then the means of the first and the last ten values, and the median.
+
+python tools/show.py runs/NAME objective/scores train/grad_norm
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import fmean, median
+
+
+def main(folder: str, *names: str) -> None:
+    steps = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    for metrics in steps:
+        if "objective/kl" in metrics:
+            metrics["kl_per_token"] = metrics["objective/kl"] / metrics["rollout/response_length_mean"]
+        print(folder, metrics["train/step"], *(f"{x} {metrics[x]:.3g}" for x in names if x in metrics))
+    for name in names:
+        values = [metrics[name] for metrics in steps if name in metrics] or [float("nan")]
+        first, last = fmean(values[:10]), fmean(values[-10:])
+        print(f"{name}: first ten {first:.3g}, last ten {last:.3g}, median {median(values):.3g}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
