@@ -4,7 +4,6 @@ vLLM, in this process or as a server, is replaced by the training model, and use
 
 import importlib
 import os
-import re
 import runpy
 import subprocess
 import sys
