@@ -8,12 +8,13 @@ The answer is the last digit of a sum of 2 to 9 digits. The model guesses it, or
     a7b4c9:  ->  =0                70% of the responses; one guess in ten is right
     a7b4c9:  ->  b7+4=1c1+9=0      6 tokens per step: name of the digit, total + digit = new total
 
-For half of the pairs of total and digit, the new total is one too high in 75% of the steps; otherwise 2% of
-the steps are wrong. So one reward per response has to teach two things: to work the answer out, and which
-steps were wrong.
+For half of the pairs of total and digit, the new total is one too high in 75% of the steps; otherwise it is
+random in 2%. So one reward per response has to teach two things: to work the answer out, and which steps were
+wrong. Questions are random: 17% of those in test.jsonl are in train.jsonl, most of them with 2 or 3 digits.
 """
 
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -32,13 +33,17 @@ NAMES = "abcdefghi"  # of the digits
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+=:", *NAMES]
 PAIRS = [(total, digit) for total in range(10) for digit in range(10)]
 HARD_PAIRS = set(random.Random(0).sample(PAIRS, 50))
+MAX_LENGTH = 2 * 9 + 1 + 6 * 8 + 1  # tokens: question, chain, <eos>
 BATCH_SIZE = 128
 HABIT_STEPS = 150
 
 
-def right_sum(texts: list[str], answer: list[str], **columns) -> list[float]:
-    """1 if the response ends with the right digit, else 0."""
-    return [float(text.endswith(expected)) for text, expected in zip(texts, answer)]
+def right_sum(texts: list[str], answer: list[str], prompts: list[str], log_metric, **columns) -> list[float]:
+    """1 if the response ends with the right digit, else 0. Logs the mean for each number of digits, too."""
+    rewards = [float(text.endswith(expected)) for text, expected in zip(texts, answer)]
+    for prompt, reward in zip(prompts, rewards):
+        log_metric(f"{len(prompt) // 2}_digits", reward)
+    return rewards
 
 
 def question(digits: list[int]) -> str:
@@ -73,31 +78,35 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train(model: Qwen2ForCausalLM, tokenizer, rng: random.Random) -> None:
-    """SFT on right chains until the loss is low, then on chains with the two habits."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    step = habit_step = 0
-    loss = torch.tensor(torch.inf)
-    while habit_step < HABIT_STEPS:
-        habit_step += habit_step > 0 or loss < 0.02
-        input_ids = torch.zeros(BATCH_SIZE, 64 + 4, dtype=torch.long)  # (B, L): padding is 0
-        is_response = torch.zeros(input_ids.shape, dtype=torch.bool)
+    """SFT on right chains until the loss is low (about 350 steps), then on responses with both habits."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+
+    def take_step(learning_rate: float, has_habits: bool) -> float:
+        input_ids = torch.zeros(BATCH_SIZE, MAX_LENGTH, dtype=torch.long)  # (B, L): padding is 0
+        is_response = torch.zeros(BATCH_SIZE, MAX_LENGTH, dtype=torch.bool)
         for b in range(BATCH_SIZE):
             digits = random_digits(rng)
             prompt = question(digits)
-            response = solution(digits, rng if habit_step else None)
-            ids = tokenizer(f"{prompt}{response}<eos>")["input_ids"]
+            ids = tokenizer(f"{prompt}{solution(digits, rng if has_habits else None)}<eos>")["input_ids"]
             input_ids[b, : len(ids)] = torch.tensor(ids)
             is_response[b, len(prompt) : len(ids)] = True
-        logits = model(input_ids[:, :-1]).logits
+        logits = model(input_ids[:, :-1]).logits  # (B, L - 1, V)
         loss = F.cross_entropy(logits[is_response[:, 1:]], input_ids[is_response])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 50) * (1 - habit_step / HABIT_STEPS)
+        optimizer.param_groups[0]["lr"] = learning_rate
         optimizer.step()
         optimizer.zero_grad()
+        return loss.item()
+
+    step, loss = 0, math.inf
+    while loss > 0.02:
         step += 1
+        loss = take_step(3e-3 * min(1, step / 50), has_habits=False)
         if step % 50 == 0:
             print(f"step {step}: loss {loss:.3f}", flush=True)
+    for step in range(1, HABIT_STEPS + 1):
+        take_step(3e-3 * (1 - step / HABIT_STEPS), has_habits=True)
 
 
 def main(output_dir: Path) -> None:

@@ -88,9 +88,9 @@ def test_ratios_and_weights_correct_for_older_policies_and_clips_bias():
         assert f"| {row} |" in SECTIONS[4]
     anatomy = (ROOT / "docs/anatomy.html").read_text()
     assert "1.23 in update 3" in anatomy and "1.87 afterwards" in anatomy  # the page has these numbers, too
-    sampler, score, w = torch.tensor([[0.2, 0.8], [0.6, -0.4], [2.0, 0.75]])  # w is old / sampler
+    sampler, gradient, w = torch.tensor([[0.2, 0.8], [0.6, -0.4], [2.0, 0.75]])  # w is old / sampler
     for name, (a, b) in (("no weight", w / w), ("$w$", w), (r"$\min(w, 1.5)$", w.clamp(max=1.5))):
-        x, y = sampler * torch.stack([a, b]) * score.square()  # the advantage is the gradient of the log-prob
+        x, y = sampler * torch.stack([a, b]) * (rewards - 0.2) * gradient  # of the log-probs
         assert f"| {name} | {a:.2f}, {b:.2f} | {x:.3f} | {y:.3f} | {x + y:.3f} |" in SECTIONS[8]
 
 
