@@ -1,9 +1,15 @@
-"""A game of several turns: the model guesses a number, and an environment answers "higher" or "lower".
+r"""A game of several turns: the model guesses a number, and an environment answers "higher" or "lower".
 
     python examples/guess_number.py guess       # writes guess/game.jsonl and guess/demonstrations.jsonl
+    python grm_sft.py --dataset guess/demonstrations.jsonl --total-steps 200 --run-name guess_sft
+    python ppo_vl.py --model runs/guess_sft/checkpoint-200 --dataset guess/game.jsonl \
+        --eval-dataset guess/game.jsonl --eval-num-samples 64 --eval-steps 0 --max-turns 3 \
+        --environment examples/guess_number.py:GuessNumber --rewards examples/guess_number.py:right_guess \
+        --max-response-length 48 --kl-coef 0 --learning-rate 3e-4 --total-steps 40 --num-epochs 2 \
+        --train-batch-size 128 --seed 1 --critic-learning-rate 1e-3 --gae-lambda 0.95
 
-docs/ppo_vl.md has the commands that train on these files, and results. The demonstrations teach the rules,
-but no strategy: each guess is any number that the answers allow.
+For RLOO, run rloo.py without the last two flags. docs/ppo_vl.md has results. The demonstrations teach the
+rules, but no strategy: each guess is any number that the answers allow.
 """
 
 import json
