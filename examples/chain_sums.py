@@ -10,7 +10,7 @@ docs/exercises.md has results, also of GRPO and PPO.
 
 The answer is the last digit of a sum of 2 to 9 digits. The model guesses it, or adds one digit at a time:
 
-    a7b4c9:  ->  =0                70% of the responses; one guess in ten is right
+    a7b4c9:  ->  =0                70% of the responses; 20% are right with two digits, else 10%
     a7b4c9:  ->  b7+4=1c1+9=0      6 tokens per step: name of the digit, total + digit = new total
 
 For half of the pairs of total and digit, the new total is one too high in 75% of the steps; otherwise it is
@@ -55,8 +55,8 @@ def question(digits: list[int]) -> str:
     return "".join(f"{name}{digit}" for name, digit in zip(NAMES, digits)) + ":"
 
 
-def solution(digits: list[int], rng: random.Random | None = None) -> str:
-    """The chain of sums; with rng, as the model answers."""
+def chain(digits: list[int], rng: random.Random | None = None) -> str:
+    """The chain of sums; with rng, a chain with mistakes."""
     total = digits[0]
     text = ""
     for name, digit in zip(NAMES[1:], digits[1:]):
@@ -67,7 +67,13 @@ def solution(digits: list[int], rng: random.Random | None = None) -> str:
             result = rng.randrange(10)
         text += f"{name}{total}+{digit}={result}"
         total = result
-    return f"={total}" if rng and rng.random() < 0.7 else text
+    return text
+
+
+def demonstration(digits: list[int], rng: random.Random) -> str:
+    """A response with both habits. A guess is the result of a chain that is not written."""
+    text = chain(digits, rng)
+    return f"={text[-1]}" if rng.random() < 0.7 else text
 
 
 def random_digits(rng: random.Random) -> list[int]:
@@ -92,7 +98,8 @@ def train(model: Qwen2ForCausalLM, tokenizer, rng: random.Random) -> None:
         for b in range(BATCH_SIZE):
             digits = random_digits(rng)
             prompt = question(digits)
-            ids = tokenizer(f"{prompt}{solution(digits, rng if has_habits else None)}<eos>")["input_ids"]
+            response = demonstration(digits, rng) if has_habits else chain(digits)
+            ids = tokenizer(f"{prompt}{response}<eos>")["input_ids"]
             input_ids[b, : len(ids)] = torch.tensor(ids)
             is_response[b, len(prompt) : len(ids)] = True
         logits = model(input_ids[:, :-1]).logits  # (B, L - 1, V)
@@ -105,7 +112,7 @@ def train(model: Qwen2ForCausalLM, tokenizer, rng: random.Random) -> None:
         return loss.item()
 
     step, loss = 0, math.inf
-    while loss > 0.02:
+    while loss > 0.02 and step < 1000:
         step += 1
         loss = take_step(3e-3 * min(1, step / 50), has_habits=False)
         if step % 50 == 0:
@@ -136,7 +143,7 @@ def main(output_dir: Path) -> None:
     tokenizer.save_pretrained(output_dir)
     for split, num_rows in (("train", 4000), ("test", 250)):
         rows = [random_digits(rng) for _ in range(num_rows)]
-        rows = [{"prompt": question(digits), "answer": solution(digits)[-1]} for digits in rows]
+        rows = [{"prompt": question(digits), "answer": chain(digits)[-1]} for digits in rows]
         (output_dir / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -78,7 +78,7 @@ def test_chain_sums(tmp_path, run, monkeypatch):
     """Without training, which takes two minutes."""
     monkeypatch.setattr(chain_sums, "train", lambda *args: None)
     chain_sums.main(tmp_path)
-    assert chain_sums.question([7, 4, 9]) == "a7b4c9:" and chain_sums.solution([7, 4, 9]) == "b7+4=1c1+9=0"
+    assert chain_sums.question([7, 4, 9]) == "a7b4c9:" and chain_sums.chain([7, 4, 9]) == "b7+4=1c1+9=0"
     texts, logged = ["=0", "b7+4=1c1+9=0", "=1", ""], []
     rewards = chain_sums.right_sum(texts, ["0"] * 4, ["a7b4c9:"] * 4, lambda *pair: logged.append(pair))
     assert rewards == [1, 1, 0, 0] and logged == [("3_digits", reward) for reward in rewards]
