@@ -1154,7 +1154,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
         decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
         no_decay = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
         groups = [group for group in (decay, no_decay) if group["params"]]  # with LoRA all are matrices
-        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # as OpenRLHF; TRL: 0.999
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # as in OpenRLHF
     engine, *_ = deepspeed.initialize(
         model=module, config=config, optimizer=optimizer, dist_init_required=False
     )

@@ -108,7 +108,7 @@ class EnvironmentSampler:
 
     def __post_init__(self):
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        self.logged_values = {}  # metric name -> one value per response of the last call of generate
+        self.logged_values = []  # (metric name, value) for each response of the last call of generate
         self.short_ids = encode_chat(self.processor, SHORT_CHAT)["input_ids"][0]  # (P,)
         before = encode_chat(self.processor, SHORT_CHAT[:1], add_generation_prompt=True)["input_ids"]
         # EOS tokens before the assistant's own: many templates end every message with one.
@@ -156,10 +156,9 @@ class EnvironmentSampler:
                     active.append(trajectory)
             if active:
                 turns = self.sampler.generate([x.next_prompt() for x in active], 1, temperature)
-        self.logged_values = {
-            "rollout/turns_mean": [x.num_turns for x in trajectories],
-            "rollout/observation_overflow_frac": [x.observation_overflow for x in trajectories],
-        }
+        self.logged_values = [("rollout/turns_mean", x.num_turns) for x in trajectories]
+        overflows = [x.observation_overflow for x in trajectories]
+        self.logged_values += [("rollout/observation_overflow_frac", x) for x in overflows]
         return [trajectory.to_response() for trajectory in trajectories]
 
     def append_observation(self, trajectory: Trajectory, observation) -> bool:

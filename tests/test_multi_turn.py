@@ -226,8 +226,8 @@ def test_limits_and_seeds():
     assert len({turn.seed for prompts in calls for turn in prompts}) == 5
     assert responses[0].environment is not responses[1].environment
     assert [len(x.environment.texts) for x in responses] == [3, 3]  # the last turn's observation is ignored
-    names = "rollout/turns_mean", "rollout/observation_overflow_frac"
-    assert [sampler.logged_values[name] for name in names] == [[3, 3], [0, 0]]
+    turns, overflows = "rollout/turns_mean", "rollout/observation_overflow_frac"
+    assert sampler.logged_values == [(turns, 3), (turns, 3), (overflows, 0), (overflows, 0)]
     whole = responses[0]
     last_turn = int(whole.continuation.response_mask.flip(0).long().argmin())  # tokens
     room = 2000 - (len(whole.token_ids) - last_turn)
@@ -243,7 +243,7 @@ def test_limits_and_seeds():
             response.continuation.response_mask[0] and response.continuation.response_mask[-1] and R <= limit
         )
         overflow = first <= limit <= second
-        assert sampler.logged_values["rollout/observation_overflow_frac"] == [overflow] or limit > second
+        assert sampler.logged_values[1:] == [(overflows, overflow)] or limit > second
         assert R == (first if overflow else min(limit, second + 1))  # the second turn is one token
 
 
