@@ -10,11 +10,11 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1603, 405, 165, 59, 10),
-    "ppo_vl.py": (1806, 515, 195, 59, 10),
+    "rloo.py": (1599, 405, 165, 59, 10),
+    "ppo_vl.py": (1802, 515, 195, 59, 10),
     "reward_bt.py": (1226, 310, 100, 57, 10),
     "grm_sft.py": (1365, 310, 100, 58, 10),
-    "common/*.py": (1867, 0, 0, 58, 14),
+    "common/*.py": (1866, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
