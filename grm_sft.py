@@ -42,7 +42,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -867,8 +867,8 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     row_records = [record for record in records if not record["swapped"]]
     for record in row_records:
         if swapped := swapped_records.get(record["row"]):
-            expected = SWAPPED.get(record["predicted_verdict"])  # None if it can't be parsed
-            record["consistent"] = expected is not None and swapped["predicted_verdict"] == expected
+            expected = SWAPPED.get(record["predicted_verdict"], "")  # "" if it can't be parsed
+            record["consistent"] = swapped["predicted_verdict"] == expected
             record["swapped_response"] = swapped["response"]
     metrics = compute_judge_metrics(records)
     return metrics, [record.pop("columns") | record for record in row_records]
@@ -904,22 +904,22 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
     records = []
     all_logprobs = sum_logprobs(args, model, prefixes, responses)
     for example, response, text, logprobs in zip(examples, generated, texts, all_logprobs):
-        reference_logprob = logprobs[0]
-        verdict_logprobs = logprobs[1:]  # none for a chat
+        columns = {name: x for name, x in example.row.items() if isinstance(x, str | int | float)}
+        columns = {name: x for name, x in columns.items() if "data:image/" not in str(x)}
         record = {
-            "columns": {name: x for name, x in example.row.items() if isinstance(x, str | int | float)},
+            "columns": columns,
             "phase": "eval",
             "row": example.example_id // 2,
             "swapped": example.example_id % 2 == 1,
             "response": text,
             "length": len(response.token_ids),
             "truncated": response.truncated,
-            "loss_sum": -float(reference_logprob),  # of the dataset's response, in nats
+            "loss_sum": -float(logprobs[0]),  # of the dataset's response, in nats
             "num_tokens": len(example.suffix),
         }
         if example.label is not None:
             verdict = parse_verdict(text, example.noun)
-            probabilities = dict(zip(VERDICTS, verdict_logprobs.softmax(0).tolist()))
+            probabilities = dict(zip(VERDICTS, logprobs[1:].softmax(0).tolist()))
             # If the reasoning was truncated, the verdicts were scored in the middle of it.
             is_complete = "<answer>" in text or not response.truncated
             likeliest = max(probabilities, key=probabilities.get)
@@ -951,8 +951,7 @@ def sum_logprobs(
     sums = torch.zeros(len(flat), dtype=torch.float64, device=model.device)
     for pack in packs:
         logprobs, _ = packing.response_logprobs(model, pack)  # (M,)
-        rows, _ = pack.token_index  # (M,): the response of each token
-        sums.index_add_(0, rows, logprobs.double())
+        sums.index_add_(0, pack.token_index[0], logprobs.double())  # by response
     return sums.cpu().split(sizes)
 
 
@@ -975,8 +974,8 @@ def compute_judge_metrics(records: list[dict]) -> dict[str, float]:
         metrics["eval/parse_rate"] = 1 - verdicts.count(None) / len(verdicts)
         metrics["eval/tie_rate"] = verdicts.count("tie") / len(verdicts)
         metrics["eval/first_rate"] = verdicts.count("1") / len(verdicts)
-        num_scored = sum(record.get("soft_correct") is not None for record in records)
-        metrics["eval/num_soft_skipped"] = len(verdicts) - num_scored
+        skipped = [record for record in records if record.get("soft_correct", 0) is None]
+        metrics["eval/num_soft_skipped"] = len(skipped)
     given = [record for record in records if not record["swapped"]]  # in the dataset's order
     num_tokens = sum(record["num_tokens"] for record in given)
     metrics["eval/loss"] = sum(record["loss_sum"] for record in given) / (num_tokens or math.nan)
@@ -994,8 +993,7 @@ class Judge(nn.Module):
         self.model = model
 
     def forward(self, pack: packing.Pack) -> Tensor:
-        logprobs, _ = packing.response_logprobs(self.model, pack)
-        return logprobs
+        return packing.response_logprobs(self.model, pack)[0]
 
 
 def load_judge(args: Args):
@@ -1130,7 +1128,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
     """Wrap a module in a DeepSpeed engine, with AdamW unless all of its weights are frozen."""
     import deepspeed
 
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = [x for x in module.parameters() if x.requires_grad]
     config = {
         "train_micro_batch_size_per_gpu": 1,  # required, not used: main marks the last pack of an update
         "gradient_clipping": args.max_grad_norm,
@@ -1214,12 +1212,11 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
     """Create the directory of this run; returns it and the checkpoint to resume from.
 
     Rank 0 decides, since other ranks may see different times and files."""
-    paths = [None, None]
+    run_dir = checkpoint = None
     if RANK == 0:
         now = time.strftime("%Y%m%d-%H%M%S")
         name = args.run_name or f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{now}"
         run_dir = Path(args.output_dir, name)
-        checkpoint = None
         if args.resume == "auto":
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: delete it to continue")
@@ -1231,14 +1228,15 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         if args.resume != "auto" and (run_dir / "args.json").exists():
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
         run_dir.mkdir(parents=True, exist_ok=True)
-        paths = [run_dir, checkpoint]
+    paths = [run_dir, checkpoint]
     dist.broadcast_object_list(paths)
     return tuple(paths)
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints, ordered by step, without those that were saved after a problem."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
+    """All checkpoint-N, ordered by N: neither checkpoint-N-problem nor copies."""
+    paths = [x for x in run_dir.glob("checkpoint-*") if x.name[11:].isdigit()]
+    return sorted(paths, key=lambda path: int(path.name[11:]))
 
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
@@ -1249,7 +1247,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze", "weight_decay"}
+    fixed = {"num_ranks", "zero_stage", "lora_rank", "lora_alpha", "freeze", "weight_decay"}
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
     if not all(x.requires_grad for x in parameters):  # frozen ones are not saved
         fixed |= {name for name in changes if name.endswith("model")}
@@ -1276,7 +1274,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         return
     is_continued = (run_dir / "args.json").exists()
     args_name = f"args-from-step-{last_step + 1}.json" if is_continued else "args.json"
-    (run_dir / args_name).write_text(json.dumps(asdict(args), indent=2))
+    (run_dir / args_name).write_text(json.dumps(vars(args), indent=2))
     for name in ("metrics", "samples"):
         path = run_dir / f"{name}.jsonl"
         source = checkpoint.parent / path.name if checkpoint else path
@@ -1290,7 +1288,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
     if args.track == "wandb":
         import wandb
 
-        wandb.init(id=run_dir.name, name=run_dir.name, config=asdict(args), dir=run_dir, resume="allow")
+        wandb.init(id=run_dir.name, name=run_dir.name, config=vars(args), dir=run_dir, resume="allow")
         wandb.define_metric("*", step_metric="train/step")  # else W&B drops repeated steps
 
 
@@ -1325,7 +1323,7 @@ def save_checkpoint(args: Args, run: Run, name: str) -> Path:
         engine_dir = str(temporary / "state" / "judge")
         run.judge.save_checkpoint(engine_dir, tag="engine", exclude_frozen_parameters=True)
         if RANK == 0:
-            flags = asdict(args) | {"num_ranks": WORLD_SIZE}
+            flags = vars(args) | {"num_ranks": WORLD_SIZE}
             torch.save({"state": run.state, "flags": flags}, temporary / "state/run.pt")
     export_model(args, run.judge.module.model, run.processor, temporary)
     if RANK == 0:

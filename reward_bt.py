@@ -31,7 +31,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -256,7 +256,8 @@ def main(args: Args) -> dict[str, float]:
             rewards[pack.response_index] = pack_rewards.detach()
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
         grad_norm = optimizer_step(reward_model, learning_rate)  # NaN if the update was skipped
-        rewards = all_reduce_sum(rewards)  # of all ranks
+        if WORLD_SIZE > 1:  # each rank has filled in its own responses
+            dist.all_reduce(rewards)
         seconds = time.perf_counter() - step_start
 
         # --- 4. metrics ---
@@ -751,14 +752,9 @@ def compute_rewards(run: Run, packs: list[packing.Pack], num_responses: int) -> 
     rewards = torch.zeros(num_responses, device=DEVICE)
     for pack in packs:
         rewards[pack.response_index] = run.reward_model(pack)
-    return all_reduce_sum(rewards)
-
-
-def all_reduce_sum(x: Tensor) -> Tensor:
-    """Sum of the tensors of all ranks, in place."""
-    if WORLD_SIZE > 1:  # on one rank, gloo would only cost time
-        dist.all_reduce(x)
-    return x
+    if WORLD_SIZE > 1:
+        dist.all_reduce(rewards)
+    return rewards
 
 
 # ---- evaluation ----
@@ -1003,7 +999,7 @@ def init_reward_engine(args: Args, module: nn.Module):
         },
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's AdamW needs a compiler, torch's does not
     }
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = [x for x in module.parameters() if x.requires_grad]
     decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
     no_decay = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
     groups = [group for group in (decay, no_decay) if group["params"]]  # with LoRA all are matrices
@@ -1067,12 +1063,11 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
     """Create the directory of this run; returns it and the checkpoint to resume from.
 
     Rank 0 decides, since other ranks may see different times and files."""
-    paths = [None, None]
+    run_dir = checkpoint = None
     if RANK == 0:
         now = time.strftime("%Y%m%d-%H%M%S")
         name = args.run_name or f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{now}"
         run_dir = Path(args.output_dir, name)
-        checkpoint = None
         if args.resume == "auto":
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: delete it to continue")
@@ -1084,14 +1079,15 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         if args.resume != "auto" and (run_dir / "args.json").exists():
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
         run_dir.mkdir(parents=True, exist_ok=True)
-        paths = [run_dir, checkpoint]
+    paths = [run_dir, checkpoint]
     dist.broadcast_object_list(paths)
     return tuple(paths)
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints, ordered by step, without those that were saved after a problem."""
-    return sorted(run_dir.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
+    """All checkpoint-N, ordered by N: neither checkpoint-N-problem nor copies."""
+    paths = [x for x in run_dir.glob("checkpoint-*") if x.name[11:].isdigit()]
+    return sorted(paths, key=lambda path: int(path.name[11:]))
 
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
@@ -1102,7 +1098,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = {"num_ranks", "zero_stage", "lora_rank", "freeze", "weight_decay"}
+    fixed = {"num_ranks", "zero_stage", "lora_rank", "lora_alpha", "freeze", "weight_decay"}
     parameters = [x for engine in engines.values() for x in engine.module.parameters()]
     if not all(x.requires_grad for x in parameters):  # frozen ones are not saved
         fixed |= {name for name in changes if name.endswith("model")}
@@ -1129,7 +1125,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         return
     is_continued = (run_dir / "args.json").exists()
     args_name = f"args-from-step-{last_step + 1}.json" if is_continued else "args.json"
-    (run_dir / args_name).write_text(json.dumps(asdict(args), indent=2))
+    (run_dir / args_name).write_text(json.dumps(vars(args), indent=2))
     for name in ("metrics", "samples"):
         path = run_dir / f"{name}.jsonl"
         source = checkpoint.parent / path.name if checkpoint else path
@@ -1143,7 +1139,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
     if args.track == "wandb":
         import wandb
 
-        wandb.init(id=run_dir.name, name=run_dir.name, config=asdict(args), dir=run_dir, resume="allow")
+        wandb.init(id=run_dir.name, name=run_dir.name, config=vars(args), dir=run_dir, resume="allow")
         wandb.define_metric("*", step_metric="train/step")  # else W&B drops repeated steps
 
 
@@ -1189,7 +1185,7 @@ def save_checkpoint(args: Args, run: Run, suffix: str = "") -> Path:
     head = {f"score.{name}": weight.cpu() for name, weight in iter_full_weights(module.score)}
     if RANK == 0:
         safetensors.torch.save_file(head, temporary / "score.safetensors")
-        flags = asdict(args) | {"num_ranks": WORLD_SIZE}
+        flags = vars(args) | {"num_ranks": WORLD_SIZE}
         torch.save({"state": run.state, "flags": flags}, temporary / "state/run.pt")
         temporary.rename(checkpoint)
         for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
