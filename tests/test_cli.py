@@ -31,7 +31,7 @@ def test_help_shows_every_flag_with_its_comment_and_default(script, capsys):
 REFUSED = [  # flags of rloo.py or of another script; part of the message
     ({"num_samples_per_prompt": 1}, "--num-samples-per-prompt (1) must be at least 2"),
     ({"train_batch_size": 6}, "--train-batch-size (6) must be a multiple of --num-samples-per-prompt (4)"),
-    ({"prompts_per_rollout": 5}, "that divides the rollout's 20 responses"),
+    ({"prompts_per_rollout": 5}, "that divides the rollout (20)"),
     ({"total_steps": 0, "eval_dataset": None}, "--total-steps 0 requires --eval-dataset"),
     ({"dtype": "bfloat16", "zero_stage": 0}, "--dtype bfloat16 requires --zero-stage 2 or 3"),
     ({"micro_batch_tokens": 100}, "--micro-batch-tokens must be at least --max-prompt-length"),

@@ -140,7 +140,7 @@ def fake():
         if row == 3:
             return None
         columns = {"prompt": f"Q{row}", "answer": str(10 + row), "rating": [1, None][row % 2]}
-        columns |= {"row": "a column of the dataset", "phase": "another one"}
+        columns |= {"row": "a column of the dataset", "phase": "another one", "photo": "data:image/png;AA"}
         return Prompt(row, 2, (), {}, {}, torch.arange(2), {}, row=columns, messages=[{"content": "Q"}])
 
     decode = lambda ids, **options: [" ".join(map(str, x.tolist())) for x in ids]  # noqa: E731
@@ -165,6 +165,7 @@ def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     assert rollout.truncated.tolist() == [[False, True, False]] * 3
     records = [(record["row"], record["response"]) for record in rollout.sample_records]
     assert records == [(2, "12 20"), (1, "11 20"), (0, "10 20")]  # not the dataset's column named row
+    assert not any("photo" in record for record in rollout.sample_records)  # it would fill the logs
     ratings = [record.get("reward/rating") for record in rollout.sample_records]
     assert ratings == [1.0, None, 1.0]  # JSON has no NaN
     assert rollout.logged_metrics == {"reward_metrics/m": 12.0}

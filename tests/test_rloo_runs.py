@@ -228,11 +228,11 @@ def test_resuming_deletes_nothing(run, any_score, spy, capsys, refused):
         with refused(f"can't resume {old / 'checkpoint-1'} with {name} {value} (was "):
             run("rloo", run_name=name, resume=old / "checkpoint-1", **flags | {name: value})
     saved = torch.load(path := old / "checkpoint-2/state/run.pt")
-    torch.save(saved | {"flags": {**saved["flags"], "num_ranks": 2}}, path)
-    with refused("with num_ranks 1 (was 2)"):
+    torch.save(saved | {"flags": {**saved["flags"], "num_ranks": 2, "lora_alpha": 64.0}}, path)
+    with refused("with lora_alpha 32.0 (was 64.0), num_ranks 1 (was 2)"):
         run("rloo", run_name="ranks", resume=old / "checkpoint-2", **flags)
     torch.save(saved, path)
-    shutil.rmtree(old / "checkpoint-3")
+    (old / "checkpoint-3").rename(old / "checkpoint-3-copy1")  # auto does not pick a copy
     run("rloo", resume="auto", **flags)
     assert [m["train/step"] for m in metrics_of(old)] == [1, 2, 3]
     assert [m["train/step"] for m in read_jsonl(old / "metrics.repeated.jsonl")] == [3]
