@@ -15,7 +15,8 @@ The answer is the last digit of a sum of 2 to 9 digits. The model guesses it, or
 
 For half of the pairs of total and digit, the new total is one too high in 75% of the steps; otherwise it is
 random in 2%. So one reward per response has to teach two things: to work the answer out, and which steps were
-wrong. Questions are random: 17% of those in test.jsonl are in train.jsonl, most of them with 2 or 3 digits.
+wrong. Questions are random: about 17% of those in test.jsonl are in train.jsonl, most with 2 or 3 digits.
+When it is trained again, rounding gives another model and other questions.
 """
 
 import json
