@@ -1,12 +1,13 @@
-r"""Long answers of mixed difficulty for a small text model, which this file trains in two minutes.
+r"""Long answers of mixed difficulty for a small text model, assets/chain_sums.
 
-    python examples/chain_sums.py models/chain        # writes the model, train.jsonl and test.jsonl
-    python rloo.py --model models/chain --dataset models/chain/train.jsonl \
-        --eval-dataset models/chain/test.jsonl --rewards examples/chain_sums.py:right_sum \
+    python rloo.py --model assets/chain_sums --dataset assets/chain_sums/train.jsonl \
+        --eval-dataset assets/chain_sums/test.jsonl --rewards examples/chain_sums.py:right_sum \
         --max-response-length 64 --train-batch-size 64 --num-epochs 1 --learning-rate 3e-4 --kl-coef 0 \
-        --total-steps 30 --eval-steps 5 --eval-num-samples 4 --seed 1      # half a minute
+        --total-steps 30 --eval-steps 5 --eval-num-samples 4 --seed 1      # half a minute on one core
 
-docs/exercises.md has results, also of GRPO and PPO.
+docs/exercises.md has results, also of GRPO and PPO. This file made the model and the data:
+
+    python examples/chain_sums.py models/chain       # two minutes; rounding makes each model differ
 
 The answer is the last digit of a sum of 2 to 9 digits. The model guesses it, or adds one digit at a time:
 
@@ -15,8 +16,7 @@ The answer is the last digit of a sum of 2 to 9 digits. The model guesses it, or
 
 For half of the pairs of total and digit, the new total is one too high in 75% of the steps; otherwise it is
 random in 2%. So one reward per response has to teach two things: to work the answer out, and which steps were
-wrong. Questions are random: about 17% of those in test.jsonl are in train.jsonl, most with 2 or 3 digits.
-When it is trained again, rounding gives another model and other questions.
+wrong. Questions are random: 17% of those in test.jsonl are in train.jsonl, most of them with 2 or 3 digits.
 """
 
 import json

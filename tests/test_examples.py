@@ -75,15 +75,16 @@ def test_addition(tmp_path):
 
 
 def test_chain_sums(tmp_path, run, monkeypatch):
-    """Without training, which takes two minutes."""
-    monkeypatch.setattr(chain_sums, "train", lambda *args: None)
-    chain_sums.main(tmp_path)
+    monkeypatch.setattr(chain_sums, "train", lambda *args: None)  # it takes two minutes
+    chain_sums.main(tmp_path / "new")
+    model = ROOT / "assets/chain_sums"
+    assert {x.name for x in model.iterdir()} == {x.name for x in (tmp_path / "new").iterdir()}
     assert chain_sums.question([7, 4, 9]) == "a7b4c9:" and chain_sums.chain([7, 4, 9]) == "b7+4=1c1+9=0"
     texts, logged = ["=0", "b7+4=1c1+9=0", "=1", ""], []
     rewards = chain_sums.right_sum(texts, ["0"] * 4, ["a7b4c9:"] * 4, lambda *pair: logged.append(pair))
-    assert rewards == [1, 1, 0, 0] and logged == [("3_digits", reward) for reward in rewards]
-    flags = {"rewards": [f"{EXAMPLES / 'chain_sums.py'}:right_sum"], "reward_weights": [1], "model": tmp_path}
-    run("rloo", dataset=tmp_path / "train.jsonl", eval_dataset=tmp_path / "test.jsonl", **flags)
+    assert rewards == [1, 1, 0, 0] == [reward for _, reward in logged] and logged[0][0] == "3_digits"
+    flags = {"rewards": [f"{EXAMPLES / 'chain_sums.py'}:right_sum"], "reward_weights": [1], "model": model}
+    run("rloo", dataset=model / "train.jsonl", eval_dataset=model / "test.jsonl", **flags)
 
 
 def test_spelling_pairs(tmp_path):
