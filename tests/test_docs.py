@@ -55,7 +55,7 @@ def commands(page: Path) -> list[list[str]]:
     parsed = []
     text = "\n".join(blocks)
     for _ in range(2):  # an array may contain another one
-        text = re.sub(r'"\$\{(\w+)\[@\]:\?\}"', lambda x: arrays[x[1]].replace("\n", " "), text)
+        text = re.sub(r'"\$\{(\w+)\[@\]:\?\}"', lambda x: re.sub(r"(  #.*)?\n", " ", arrays[x[1]]), text)
     for line in text.replace("\\\n", " ").splitlines():
         for part in re.split(r" (?:&&|\|) ", re.sub(r" >>? \S+ *$", "", line)):
             words = shlex.split(part, comments=True)

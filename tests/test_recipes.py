@@ -1,5 +1,5 @@
 """Each command of docs/recipes.md that runs a script or a patched one does a step on a CPU. What is replaced: the model (by
-the bundled one), the data, the output directory, batch sizes and the number of processes. All other flags are the page's.
+the bundled one), data and rewards, the output directory, batch sizes and the number of processes. All other flags are the page's.
 vLLM, in this process or as a server, is replaced by the training model, and used where it is installed."""
 
 import importlib
@@ -17,6 +17,7 @@ import tyro
 from conftest import ROOT, SCRIPTS, TINY, to_argv, write_jsonl
 from test_docs import commands
 
+PAGE = ROOT / "docs/recipes.md"
 BATCH_SIZES = {"prompts_per_rollout": 2, "num_samples_per_prompt": 2, "train_batch_size": 4}
 BATCH_SIZES |= {"eval_prompts": 2, "eval_rows": 2}
 MY_REWARD = str(ROOT / "examples/answers.py")  # the page copies it to my_reward.py
@@ -25,7 +26,7 @@ MY_REWARD = str(ROOT / "examples/answers.py")  # the page copies it to my_reward
 def recipes(sampler: str | None = None) -> list[tuple[str, list[str]]]:
     """(script, its flags) of each command, or of those whose last --sampler is this one."""
     found = []
-    for words in commands(ROOT / "docs/recipes.md"):
+    for words in commands(PAGE):
         scripts = [word for word in words if word.removesuffix(".py") in (*SCRIPTS, "grpo")]
         flags = words[words.index(scripts[0]) + 1 :] if scripts and words[0] != "patch" else []
         if flags and sampler in (None, dict(zip(flags, flags[1:])).get("--sampler")):
@@ -42,21 +43,20 @@ def each_recipe(sampler: str | None = None, marks=pytest.mark.slow):
     cases = {}
     for script, flags in recipes(sampler):
         names = {word for word in flags if word.startswith("--")}.difference(REPLACED)
-        case = pytest.param(script, flags, marks=marks, id=script)
-        cases.setdefault((script, frozenset(names)), case)
+        cases.setdefault((script, frozenset(names)), pytest.param(script, flags, marks=marks, id=script))
     return pytest.mark.parametrize("script, flags", cases.values())
 
 
 def module_of(script: str, folder: Path):
-    return importlib.import_module(script) if script in SCRIPTS else test_forks.load(folder, script)
+    patches = [Path(words[-1]).stem for words in commands(PAGE) if words[0] == "patch" and "grpo.py" in words]
+    return importlib.import_module(script) if script in SCRIPTS else test_forks.load(folder, *patches)
 
 
 @pytest.fixture(scope="module")
 def data(vqa_rows, tmp_path_factory) -> dict[str, str]:
     """One file per script, in the format that the page describes."""
     rows = vqa_rows[:8]
-    media = [{"prompt": row["prompt"], "image": row["image"]} for row in rows]
-    pairs = [x | {"chosen": row["answer"], "rejected": "purple"} for x, row in zip(media, rows)]
+    pairs = [row | {"chosen": row["answer"], "rejected": "purple"} for row in rows]
     judged = [{"answer_2": "purple", "verdict": 1, "answer_1": x["chosen"], **x} for x in pairs]
     tables = {"rloo": rows, "grpo": rows, "ppo_vl": rows, "reward_bt": pairs, "grm_sft": judged}
     folder = tmp_path_factory.mktemp("recipes")
@@ -104,12 +104,12 @@ def test_math_compares_the_last_answer(monkeypatch):
 def args(script, flags, data, tmp_path):
     """The flags of a command with the tiny model, this data and small batches, without W&B."""
     args = tyro.cli(module_of(script, tmp_path).Args, args=flags)
-    args.track = "off"
+    args.track, args.columns = "off", ()
     sizes = BATCH_SIZES | {"total_steps": min(1, args.total_steps)}  # 0 evaluates a checkpoint
     vars(args).update({name: size for name, size in sizes.items() if hasattr(args, name)})
     args.model, args.dataset, args.output_dir = TINY, data[script], str(tmp_path / "runs")
     if hasattr(args, "rewards"):
-        args.rewards = tuple(x.replace("my_reward.py", MY_REWARD) for x in args.rewards)
+        args.rewards = (f"{MY_REWARD}:accuracy",)  # also for `math`: math-verify is not installed here
     if hasattr(args, "eval_datasets"):
         args.eval_datasets = tuple(f"{x.partition('=')[0]}={data[script]}" for x in args.eval_datasets)
     elif args.eval_dataset:
