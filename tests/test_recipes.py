@@ -1,5 +1,5 @@
 """Each command of docs/recipes.md that runs a script or a patched one does a step on a CPU. What is replaced: the model (by
-the bundled one), data and rewards, the output directory, batch sizes and the number of processes. All other flags are the page's.
+the bundled one), data, rewards, output directory, batch sizes and number of processes. All other flags are the page's.
 vLLM, in this process or as a server, is replaced by the training model, and used where it is installed."""
 
 import importlib
