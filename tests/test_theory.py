@@ -2,12 +2,12 @@
 
 import doctest
 import re
-from math import comb
 
 import pytest
 import torch
 from conftest import ROOT
 from test_forks import load
+from torch.distributions import Binomial
 
 from common import kl, packing
 from ppo_vl import compute_gae
@@ -26,29 +26,22 @@ def test_baselines_leave_the_mean_and_reduce_the_variance():
         estimates = (rewards - baseline)[:, None] * scores
         assert torch.allclose(probs @ estimates, gradient, atol=1e-6)
         assert f"{probs @ (estimates - gradient).square().sum(1):.2f}" in SECTIONS[0]
-    assert "({:.2f}, {:.2f}, {:.2f})".format(*gradient) in SECTIONS[0]
-    assert f"$b$, {best:.2f}." in SECTIONS[0]
+    assert "({:.2f}, {:.2f}, {:.2f})".format(*gradient) in SECTIONS[0] and f"$b$, {best:.2f}." in SECTIONS[0]
     y = torch.cartesian_prod(*[torch.arange(3)] * 8)  # (6561, 8): all groups of eight responses
     loo = compute_advantages(rewards[y], y >= 0, normalize=False)[..., None] * scores[y]
     assert f"/56 = {probs[y].prod(1) @ (loo.mean(1) - gradient).square().sum(1):.3f}$" in SECTIONS[-1]
 
 
 def test_leave_one_out_is_unbiased_and_grpo_is_not():
-    G = 8
-    rows = re.findall(r"^\| (0\.\d+) \| (.*) \|$", SECTIONS[1], re.M)
-    assert [p for p, _ in rows] == ["0.5", "0.1", "0.02"]
-    for p, cells in rows:
-        p, loo, grpo = float(p), 0.0, 0.0
-        for k in range(G + 1):
-            rewards = torch.tensor([[1.0] * k + [0.0] * (G - k)], dtype=torch.double)
-            score = rewards[0] - p  # the gradient of log p(response) in the logit
-            advantages = compute_advantages(rewards, torch.ones(1, G, dtype=bool), normalize=False)[0]
-            probability = comb(G, k) * p**k * (1 - p) ** (G - k)
-            loo += probability * float((advantages * score).mean())
-            if 0 < k < G:
-                grpo += probability * float(((rewards[0] - rewards.mean()) / rewards.std() * score).mean())
-        assert loo == pytest.approx(truth := p * (1 - p))
-        assert cells == f"{truth:.3f} | {loo:.3f} | {grpo:.3f} | {grpo / truth:.2f}"
+    rewards = (torch.arange(8) < torch.arange(9)[:, None]).double()  # (9, G): 0 to 8 are correct
+    grpo = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True).clamp(min=1e-9)
+    loo = compute_advantages(rewards, rewards >= 0, normalize=False)
+    for p in (0.5, 0.1, 0.02):
+        probs = Binomial(8, torch.tensor(p).double()).log_prob(rewards.sum(1)).exp()
+        a, b = (probs @ (x * (rewards - p)).mean(1) for x in (loo, grpo))  # r - p: the gradient of log p
+        assert float(a) == pytest.approx(truth := p * (1 - p))
+        assert f"| {p} | {truth:.3f} | {a:.3f} | {b:.3f} | {b / truth:.2f} |" in SECTIONS[1]
+    assert f"{0.5**0.5:.2f} times leave-one-out's" in SECTIONS[-1]  # 0.5 / std([0, 1]) instead of 1
 
 
 def test_gae_from_lambda_0_to_1():
@@ -74,6 +67,16 @@ def test_estimators_of_the_kl_in_the_reward_and_in_the_loss():
         gradients = [torch.autograd.grad(x, logit, retain_graph=True)[0] for x in surrogates]
         row = " | ".join(f"{x.item():.3f}" for x in (mean, deviation, *gradients)).replace("-0.000", "0.000")
         assert f"| {name} | {row} |" in SECTIONS[3]
+    # Of two tokens, a logit z decides the first, a or b. The second is as above after a, as in the reference after b.
+    z = torch.zeros((), requires_grad=True)
+    first = torch.stack([z, z.detach()]).log_softmax(0).repeat_interleave(2)
+    paths = torch.stack([first, torch.cat([logprobs.detach(), ref_logprobs])], 1)  # (4, 2)
+    k1, k2, k3 = (kl.kl_estimate(paths, ref_logprobs, name).sum(1) for name in ("k1", "k2", "k3"))
+    total, probs = paths.sum(1), paths.detach().sum(1).exp()
+    objectives = total.exp() @ k1, probs * k1.detach() @ total, probs @ k2, probs @ k3
+    gradients = [f"{torch.autograd.grad(x, z, retain_graph=True)[0]:.3f}" for x in objectives]
+    assert gradients == ["0.048", "0.048", "0.000", "0.000"]
+    assert f"= {objectives[0]:.3f}$" in SECTIONS[3] and "= 0.048$" in SECTIONS[3]
 
 
 def test_ratios_and_weights_correct_for_older_policies_and_clips_bias():
@@ -86,8 +89,7 @@ def test_ratios_and_weights_correct_for_older_policies_and_clips_bias():
         ratios = ", ".join(f"{x:.2f}" for x in metrics["policy/ratio"])
         row = f"{p} | {name} | {ratios} | {a + 0:.3f} | {b:.3f} | {a + b:.3f} | {p * (1 - p):.3f}"
         assert f"| {row} |" in SECTIONS[4]
-    anatomy = (ROOT / "docs/anatomy.html").read_text()
-    assert "1.23 in update 3" in anatomy and "1.87 afterwards" in anatomy  # the page has these numbers, too
+    assert re.search(r"1\.23 in update 3.{,99}\s1\.87", (ROOT / "docs/anatomy.html").read_text(), re.S)
     sampler, gradient, w = torch.tensor([[0.2, 0.8], [0.6, -0.4], [2.0, 0.75]])  # w is old / sampler
     for name, (a, b) in (("no weight", w / w), ("$w$", w), (r"$\min(w, 1.5)$", w.clamp(max=1.5))):
         x, y = sampler * torch.stack([a, b]) * (rewards - 0.2) * gradient  # of the log-probs
@@ -96,12 +98,10 @@ def test_ratios_and_weights_correct_for_older_policies_and_clips_bias():
 
 def test_the_best_policy_under_a_kl_penalty():
     ref, rewards = torch.tensor([[0.5, 0.3, 0.2], [1.0, 2.0, 6.0]], dtype=torch.double)
-    rows = re.findall(r"^\| ([\d.]+) \| (.*) \|$", SECTIONS[6], re.M)
-    assert [beta for beta, _ in rows] == ["10", "2", "0.5"]
-    for beta, cells in rows:
-        best = (ref.log() + rewards / float(beta)).softmax(0)
-        kl = best @ (best.log() - ref.log())
-        assert cells == "{:.2f}, {:.2f}, {:.2f} | {:.2f} | {:.2f}".format(*best, best @ rewards, kl)
+    for beta in (10, 2, 0.5):
+        best = (ref.log() + rewards / beta).softmax(0)
+        cells = beta, *best, best @ rewards, best @ (best.log() - ref.log())
+        assert "| {} | {:.2f}, {:.2f}, {:.2f} | {:.2f} | {:.2f} |".format(*cells) in SECTIONS[6]
 
 
 def test_weights_of_tokens_if_the_loss_is_divided_by_lengths(tmp_path):
