@@ -77,7 +77,7 @@ def take_step(args: rloo.Args) -> SimpleNamespace:
         before = nn.utils.parameters_to_vector(engine.module.parameters()).detach()  # a copy
         norm = optimizer_step(engine, learning_rate)
         moved = nn.utils.parameters_to_vector(engine.module.parameters()).detach() - before
-        updates[-1].update(norm=norm, learning_rate=learning_rate, moved=float(moved.norm()))
+        updates[-1] |= dict(norm=norm, learning_rate=learning_rate, moved=moved.norm(), size=before.norm())
         return norm
 
     def log(args, run, metrics, sample_records):
