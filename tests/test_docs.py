@@ -223,6 +223,12 @@ def test_tables_have_the_numbers_of_the_json(page):
             known = known[known.index(number) + 1 :]
 
 
+def test_the_loop_in_the_readme_is_that_of_rloo():
+    [loop] = [text for language, text in fences(README) if language == "python"]
+    source = source_of("rloo")
+    assert [line for line in loop.splitlines() if line.strip().partition("...")[0] not in source] == []
+
+
 def test_the_readme_has_benchmarks_of_the_json():
     section = README.read_text().split("## Compared with TRL")[1].split("\n## ")[0]
     known = {x for numbers in RESULTS["benchmarks"].values() for x in numbers}
