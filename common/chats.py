@@ -116,11 +116,8 @@ def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
 
 def trajectory_columns(messages: list[dict]) -> dict[str, str]:
     """The texts of a trajectory for logs: {"turn/1": text, "observation/1": text, "turn/2": text}."""
-    columns = {}
-    for k, message in enumerate(messages):
-        kind = "turn" if k % 2 == 0 else "observation"
-        columns[f"{kind}/{k // 2 + 1}"] = content_text(message)
-    return columns
+    kinds = ("turn", "observation")
+    return {f"{kinds[k % 2]}/{k // 2 + 1}": content_text(x) for k, x in enumerate(messages)}
 
 
 def content_text(message: dict) -> str:

@@ -52,45 +52,29 @@ def generate(
     max_new_tokens: tokens per response, including EOS; a prompt may have a lower limit. max_tokens:
     per pack of prompts. Media tokens are never sampled, because training masks them, too."""
     limits = [min(max_new_tokens, prompt.max_new_tokens or max_new_tokens) for prompt in prompts]
-    if is_packed(model):
-        return generate_packed(model, prompts, num_samples, limits, eos_ids, temperature, max_tokens)
-    responses = []
-    for prompt, limit in zip(prompts, limits):
-        try:
-            responses += generate_padded(model, prompt, num_samples, limit, eos_ids, temperature)
-        except ModelError as error:
-            stop(f"the model's generate fails at row {prompt.row_id}: {error}")
-    return responses
-
-
-def generate_packed(
-    model,
-    prompts: list[Prompt],
-    num_samples: int,
-    limits: list[int],
-    eos_ids: list[int],
-    temperature: float,
-    max_tokens: int,
-) -> list[Response]:
-    """num_samples responses to each prompt, all of which grow together. limits: tokens, by prompt."""
+    if not is_packed(model):
+        responses = []
+        for prompt, limit in zip(prompts, limits):
+            try:
+                responses += generate_padded(model, prompt, num_samples, limit, eos_ids, temperature)
+            except ModelError as error:
+                stop(f"the model's generate fails at row {prompt.row_id}: {error}")
+        return responses
     device = model.device
-    G = num_samples
-    R = max(limits)
-    limits = torch.tensor(limits, device=device).repeat_interleave(G)  # (n * G,)
     # A generator per prompt, so that its responses don't depend on the other prompts in the batch. If
-    # G > 1, this requires equal limits. They differ only in the later turns of trajectories, where G is 1.
-    uniforms = [np.random.default_rng(p.seed).random((G, R)) for p in prompts]
+    # G > 1, all limits must be equal. They differ only in later turns of trajectories, where G is 1.
+    uniforms = [np.random.default_rng(p.seed).random((num_samples, max(limits))) for p in prompts]
     uniforms = torch.tensor(np.concatenate(uniforms), device=device)  # (n * G, R)
+    limits = torch.tensor(limits, device=device).repeat_interleave(num_samples)  # (n * G,)
     tokens = torch.full(uniforms.shape, -1, device=device)  # (n * G, R): -1 after the end
     logprobs = torch.zeros(uniforms.shape, device=device)  # (n * G, R)
     ends = torch.tensor(eos_ids, device=device)
-
-    hidden, cache, prompt_mask = prefill(model, prompts, G, max_tokens)
-    position = torch.tensor([p.next_position for p in prompts], device=device).repeat_interleave(G)
+    hidden, cache, prompt_mask = prefill(model, prompts, num_samples, max_tokens)
+    position = torch.tensor([p.next_position for p in prompts for _ in range(num_samples)], device=device)
     axes = prompts[0].position_ids.shape[:-1]  # (3,) for M-RoPE
     rows = torch.arange(len(position), device=device)  # (B,): unfinished responses
     options = packing.logit_options(model)
-    for t in range(R):
+    for t in range(tokens.shape[1]):
         logits = model.get_output_embeddings()(hidden)  # (B, V)
         token_logprobs = packing.scaled_log_softmax(logits, temperature or 1.0, **options)  # (B, V)
         if temperature:
@@ -105,8 +89,7 @@ def generate_packed(
         if len(unfinished) < len(rows):  # finished responses leave the batch
             cache.batch_select_indices(unfinished)
             rows, token = rows[unfinished], token[unfinished]
-        out = run_model(
-            model.base_model,
+        out = model.base_model(
             input_ids=token[:, None],  # (B, 1)
             position_ids=(position[rows, None] + t).expand(*axes, -1, 1),  # ([3,] B, 1)
             attention_mask=F.pad(prompt_mask[rows], (0, t + 1), value=1),  # (B, P + t + 1)
@@ -145,7 +128,7 @@ def prefill(model, prompts: list[Prompt], num_samples: int, max_tokens: int) -> 
     for groups in plan:
         pack = to_device(packing.build_packed(groups, prompts, responses=[]), model)
         cache = DynamicCache()
-        out = run_model(model.base_model, **pack.model_inputs, past_key_values=cache, use_cache=True)
+        out = model.base_model(**pack.model_inputs, past_key_values=cache, use_cache=True)
         hidden_of_packs.append(out.last_hidden_state[0])
         caches.append(cache)
     # Where each prompt ends in the concatenated packs. Lengths 2, 4, 3 and packs [1], [0, 2]: ends 6, 4, 9.

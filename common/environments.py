@@ -50,32 +50,25 @@ class Trajectory:
     environment: Any
     rng: np.random.Generator  # generates the seeds of turns 2, 3, ...
     sequence: Prompt  # the prompt and the response so far
-    max_length: int  # limit of the sequence, in tokens
+    remaining_tokens: int  # room for more turns and observations
     messages: list[dict] = field(default_factory=list)  # turns and observations
     parts: list[Continuation] = field(default_factory=list)  # the tokens of each message
     logprobs: list[Tensor] = field(default_factory=list)  # per message (R,): 0 for observations
+    num_turns: int = 0
     truncated: bool = False
-    observation_overflow: bool = False  # it ended because an observation did not fit
-
-    @property
-    def num_turns(self) -> int:
-        return (len(self.messages) + 1) // 2
-
-    @property
-    def remaining_tokens(self) -> int:
-        return self.max_length - self.sequence.length
+    overflow: bool = False  # it ended because an observation did not fit
 
     def append(self, message: dict, part: Continuation, logprobs: Tensor) -> None:
         self.messages.append(message)
         self.parts.append(part)
         self.logprobs.append(logprobs)
         self.sequence = extend_prompt(self.sequence, part)
+        self.remaining_tokens -= len(part)
 
     def next_prompt(self) -> Prompt:
         """The trajectory so far, as the prompt of its next turn."""
-        return replace(
-            self.sequence, seed=int(self.rng.integers(2**31)), max_new_tokens=self.remaining_tokens
-        )
+        seed = int(self.rng.integers(2**31))
+        return replace(self.sequence, seed=seed, max_new_tokens=self.remaining_tokens)
 
     def to_response(self) -> Response:
         continuation = packing.join_continuations(self.parts)
@@ -107,18 +100,13 @@ class EnvironmentSampler:
     video_fps: float = 2.0
 
     def __post_init__(self):
+        self.update_weights = self.sampler.update_weights
+        self.sleep = self.sampler.sleep
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        self.logged_values = []  # (metric name, value) for each response of the last call of generate
         self.short_ids = encode_chat(self.processor, SHORT_CHAT)["input_ids"][0]  # (P,)
         before = encode_chat(self.processor, SHORT_CHAT[:1], add_generation_prompt=True)["input_ids"]
-        # EOS tokens before the assistant's own: many templates end every message with one.
+        # How many EOS tokens come before the assistant's own: many templates end every message with one.
         self.num_eos = int(torch.isin(before, torch.tensor(self.eos_ids)).sum())
-
-    def update_weights(self, step: int) -> None:
-        self.sampler.update_weights(step)
-
-    def sleep(self) -> None:
-        self.sampler.sleep()
 
     def generate(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
         """num_samples trajectories per prompt, in order of prompts; greedy if temperature is 0."""
@@ -127,7 +115,7 @@ class EnvironmentSampler:
                 environment=self.environment_class(),
                 rng=np.random.default_rng([prompt.seed, j]),
                 sequence=prompt,
-                max_length=prompt.length + self.max_length,
+                remaining_tokens=self.max_length,
             )
             for prompt in prompts
             for j in range(num_samples)
@@ -148,6 +136,7 @@ class EnvironmentSampler:
                 part = continue_prompt(trajectory.sequence, token_ids)
                 message = {"role": "assistant", "content": text}
                 trajectory.append(message, part, turn.logprobs[: len(token_ids)])
+                trajectory.num_turns += 1
             running = [trajectory for trajectory in active if not trajectory.truncated]
             observations = await_all([x.environment.step(x.messages[-1]["content"]) for x in running])
             active = []
@@ -156,20 +145,20 @@ class EnvironmentSampler:
                     active.append(trajectory)
             if active:
                 turns = self.sampler.generate([x.next_prompt() for x in active], 1, temperature)
+        # (metric name, value) of each response; the script logs the means
         self.logged_values = [("rollout/turns_mean", x.num_turns) for x in trajectories]
-        overflows = [x.observation_overflow for x in trajectories]
-        self.logged_values += [("rollout/observation_overflow_frac", x) for x in overflows]
+        self.logged_values += [("rollout/observation_overflow_frac", x.overflow) for x in trajectories]
         return [trajectory.to_response() for trajectory in trajectories]
 
     def append_observation(self, trajectory: Trajectory, observation) -> bool:
-        """Append the observation, and return True, unless the episode ends or there is no room for a turn."""
+        """Append the observation. False if the episode ends, or has no room for another turn."""
         if observation is None or trajectory.num_turns == self.max_turns:
             return False
         if not isinstance(observation, dict):
             observation = {"role": "user", "content": observation}
         part = self.encode_message(trajectory.sequence, observation)
         if len(part) >= trajectory.remaining_tokens:
-            trajectory.truncated = trajectory.observation_overflow = True
+            trajectory.truncated = trajectory.overflow = True
             return False
         trajectory.append(observation, part, logprobs=torch.zeros(len(part)))
         return True
@@ -190,10 +179,9 @@ class EnvironmentSampler:
         chat = packing.make_prompt(self.model, inputs)
         if chat.media_inputs and getattr(self.sampler, "turns_are_text", False):
             raise ValueError("this sampler supports only text in observations")
-        unknown = chat.token_inputs.keys() - sequence.token_inputs.keys()
-        unknown |= {name for name, x in chat.token_inputs.items() if x.dim() > 2}  # masks over images
-        if unknown:
-            raise ValueError(f"observations with the inputs {', '.join(sorted(unknown))} are not supported")
+        for name, x in chat.token_inputs.items():
+            if name not in sequence.token_inputs or x.dim() > 2:  # a mask over images
+                raise ValueError(f"observations with the input {name} are not supported")
         # The tokens after EOS, such as a newline, belong to the observation. Some templates write no EOS.
         is_eos = torch.isin(chat.input_ids, torch.tensor(self.eos_ids))
         ends = is_eos.nonzero()[self.num_eos :, 0].tolist()

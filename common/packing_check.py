@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import packing, stop
-from common.attention import ModelError, PackingNotSupported, set_attention
+from common.attention import ModelError, set_attention
 from common.decoding import generate_padded
 from common.packing import TOLERANCE, Continuation, Prompt, continue_prompt, extend_prompt, run_model
 
@@ -31,14 +31,10 @@ class Case(NamedTuple):
     prompt: Prompt
     responses: list[Continuation]
 
-    @property
-    def num_tokens(self) -> int:
-        return self.prompt.length + sum(map(len, self.responses))
 
-
-def choose_probe_rows(rows, count: int = 16) -> list[int]:
-    """Evenly spaced rows of a `datasets.Dataset`, and the first row with media of each media column."""
-    chosen = {k * len(rows) // count for k in range(count)} if len(rows) else set()
+def choose_probe_rows(rows) -> list[int]:
+    """16 evenly spaced rows of a `datasets.Dataset`, and the first row with media of each media column."""
+    chosen = {k * len(rows) // 16 for k in range(16)}
     for name in rows.column_names:
         if name.startswith(("image", "video")):
             column = rows.select_columns([name]).with_format("arrow")[:][name]  # without decoding media
@@ -75,9 +71,9 @@ def choose_layout(
     reason = ""
     try:
         if attention != "sdpa":
-            raise PackingNotSupported(f"the model uses {attention} attention, but packing needs sdpa")
+            raise ModelError(f"the model uses {attention} attention, but packing needs sdpa")
         if max_length > (limit := packing.rope_limit(model)):
-            raise PackingNotSupported(f"beyond {limit} tokens its RoPE depends on the sequence length")
+            raise ModelError(f"beyond {limit} tokens its RoPE depends on the sequence length")
         model.logit_factor = measure_logit_factor(model, cases[0])
         error = compare_packed_with_padded(model, run, cases, long_case, padded, max_tokens)
     except ModelError as problem:
@@ -95,13 +91,12 @@ def choose_layout(
 
 
 def choose_engine_layout(engine, forward: Callable, **options) -> str:
-    """choose_layout for the model in a DeepSpeed engine around a module. Options are those of choose_layout.
+    """choose_layout, with the same options, for the model in a DeepSpeed engine.
 
     forward: (network, pack) -> what choose_layout wants, where network is the engine or its module."""
     # ZeRO-3 needs the engine's forward. Otherwise the check runs the module, because the engine
     # refuses autograd.grad.
-    is_zero_3 = is_sharded(engine.module.model)
-    network = engine if is_zero_3 else engine.module
+    network = engine if is_sharded(engine.module.model) else engine.module
 
     def checked_forward(pack: packing.Pack) -> Tensor:
         packing.set_gradient_checkpointing(engine.module, torch.is_grad_enabled())
@@ -109,8 +104,7 @@ def choose_engine_layout(engine, forward: Callable, **options) -> str:
 
     message = choose_layout(engine.module.model, checked_forward, **options)
     packing.set_gradient_checkpointing(engine.module, False)
-    if is_zero_3:  # a failed check can leave parameters gathered
-        engine.empty_partition_cache()
+    engine.empty_partition_cache()  # a failed check can leave ZeRO-3's parameters gathered
     return message
 
 
@@ -185,18 +179,10 @@ def run_cases(
         if own_positions:
             pack.model_inputs.pop("position_ids", None)
         values = forward(pack)
-        are_scores = len(values) == len(pack.response_index)  # if M == S, both select the same
+        are_scores = len(values) == len(pack.response_index)  # if all have one token, either is right
         for s, b in enumerate(pack.response_index.tolist()):
             results[b] = values[s : s + 1] if are_scores else values[pack.response_of_token == s]
     return results
-
-
-def one_row(model, prompt: Prompt, response: Continuation) -> packing.Pack:
-    """[prompt; response] as a padded batch of one row."""
-    return packing.to_device(packing.build_padded([(0, [0])], [prompt], [response]), model)
-
-
-# ---- 1. padded rows and single rows ----
 
 
 def compare_padded_with_single_rows(model, run: Callable, cases: list[Case]) -> list[Tensor]:
@@ -224,22 +210,20 @@ def largest_error(results: list[Tensor], expected: list[Tensor]) -> float:
     return float(torch.stack(errors).max())
 
 
-# ---- 2. padded rows and generate ----
-
-
 def compare_padded_with_generate(model, cases: list[Case], must_generate: bool) -> list[str]:
     """Compare padded log-probs of greedy tokens with those of generate. Exits, or returns a warning.
 
     They differ if response tokens have other inputs than in generate, or if the model is not causal."""
-    no_eos = [model.config.get_text_config().vocab_size]
+    no_eos = [model.config.get_text_config().vocab_size]  # an id that no token has
     for case in cases:
         # It ends in text, because generate gives wrong positions to tokens that follow an image.
         sequence = extend_prompt(case.prompt, case.responses[0])
         try:
-            [response] = generate_padded(model, sequence, 1, SHORT_LENGTHS[0], no_eos, temperature=0.0)
-            pack = one_row(model, sequence, continue_prompt(sequence, response.token_ids))
-            logprobs, _ = packing.response_logprobs(model, pack)
-            error = float((logprobs.cpu() - response.logprobs).abs().mean())
+            [sampled] = generate_padded(model, sequence, 1, SHORT_LENGTHS[0], no_eos, temperature=0.0)
+            response = continue_prompt(sequence, sampled.token_ids)
+            pack = packing.build_padded([(0, [0])], [sequence], [response])
+            logprobs, _ = packing.response_logprobs(model, packing.to_device(pack, model))
+            error = float((logprobs.cpu() - sampled.logprobs).abs().mean())
             if error < TOLERANCE[model.dtype]:
                 continue
             problem = f"the model's generate and its forward differ by {error:.1e} nats per token"
@@ -251,31 +235,29 @@ def compare_padded_with_generate(model, cases: list[Case], must_generate: bool) 
     return []
 
 
-# ---- 3. packed and padded ----
-
-
 def compare_packed_with_padded(
     model, run: Callable, cases: list[Case], long_case: Case, padded: list[Tensor], max_tokens: int
 ) -> float:
-    """Switch to the packed layout; returns the largest error of its outputs: log-probs, values or scores."""
+    """Switch to the packed layout; returns the largest error of its outputs."""
     has_gradients = not is_sharded(model)
     expected = embedding_gradients(model, run, cases) if has_gradients else None
     set_attention(model, "packed")
     if not packing.is_packed(model):
-        raise PackingNotSupported("its attention can't be replaced")
+        raise ModelError("its attention can't be replaced")
     # Copies of the long response, which are not compared themselves, fill the rest of a pack. plan_packs
     # puts the largest group first, so the cases show errors that only occur at large pack indices.
     prompt, [response] = long_case
-    free_tokens = max_tokens - prompt.length - sum(case.num_tokens for case in [*cases, long_case])
+    used = sum(x.prompt.length + sum(map(len, x.responses)) for x in [*cases, long_case])
+    free_tokens = max_tokens - used - prompt.length
     filler = Case(prompt, [response] * max(0, free_tokens // len(response)))
     error = largest_error(run([*cases, long_case, filler])[: len(padded)], padded)
     if not error < TOLERANCE[model.dtype]:
-        raise PackingNotSupported(f"its outputs change by {error:.1e}")
+        raise ModelError(f"its outputs change by {error:.1e}")
     if has_gradients:
         difference = embedding_gradients(model, run, cases) - expected
         gradient_error = float(difference.norm() / expected.norm())
         if not gradient_error < GRADIENT_TOLERANCE[model.dtype]:
-            raise PackingNotSupported(f"its gradients change by {gradient_error:.1e} of their norm")
+            raise ModelError(f"its gradients change by {gradient_error:.1e} of their norm")
     return error
 
 
@@ -301,13 +283,13 @@ def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
 
 
 def measure_logit_factor(model, case: Case) -> float:
-    """c if logits = c * head(hidden states) before a softcap: Cohere, Granite and MiniCPM have such a factor.
+    """c if logits = c * head(hidden states), before a softcap, as in Cohere, Granite and MiniCPM.
 
     Packed log-probs are computed from hidden states and the head's weights, so they need to know c."""
     head = model.get_output_embeddings()
     if head is None:  # a critic or a reward model
         return 1.0
-    pack = one_row(model, case.prompt, case.responses[0])
+    pack = packing.build_padded([(0, [0])], [case.prompt], case.responses)
     logits = packing.padded_logits(model, pack).float()  # (R, V)
     unscaled = run_model(head, packing.forward_hidden(model, pack)).float()  # (R, V)
     if softcap := packing.logit_options(model)["softcap"]:
@@ -315,7 +297,7 @@ def measure_logit_factor(model, case: Case) -> float:
         logits, unscaled = softcap * (logits[is_small] / softcap).atanh(), unscaled[is_small]
     factor = float((logits * unscaled).sum() / unscaled.square().sum())
     if not (logits - factor * unscaled).abs().max() < 1e-2 * logits.abs().max():
-        raise PackingNotSupported("its logits are not its head's output times a constant")
+        raise ModelError("its logits are not its head's output times a constant")
     return 1.0 if abs(factor - 1) < 1e-3 else factor  # otherwise it has rounding errors
 
 

@@ -220,7 +220,7 @@ def test_a_check_that_ends_early_leaves_no_parameters_gathered(on_family, finish
     """A layer refuses packing in the middle of a forward; then ZeRO-3 must gather all weights for the sampler."""
     (tmp_path / "sitecustomize.py").write_text(
         "import common.attention as attention\n"
-        "def refuse(*args, **kwargs): raise attention.PackingNotSupported('it refuses')\n"
+        "def refuse(*args, **kwargs): raise attention.ModelError('it refuses')\n"
         "attention.attend = refuse\n"
     )
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}

@@ -14,11 +14,12 @@ import torchvision  # isort: skip  # noqa: F401  after common, which makes it im
 
 
 def test_operators_are_defined_for_pypi_torchvision_beside_a_cpu_torch(monkeypatch):
-    monkeypatch.setattr(torch.library, "Library", lambda *args: Mock())
-    cases = {("2.13.0+cpu", "0.28.0"): True, ("2.13.0+cpu", "0.28.0+cpu"): False, ("2.13.0", "0.28.0"): False}
-    for versions, is_defined in cases.items():
+    monkeypatch.setattr(torch.library, "define", defined := Mock())
+    cases = {("2.13.0+cpu", "0.28.0+cpu"): 0, ("2.13.0", "0.28.0"): 0, ("2.13.0+cpu", "0.28.0"): 2}
+    for versions, count in cases.items():
         monkeypatch.setattr(common, "version", dict(zip(("torch", "torchvision"), versions)).get)
-        assert (common._define_torchvision_operators() is not None) == is_defined
+        common._define_torchvision_operators()
+        assert defined.call_count == count
 
 
 @pytest.mark.parametrize("name", common.OLDEST_VERSIONS)

@@ -3,6 +3,7 @@ quick half tries a few cases of each, the slow half hundreds."""
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def test_head(examples, monkeypatch):
         weight.requires_grad_(not case["frozen"])
         bias.requires_grad_(not case["frozen"])
         entropy = {"with_entropy": case["with_entropy"]}
-        computed = packing.logprobs_from_hidden(hidden, weight, bias, targets, **entropy, **options)
+        head = SimpleNamespace(weight=weight, bias=bias)
+        computed = packing.logprobs_from_hidden(hidden, head, targets, **entropy, **options)
         assert (computed[1] is not None) is case["with_entropy"] and computed[0].dtype == torch.float32
         computed = [x for x in computed if x is not None]
         expected = dense(*exact, targets, **options)[: len(computed)]
