@@ -26,7 +26,7 @@ Terms and letters:
 
     python grm_sft.py                # default: a tiny VLM on easy-VQA, minutes on a CPU core
     python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset my.jsonl --eval-dataset test.jsonl
-    torchrun --standalone --nproc_per_node=8 grm_sft.py --zero-stage 3 ...    # or: deepspeed grm_sft.py ...
+    torchrun --standalone --nproc_per_node=8 grm_sft.py --zero-stage 3 ...
 """
 
 import datetime
@@ -46,7 +46,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -54,8 +53,8 @@ import transformers
 import tyro
 from torch import Tensor, nn
 
-from common import chats, decoding, packing, packing_check, stop
-from common.chats import ROW_ERRORS, RowError
+from common import chats, decoding, packing, packing_check, require, stop
+from common.chats import ROW_ERRORS, RowError, build_messages
 from common.packing import Continuation, Prompt, PromptInfo, set_gradient_checkpointing
 
 RANK = int(os.environ.get("RANK", 0))
@@ -164,7 +163,7 @@ class Run:
 # ---- main ----
 
 
-def main(args: Args) -> dict[str, float]:
+def main(args: Args) -> None:
     # --- 1. setup ---
     run_start = time.perf_counter()
     run = setup(args)
@@ -180,12 +179,7 @@ def main(args: Args) -> dict[str, float]:
     for step in range(state["step"] + 1, args.total_steps + 1):
         # --- 2. data: the examples of all ranks, and this rank's packs ---
         step_start = time.perf_counter()
-        example_ids = sample_example_ids(
-            groups=run.train_data.groups,
-            start=(step - 1) * args.train_batch_size,
-            count=args.train_batch_size,
-            seed=args.seed,
-        )
+        example_ids = sample_example_ids(args, run.train_data.groups, step)
         examples = gather_examples(run.train_data, example_ids)
         num_tokens = sum(int(example.suffix.response_mask.sum()) for example in examples)
         packs = list(iter_packs(args, run, examples))  # each rank has the same number
@@ -262,7 +256,6 @@ def main(args: Args) -> dict[str, float]:
             print0(f"{name} {before:.3f}{after}")
     print0(f"{time.perf_counter() - run_start:.0f} s; report: python tools/report.py {run.run_dir}")
     dist.destroy_process_group()
-    return metrics or state["initial_eval"]
 
 
 # ---- setup ----
@@ -304,7 +297,7 @@ def setup(args: Args) -> Run:
         engine=judge,
         forward=lambda network, pack: network(pack),
         prompts=prompts,
-        max_length=args.max_length,
+        max_length=args.max_length + args.max_response_length,
         max_tokens=args.micro_batch_tokens,
         must_generate=eval_data is not None,
     )
@@ -353,12 +346,6 @@ def check_args(args: Args) -> None:
     require(args.total_steps or has_eval, "--total-steps 0 requires --eval-dataset")
 
 
-def require(condition: Any, message: str) -> None:
-    """Exit with code 2 and a message unless the condition holds."""
-    if not condition:
-        stop(message)
-
-
 def print0(message: str) -> None:
     """Print on rank 0."""
     if RANK == 0:
@@ -395,16 +382,18 @@ VERDICTS = {"1": "{} 1 is better", "2": "{} 2 is better", "tie": "Both are equal
 SWAPPED = {"1": "2", "2": "1", "tie": "tie"}  # after the candidates are swapped
 
 
-def sample_example_ids(groups: list[list[int]], start: int, count: int, seed: int) -> list[int]:
-    """The next `count` example ids of a stream of shuffled epochs, from position `start` on.
+def sample_example_ids(args: Args, groups: list[list[int]], step: int) -> list[int]:
+    """The example ids of a step, from an endless stream of shuffled epochs.
 
     Each epoch has all groups, shuffled by (seed, epoch), so resuming is exact."""
     epoch_size = sum(len(group) for group in groups)
+    end = step * args.train_batch_size
+    start = end - args.train_batch_size
     stream = []
-    for epoch in range(start // epoch_size, (start + count - 1) // epoch_size + 1):
-        for g in np.random.default_rng([seed, epoch]).permutation(len(groups)).tolist():
+    for epoch in range(start // epoch_size, (end - 1) // epoch_size + 1):
+        for g in np.random.default_rng([args.seed, epoch]).permutation(len(groups)).tolist():
             stream += groups[g]
-    return stream[start % epoch_size :][:count]
+    return stream[start % epoch_size :][: args.train_batch_size]
 
 
 def gather_examples(data: "ExampleDataset", example_ids: list[int]) -> list[Example]:
@@ -513,21 +502,16 @@ def group_examples(args: Args, source: str, rows, indices: np.ndarray, training:
     """Groups of example ids that stay together when the data is shuffled: both orders of a pair (in
     training only if its reasoning can be rewritten) and, with --group-by-image, all rows with the same
     paths of images and videos."""
-    import pyarrow.compute
-
     names = {"prompt", "verdict", "reasoning", "image", "images", "video", "videos"}
     names |= {f"{x}_{i}" for x in CANDIDATE_TYPES for i in (1, 2)}
     table = rows.select_columns([name for name in rows.column_names if name in names])
     table = table.select(indices).with_format("arrow")[:]  # does not decode images
-    for k, column in enumerate(table.columns):
-        if "binary" in str(column.type):  # media in the dataset, whose content is not compared
-            own_name = pyarrow.array([f"row {i}" for i in indices])
-            column = pyarrow.compute.if_else(column.is_valid(), own_name, None)
-            table = table.set_column(k, table.column_names[k], column)
-    table_rows = table.to_pylist() or [{}] * len(indices)  # a table without columns has no rows
+    embedded = [field.name for field in table.schema if "binary" in str(field.type)]  # media, not paths
+    table_rows = table.drop_columns(embedded).to_pylist() or [{}] * len(indices)  # no columns: no rows
     groups = defaultdict(list)
     num_unswapped = 0
     for i, row in zip(indices.tolist(), table_rows, strict=True):
+        row |= dict.fromkeys(embedded, "")  # present, but not compared
         paths = [row.get(name) for name in ("image", "images", "video", "videos")]
         group = groups[str(paths) if args.group_by_image and any(paths) else i]
         group.append(2 * i)
@@ -600,10 +584,7 @@ class ExampleDataset:
             messages.pop()
         if not messages or messages[0]["role"] == "assistant":
             raise RowError("the chat has no assistant turn, or begins with one")
-        try:
-            prefix, prefix_key, suffix = self.tokenize(messages)
-        except (ValueError, jinja2.TemplateError) as error:  # image processor or chat template
-            raise RowError(str(error)) from error
+        prefix, prefix_key, suffix = self.tokenize(messages)
         # In evaluations, the reference is no input. If it counted, one order might not fit.
         length = prefix.length + (len(suffix) if self.training else 0)
         if length > self.args.max_length:
@@ -664,15 +645,15 @@ class ExampleDataset:
 
         Turns are located by their length: the chat before a turn, and up to its end, must be
         prefixes of the whole chat. If the template writes no EOS, the last turn gets one."""
-        whole = self.token_ids(messages)
+        whole = chats.tokenize_chat(self.processor, messages)
         turns = []
         for n, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.token_ids(messages[:n], add_generation_prompt=True)
-            until = self.token_ids(messages[: n + 1])
+            before = chats.tokenize_chat(self.processor, messages[:n], add_generation_prompt=True)
+            until = chats.tokenize_chat(self.processor, messages[: n + 1])
             if whole[: len(before)] != before or whole[: len(until)] != until:
-                raise ValueError(f"the chat template writes message {n} differently if others follow")
+                raise RowError(f"the chat template writes message {n} differently if others follow")
             ends = [t + 1 for t in range(len(before), len(until)) if until[t] in self.eos_ids]
             turns.append(range(len(before), ends[0] if ends else len(until)))
         ids = whole[: turns[-1].stop]
@@ -680,13 +661,6 @@ class ExampleDataset:
             ids.append(self.eos_ids[0])
             turns[-1] = range(turns[-1].start, len(ids))
         return ids, turns
-
-    def token_ids(self, messages: list[dict], **template) -> list[int]:
-        """Token ids of a chat with one token per image, so that images needn't be processed."""
-        if self.tokenizer is self.processor:
-            return chats.encode_chat(self.processor, messages, **template)["input_ids"][0].tolist()
-        template |= {"chat_template": self.processor.chat_template, "return_dict": False}
-        return self.tokenizer.apply_chat_template(messages, **template)
 
 
 def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
@@ -776,42 +750,6 @@ def parse_verdict(text: str, noun: str) -> str | None:
     """The verdict of a judgment; None unless it has exactly one <answer>, with a known sentence."""
     found = [v for v in VERDICTS if re.search(rf"<answer>\s*{VERDICTS[v].format(noun)}\s*</answer>", text)]
     return found[0] if found and text.count("<answer>") == 1 else None
-
-
-def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
-    """Convert a dataset row to messages whose content is a list of parts, with loaded media.
-
-    {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
-    "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
-
-    Media of the columns image(s) and video(s) replace, in order, the markers <image> and
-    <video> and the parts of these types that have no media. If a chat has no such markers or
-    parts, media precede the text of its first user message."""
-    chat = row["prompt"]
-    if isinstance(chat, str | int | float) and chat != "":
-        chat = [{"role": "user", "content": str(chat)}]
-    if not chat or not all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in chat):
-        raise RowError("its prompt is empty, or has a message without the keys role and content")
-    if any(message.get("tool_calls") for message in chat):
-        raise RowError("tool_calls are not supported: write the calls into the content")
-    if args.system_prompt and chat[0]["role"] != "system":
-        chat = [{"role": "system", "content": args.system_prompt}, *chat]
-    messages = [{"role": x["role"], "content": chats.split_markers(x["content"] or [])} for x in chat]
-    users = [message for message in messages if message["role"] == "user"]
-    for kind in ("image", "video"):
-        media = row.get(kind) or row.get(f"{kind}s") or []
-        media = media if isinstance(media, list) else [media]
-        parts = [part for message in messages for part in message["content"] if part["type"] == kind]
-        placeholders = [part for part in parts if kind not in part]
-        if media and not parts and users:
-            placeholders = [{"type": kind} for _ in media]
-            users[0]["content"] = placeholders + users[0]["content"]
-        if len(placeholders) != len(media):
-            raise RowError(f"{len(placeholders)} <{kind}> markers, but {len(media)} {kind}s")
-        for part, source in zip(placeholders, media):
-            part[kind] = source
-    chats.load_media(messages, data_dir, tokenizer, args.max_pixels, args.video_fps)
-    return messages
 
 
 def hash_content(ids: list[int], messages: list[dict]) -> str:
@@ -904,10 +842,8 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
     records = []
     all_logprobs = sum_logprobs(args, model, prefixes, responses)
     for example, response, text, logprobs in zip(examples, generated, texts, all_logprobs):
-        columns = {name: x for name, x in example.row.items() if isinstance(x, str | int | float)}
-        columns = {name: x for name, x in columns.items() if "data:image/" not in str(x)}
         record = {
-            "columns": columns,
+            "columns": chats.row_columns(example.row),
             "phase": "eval",
             "row": example.example_id // 2,
             "swapped": example.example_id % 2 == 1,
@@ -1036,11 +972,6 @@ def load_model(args: Args, source: str, auto_class=None):
         stop(f"can't load the model {source}: {error}")
     missing = sorted(info["missing_keys"])  # they would be random
     require(not missing, f"{source}: {len(missing)} weights are missing: {missing[:3]}")
-    # Checkpointed layers run in train mode, where their own dropout (OPT's) would be active.
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
     return model
 
 
@@ -1086,18 +1017,13 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
     rounding. Tied weights appear under each of their names."""
     import deepspeed
 
-    saved_names = set(model.state_dict())
-    for name, buffer in model.named_buffers():
-        if name in saved_names:
-            yield name, buffer
     lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, x in model.state_dict(keep_vars=True).items():  # parameters and buffers
         if ".lora_" in name:  # merged into its layer's weight
             continue
         layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
-        parameters = [parameter] if layer is None else [parameter, *layer.parameters()]
-        with deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameter, "ds_id")):
-            weight = parameter.clone() if layer is None else parameter + layer.get_delta_weight("default")
+        with deepspeed.zero.GatheredParameters(x if layer is None else layer.parameters()):
+            weight = x.clone() if layer is None else x + layer.get_delta_weight("default")
         yield name.replace(".base_layer.", "."), weight.detach()
 
 
@@ -1121,7 +1047,6 @@ def init_distributed() -> None:
 
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes a minute
-    deepspeed.init_distributed(auto_mpi_discovery=False)
 
 
 def init_deepspeed_engine(args: Args, module: nn.Module):
@@ -1151,11 +1076,8 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
     if trained:
         decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
         no_decay = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
-        groups = [group for group in (decay, no_decay) if group["params"]]  # with LoRA all are matrices
-        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # as in OpenRLHF
-    engine, *_ = deepspeed.initialize(
-        model=module, config=config, optimizer=optimizer, dist_init_required=False
-    )
+        optimizer = torch.optim.AdamW([decay, no_decay], betas=(0.9, 0.95), fused=True)  # as in OpenRLHF
+    engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer)
     return engine
 
 
@@ -1223,8 +1145,8 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
             checkpoint = (list_checkpoints(run_dir) or [None])[-1]
         elif args.resume:
             checkpoint = Path(args.resume).resolve()
-            if not (checkpoint / "state/run.pt").is_file():
-                stop(f"--resume {args.resume} is not a checkpoint: it has no file state/run.pt")
+        if checkpoint and not (checkpoint / "state/run.pt").is_file():
+            stop(f"can't resume {checkpoint}: it has no file state/run.pt")
         if args.resume != "auto" and (run_dir / "args.json").exists():
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -1247,11 +1169,8 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = {"num_ranks", "zero_stage", "lora_rank", "lora_alpha", "freeze", "weight_decay"}
-    parameters = [x for engine in engines.values() for x in engine.module.parameters()]
-    if not all(x.requires_grad for x in parameters):  # frozen ones are not saved
-        fixed |= {name for name in changes if name.endswith("model")}
-    if refused := [changes[name] for name in changes if name in fixed]:
+    fixed = "num_ranks dtype zero_stage lora_rank lora_alpha freeze weight_decay".split()
+    if refused := [changes[name] for name in changes if name in fixed or name.endswith("model")]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
@@ -1260,8 +1179,6 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
         loaded, _ = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
         require(loaded, f"DeepSpeed can't load {folder}")
         engine.optimizer.clip_grad = args.max_grad_norm  # the checkpoint has overwritten it
-    if 0 < args.total_steps <= saved["state"]["step"]:
-        print0(f"{checkpoint} is the end of its run: raise --total-steps to train longer")
     return saved["state"]
 
 
@@ -1341,7 +1258,7 @@ def export_model(args: Args, model, processor, folder: Path) -> None:
 
     if args.lora_rank > 0:
         adapter = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
-        with deepspeed.zero.GatheredParameters(adapter, enabled=args.zero_stage == 3):
+        with deepspeed.zero.GatheredParameters(adapter):
             # In a subfolder, because from_pretrained would apply an adapter to the merged weights.
             model.save_pretrained(folder / "adapter", is_main_process=RANK == 0)
     weights = {}
@@ -1359,5 +1276,4 @@ def export_model(args: Args, model, processor, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    argv = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # added by deepspeed
-    main(tyro.cli(Args, args=argv, description=__doc__))
+    main(tyro.cli(Args, description=__doc__))

@@ -17,7 +17,7 @@ Terms and letters:
 
     python reward_bt.py           # default: a tiny VLM on easy-VQA, minutes on a CPU core
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --max-length 4096
-    torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...    # or: deepspeed ...
+    torchrun --standalone --nproc_per_node=8 reward_bt.py --zero-stage 3 ...
 """
 
 import datetime
@@ -36,7 +36,6 @@ from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import jinja2
 import numpy as np
 import safetensors.torch
 import torch
@@ -46,8 +45,8 @@ import transformers
 import tyro
 from torch import Tensor, nn
 
-from common import chats, packing, packing_check, stop
-from common.chats import ROW_ERRORS, RowError
+from common import chats, packing, packing_check, require, stop
+from common.chats import ROW_ERRORS, RowError, build_messages
 from common.packing import Prompt, PromptInfo, set_gradient_checkpointing
 
 RANK = int(os.environ.get("RANK", 0))
@@ -179,20 +178,16 @@ def make_pairs(rankings: list[Ranking]) -> Pairs:
     2 and 3 responses, margins 0 and .5
     -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4], margins [0, .5, .5, .5], weights [1/2, 1/6, 1/6, 1/6]
     """
-    pairs = []  # (chosen, rejected)
-    margins = []
-    weights = []
+    table = []  # of each pair: chosen, rejected, margin, weight
     start = 0  # index of the ranking's first response among all B
     for ranking in rankings:
         end = start + len(ranking.responses)
-        own_pairs = list(combinations(range(start, end), 2))
-        pairs += own_pairs
-        margins += [ranking.margin] * len(own_pairs)
-        weights += [1 / len(rankings) / len(own_pairs)] * len(own_pairs)
+        pairs = list(combinations(range(start, end), 2))
+        weight = 1 / len(rankings) / len(pairs)
+        table += [(chosen, rejected, ranking.margin, weight) for chosen, rejected in pairs]
         start = end
-    chosen, rejected = torch.tensor(pairs, device=DEVICE).T
-    margins, weights = torch.tensor([margins, weights], dtype=torch.float64, device=DEVICE)
-    return Pairs(chosen, rejected, margins, weights)
+    chosen, rejected, margins, weights = torch.tensor(table, dtype=torch.float64, device=DEVICE).T
+    return Pairs(chosen.long(), rejected.long(), margins, weights)
 
 
 @dataclass
@@ -210,7 +205,7 @@ class Run:
 # ---- main ----
 
 
-def main(args: Args) -> dict[str, float]:
+def main(args: Args) -> None:
     # --- 1. setup ---
     run_start = time.perf_counter()
     run = setup(args)
@@ -302,7 +297,6 @@ def main(args: Args) -> dict[str, float]:
             print0(f"{name} {before:.3f}{after}")
     print0(f"{time.perf_counter() - run_start:.0f} s; report: python tools/report.py {run.run_dir}")
     dist.destroy_process_group()
-    return metrics or state["initial_eval"]
 
 
 # ---- setup ----
@@ -398,12 +392,6 @@ def check_args(args: Args) -> None:
     require(args.total_steps or args.eval_datasets, "--total-steps 0 requires --eval-datasets")
 
 
-def require(condition: Any, message: str) -> None:
-    """Exit with code 2 and a message unless the condition holds."""
-    if not condition:
-        stop(message)
-
-
 def print0(message: str) -> None:
     """Print on rank 0."""
     if RANK == 0:
@@ -469,24 +457,19 @@ class RankingDataset:
         prompt_chat, response_chats = split_row(row)
         messages = build_messages(self.args, row | {"prompt": prompt_chat}, self.data_dir, self.tokenizer)
         response_chats = [build_response(chat, self.tokenizer) for chat in response_chats]
-        try:
-            prompt, responses = encode_ranking(self.model, self.processor, messages, response_chats, row_id)
-        except (ValueError, jinja2.TemplateError) as error:  # image processor or chat template
-            raise RowError(str(error)) from error
+        prompt, responses = encode_ranking(self.model, self.processor, messages, response_chats, row_id)
         length = prompt.length + max(map(len, responses))
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")
         margin = row.get("margin") or 0.0
         if not isinstance(margin, int | float) or not math.isfinite(margin):
             raise RowError(f"its margin is {margin}")
-        columns = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
-        columns = {name: x for name, x in columns.items() if "data:image/" not in str(x)}
         return Ranking(
             prompt=prompt,
             responses=responses,
             texts=[" ".join(map(chats.content_text, chat)) for chat in response_chats],
             margin=margin,
-            columns={"prompt": " ".join(map(chats.content_text, messages))} | columns,
+            columns={"prompt": " ".join(map(chats.content_text, messages))} | chats.row_columns(row),
         )
 
 
@@ -512,7 +495,7 @@ def split_row(row: dict) -> tuple[list[dict] | str, list[list[dict]]]:
             raise RowError("a response must be a string or a list of messages with a role")
         responses.append(source)
     prompt = row.get("prompt") or row.get("messages")
-    if responses[0] and responses[0][0]["role"] != "assistant":  # whole chats
+    if any(response and response[0]["role"] != "assistant" for response in responses):  # whole chats
         num_shared = common_prefix_length(responses)
         prompt = responses[0][:num_shared]
         responses = [response[num_shared:] for response in responses]
@@ -535,7 +518,7 @@ def build_response(chat: list[dict], tokenizer) -> list[dict]:
         content = message.get("content") or []
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         texts = [x.get("text") for x in parts if isinstance(x, dict) and x.get("type") == "text"]
-        is_text = len(texts) == len(parts) > 0 and all(isinstance(x, str) for x in texts)
+        is_text = len(texts) == len(parts) and any(texts) and all(isinstance(x, str) for x in texts)
         if message.get("tool_calls") or not is_text:
             raise RowError("a response must have text, and no images, videos or tool_calls")
         text = "".join(texts)
@@ -559,7 +542,7 @@ def encode_ranking(
     for which an image is one token, finds where the chats diverge."""
     inputs = chats.encode_chat(processor, messages + responses[0])
     processed_ids = inputs["input_ids"][0].tolist()
-    chat_ids = [tokenize_chat(processor, messages + response) for response in responses]
+    chat_ids = [chats.tokenize_chat(processor, messages + response) for response in responses]
     num_shared = common_prefix_length([ids[:-1] for ids in chat_ids])
     tail = chat_ids[0][num_shared:]  # text, which the processor should not change
     if processed_ids[-len(tail) :] != tail:
@@ -573,14 +556,6 @@ def encode_ranking(
     end = [] if processor.chat_template else [processor.eos_token_id]
     suffixes = [torch.tensor(ids[num_shared:] + end) for ids in chat_ids]
     return prompt, [packing.continue_prompt(prompt, ids) for ids in suffixes]
-
-
-def tokenize_chat(processor, messages: list[dict]) -> list[int]:
-    """Token ids of a chat, with one token per image."""
-    if not hasattr(processor, "tokenizer"):
-        return chats.encode_chat(processor, messages)["input_ids"][0].tolist()
-    options = {"chat_template": processor.chat_template, "return_dict": False}
-    return processor.tokenizer.apply_chat_template(messages, **options)
 
 
 def load_rows(args: Args, source: str, split: str):
@@ -637,42 +612,6 @@ def add_easy_vqa_responses(rows, seed: int):
     for name, answers in (("chosen", rows["answer"]), ("rejected", wrong_answers)):
         rows = rows.add_column(name, [f"<answer>{answer}</answer>" for answer in answers])
     return rows
-
-
-def build_messages(args: Args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
-    """Convert a dataset row to messages whose content is a list of parts, with loaded media.
-
-    {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
-    "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
-
-    Media of the columns image(s) and video(s) replace, in order, the markers <image> and
-    <video> and the parts of these types that have no media. If a chat has no such markers or
-    parts, media precede the text of its first user message."""
-    chat = row["prompt"]
-    if isinstance(chat, str | int | float) and chat != "":
-        chat = [{"role": "user", "content": str(chat)}]
-    if not chat or not all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in chat):
-        raise RowError("its prompt is empty, or has a message without the keys role and content")
-    if any(message.get("tool_calls") for message in chat):
-        raise RowError("tool_calls are not supported: write the calls into the content")
-    if args.system_prompt and chat[0]["role"] != "system":
-        chat = [{"role": "system", "content": args.system_prompt}, *chat]
-    messages = [{"role": x["role"], "content": chats.split_markers(x["content"] or [])} for x in chat]
-    users = [message for message in messages if message["role"] == "user"]
-    for kind in ("image", "video"):
-        media = row.get(kind) or row.get(f"{kind}s") or []
-        media = media if isinstance(media, list) else [media]
-        parts = [part for message in messages for part in message["content"] if part["type"] == kind]
-        placeholders = [part for part in parts if kind not in part]
-        if media and not parts and users:
-            placeholders = [{"type": kind} for _ in media]
-            users[0]["content"] = placeholders + users[0]["content"]
-        if len(placeholders) != len(media):
-            raise RowError(f"{len(placeholders)} <{kind}> markers, but {len(media)} {kind}s")
-        for part, source in zip(placeholders, media):
-            part[kind] = source
-    chats.load_media(messages, data_dir, tokenizer, args.max_pixels, args.video_fps)
-    return messages
 
 
 def next_rankings(args: Args, run: Run) -> list[Ranking]:
@@ -881,11 +820,6 @@ def load_backbone(args: Args):
         stop(f"can't load the model {args.model}: {error}")
     missing = sorted(info["missing_keys"])  # they would be random
     require(not missing, f"{args.model}: {len(missing)} weights are missing: {missing[:3]}")
-    # Checkpointed layers run in train mode, where their own dropout (OPT's) would be active.
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
     return model
 
 
@@ -943,18 +877,13 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
     rounding. Tied weights appear under each of their names."""
     import deepspeed
 
-    saved_names = set(model.state_dict())
-    for name, buffer in model.named_buffers():
-        if name in saved_names:
-            yield name, buffer
     lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, x in model.state_dict(keep_vars=True).items():  # parameters and buffers
         if ".lora_" in name:  # merged into its layer's weight
             continue
         layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
-        parameters = [parameter] if layer is None else [parameter, *layer.parameters()]
-        with deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameter, "ds_id")):
-            weight = parameter.clone() if layer is None else parameter + layer.get_delta_weight("default")
+        with deepspeed.zero.GatheredParameters(x if layer is None else layer.parameters()):
+            weight = x.clone() if layer is None else x + layer.get_delta_weight("default")
         yield name.replace(".base_layer.", "."), weight.detach()
 
 
@@ -978,7 +907,6 @@ def init_distributed() -> None:
 
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes a minute
-    deepspeed.init_distributed(auto_mpi_discovery=False)
 
 
 def init_reward_engine(args: Args, module: nn.Module):
@@ -1002,11 +930,8 @@ def init_reward_engine(args: Args, module: nn.Module):
     trained = [x for x in module.parameters() if x.requires_grad]
     decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
     no_decay = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
-    groups = [group for group in (decay, no_decay) if group["params"]]  # with LoRA all are matrices
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # as in OpenRLHF
-    engine, *_ = deepspeed.initialize(
-        model=module, config=config, optimizer=optimizer, dist_init_required=False
-    )
+    optimizer = torch.optim.AdamW([decay, no_decay], betas=(0.9, 0.95), fused=True)  # as in OpenRLHF
+    engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer)
     return engine
 
 
@@ -1074,8 +999,8 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
             checkpoint = (list_checkpoints(run_dir) or [None])[-1]
         elif args.resume:
             checkpoint = Path(args.resume).resolve()
-            if not (checkpoint / "state/run.pt").is_file():
-                stop(f"--resume {args.resume} is not a checkpoint: it has no file state/run.pt")
+        if checkpoint and not (checkpoint / "state/run.pt").is_file():
+            stop(f"can't resume {checkpoint}: it has no file state/run.pt")
         if args.resume != "auto" and (run_dir / "args.json").exists():
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -1098,11 +1023,8 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = {"num_ranks", "zero_stage", "lora_rank", "lora_alpha", "freeze", "weight_decay"}
-    parameters = [x for engine in engines.values() for x in engine.module.parameters()]
-    if not all(x.requires_grad for x in parameters):  # frozen ones are not saved
-        fixed |= {name for name in changes if name.endswith("model")}
-    if refused := [changes[name] for name in changes if name in fixed]:
+    fixed = "num_ranks dtype zero_stage lora_rank lora_alpha freeze weight_decay".split()
+    if refused := [changes[name] for name in changes if name in fixed or name.endswith("model")]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
@@ -1111,8 +1033,6 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
         loaded, _ = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
         require(loaded, f"DeepSpeed can't load {folder}")
         engine.optimizer.clip_grad = args.max_grad_norm  # the checkpoint has overwritten it
-    if 0 < args.total_steps <= saved["state"]["step"]:
-        print0(f"{checkpoint} is the end of its run: raise --total-steps to train longer")
     return saved["state"]
 
 
@@ -1200,7 +1120,7 @@ def export_model(args: Args, model, processor, folder: Path) -> None:
 
     if args.lora_rank > 0:
         adapter = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
-        with deepspeed.zero.GatheredParameters(adapter, enabled=args.zero_stage == 3):
+        with deepspeed.zero.GatheredParameters(adapter):
             # In a subfolder, because from_pretrained would apply an adapter to the merged weights.
             model.save_pretrained(folder / "adapter", is_main_process=RANK == 0)
     weights = {}
@@ -1218,5 +1138,4 @@ def export_model(args: Args, model, processor, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    argv = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # added by deepspeed
-    main(tyro.cli(Args, args=argv, description=__doc__))
+    main(tyro.cli(Args, description=__doc__))

@@ -8,6 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import transformers
 from PIL import Image
@@ -31,13 +32,65 @@ def encode_chat(processor, messages: list[dict], **template) -> dict:
         template["processor_kwargs"] = {"video_metadata": metadata, "do_sample_frames": False}
     if not hasattr(processor, "tokenizer"):
         if any(part["type"] != "text" for part in parts):
-            raise ValueError("a text model can't read images and videos")
+            raise RowError("a text model can't read images and videos")
         texts = ["".join(part["text"] for part in message["content"]) for message in messages]
         messages = [message | {"content": text} for message, text in zip(messages, texts)]
         if processor.chat_template is None:  # then texts are concatenated
             return processor("".join(texts), return_tensors="pt")
     template |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    return processor.apply_chat_template(messages, **template)
+    return apply_template(processor, messages, template)
+
+
+def tokenize_chat(processor, messages: list[dict], **template) -> list[int]:
+    """Token ids of a chat with one token per image, so that images needn't be processed."""
+    if not hasattr(processor, "tokenizer"):
+        return encode_chat(processor, messages, **template)["input_ids"][0].tolist()
+    template |= {"chat_template": processor.chat_template, "return_dict": False}
+    return apply_template(processor.tokenizer, messages, template)
+
+
+def apply_template(processor, messages: list[dict], template: dict) -> Any:
+    """Apply the chat template. Errors of the template or of an image processor become a RowError."""
+    try:
+        return processor.apply_chat_template(messages, **template)
+    except (ValueError, jinja2.TemplateError) as error:
+        raise RowError(str(error)) from error
+
+
+def build_messages(args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
+    """Convert a dataset row to messages whose content is a list of parts, with loaded media.
+
+    {"prompt": "Is <image> red?", "image": "a.png"} -> [{"role": "user", "content": [{"type": "text",
+    "text": "Is "}, {"type": "image", "image": ...}, {"type": "text", "text": " red?"}]}]
+
+    Media of the columns image(s) and video(s) replace, in order, the markers <image> and
+    <video> and the parts of these types that have no media. If a chat has no such markers or
+    parts, media precede the text of its first user message."""
+    chat = row["prompt"]
+    if isinstance(chat, str | int | float) and chat != "":
+        chat = [{"role": "user", "content": str(chat)}]
+    if not chat or not all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in chat):
+        raise RowError("its prompt is empty, or has a message without the keys role and content")
+    if any(message.get("tool_calls") for message in chat):
+        raise RowError("tool_calls are not supported: write the calls into the content")
+    if args.system_prompt and chat[0]["role"] != "system":
+        chat = [{"role": "system", "content": args.system_prompt}, *chat]
+    messages = [{"role": x["role"], "content": split_markers(x["content"] or [])} for x in chat]
+    users = [message for message in messages if message["role"] == "user"]
+    for kind in ("image", "video"):
+        media = row.get(kind) or row.get(f"{kind}s") or []
+        media = media if isinstance(media, list) else [media]
+        parts = [part for message in messages for part in message["content"] if part["type"] == kind]
+        placeholders = [part for part in parts if kind not in part]
+        if media and not parts and users:
+            placeholders = [{"type": kind} for _ in media]
+            users[0]["content"] = placeholders + users[0]["content"]
+        if len(placeholders) != len(media):
+            raise RowError(f"{len(placeholders)} <{kind}> markers, but {len(media)} {kind}s")
+        for part, source in zip(placeholders, media):
+            part[kind] = source
+    load_media(messages, data_dir, tokenizer, args.max_pixels, args.video_fps)
+    return messages
 
 
 def split_markers(content: str | list[dict]) -> list[dict]:
@@ -61,7 +114,13 @@ def split_markers(content: str | list[dict]) -> list[dict]:
     return parts
 
 
-def load_media(messages: list[dict], data_dir: Path, tokenizer, max_pixels: int | None, fps: float) -> None:
+def load_media(
+    messages: list[dict],
+    data_dir: Path,
+    tokenizer,
+    max_pixels: int | None,
+    fps: float,
+) -> None:
     """Load the images and videos of messages, and escape special tokens in their texts, in place."""
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     for part in [part for message in messages for part in message["content"]]:
@@ -112,6 +171,12 @@ def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
         for token in found:
             text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
     return text
+
+
+def row_columns(row: dict) -> dict[str, Any]:
+    """The texts and numbers of a row for logs, without images as data URLs and NaN."""
+    columns = {name: x for name, x in row.items() if isinstance(x, str | int | float) and x == x}
+    return {name: x for name, x in columns.items() if "data:image/" not in str(x)}
 
 
 def trajectory_columns(messages: list[dict]) -> dict[str, str]:

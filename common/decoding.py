@@ -1,7 +1,7 @@
 """Sampling: in the packed layout the prompts run once, in packs, and then all responses grow token by
 token. In the padded layout the model's own generate runs, prompt by prompt.
 
-Letters: n prompts with G responses each, B unfinished responses, P and R their largest lengths.
+Letters: n prompts with G responses each, B unfinished responses; P, R: largest lengths.
 """
 
 from dataclasses import dataclass
@@ -61,8 +61,8 @@ def generate(
                 stop(f"the model's generate fails at row {prompt.row_id}: {error}")
         return responses
     device = model.device
-    # A generator per prompt, so that its responses don't depend on the other prompts in the batch. If
-    # G > 1, all limits must be equal. They differ only in later turns of trajectories, where G is 1.
+    # A generator per prompt, so that its responses don't depend on the rest of the batch. If G > 1,
+    # limits must be equal; they differ only in later turns of trajectories, where G is 1.
     uniforms = [np.random.default_rng(p.seed).random((num_samples, max(limits))) for p in prompts]
     uniforms = torch.tensor(np.concatenate(uniforms), device=device)  # (n * G, R)
     limits = torch.tensor(limits, device=device).repeat_interleave(num_samples)  # (n * G,)
@@ -101,7 +101,7 @@ def generate(
 
 
 def make_responses(tokens: Tensor, logprobs: Tensor, eos_ids: list[int]) -> list[Response]:
-    """Cut sampled tokens (n * G, R) and their log-probs after the first EOS, or else before the first -1."""
+    """Cut sampled tokens (n * G, R) and their log-probs after the first EOS or before the first -1."""
     responses = []
     for token_ids, token_logprobs in zip(tokens.cpu(), logprobs.cpu()):  # (R,), (R,)
         token_ids = token_ids[token_ids >= 0]

@@ -105,7 +105,7 @@ class EnvironmentSampler:
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         self.short_ids = encode_chat(self.processor, SHORT_CHAT)["input_ids"][0]  # (P,)
         before = encode_chat(self.processor, SHORT_CHAT[:1], add_generation_prompt=True)["input_ids"]
-        # How many EOS tokens come before the assistant's own: many templates end every message with one.
+        # EOS tokens before the assistant's own: many templates end every message with one.
         self.num_eos = int(torch.isin(before, torch.tensor(self.eos_ids)).sum())
 
     def generate(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
@@ -166,8 +166,7 @@ class EnvironmentSampler:
     def encode_message(self, sequence: Prompt, message: dict) -> Continuation:
         """The tokens that follow the assistant's EOS in a short chat with this observation, and its media.
 
-        Their positions are those in the whole sequence, from the model's own get_rope_index. Media that
-        can't be loaded end the run, like any error of an environment."""
+        Their positions are those in the whole sequence, from the model's own get_rope_index."""
         content = message["content"]
         if not isinstance(content, str | list):
             types = "None, a string, a list of parts, or a message with one of these as content"

@@ -54,7 +54,6 @@ def choose_layout(
 ) -> str:
     """Switch to the packed layout if it is exact; returns a message. Collective: all ranks decide alike.
 
-    It sets the model's attention, and for packing.py the attributes checked_media and logit_factor.
     forward: pack -> log-probs or values (M,), or scores (S,). max_length: maximum tokens of a prompt plus
     a response; max_tokens: maximum tokens of a pack. must_generate: exit if generate and forward differ,
     instead of a warning. encode_observation: sequence so far -> observation, for trajectories."""
@@ -94,8 +93,7 @@ def choose_engine_layout(engine, forward: Callable, **options) -> str:
     """choose_layout, with the same options, for the model in a DeepSpeed engine.
 
     forward: (network, pack) -> what choose_layout wants, where network is the engine or its module."""
-    # ZeRO-3 needs the engine's forward. Otherwise the check runs the module, because the engine
-    # refuses autograd.grad.
+    # ZeRO-3 needs the engine's forward; otherwise the module's, because the engine refuses autograd.grad.
     network = engine if is_sharded(engine.module.model) else engine.module
 
     def checked_forward(pack: packing.Pack) -> Tensor:
@@ -144,8 +142,7 @@ def make_cases(
 def other_text(model, prompts: list[Prompt], prompt: Prompt, length: int) -> Tensor:
     """Token ids (length,) for responses to a prompt, from the text of all other prompts.
 
-    A response that repeats its own prompt is easy to predict, so its log-probs hardly show errors.
-    Random tokens would do, but in bf16 their log-probs are twice as noisy."""
+    A response that repeats its own prompt is easy to predict, so its log-probs hardly show errors."""
     media_ids = torch.tensor(packing.media_token_ids(model.config), dtype=torch.long)
     others = [x.input_ids for x in prompts if x is not prompt] or [prompt.input_ids]
     ids = torch.cat(others)
@@ -265,8 +262,7 @@ def compare_packed_with_padded(
 def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
     """Gradients (1024, H) of the sum of squared results with respect to the input embeddings.
 
-    The layouts order tokens differently, so gradients are added up by token id (modulo 1024, for
-    memory): they are those of a table of zeros that is added to the embeddings."""
+    The layouts order tokens differently, so gradients are added up by token id, modulo 1024."""
     embeddings = model.get_input_embeddings()
     zeros = torch.zeros(1024, embeddings.weight.shape[1], device=model.device, requires_grad=True)
     gradients = torch.zeros_like(zeros)
@@ -283,9 +279,7 @@ def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
 
 
 def measure_logit_factor(model, case: Case) -> float:
-    """c if logits = c * head(hidden states), before a softcap, as in Cohere, Granite and MiniCPM.
-
-    Packed log-probs are computed from hidden states and the head's weights, so they need to know c."""
+    """c if logits = c * head(hidden states), before a softcap, as in Cohere, Granite and MiniCPM."""
     head = model.get_output_embeddings()
     if head is None:  # a critic or a reward model
         return 1.0

@@ -52,7 +52,6 @@ REFUSED = [  # flags of rloo.py or of another script; part of the message
     ({"rewards": ("reward.py:none",), "reward_weights": (1,)}, "all responses lack a reward"),
     ({"run_name": "taken"}, "already exists: use another --run-name"),
     ({"eval_dataset": "nowhere"}, "can't load the dataset nowhere (split test)"),
-    ({"script": "ppo_vl", "gamma": 2.0}, "--gamma (2.0) must be at most 1"),
     ({"script": "ppo_vl", "reward_clip": (1.0, 0.0)}, "--reward-clip (1.0 0.0)"),
     ({"script": "ppo_vl", "freeze": "none"}, "--freeze none matches no parameter"),
     ({"script": "ppo_vl", "freeze": "."}, "--freeze . freezes everything"),

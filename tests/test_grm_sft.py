@@ -105,12 +105,16 @@ def expected_logprobs(tiny_vl, row: dict, swapped: bool) -> torch.Tensor:
 
 def test_each_epoch_has_every_example_once_and_groups_stay_together():
     groups = [[0, 1, 2], [3], [4, 5], [6]]
-    sample = grm_sft.sample_example_ids
-    epochs = [sample(groups, start=7 * e, count=7, seed=1) for e in range(4)]
+
+    def sample(step, batch_size=7, seed=1) -> list[int]:
+        args = replace(ARGS, train_batch_size=batch_size, seed=seed)
+        return grm_sft.sample_example_ids(args, groups, step)
+
+    epochs = [sample(step) for step in (1, 2, 3, 4)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs) and len(set(map(tuple, epochs))) > 1
-    assert sample(groups, start=5, count=12, seed=1) == epochs[0][5:] + epochs[1] + epochs[2][:3]
+    assert sample(2, batch_size=12) == sum(epochs, [])[12:24]
     assert all([e[e.index(0) + i] for i in range(3)] == [0, 1, 2] for e in epochs)
-    assert any(sample(groups, start=0, count=7, seed=s) != epochs[0] for s in (2, 3, 4))
+    assert any(sample(1, seed=s) != epochs[0] for s in (2, 3, 4))
 
 
 # --- rows ---
@@ -248,7 +252,7 @@ def test_turns_are_located_in_templates_with_and_without_eos(tiny_text_model):
 
     assert turns_of(LINE + "<|end|>\n\n" + ASK) == ["ok<|end|>", "no<|end|>"]
     assert turns_of(LINE + "\n" + ASK) == ["ok\n", "no\n<|end|>"]
-    with pytest.raises(ValueError, match="message 1 differently"):
+    with pytest.raises(chats.RowError, match="message 1 differently"):
         turns_of("{% for m in messages %}{{ m['content'] if loop.last else 'x' }}|{% endfor %}")
 
 

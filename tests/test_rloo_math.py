@@ -272,7 +272,7 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
         assert message["content"] == [{"type": "text", "text": text}]
     with pytest.raises(OSError, match="refused"):
         messages({"prompt": "Q", "image": "http://127.0.0.1:9/a.png"}, tokenizer)
-    with pytest.raises(ValueError, match="a text model can't read images"):
+    with pytest.raises(chats.RowError, match="a text model can't read images"):
         chats.encode_chat(tokenizer, turns)
 
 
