@@ -22,41 +22,6 @@ class RowError(Exception):
 ROW_ERRORS = (RowError, OSError, SyntaxError, Image.DecompressionBombError)
 
 
-def encode_chat(processor, messages: list[dict], **template) -> dict:
-    """Apply the chat template and the processor, or a text model's tokenizer, to messages.
-
-    A video part holds frames and their metadata, so the processor must not sample frames again."""
-    parts = [part for message in messages for part in message["content"]]
-    metadata = [part["metadata"] for part in parts if part["type"] == "video"]
-    if metadata:
-        template["processor_kwargs"] = {"video_metadata": metadata, "do_sample_frames": False}
-    if not hasattr(processor, "tokenizer"):
-        if any(part["type"] != "text" for part in parts):
-            raise RowError("a text model can't read images and videos")
-        texts = ["".join(part["text"] for part in message["content"]) for message in messages]
-        messages = [message | {"content": text} for message, text in zip(messages, texts)]
-        if processor.chat_template is None:  # then texts are concatenated
-            return processor("".join(texts), return_tensors="pt")
-    template |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    return apply_template(processor, messages, template)
-
-
-def tokenize_chat(processor, messages: list[dict], **template) -> list[int]:
-    """Token ids of a chat with one token per image, so that images needn't be processed."""
-    if not hasattr(processor, "tokenizer"):
-        return encode_chat(processor, messages, **template)["input_ids"][0].tolist()
-    template |= {"chat_template": processor.chat_template, "return_dict": False}
-    return apply_template(processor.tokenizer, messages, template)
-
-
-def apply_template(processor, messages: list[dict], template: dict) -> Any:
-    """Apply the chat template. Errors of the template or of an image processor become a RowError."""
-    try:
-        return processor.apply_chat_template(messages, **template)
-    except (ValueError, jinja2.TemplateError) as error:
-        raise RowError(str(error)) from error
-
-
 def build_messages(args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
     """Convert a dataset row to messages whose content is a list of parts, with loaded media.
 
@@ -65,7 +30,7 @@ def build_messages(args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
 
     Media of the columns image(s) and video(s) replace, in order, the markers <image> and
     <video> and the parts of these types that have no media. If a chat has no such markers or
-    parts, media precede the text of its first user message."""
+    parts, media precede the text of its first user message. args: those of the script."""
     chat = row["prompt"]
     if isinstance(chat, str | int | float) and chat != "":
         chat = [{"role": "user", "content": str(chat)}]
@@ -171,6 +136,41 @@ def escape_special_tokens(text: str, special_tokens: list[str]) -> str:
         for token in found:
             text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else " ")
     return text
+
+
+def encode_chat(processor, messages: list[dict], **template) -> dict:
+    """Apply the chat template and the processor, or a text model's tokenizer, to messages.
+
+    A video part holds frames and their metadata, so the processor must not sample frames again."""
+    parts = [part for message in messages for part in message["content"]]
+    metadata = [part["metadata"] for part in parts if part["type"] == "video"]
+    if metadata:
+        template["processor_kwargs"] = {"video_metadata": metadata, "do_sample_frames": False}
+    if not hasattr(processor, "tokenizer"):
+        if any(part["type"] != "text" for part in parts):
+            raise RowError("a text model can't read images and videos")
+        texts = ["".join(part["text"] for part in message["content"]) for message in messages]
+        messages = [message | {"content": text} for message, text in zip(messages, texts)]
+        if processor.chat_template is None:  # then texts are concatenated
+            return processor("".join(texts), return_tensors="pt")
+    template |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    return apply_template(processor, messages, template)
+
+
+def tokenize_chat(processor, messages: list[dict], **template) -> list[int]:
+    """Token ids of a chat with one token per image, so that images needn't be processed."""
+    if not hasattr(processor, "tokenizer"):
+        return encode_chat(processor, messages, **template)["input_ids"][0].tolist()
+    template |= {"chat_template": processor.chat_template, "return_dict": False}
+    return apply_template(processor.tokenizer, messages, template)
+
+
+def apply_template(processor, messages: list[dict], template: dict) -> Any:
+    """Apply the chat template. Errors of the template or of an image processor become a RowError."""
+    try:
+        return processor.apply_chat_template(messages, **template)
+    except (ValueError, jinja2.TemplateError) as error:
+        raise RowError(str(error)) from error
 
 
 def row_columns(row: dict) -> dict[str, Any]:
