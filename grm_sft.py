@@ -1146,7 +1146,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         elif args.resume:
             checkpoint = Path(args.resume).resolve()
         if checkpoint and not (checkpoint / "state/run.pt").is_file():
-            stop(f"can't resume {checkpoint}: it has no file state/run.pt")
+            stop(f"{checkpoint} is not a checkpoint: it has no file state/run.pt")
         if args.resume != "auto" and (run_dir / "args.json").exists():
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ REFUSED = [  # flags of rloo.py or of another script; part of the message
     ({"temperature": 0}, "--temperature (0.0) must be positive"),
     ({"max_turns": 2}, "--max-turns requires --environment"),
     ({"resume": "auto", "run_name": None}, "--resume auto requires --run-name"),
-    ({"resume": "nowhere"}, "--resume nowhere is not a checkpoint"),
+    ({"resume": "nowhere"}, "nowhere is not a checkpoint"),
     ({"model": "nowhere/at-all"}, "can't load the model nowhere/at-all"),
     ({"dataset": "broken.jsonl"}, "broken.jsonl (split train): "),
     ({"dataset": "no_answer.jsonl"}, "has columns prompt: rename yours"),
