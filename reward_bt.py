@@ -186,7 +186,8 @@ def make_pairs(rankings: list[Ranking]) -> Pairs:
         weight = 1 / len(rankings) / len(pairs)
         table += [(chosen, rejected, ranking.margin, weight) for chosen, rejected in pairs]
         start = end
-    chosen, rejected, margins, weights = torch.tensor(table, dtype=torch.float64, device=DEVICE).T
+    table = torch.tensor(table, dtype=torch.float64, device=DEVICE)  # (Q, 4)
+    chosen, rejected, margins, weights = table.T.contiguous()
     return Pairs(chosen.long(), rejected.long(), margins, weights)
 
 

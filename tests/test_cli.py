@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from pathlib import Path
 
 import pytest
 import tyro
@@ -9,6 +10,7 @@ from conftest import write_jsonl
 from test_consistency import blocks_of, each_script, flags_of, source_of
 
 import rloo
+from common import chats
 
 
 def squeeze(text: str) -> str:
@@ -82,7 +84,9 @@ def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, w
 @each_script
 def test_every_flag_is_read_and_every_read_is_a_flag(script):
     flags = flags_of(script).keys()
-    outside = source_of(script).replace(blocks_of(script)["check_args"], "")
+    outside = (
+        source_of(script).replace(blocks_of(script)["check_args"], "") + Path(chats.__file__).read_text()
+    )
     assert flags - {*re.findall(r"\bargs\.(\w+)", outside)} == set()
     assert {*re.findall(r"\bargs\.(?!json)(\w+)", source_of(script))} - flags == set()
 
