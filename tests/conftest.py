@@ -90,13 +90,14 @@ def chat(*contents) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def vqa_rows() -> list[dict]:
-    """40 questions of easy-VQA's test split, about 40 images."""
+    """40 questions of easy-VQA's test split, about 40 images; with columns for each script."""
     import easy_vqa
 
     questions, answers, image_ids = easy_vqa.get_test_questions()
     paths = easy_vqa.get_test_image_paths()
-    chosen = range(0, 4000, 100)
-    return [{"prompt": questions[i], "image": str(paths[image_ids[i]]), "answer": answers[i]} for i in chosen]
+    rows = [(questions[i], str(paths[image_ids[i]]), answers[i]) for i in range(0, 4000, 100)]
+    columns = "prompt image answer chosen rejected answer_1 answer_2 verdict".split()
+    return [dict(zip(columns, (*row, row[2], "purple", row[2], "purple", "1"))) for row in rows]
 
 
 @pytest.fixture(scope="session")
@@ -157,7 +158,8 @@ def argv(tmp_path, vqa):
     """Function from keywords to the command line of a short run in tmp_path/runs/run."""
 
     def build(script: str, **flags) -> list[str]:
-        base = {"model": TINY, "dataset": vqa, "eval_dataset": vqa, "output_dir": tmp_path / "runs", **SHORT}
+        base = {"model": TINY, "dataset": vqa, "eval_dataset": vqa, "eval_datasets": (f"x={vqa}",)}
+        base |= {"output_dir": tmp_path / "runs", **SHORT}
         known = importlib.import_module(script).Args.__dataclass_fields__
         return to_argv({**{name: value for name, value in base.items() if name in known}, **flags})
 

@@ -307,7 +307,7 @@ def test_a_bidirectional_model_is_refused_where_we_sample_and_padded_where_not(r
 
 
 def test_only_errors_of_the_model_lead_to_padded_batches(monkeypatch):
-    """A bug in a script or a fork shows its traceback."""
+    """A bug in a script or a fork shows its traceback, and no memory is no reason to train slowly."""
     model = build("llama")[0]
     prompts = [text_prompt(model)]
     with pytest.raises(KeyError, match="pixel_values"):
@@ -316,6 +316,9 @@ def test_only_errors_of_the_model_lead_to_padded_batches(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(attention, "attend", Mock(side_effect=RuntimeError("no packs, please")))
         assert "(RuntimeError: no packs, please)" in choose_layout(model, prompts)
+        patch.setattr(attention, "attend", Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            choose_layout(model, prompts)
     monkeypatch.setattr(mlp, "forward", lambda self, x: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         choose_layout(model, prompts)

@@ -91,8 +91,6 @@ def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 # ---- the machine, attention, precision ----
-
-
 def test_the_machine(row):
     memory = torch.cuda.get_device_properties(0).total_memory / 1e9
     commit = subprocess.run("git describe --always".split(), cwd=ROOT, capture_output=True, text=True).stdout
@@ -168,8 +166,6 @@ def test_bf16_against_fp32(vqa, row, monkeypatch):
 
 
 # ---- runs ----
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_default_runs(script, launch, row):
     run = launch(script)
@@ -226,8 +222,6 @@ def test_resume(launch, row):
 
 
 # ---- vLLM ----
-
-
 def expect_to_follow(run, sampler: str, row) -> None:
     """By the last steps the policy is far from where it began, and the sampler still agrees with the trainer."""
     *_, last = run.steps
@@ -259,8 +253,6 @@ def test_vllm_server(launch, row, tmp_path, monkeypatch):
 
 
 # ---- memory and speed ----
-
-
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory) -> Path:
     """Random bf16 weights of the shapes of Qwen2.5-VL-3B; its processor scales small images to 448 x 448."""

@@ -169,7 +169,7 @@ def environment(tmp_path) -> dict:
 @pytest.mark.parametrize("dtype", ["float32", *slow("bfloat16")])
 def test_a_run_with_an_environment(dtype, environment, run):
     """The sampler's log-probs of all turns are the trainer's; records and metrics show the turns."""
-    folder = run("rloo", **environment, dtype=dtype, eval_prompts=2, eval_num_samples=1)
+    folder = run("rloo", **environment, dtype=dtype, eval_prompts=2, eval_num_samples=1, total_steps=1)
     for step in metrics_of(folder)[1:]:
         assert step["sampling/logprob_diff_mean"] < (1e-6 if dtype == "float32" else 0.05)
         assert 1 < step["rollout/turns_mean"] <= 3 and step["reward_metrics/turns"] > 0

@@ -5,7 +5,6 @@ import functools
 import re
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -93,10 +92,6 @@ def hide(monkeypatch, is_visible) -> None:
     monkeypatch.setattr(attention.ModelMask, "bucket_mask", narrow)
 
 
-def shorten_windows(monkeypatch, batch) -> None:
-    hide(monkeypatch, lambda index, q, k: q - k < 7)  # the window is 8
-
-
 def swap_token_types(monkeypatch, batch) -> None:
     for prompt in batch.prompts:
         prompt.next_inputs["token_type_ids"] = 1 - prompt.next_inputs["token_type_ids"]
@@ -153,7 +148,6 @@ BREAKAGES = [  # and a part of the warning, or of the error that ends the run
     ("qwen2_5_vl", let_responses_see_each_other, WRONG),
     ("qwen2_5_vl", shift_positions_after_images, WRONG),
     ("qwen2_5_vl", shift_positions_after_observations, WRONG),
-    ("mistral", shorten_windows, WRONG),
     ("paligemma", swap_token_types, WRONG),
     ("gemma3", reverse_media, WRONG),
     ("llama", add_a_constant, "its outputs change by 5.0e-03"),
@@ -190,13 +184,6 @@ def test_the_check_notices_with_the_bundled_model_in_bf16(_, break_it, reason, v
     prompts = [data.encode(i) for i in range(12)]
     batch = SimpleNamespace(model=model, processor=processor, prompts=prompts)
     test_the_check_notices("", break_it, reason, lambda family: batch, monkeypatch, capsys)
-
-
-def test_out_of_memory_ends_the_run(batch_of, monkeypatch):
-    """It is no reason to train slowly."""
-    monkeypatch.setattr(attention, "attend", Mock(side_effect=torch.OutOfMemoryError))
-    with pytest.raises(torch.OutOfMemoryError):
-        check(batch_of("llama"))
 
 
 def test_the_check_notices_what_only_long_packs_or_responses_show(batch_of, monkeypatch):
@@ -245,18 +232,6 @@ def test_attention_equals_separate_sequences(kv_heads, scaling, form):
     outputs = separate, attention.packed_attention(None, *qkv, **how)[0]
     results = [(x, *torch.autograd.grad((x * weight.transpose(1, 2)).sum(), qkv)) for x in outputs]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("queries", [1, 5])
-def test_on_a_gpu_sdpa_never_gets_a_mask_and_grouped_heads(queries, monkeypatch):
-    """It would fall back to the kernel that stores all scores. Keys are not copied for a single query."""
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", sdpa := Mock())
-    with torch.device("meta"):  # any device but the CPU
-        q, k, mask = torch.empty(2, 4, queries, 8), torch.empty(2, 2, 7, 8), torch.empty(2, 1, queries, 7)
-        attention.attend(q, k, k, mask, None)
-    (query, key, value, attn_mask), options = sdpa.call_args
-    assert query.shape[1] == key.shape[1] == (2 if queries == 1 else 4) and not options["enable_gqa"]
-    assert value.shape == key.shape and attn_mask is mask
 
 
 # ---- planning ----
@@ -314,16 +289,6 @@ def test_positions_after_a_long_video(batch_of):
     torch.testing.assert_close(sampled.logprobs, expected, atol=1e-4, rtol=0)
     moved = packing.to_device(inputs | {"position_ids": torch.tensor([[300.5]])}, model.bfloat16())
     assert moved["second_per_grid_ts"] == torch.tensor([100 / 3]) and moved["position_ids"].item() == 300.5
-
-
-def test_a_prompt_may_limit_its_responses(batch_of):
-    """As those of later turns do, which have only the room that is left."""
-    batch = batch_of("llama")
-    prompts = [replace(p, max_new_tokens=n) for p, n in zip(batch.prompts, (3, None, 20))]
-    for layout in ("packed", "sdpa"):
-        packing.set_attention(batch.model, layout)
-        responses = decoding.generate(batch.model, prompts, 2, 9, [-1], TEMPERATURE, max_tokens=1000)
-        assert [len(x.token_ids) for x in responses] == [3, 3, 9, 9, 9, 9]
 
 
 def test_long_prefills_are_split(batch_of):

@@ -16,7 +16,6 @@ import rloo
 from common import attention
 from common.packing import Prompt
 
-PAIRS = {"dataset": "easy-vqa", "eval_dataset": None, "micro_batch_tokens": 8192}
 NUM_LAYERS = 4  # of the tiny model
 
 
@@ -57,8 +56,8 @@ def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tm
 RUNS = [
     ("rloo", {"zero_stage": 2, "lora_rank": 4}),
     ("ppo_vl", {}),
-    ("reward_bt", PAIRS | {"lora_rank": 4, "gradient_checkpointing": True}),
-    ("grm_sft", PAIRS | {"zero_stage": 3, "offload_optimizer": True}),
+    ("reward_bt", {"lora_rank": 4, "gradient_checkpointing": True}),
+    ("grm_sft", {"zero_stage": 3, "offload_optimizer": True}),
 ]
 
 
@@ -81,12 +80,20 @@ def test_varlen_attention_needs_ampere_and_values_as_wide_as_queries(monkeypatch
         assert not attention.can_use_varlen(q, q, mask)
 
 
-def test_heads_that_share_a_key_head_decode_as_its_queries():
-    q, k, v, mask = (torch.randn(2, *shape) for shape in ((6, 1, 8), (2, 7, 8), (2, 7, 8), (1, 1, 7)))
+@pytest.mark.parametrize("queries", [1, 5])
+def test_heads_that_share_a_key_head(queries, spy):
+    """SDPA gets no mask with grouped heads: it would fall back to the kernel that stores all scores. Keys are not
+    copied for a single query."""
+    q, k, v, mask = (
+        torch.randn(2, *shape) for shape in ((6, queries, 8), (2, 7, 8), (2, 7, 8), (1, queries, 7))
+    )
     expected = attention.attend(q, k, v, mask > -1, None)  # on the CPU, SDPA gets enable_gqa
+    calls = spy(attention.F, "scaled_dot_product_attention")
     with pretend(rloo):
         result = attention.attend(*(x.to("cuda") for x in (q, k, v, mask > -1)), None).cpu()
     torch.testing.assert_close(result, expected)
+    [((query, key, *_), options, _)] = calls
+    assert query.shape[1] == key.shape[1] == (2 if queries == 1 else 6) and not options["enable_gqa"]
 
 
 @pytest.mark.slow

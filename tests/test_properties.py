@@ -163,26 +163,33 @@ def test_packs(family, examples, models_of):
 @cases(quick=8, many=100)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoder(family, examples, models_of):
-    """Log-probs of sampled tokens equal teacher forcing, and responses end at an EOS or the limit."""
+    """Log-probs of sampled tokens equal teacher forcing, and responses end at an EOS or the limit. Prompts may have
+    lower limits, as those of later turns do."""
     unmodified, packed, pool = models_of(family)
 
     def property_(case: dict) -> None:
         G, R = case["G"], case["max_length"]
         chosen = [pool[index % len(pool)] for index in case["indices"]]
         prompts = [replace(prompt, seed=case["seed"] + i) for i, prompt in enumerate(chosen)]
+        prompts[0].max_new_tokens = case["lower_limit"]
+        model = packed if case["packed"] else unmodified
         is_eos = torch.rand(501, generator=seeded(case["seed"])) < case["eos_share"]
         eos_ids = is_eos.index_fill(0, torch.tensor(500), True).nonzero()[:, 0].tolist()
-        responses = decoding.generate(packed, prompts, G, R, eos_ids, case["temperature"], case["max_tokens"])
+        responses = decoding.generate(model, prompts, G, R, eos_ids, case["temperature"], case["max_tokens"])
         assert len(responses) == len(prompts) * G
         for b, response in enumerate(responses):
             ends = torch.isin(response.token_ids, torch.tensor(eos_ids))
             assert not ends[:-1].any() and ends[-1] != response.truncated
-            assert len(response.token_ids) == R or not response.truncated
+            limit = min(R, prompts[b // G].max_new_tokens or R)
+            assert (
+                len(response.token_ids) == limit if response.truncated else len(response.token_ids) <= limit
+            )
             temperature = case["temperature"] or 1.0
             logp = unmodified_logprobs(unmodified, prompts[b // G].inputs, response.token_ids, temperature)
             torch.testing.assert_close(response.logprobs, logp, atol=1e-4, rtol=0)
 
     fields = {"indices": st.lists(st.integers(0, 99), min_size=1, max_size=5), "G": st.integers(1, 4)}
+    fields |= {"packed": st.sampled_from([True] * 5 + [False]), "lower_limit": st.sampled_from([None, 1, 5])}
     fields |= {"max_length": st.integers(1, 16), "eos_share": st.sampled_from([0.0, 0.05, 0.2, 0.6])}
     fields |= {"max_tokens": st.sampled_from([1, 100, 1000])}  # a pack per prompt, some packs, one pack
     with torch.no_grad():

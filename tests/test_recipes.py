@@ -52,17 +52,6 @@ def module_of(script: str, folder: Path):
     return importlib.import_module(script) if script in SCRIPTS else test_forks.load(folder, *patches)
 
 
-@pytest.fixture(scope="module")
-def data(vqa_rows, tmp_path_factory) -> dict[str, str]:
-    """One file per script, in the format that the page describes."""
-    rows = vqa_rows[:8]
-    pairs = [row | {"chosen": row["answer"], "rejected": "purple"} for row in rows]
-    judged = [{"answer_2": "purple", "verdict": 1, "answer_1": x["chosen"], **x} for x in pairs]
-    tables = {"rloo": rows, "grpo": rows, "ppo_vl": rows, "reward_bt": pairs, "grm_sft": judged}
-    folder = tmp_path_factory.mktemp("recipes")
-    return {script: write_jsonl(folder / f"{script}.jsonl", table) for script, table in tables.items()}
-
-
 def test_show_prints_metrics_and_means(tmp_path):
     steps = [{"train/step": step, "score": step / 8} for step in range(1, 17)]
     steps[1] |= {"objective/kl": 0.6, "rollout/response_length_mean": 12}
@@ -73,7 +62,7 @@ def test_show_prints_metrics_and_means(tmp_path):
     assert len(printed) == 19 and printed[17] == "score: first ten 0.688, last ten 1.44, median 1.06"
 
 
-def test_my_reward(tmp_path):
+def test_my_reward(tmp_path, monkeypatch, capsys):
     reward = runpy.run_path(MY_REWARD)["accuracy"]
     right = {"Answer: dog\nNo.\nAnswer: **Cat.**": " cat.", "Answer: (b).": "B", "Answer: 1,000.0": 1000}
     right |= {"So the answer: it is three. Answer: 3": 3, "**Answer**: 3": "3", "Answer: '`B`'": "b"}
@@ -85,11 +74,11 @@ def test_my_reward(tmp_path):
     assert rewards == [1.0] * 8 + [0.0] * 8 and reported == [("answered", 14 / 16)]
     rows = [{"prompt": "?", "answer": "3"}, {"prompt": "", "answer": "3"}, {"prompt": "?", "answer": None}]
     flags = ["--dataset", write_jsonl(tmp_path / "rows.jsonl", rows), "--rewards", f"{MY_REWARD}:accuracy"]
-    command = [sys.executable, str(ROOT / "examples/check_data.py"), *flags]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "row 1 is skipped" in result.stderr and result.stdout.endswith("answer gets no reward [2]\n")
-    result = subprocess.run([*command, "--rows", "1"], capture_output=True, text=True, check=True)
-    assert " of 1 checked rows can be used; the dataset has 3\n" in result.stdout
+    for more, words in (([], "answer gets no reward [2]\n"), (["--rows", "1"], "the dataset has 3\n")):
+        monkeypatch.setattr(sys, "argv", ["check_data.py", *flags, *more])
+        runpy.run_path(str(ROOT / "examples/check_data.py"))
+        out, error = capsys.readouterr()
+        assert words in out and ("row 1 is skipped" in error or " of 1 checked rows can be used" in out)
 
 
 def test_math_compares_the_last_answer(monkeypatch):
@@ -101,19 +90,19 @@ def test_math_compares_the_last_answer(monkeypatch):
 
 
 @pytest.fixture
-def args(script, flags, data, tmp_path):
-    """The flags of a command with the tiny model, this data and small batches, without W&B."""
+def args(script, flags, vqa, tmp_path):
+    """The flags of a command with the tiny model, small data and small batches, without W&B."""
     args = tyro.cli(module_of(script, tmp_path).Args, args=flags)
     args.track, args.columns = "off", ()
     sizes = BATCH_SIZES | {"total_steps": min(1, args.total_steps)}  # 0 evaluates a checkpoint
     vars(args).update({name: size for name, size in sizes.items() if hasattr(args, name)})
-    args.model, args.dataset, args.output_dir = TINY, data[script], str(tmp_path / "runs")
+    args.model, args.dataset, args.output_dir = TINY, vqa, str(tmp_path / "runs")
     if hasattr(args, "rewards"):
         args.rewards = (f"{MY_REWARD}:accuracy",)  # also for `math`: math-verify is not installed here
     if hasattr(args, "eval_datasets"):
-        args.eval_datasets = tuple(f"{x.partition('=')[0]}={data[script]}" for x in args.eval_datasets)
+        args.eval_datasets = tuple(f"{x.partition('=')[0]}={vqa}" for x in args.eval_datasets)
     elif args.eval_dataset:
-        args.eval_dataset = data[script]
+        args.eval_dataset = vqa
     return args
 
 

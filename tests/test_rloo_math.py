@@ -133,6 +133,7 @@ def fake():
     """args, run and data for collect_rollout: each response is the number of its row and of its sample."""
 
     def generate(prompts, num_samples, temperature):
+        sampler.seeds.extend(prompt.seed for prompt in prompts)
         ids = [[10 + p.row_id, 20 + j] for p in prompts for j in range(num_samples)]
         return [Response(torch.tensor(i), torch.zeros(2), truncated=i[1] == 21) for i in ids]
 
@@ -146,7 +147,8 @@ def fake():
     decode = lambda ids, **options: [" ".join(map(str, x.tolist())) for x in ids]  # noqa: E731
     tokenizer = SimpleNamespace(batch_decode=decode)
     data = SimpleNamespace(source="data", rows=range(6), tokenizer=tokenizer, try_encode=try_encode)
-    run = SimpleNamespace(sampler=SimpleNamespace(generate=generate), eval_data=data, state={"step": 0})
+    sampler = SimpleNamespace(generate=generate, seeds=[])
+    run = SimpleNamespace(sampler=sampler, eval_data=data, state={"step": 0})
 
     def own(texts, answer, log_metric, **columns):
         log_metric("m", float(answer[0]))
@@ -172,6 +174,8 @@ def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     only_rating = replace(args, reward_weights=(0.0, 1.0))  # a weight of 0: for logs only
     scores = rloo.collect_rollout(only_rating, run, data, [1, 2], 1, temperature=1.0, step=1).scores
     assert scores.isnan().tolist() == [[True], [False]]  # no reward applies to row 1
+    rloo.collect_rollout(args, run, data, [1, 7], 1, temperature=1.0, step=1)
+    assert len({*run.sampler.seeds[-2:]}) == 2, "a row that occurs twice gets different responses"
 
 
 def test_only_errors_of_a_row_skip_a_row(fake, capsys, refused, text_data, monkeypatch):

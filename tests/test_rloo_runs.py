@@ -84,34 +84,21 @@ def test_the_update_uses_the_rollout_and_the_flags(run, any_score, spy, monkeypa
         # Old log-probs come from the packs of the first pass, two mini-batches. Then there are two passes.
         *before, first, second, third, fourth = packs[-12:][6 * step :][:6]
         assert before == [first, second]
-        updates = first, second, third, fourth
+        updates, gain = (first, second, third, fourth), 0.0
         assert metrics["policy/clipfrac_first"] == 0
         for pack in updates:
             keywords = losses.pop(0)
             assert (keywords["clip_low"], keywords["clip_high"]) == (0.2, 0.3)
             assert torch.equal(keywords["advantages"], advantages.flatten()[pack.response_index])
             assert torch.equal(keywords["old_logprobs"], old_logprobs[pack.token_index])
+            logratio = (keywords["new_logprobs"] - keywords["old_logprobs"]).detach()
+            gain += float(logratio @ keywords["advantages"][keywords["response_of_token"]])
+        assert gain > 0.1, "what was rewarded becomes more likely"
         first, second, third, fourth = (set(pack.response_index.tolist()) for pack in updates)
         assert first | second == third | fourth == set(kept.flatten().nonzero()[:, 0].tolist())
         assert not first & second
         if step == 0:
             assert first not in (third, fourth), "each pass has other mini-batches"
-
-
-def test_the_second_pass_favors_what_was_rewarded(run, any_score, spy):
-    """sum(A * logratio) on the same responses: 0.5 here; 0 if the ratio has no gradient, -0.5 if loss ascends."""
-    losses = spy(rloo, "compute_rloo_loss")
-    flags = {"eval_dataset": None, "learning_rate": 1e-4, "warmup_updates": 0, "kl_coef": 0.0}
-    run_dir = run("rloo", train_batch_size=16, total_steps=1, **flags, **any_score)
-    gains = []
-    for _, keywords, _ in losses:
-        difference = (keywords["new_logprobs"] - keywords["old_logprobs"]).detach()
-        zeros = torch.zeros_like(keywords["advantages"])
-        logratio = zeros.index_add(0, keywords["response_of_token"], difference)
-        gains.append(float((logratio * keywords["advantages"]).sum()))
-    assert abs(gains[0]) < 1e-4 and gains[1] > 0.05
-    metrics = metrics_of(run_dir)[0]
-    assert metrics["policy/approx_kl"] > 0 and "objective/kl" not in metrics  # there is no reference
 
 
 @pytest.fixture
@@ -184,8 +171,9 @@ def test_text_models_and_a_custom_sampler(run, tiny_text_model, tmp_path):
     plug = f"{tmp_path}/plug.py"
     flags = {"sampler": f"{plug}:Mine", "rewards": [f"{plug}:brief"], "reward_weights": [1]}
     data = write_jsonl(tmp_path / "text.jsonl", rows)
-    run_dir = run("rloo", model=tiny_text_model, dataset=data, eval_dataset=data, **flags)
+    run_dir = run("rloo", model=tiny_text_model, dataset=data, eval_dataset=data, kl_coef=0.0, **flags)
     last = metrics_of(run_dir)[-1]
+    assert "objective/kl" not in last, "there is no reference"
     assert last["reward_metrics/train/step"] == 1, "step 2 samples with the weights of step 1"
     assert last["train/step"] == 2 and "reward/brief" in last
     assert all(record["prompt"].startswith("Say ") for record in read_jsonl(run_dir / "samples.jsonl"))
@@ -274,14 +262,6 @@ def test_adapters_are_trained_after_the_reference_pass(run, spy, any_score):
     actor = saves[0][0][1].actor
     assert actor.zero_cpu_offload()
     assert all(x.requires_grad == (".lora_" in name) for name, x in actor.module.model.named_parameters())
-
-
-def test_a_row_that_occurs_twice_in_a_rollout_gets_different_responses(run, tmp_path, vqa_rows, spy):
-    rollouts = spy(rloo, "collect_rollout")
-    run("rloo", dataset=write_jsonl(tmp_path / "one.jsonl", vqa_rows[:1]), eval_dataset=None, total_steps=1)
-    _, _, rollout = rollouts[0]
-    texts = [tuple(x.input_ids.tolist()) for x in rollout.responses]
-    assert len({*zip(*[iter(texts)] * 4)}) == 4 and {prompt.row_id for prompt in rollout.prompts} == {0}
 
 
 @pytest.mark.slow
