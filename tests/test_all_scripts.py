@@ -20,8 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import decoding, packing
 
-each_script = pytest.mark.parametrize("script", ["rloo", "ppo_vl", *slow("reward_bt", "grm_sft")])
-each_policy = pytest.mark.parametrize("script", ["rloo", "ppo_vl"])
+each_script = pytest.mark.parametrize("script", ["rloo", "reward_bt", *slow("ppo_vl", "grm_sft")])
+each_policy = pytest.mark.parametrize("script", ["rloo", *slow("ppo_vl")])
 
 
 @pytest.fixture

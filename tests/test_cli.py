@@ -84,9 +84,8 @@ def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, w
 @each_script
 def test_every_flag_is_read_and_every_read_is_a_flag(script):
     flags = flags_of(script).keys()
-    outside = (
-        source_of(script).replace(blocks_of(script)["check_args"], "") + Path(chats.__file__).read_text()
-    )
+    outside = source_of(script).replace(blocks_of(script)["check_args"], "")
+    outside += Path(chats.__file__).read_text()
     assert flags - {*re.findall(r"\bargs\.(\w+)", outside)} == set()
     assert {*re.findall(r"\bargs\.(?!json)(\w+)", source_of(script))} - flags == set()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tyro
-from conftest import ROOT, SCRIPTS, SHORT, read_jsonl
+from conftest import ROOT, SCRIPTS, read_jsonl
 from test_consistency import each_script, source_of
 from torch.distributed.run import get_args_parser
 
@@ -136,13 +136,9 @@ def documented(script: str) -> set[str]:
 
 @pytest.mark.slow
 @each_script
-def test_the_table_of_metrics_is_what_a_run_writes(script, tmp_path):
+def test_the_table_of_metrics_is_what_a_run_writes(script, run):
     """The table has every key that a run writes. Keys that need a flag are at least in the script."""
-    module = importlib.import_module(script)
-    flags = {name: value for name, value in SHORT.items() if hasattr(module.Args, name)}
-    module.main(module.Args(output_dir=str(tmp_path), **flags))
-    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    written = {key for line in lines for key in line}
+    written = {key for line in read_jsonl(run(script) / "metrics.jsonl") for key in line}
     known = documented(script)
     assert {key for key in written if not any(fnmatch.fnmatch(key, pattern) for pattern in known)} == set()
     absent = {pattern for pattern in known if not fnmatch.filter(written, pattern)}

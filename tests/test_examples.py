@@ -130,11 +130,12 @@ def test_zoom(tmp_path):
     assert all(len(chat["images"]) == len(chat["messages"]) / 2 for chat in rows["demonstrations"])
 
 
+ENVIRONMENTS = [("guess_number.py", "GuessNumber", "right_guess", "game")]
+ENVIRONMENTS += [("zoom.py", "Zoom", "calls", "train")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "file, environment, reward, data",
-    [("guess_number.py", "GuessNumber", "right_guess", "game"), ("zoom.py", "Zoom", "calls", "train")],
-)
+@pytest.mark.parametrize("file, environment, reward, data", ENVIRONMENTS)
 def test_environments_train(file, environment, reward, data, tmp_path, run):
     make(file, tmp_path, "data")
     flags = {"dataset": tmp_path / f"data/{data}.jsonl", "eval_dataset": None, "max_response_length": 160}

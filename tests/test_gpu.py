@@ -4,7 +4,6 @@ import copy
 import functools
 import importlib.util
 import itertools
-import json
 import math
 import os
 import re
@@ -29,7 +28,6 @@ from tools import memory
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU")]
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
 DEVICE = "cuda"
 SMALL = {"total_steps": 3, "prompts_per_rollout": 8, "train_batch_size": 32, "eval_prompts": 16}
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -252,7 +250,7 @@ def test_vllm_server(launch, row, tmp_path, monkeypatch):
         server.stop()
 
 
-# ---- memory and speed ----
+# ---- memory ----
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory) -> Path:
     """Random bf16 weights of the shapes of Qwen2.5-VL-3B; its processor scales small images to 448 x 448."""
@@ -303,15 +301,3 @@ def test_a_model_of_3e9_parameters(what, flags, launch, row, large_model, vqa):
     row(f"`rloo.py`, 3.75e9 parameters, {what}", text)
     assert ("packing enabled" in run.out) == ("padded" not in what)
     assert "padded" in what or run.peak == pytest.approx(expected, rel=0.3)
-
-
-@needs_trl
-@pytest.mark.parametrize("case", ["vlm_64", "vlm_lora"])
-def test_speed_against_trl(case, row, tmp_path, large_model):
-    model = {"vlm_64": TINY, "vlm_lora": large_model}[case]
-    command = f"{ROOT}/tools/bench.py rloo --cases {case} --vlm {model} --output {tmp_path} --trl-python {sys.executable}"
-    subprocess.run([sys.executable, *command.split()], check=True, timeout=500)
-    (result,) = json.loads((tmp_path / "results.json").read_text())["results"]
-    for part, unit in (("step", "s"), ("memory", "bytes")):
-        ours, theirs, ratio = (result[f"{part}_{name}"] for name in ("cleanrft", "trl", "ratio"))
-        row(f"`rloo.py` and TRL, {case}, {part}", f"{ours:.3g} {unit}, {theirs:.3g} {unit}: {ratio:.2f}")

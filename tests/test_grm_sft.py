@@ -60,15 +60,11 @@ def tiny_vl() -> tuple:
     return grm_sft.load_model(ARGS, TINY).eval(), processor, processor.tokenizer
 
 
-def flags_for(source: str) -> dict:
-    flags = {"dataset": source, "eval_dataset": source, "eval_dataset_split": "train", "video_fps": 4.0}
-    flags |= {"train_batch_size": 6, "micro_batch_tokens": 4096}
-    return flags | {"warmup_updates": 0, "learning_rate": 1e-4}
-
-
 @pytest.fixture
 def grm(run, judged):
-    return lambda **flags: run("grm_sft", **flags_for(judged) | flags)
+    base = {"dataset": judged, "eval_dataset": judged, "video_fps": 4.0, "train_batch_size": 6}
+    base |= {"micro_batch_tokens": 4096, "warmup_updates": 0, "learning_rate": 1e-4}
+    return lambda **flags: run("grm_sft", **base | flags)
 
 
 def encode(tiny_vl, row: dict, example_id: int = 0, training: bool = False) -> grm_sft.Example:

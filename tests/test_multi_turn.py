@@ -94,10 +94,8 @@ def packed_logprobs(model, prompts, responses, temperature: float = 1.0) -> torc
     """Log-probs of the model's own tokens, response by response. Each prompt has as many responses."""
     G = len(responses) // len(prompts)
     groups = [(i, [*range(i * G, i * G + G)]) for i in range(len(prompts))]
-    inputs = [
-        x.continuation or packing.continue_prompt(prompts[b // G], x.token_ids)
-        for b, x in enumerate(responses)
-    ]
+    pairs = zip(responses, [prompt for prompt in prompts for _ in range(G)])
+    inputs = [x.continuation or packing.continue_prompt(prompt, x.token_ids) for x, prompt in pairs]
     masks = torch.nn.utils.rnn.pad_sequence([x.response_mask for x in inputs], batch_first=True)
     table = torch.full(masks.shape, torch.nan)
     for pack in packing.iter_rank_packs(model, groups, prompts, inputs, 4000):
@@ -121,11 +119,8 @@ def test_trajectories_equal_the_unmodified_model_on_the_whole_chat(family, folde
     whole = make_trajectories(prompts, model, processor)
     assert [len(x.messages) for x in whole] == [5] * 4 and not any(x.truncated for x in whole)
     assert max(int((~x.continuation.response_mask).sum()) for x in whole) > 200
-    starts = [
-        int((~whole[0].continuation.response_mask).nonzero()[0]),
-        int((~whole[0].continuation.response_mask).nonzero()[-1]) + 1,
-    ]
-    for limit in (2000, starts[0] - 1, starts[1] + 2):
+    observed = (~whole[0].continuation.response_mask).nonzero()[:, 0].tolist()
+    for limit in (2000, observed[0] - 1, observed[-1] + 3):
         responses = make_trajectories(prompts, model, processor, max_length=limit)
         pairs = zip(prompts, responses)
         expected = torch.cat([whole_logprobs(unmodified, processor, *pair) for pair in pairs])
@@ -228,20 +223,17 @@ def test_limits_and_seeds():
     assert [len(x.environment.texts) for x in responses] == [3, 3]  # the last turn's observation is ignored
     turns, overflows = "rollout/turns_mean", "rollout/observation_overflow_frac"
     assert sampler.logged_values == [(turns, 3), (turns, 3), (overflows, 0), (overflows, 0)]
-    whole = responses[0]
-    last_turn = int(whole.continuation.response_mask.flip(0).long().argmin())  # tokens
-    room = 2000 - (len(whole.token_ids) - last_turn)
+    whole, mask = responses[0], responses[0].continuation.response_mask
+    room = 2000 - (len(mask) - int(mask.flip(0).long().argmin()))  # without the last turn's tokens
     assert [[turn.max_new_tokens for turn in calls[k]] for k in (0, 2)] == [[None], [room, room]]
-    first = int((~whole.continuation.response_mask).nonzero()[0])  # tokens of the first turn
-    second = int(whole.continuation.response_mask[first:].nonzero()[0]) + first
+    first = int((~mask).nonzero()[0])  # tokens of the first turn
+    second = int(mask[first:].nonzero()[0]) + first
     for limit in range(1, second + 4):
         sampler = make(max_length=limit)
         [response] = sampler.generate([prompt], 1, 1.0)
-        R = len(response.token_ids)
+        R, mask = len(response.token_ids), response.continuation.response_mask
         assert response.truncated and torch.equal(response.token_ids, whole.token_ids[:R])
-        assert (
-            response.continuation.response_mask[0] and response.continuation.response_mask[-1] and R <= limit
-        )
+        assert mask[0] and mask[-1] and R <= limit
         overflow = first <= limit <= second
         assert sampler.logged_values[1:] == [(overflows, overflow)] or limit > second
         assert R == (first if overflow else min(limit, second + 1))  # the second turn is one token

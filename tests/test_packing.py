@@ -291,21 +291,6 @@ def test_positions_after_a_long_video(batch_of):
     assert moved["second_per_grid_ts"] == torch.tensor([100 / 3]) and moved["position_ids"].item() == 300.5
 
 
-def test_long_prefills_are_split(batch_of):
-    """No pack of prompts exceeds max_tokens. That sampling stays the same: test_properties.py."""
-    batch = batch_of("qwen2_5_vl")
-    packing.set_attention(batch.model, "packed")
-    lengths = []
-    embed = batch.model.get_input_embeddings()
-    embed.register_forward_hook(lambda module, args, output: lengths.append(args[0].numel()))
-    max_tokens = max(prompt.length for prompt in batch.prompts)
-    with torch.no_grad():
-        decoding.prefill(batch.model, batch.prompts, 2, max_tokens)
-        assert len(lengths) > 1 and max(lengths) <= max_tokens
-        decoding.prefill(batch.model, batch.prompts, 2, 10_000)
-    assert lengths[-1] == sum(lengths[:-1])
-
-
 def test_inputs_of_responses(batch_of):
     """Responses get the values of text, even if the prompt ends in an image."""
     model = batch_of("qwen2_5_vl").model

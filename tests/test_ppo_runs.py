@@ -90,15 +90,16 @@ def test_each_model_has_its_own_loss(run, spy):
 
 FLAGS = [{"kl_coef": 1.0, "temperature": 1.3, "whiten_advantages": False, "reward_clip": (0.3, 0.6)}]
 FLAGS += [{"gamma": 0.9, "mask_truncated": True, "num_samples_per_prompt": 1, "max_response_length": 7}]
+FLAGS[0] |= {"gae_lambda": 0.7}
 
 
-@pytest.mark.parametrize("flags", [{"gae_lambda": 0.7}, *FLAGS])
+@pytest.mark.parametrize("flags", FLAGS)
 def test_advantages_are_those_of_the_flags(run, spy, watch_steps, flags):
     losses = spy(ppo_vl, "compute_policy_loss")
-    args = tyro.cli(ppo_vl.Args, args=conftest.to_argv({"prompts_per_rollout": 16} | flags))
-    prompts = 16 // args.num_samples_per_prompt if "num_samples_per_prompt" in flags else 4
-    short = {"max_response_length": 5, "clip_coef_high": 0.3, "prompts_per_rollout": prompts}
-    metrics = metrics_of(run(**FAST | short | flags))
+    flags = {"num_samples_per_prompt": 4, "max_response_length": 5, "clip_coef_high": 0.3} | flags
+    flags["prompts_per_rollout"] = 16 // flags["num_samples_per_prompt"]
+    args = tyro.cli(ppo_vl.Args, args=conftest.to_argv(flags))
+    metrics = metrics_of(run(**FAST | flags))
     step = watch_steps()[1]  # its KL is not 0, nor are its values
     mask, scores, truncated = step.mask, step.rollout.scores, step.rollout.truncated
     kept = ~truncated if args.mask_truncated else torch.ones_like(truncated)

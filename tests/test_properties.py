@@ -162,12 +162,14 @@ def test_packs(family, examples, models_of):
 
 @cases(quick=8, many=100)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoder(family, examples, models_of):
+def test_decoder(family, examples, models_of, spy):
     """Log-probs of sampled tokens equal teacher forcing, and responses end at an EOS or the limit. Prompts may have
     lower limits, as those of later turns do."""
     unmodified, packed, pool = models_of(family)
+    packs = spy(packing, "build_packed")  # of prompts
 
     def property_(case: dict) -> None:
+        packs.clear()
         G, R = case["G"], case["max_length"]
         chosen = [pool[index % len(pool)] for index in case["indices"]]
         prompts = [replace(prompt, seed=case["seed"] + i) for i, prompt in enumerate(chosen)]
@@ -176,7 +178,9 @@ def test_decoder(family, examples, models_of):
         is_eos = torch.rand(501, generator=seeded(case["seed"])) < case["eos_share"]
         eos_ids = is_eos.index_fill(0, torch.tensor(500), True).nonzero()[:, 0].tolist()
         responses = decoding.generate(model, prompts, G, R, eos_ids, case["temperature"], case["max_tokens"])
-        assert len(responses) == len(prompts) * G
+        assert len(responses) == len(prompts) * G and len(packs) >= case["packed"]
+        limit = max(case["max_tokens"], *(prompt.length for prompt in prompts))
+        assert all(pack.model_inputs["input_ids"].numel() <= limit for _, _, pack in packs)
         for b, response in enumerate(responses):
             ends = torch.isin(response.token_ids, torch.tensor(eos_ids))
             assert not ends[:-1].any() and ends[-1] != response.truncated

@@ -108,10 +108,7 @@ def encode(rows_of):
     def build(*rows: dict, **flags):
         data = rows_of(list(rows), **flags)[1].train_data
         rankings = data.encode_all(range(len(rows)))
-        ids = [
-            [torch.cat([x.prompt.input_ids, response.input_ids]) for response in x.responses]
-            for x in rankings
-        ]
+        ids = [[torch.cat([x.prompt.input_ids, y.input_ids]) for y in x.responses] for x in rankings]
         return rankings, [data.processor.batch_decode(chats) for chats in ids]
 
     return build

@@ -121,9 +121,8 @@ IN_EVALUATION = {"eval_steps": 1}, "step == 0 and 1 in steps", [0, 1]
 
 
 @pytest.mark.parametrize("flags, condition, logged", [IN_TRAINING, IN_EVALUATION])
-def test_a_reward_that_raises_loses_nothing_and_shows_its_traceback(
-    run, tmp_path, failing, flags, condition, logged
-):
+def test_a_reward_that_raises_loses_nothing(run, tmp_path, failing, flags, condition, logged):
+    """And shows its traceback."""
     with pytest.raises(ZeroDivisionError, match="a bug of my reward") as raised:
         run("rloo", **flags, **failing(condition))
     assert raised.traceback[-1].name == "fails"
