@@ -48,12 +48,6 @@ def rows(tmp_path_factory) -> list[dict]:
     ]
 
 
-@pytest.fixture
-def judged(rows, tmp_path) -> str:
-    """These rows as a file: 8 rows, 14 examples."""
-    return write_jsonl(tmp_path / "judged.jsonl", rows)
-
-
 @pytest.fixture(scope="module")
 def tiny_vl() -> tuple:
     processor = transformers.AutoProcessor.from_pretrained(TINY)
@@ -61,7 +55,9 @@ def tiny_vl() -> tuple:
 
 
 @pytest.fixture
-def grm(run, judged):
+def grm(run, rows, tmp_path):
+    """A run on these rows: 14 examples."""
+    judged = write_jsonl(tmp_path / "judged.jsonl", rows)
     base = {"dataset": judged, "eval_dataset": judged, "video_fps": 4.0, "train_batch_size": 6}
     base |= {"micro_batch_tokens": 4096, "warmup_updates": 0, "learning_rate": 1e-4}
     return lambda **flags: run("grm_sft", **base | flags)
@@ -260,15 +256,18 @@ def make_judge() -> grm_sft.Judge:
     return judge
 
 
-def make_run(judge, **known) -> grm_sft.Run:
+def make_run(**known) -> grm_sft.Run:
     """The fields that iter_packs and evaluate use."""
-    known |= {"judge": torch.nn.ModuleDict({"module": judge}), "sampling_model": judge.model}
+    known |= {
+        "judge": torch.nn.ModuleDict({"module": (judge := make_judge())}),
+        "sampling_model": judge.model,
+    }
     return grm_sft.Run(**dict.fromkeys(grm_sft.Run.__dataclass_fields__) | known)
 
 
-def test_packs_share_images(tiny_vl, rows, judged):
-    judge = make_judge()
-    run = make_run(judge, train_data=load(tiny_vl, judged, training=True))
+def test_packs_share_images(tiny_vl, rows, tmp_path):
+    source = write_jsonl(tmp_path / "judged.jsonl", rows)
+    run = make_run(train_data=load(tiny_vl, source, training=True))
     grm_sft.gather_examples(run.train_data, [0])  # its prefix is not kept
     examples = grm_sft.gather_examples(run.train_data, [8, 9, 10, 11])  # one image
     (pack,) = grm_sft.iter_packs(ARGS, run, examples)
@@ -370,33 +369,24 @@ def make_record(example_id: int, label: str | None, verdict: str | None, **other
 LEAKS = {"accuracy": "yes", "correct": 0, "soft_correct": None, "loss": "high", "tie": True, "length": 99}
 
 
-@pytest.fixture
-def evaluate(tiny_vl, rows, tmp_path, monkeypatch):
-    """Evaluate a pair whose first candidate is better, and a chat, with given verdicts of the pair."""
-    source = write_jsonl(tmp_path / "rows.jsonl", [rows[0] | LEAKS, rows[7] | LEAKS])
-    data = load(tiny_vl, source, training=False)
-
-    def evaluate(*verdicts) -> tuple[dict, list[dict]]:
-        def judge(args, model, tokenizer, examples) -> list[dict]:
-            assert [x.label for x in examples] == ["1", "2", None]
-            columns = [{"columns": x.row} for x in examples]
-            records = [make_record(i, x.label, verdicts[i], **columns[i]) for i, x in enumerate(examples[:2])]
-            return [*records, make_record(2, None, None, loss_sum=2.0, length=8, **columns[2])]
-
-        monkeypatch.setattr(grm_sft, "judge_examples", judge)
-        return grm_sft.evaluate(ARGS, make_run(make_judge(), eval_data=data))
-
-    return evaluate
-
-
 # verdicts in both orders: accuracy, swap consistency, parse rate, tie rate, first rate
 VERDICTS = {("1", "2"): (1, 1, 1, 0, 0.5), ("1", "1"): (0.5, 0, 1, 0, 1), ("2", "1"): (0, 1, 1, 0, 0.5)}
 VERDICTS |= {("tie", "tie"): (0, 1, 1, 1, 0), ("1", None): (0.5, 0, 0.5, 0, 0.5)}
 
 
 @pytest.mark.parametrize("verdicts", VERDICTS)
-def test_both_orders_count_and_columns_of_the_data_do_not(verdicts, evaluate):
-    metrics, records = evaluate(*verdicts)
+def test_both_orders_count_and_columns_of_the_data_do_not(verdicts, tiny_vl, rows, tmp_path, monkeypatch):
+    """A pair whose first candidate is better, and a chat."""
+
+    def judge(args, model, tokenizer, examples) -> list[dict]:
+        assert [x.label for x in examples] == ["1", "2", None]
+        columns = [{"columns": x.row} for x in examples]
+        records = [make_record(i, x.label, verdicts[i], **columns[i]) for i, x in enumerate(examples[:2])]
+        return [*records, make_record(2, None, None, loss_sum=2.0, length=8, **columns[2])]
+
+    monkeypatch.setattr(grm_sft, "judge_examples", judge)
+    source = write_jsonl(tmp_path / "rows.jsonl", [rows[0] | LEAKS, rows[7] | LEAKS])
+    metrics, records = grm_sft.evaluate(ARGS, make_run(eval_data=load(tiny_vl, source, training=False)))
     accuracy, *others = VERDICTS[verdicts]
     names = ("eval/swap_consistency", "eval/parse_rate", "eval/tie_rate", "eval/first_rate")
     assert metrics["eval/accuracy"] == accuracy

@@ -244,9 +244,6 @@ def test_plan_by_hand():
     assert plan(packed=False) == [[[(2, [3, 4])], [(0, [0, 1])], [(2, [5])], [(1, [2])]]]  # one prompt each
     [packs] = plan(packed=False, max_rows=1)
     assert sorted(packs) == [[(i, [b])] for i, response_indices in groups for b in response_indices]
-
-
-def test_what_cannot_fit_is_refused():
     with pytest.raises(AssertionError, match="response 1 never fits into 40 tokens"):
         plan_packs([(0, [0, 1])], [30], [10, 11], 40)
 

@@ -88,7 +88,7 @@ def test_each_model_has_its_own_loss(run, spy):
     assert value_calls[-1][1]["new_values"].abs().mean() > 1e-3 and metrics["value/clipfrac"] > 0.1
 
 
-FLAGS = [{"kl_coef": 1.0, "temperature": 1.3, "whiten_advantages": False, "reward_clip": (0.3, 0.6)}]
+FLAGS = [{"kl_coef": 1.0, "temperature": 1.3, "whiten_advantages": False, "reward_clip": (0.5, 0.6)}]
 FLAGS += [{"gamma": 0.9, "mask_truncated": True, "num_samples_per_prompt": 1, "max_response_length": 7}]
 FLAGS[0] |= {"gae_lambda": 0.7}
 

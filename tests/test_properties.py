@@ -48,7 +48,7 @@ def dense(hidden, weight, bias, targets, temperature, softcap, factor, suppresse
     return logp.gather(1, column[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-@cases(quick=50, many=1000)
+@cases(quick=25, many=1000)
 def test_head(examples, monkeypatch):
     def property_(case: dict) -> None:
         M, V, chunk, random = case["M"], case["V"], case["chunk"], seeded(case["seed"])

@@ -240,10 +240,10 @@ def test_columns_of_the_dataset_replace_nothing_of_ours(rows_of):
 
 
 def test_easy_vqa_pairs_have_a_wrong_answer_of_the_same_type():
-    rows = reward_bt.load_rows(Args(), "easy-vqa", "test")
+    rows = reward_bt.load_rows(Args(), "easy-vqa", "test").select(range(500))
     first, other = (reward_bt.add_easy_vqa_responses(rows, seed) for seed in (1, 2))
     assert first["rejected"] != other["rejected"]
-    for row in first.select(range(0, 9673, 97)):
+    for row in first:
         assert row["chosen"] == f"<answer>{row['answer']}</answer>" != row["rejected"]
         assert (row["rejected"] == "<answer>yes</answer>") == (row["answer"] == "no")
 
