@@ -72,11 +72,15 @@ def test_the_policy_moves_along_its_advantages(run, monkeypatch, spy, watch_step
 
 
 def test_each_model_has_its_own_loss(run, spy):
-    """Each optimizer step divides by its own tokens: means over one pack per mini-batch."""
+    """Each optimizer step divides by its own tokens: means over one pack per mini-batch. Both follow the schedule."""
     policy_calls, value_calls = (spy(ppo_vl, f"compute_{name}_loss") for name in ("policy", "value"))
-    backwards = spy(deepspeed.DeepSpeedEngine, "backward")
+    backwards, updates = spy(deepspeed.DeepSpeedEngine, "backward"), spy(ppo_vl, "optimizer_step")
     flags = {"mask_truncated": True, "max_response_length": 5}  # some responses are dropped
-    (metrics,) = metrics_of(run(**FAST, **flags, total_steps=1, value_clip=0.01))
+    flags |= {"learning_rate": 1e-3, "critic_learning_rate": 2e-3, "warmup_updates": 2}
+    (metrics,) = metrics_of(run(**flags, total_steps=1, value_clip=0.01))
+    policy_rates, critic_rates = ([rate for (_, rate), _, _ in updates[k::2]] for k in (0, 1))
+    assert policy_rates[:2] == pytest.approx([0.5e-3, 1e-3]) and len(policy_rates) == 4
+    assert critic_rates == pytest.approx([2 * rate for rate in policy_rates])
     assert [type(engine.module) for (engine, _), _, _ in backwards] == [ppo_vl.Policy, ppo_vl.Critic] * 4
     for k, (name, calls) in enumerate({"policy": policy_calls, "value": value_calls}.items()):
         per_token = [losses.detach() for _, _, (losses, _) in calls]
@@ -125,18 +129,6 @@ def test_advantages_are_those_of_the_flags(run, spy, watch_steps, flags):
     in_loss = torch.cat([call["old_logprobs"] for _, call, _ in losses])
     in_loss = in_loss[-int(mask.sum()) :]  # in the last epoch
     assert torch.equal(in_loss.sort()[0], step.old_logprobs[mask].sort()[0])
-
-
-def test_both_models_follow_the_schedule(run, spy):
-    """Warmup and --min-lr-ratio apply to the critic as well."""
-    calls = spy(ppo_vl, "optimizer_step")
-    flags = {"learning_rate": 1e-4, "critic_learning_rate": 1e-3, "min_lr_ratio": 0.25, "warmup_updates": 2}
-    run(**flags)
-    rates = [(type(engine.module), rate) for (engine, rate), _, _ in calls]
-    policy, critic = ([rate for x, rate in rates if x is model] for model in (ppo_vl.Policy, ppo_vl.Critic))
-    assert policy[:2] == pytest.approx([0.5e-4, 1e-4]) and len(policy) == 8
-    assert critic == pytest.approx([10 * rate for rate in policy])
-    assert critic[-1] == pytest.approx(0.25e-3)
 
 
 @pytest.mark.parametrize("flags, moving", [({"freeze": "^visual"}, 0), ({"lora_rank": 2}, 0), ({}, 1)])

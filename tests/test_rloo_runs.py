@@ -44,11 +44,17 @@ def test_a_run_writes_what_the_page_says(run, any_reward, vqa_rows, tmp_path, ca
     assert "step 2 of 2" in out and "eval/greedy_score" in out
 
 
-@pytest.mark.parametrize("flags", [{"learning_rate": 1e-3}, {"learning_rate": 3e-3, "lora_rank": 4}])
+OFFLOADED = {"learning_rate": 3e-3, "lora_rank": 4, "zero_stage": 2, "offload_optimizer": True}
+
+
+@pytest.mark.parametrize("flags", [{"learning_rate": 1e-3}, OFFLOADED])
 def test_the_update_uses_the_rollout_and_the_flags(run, any_score, spy, monkeypatch, flags):
     losses, rollouts = spy(rloo, "compute_rloo_loss"), spy(rloo, "collect_rollout")
     tables, all_advantages = spy(rloo, "compute_logprobs"), spy(rloo, "compute_advantages")
-    packs = []  # of each forward pass of the policy, not those of the reference
+    saves, packs = (
+        spy(rloo, "save_checkpoint"),
+        [],
+    )  # of each forward pass of the policy, not those of the reference
     forward = rloo.Policy.forward
 
     def record_pack(policy, pack, with_lora=True, **flags):
@@ -61,6 +67,9 @@ def test_the_update_uses_the_rollout_and_the_flags(run, any_score, spy, monkeypa
     run_dir = run("rloo", eval_dataset=None, normalize_advantages=True, **flags, **any_score)
     losses, rollouts = [keywords for _, keywords, _ in losses], [rollout for _, _, rollout in rollouts]
     assert rollouts[0].prompts != rollouts[1].prompts, "each step has other rows"
+    actor, has_lora = saves[0][0][1].actor, "lora_rank" in flags
+    assert actor.zero_cpu_offload() == has_lora, "the reference pass leaves the adapters trainable"
+    assert all(x.requires_grad != has_lora or ".lora_" in n for n, x in actor.module.model.named_parameters())
     for step, (rollout, metrics) in enumerate(zip(rollouts, metrics_of(run_dir), strict=True)):
         _, _, (old_logprobs, entropies, ref_logprobs) = tables[step]
         (_, kept, _), _, advantages = all_advantages[step]
@@ -252,15 +261,6 @@ def test_defaults_fit_the_model(tiny_text_model, capsys):
     assert six.train_batch_size == 192, "128 does not divide the 192 responses"
     assert lora.learning_rate == 1e-5 and "--learning-rate 1e-05" in capsys.readouterr().out
     assert half.zero_stage == 2 and bundled.zero_stage == 0
-
-
-def test_adapters_are_trained_after_the_reference_pass(run, spy, any_score):
-    saves = spy(rloo, "save_checkpoint")
-    flags = {"zero_stage": 2, "offload_optimizer": True} | any_score
-    run("rloo", lora_rank=2, eval_dataset=None, total_steps=1, **flags)
-    actor = saves[0][0][1].actor
-    assert actor.zero_cpu_offload()
-    assert all(x.requires_grad == (".lora_" in name) for name, x in actor.module.model.named_parameters())
 
 
 @pytest.mark.slow
