@@ -284,20 +284,18 @@ def test_environments_may_run_async_code_and_change_their_row():
 
 END = "{{- '<|im_end|>\\n' -}}"  # in the template, after each message
 USER, NEXT = "<|im_start|>user\nmore", "<|im_start|>assistant\n"
+TEMPLATES = {  # the end of each message, EOS, and the text of the observation
+    "after the chat (phi3)": ("{{- '<|im_end|>' + ('' if add_generation_prompt or not loop.last else '<|endoftext|>') -}}", [500, 501], f"{USER}<|im_end|>{NEXT}"),
+    "before the next role (glm4)": ("", [502], f"user\nmore{NEXT}"),
+    "after the last turn only (gpt_oss)": ("{{- '<|endoftext|>' if loop.last and message['role'] == 'assistant' else '<|im_end|>' -}}", [501], f"<|im_end|>{USER}<|im_end|>{NEXT}"),
+    "nowhere (llava)": ("", [500], USER + NEXT),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("end", "eos_ids", "observation"),
-    [
-        ("{{- '<|im_end|>' + ('' if add_generation_prompt or not loop.last else '<|endoftext|>') -}}", [500, 501], f"{USER}<|im_end|>{NEXT}"),
-        ("", [502], f"user\nmore{NEXT}"),
-        ("{{- '<|endoftext|>' if loop.last and message['role'] == 'assistant' else '<|im_end|>' -}}", [501], f"<|im_end|>{USER}<|im_end|>{NEXT}"),
-        ("", [500], USER + NEXT),
-    ],
-    ids=["after the chat (phi3)", "before the next role (glm4)", "after the last turn only (gpt_oss)", "nowhere (llava)"],
-)  # fmt: skip
-def test_templates_with_eos_in_other_places(end, eos_ids, observation):
+@pytest.mark.parametrize("where", TEMPLATES)
+def test_templates_with_eos_in_other_places(where):
     """The tokens after the assistant's EOS are appended, all of them and no others."""
+    end, eos_ids, observation = TEMPLATES[where]
     model, processor, prompt = tiny(END, end)
     sampler = ScriptedSampler(processor.tokenizer, eos_ids[0], ("one", "two"))
     sampler = make_sampler(model, processor, ["more"], sampler, eos_ids=eos_ids)

@@ -51,10 +51,8 @@ OFFLOADED = {"learning_rate": 3e-3, "lora_rank": 4, "zero_stage": 2, "offload_op
 def test_the_update_uses_the_rollout_and_the_flags(run, any_score, spy, monkeypatch, flags):
     losses, rollouts = spy(rloo, "compute_rloo_loss"), spy(rloo, "collect_rollout")
     tables, all_advantages = spy(rloo, "compute_logprobs"), spy(rloo, "compute_advantages")
-    saves, packs = (
-        spy(rloo, "save_checkpoint"),
-        [],
-    )  # of each forward pass of the policy, not those of the reference
+    saves = spy(rloo, "save_checkpoint")
+    packs = []  # of each forward pass of the policy, not those of the reference
     forward = rloo.Policy.forward
 
     def record_pack(policy, pack, with_lora=True, **flags):
