@@ -30,7 +30,7 @@ def build_messages(args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
 
     Media of the columns image(s) and video(s) replace, in order, the markers <image> and
     <video> and the parts of these types that have no media. If a chat has no such markers or
-    parts, media precede the text of its first user message. args: those of the script."""
+    parts, media precede the text of its first user message. args: the script's."""
     chat = row["prompt"]
     if isinstance(chat, str | int | float) and chat != "":
         chat = [{"role": "user", "content": str(chat)}]

@@ -10,9 +10,9 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1524, 405, 165, 59, 10),
-    "ppo_vl.py": (1717, 515, 195, 59, 10),
-    "reward_bt.py": (1141, 310, 100, 57, 10),
+    "rloo.py": (1525, 405, 165, 59, 10),
+    "ppo_vl.py": (1718, 515, 195, 59, 10),
+    "reward_bt.py": (1142, 310, 100, 57, 10),
     "grm_sft.py": (1279, 310, 100, 58, 10),
     "common/*.py": (1849, 0, 0, 58, 14),
 }
