@@ -109,7 +109,7 @@ class EnvironmentSampler:
         self.num_eos = int(torch.isin(before, torch.tensor(self.eos_ids)).sum())
 
     def generate(self, prompts: list[Prompt], num_samples: int, temperature: float) -> list[Response]:
-        """num_samples trajectories per prompt, in order of prompts; greedy if temperature is 0."""
+        """num_samples trajectories per prompt, prompt by prompt; greedy at temperature 0."""
         trajectories = [
             Trajectory(
                 environment=self.environment_class(),
