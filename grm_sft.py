@@ -502,16 +502,20 @@ def group_examples(args: Args, source: str, rows, indices: np.ndarray, training:
     """Groups of example ids that stay together when the data is shuffled: both orders of a pair (in
     training only if its reasoning can be rewritten) and, with --group-by-image, all rows with the same
     paths of images and videos."""
+    import pyarrow.compute
+
     names = {"prompt", "verdict", "reasoning", "image", "images", "video", "videos"}
     names |= {f"{x}_{i}" for x in CANDIDATE_TYPES for i in (1, 2)}
     table = rows.select_columns([name for name in rows.column_names if name in names])
     table = table.select(indices).with_format("arrow")[:]  # does not decode images
-    embedded = [field.name for field in table.schema if "binary" in str(field.type)]  # media, not paths
-    table_rows = table.drop_columns(embedded).to_pylist() or [{}] * len(indices)  # no columns: no rows
+    for k, column in enumerate(table.columns):
+        if "binary" in str(column.type):  # media in the dataset: "" if present, because it is not compared
+            column = pyarrow.compute.if_else(column.is_valid(), "", None)
+            table = table.set_column(k, table.column_names[k], column)
+    table_rows = table.to_pylist() or [{}] * len(indices)  # a table without columns has no rows
     groups = defaultdict(list)
     num_unswapped = 0
     for i, row in zip(indices.tolist(), table_rows, strict=True):
-        row |= dict.fromkeys(embedded, "")  # present, but not compared
         paths = [row.get(name) for name in ("image", "images", "video", "videos")]
         group = groups[str(paths) if args.group_by_image and any(paths) else i]
         group.append(2 * i)
