@@ -89,7 +89,9 @@ class Args:
     # Shuffle images, not rows: rows with the same image path stay together, in their order, and a pack runs
     # the image once. Faster if several rows share an image, but a batch then has fewer different images.
     group_by_image: bool = True
-    freeze: str | None = None  # Regex of the weights to freeze. Default: all but the language model.
+    freeze: str | None = (
+        None  # Regex of the weights to freeze. Default: all but the language model; "": none.
+    )
     lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
     lora_alpha: float = 32.0  # LoRA's scaling is alpha / rank.
     # --- algorithm ---
@@ -113,7 +115,7 @@ class Args:
     max_num_seqs: int = 64  # Responses generated in parallel on a rank.
     max_response_length: int | None = None  # Tokens per generated judgment. Default: 512 (bundled: 16).
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
-    save_total_limit: int = 2  # Checkpoints to keep; 0: none, unless the run stops early.
+    save_total_limit: int = 2  # Checkpoints to keep; 0 saves none, except when a run stops early.
     track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
 
 
@@ -124,7 +126,8 @@ def compute_sft_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
     """Next-token loss L = -sum of logprobs / num_tokens, in nats per token.
 
     logprobs (M,): of a pack's trained tokens. num_tokens: trained tokens of the whole step, so
-    that the losses of all packs on all ranks add up to the mean.
+    that the losses of all packs on all ranks add up to the mean. The softmax of packing.py leaves
+    out media tokens, which are never sampled.
 
     logprobs [-1, -3], num_tokens 8 -> 0.5
     """

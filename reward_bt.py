@@ -102,7 +102,7 @@ class Args:
     eval_steps: int = 200  # Evaluation interval in steps; 0: at the start and the end only.
     eval_rows: int = 1000  # Rows per evaluation set, a fixed random subset; 0 for all.
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
-    save_total_limit: int = 2  # Checkpoints to keep; 0: none, unless the run stops early.
+    save_total_limit: int = 2  # Checkpoints to keep; 0 saves none, except when a run stops early.
     track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
 
 
@@ -226,9 +226,9 @@ def main(args: Args) -> None:
         pairs = make_pairs(rankings)
         B = sum(len(ranking.responses) for ranking in rankings)
         packs = make_packs(args, run, run.train_data, rankings)
-        # Each pack's backward treats rewards of other packs as constants. If a pair is split between
-        # packs, a first pass without gradients computes them (GradCache, arXiv:2101.06983). If not,
-        # zeros do: pairs without a response in this pack contribute no gradient.
+        # A pair may be split between packs. Then each pack needs the rewards of the others as
+        # constants, which a first pass without gradients computes (GradCache, arXiv:2101.06983).
+        # Otherwise zeros will do: a pair without a response in this pack has no gradient here.
         constant_rewards = torch.zeros(B, device=DEVICE)
         if has_split_pair(packs, pairs, B):
             constant_rewards = compute_rewards(run, packs, B)

@@ -66,7 +66,7 @@ def split_markers(content: str | list[dict]) -> list[dict]:
         raise RowError("content must be a string, or a list of parts with a type")
     parts = []
     for part in content:
-        if part["type"] != "text":  # `datasets` fills the keys that a part does not have with None
+        if part["type"] != "text":  # `datasets` fills missing keys with None
             parts.append({name: value for name, value in part.items() if value is not None})
             continue
         for piece in filter(None, re.split("(<image>|<video>)", str(part.get("text") or ""))):
