@@ -145,7 +145,7 @@ class EnvironmentSampler:
                     active.append(trajectory)
             if active:
                 turns = self.sampler.generate([x.next_prompt() for x in active], 1, temperature)
-        # (metric, value) of each response; the script averages them
+        # (metric, value) of each response; scripts average them
         self.logged_values = [("rollout/turns_mean", x.num_turns) for x in trajectories]
         self.logged_values += [("rollout/observation_overflow_frac", x.overflow) for x in trajectories]
         return [trajectory.to_response() for trajectory in trajectories]
