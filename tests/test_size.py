@@ -14,7 +14,7 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
     "ppo_vl.py": (1723, 515, 195, 59, 10),
     "reward_bt.py": (1142, 310, 100, 57, 10),
     "grm_sft.py": (1286, 310, 100, 58, 10),
-    "common/*.py": (1849, 0, 0, 58, 14),
+    "common/*.py": (1848, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
