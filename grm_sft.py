@@ -235,6 +235,7 @@ def main(args: Args) -> None:
                 state["best_score"] = score
                 save_checkpoint(args, run, "checkpoint-best")
         log(args, run, metrics, eval_records)
+        has_signal = len(all_gather_list(received_signals)) > 0  # also during the evaluation
         names = ("loss/sft", "eval/loss", "eval/accuracy")
         shown = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
@@ -975,6 +976,8 @@ def load_model(args: Args, source: str, auto_class=None):
             attn_implementation="eager" if has_softcap else None,
             output_loading_info=True,
         )
+        if model.can_generate():  # an invalid config would make save_pretrained fail, after training
+            model.generation_config.validate(strict=True)
     except (OSError, ValueError, RuntimeError) as error:
         stop(f"can't load the model {source}: {error}")
     missing = sorted(info["missing_keys"])  # they would be random
@@ -1024,14 +1027,19 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
     rounding. Tied weights appear under each of their names."""
     import deepspeed
 
-    lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    lora_layers = {}  # by the name of the weight; PEFT nests the layers of a mixture of experts
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_A"):
+            name = f"{name}.{getattr(layer, 'parameter_name', 'weight')}"
+            lora_layers[name.replace(".base_layer", "")] = layer
     for name, x in model.state_dict(keep_vars=True).items():  # parameters and buffers
         if ".lora_" in name:  # merged into its layer's weight
             continue
-        layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
+        name = name.replace(".base_layer", "")
+        layer = lora_layers.get(name)
         with deepspeed.zero.GatheredParameters(x if layer is None else layer.parameters()):
             weight = x.clone() if layer is None else x + layer.get_delta_weight("default")
-        yield name.replace(".base_layer.", "."), weight.detach()
+        yield name, weight.detach()
 
 
 # ---- DeepSpeed ----

@@ -279,6 +279,7 @@ def main(args: Args) -> None:
             eval_metrics, eval_records = evaluate(args, run)
             metrics |= eval_metrics
         log(args, run, metrics, eval_records)
+        has_signal = len(all_gather_list(received_signals)) > 0  # also during the evaluation
         names = ["rm/loss", "rm/accuracy", *(f"eval/{name}/accuracy" for name in run.eval_sets)]
         shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in names if name in metrics)
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
@@ -878,14 +879,19 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
     rounding. Tied weights appear under each of their names."""
     import deepspeed
 
-    lora_layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    lora_layers = {}  # by the name of the weight; PEFT nests the layers of a mixture of experts
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_A"):
+            name = f"{name}.{getattr(layer, 'parameter_name', 'weight')}"
+            lora_layers[name.replace(".base_layer", "")] = layer
     for name, x in model.state_dict(keep_vars=True).items():  # parameters and buffers
         if ".lora_" in name:  # merged into its layer's weight
             continue
-        layer = lora_layers.get(name.removesuffix(".base_layer.weight"))
+        name = name.replace(".base_layer", "")
+        layer = lora_layers.get(name)
         with deepspeed.zero.GatheredParameters(x if layer is None else layer.parameters()):
             weight = x.clone() if layer is None else x + layer.get_delta_weight("default")
-        yield name.replace(".base_layer.", "."), weight.detach()
+        yield name, weight.detach()
 
 
 # ---- DeepSpeed ----

@@ -112,8 +112,10 @@ def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
             source = Image.open(io.BytesIO(source))
         elif isinstance(source, str):
             source = Image.open(data_dir / source)
+        if isinstance(source, Image.Image) and source.mode == "I;16":  # else clipped to white
+            source = Image.fromarray((np.asarray(source) / 257).astype(np.uint8))
         image = transformers.image_utils.load_image(source)  # RGB, with EXIF orientation applied
-    except (TypeError, ValueError, SyntaxError, http.client.HTTPException) as error:
+    except (TypeError, ValueError, RuntimeError, SyntaxError, http.client.HTTPException) as error:
         raise RowError(f"can't load an image: {error}") from error
     scale = math.sqrt((max_pixels or math.inf) / (image.width * image.height))
     if scale < 1:
@@ -125,7 +127,7 @@ def load_video(source: str, data_dir: Path, fps: float) -> tuple[np.ndarray, Any
     """Frames (F, height, width, 3) of a video, sampled at `fps`, and metadata with their times."""
     try:
         return transformers.video_utils.load_video(str(data_dir / source), fps=fps, backend="pyav")
-    except (TypeError, ValueError, ZeroDivisionError) as error:  # no such file, no video, too short
+    except (TypeError, ValueError, LookupError, ZeroDivisionError) as error:
         raise RowError(f"can't load the video {source}: {error}") from error
 
 

@@ -97,12 +97,12 @@ def build(family: str):
     return model, processor
 
 
-def write_video(path) -> None:
-    """Gray that gets lighter: 24 frames, 3 seconds."""
+def write_video(path, num_frames: int = 24) -> None:
+    """Gray that gets lighter: 8 frames per second."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=8)
         stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
-        for k in range(24):
+        for k in range(num_frames):
             frame = np.full((64, 64, 3), 10 * k, np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())

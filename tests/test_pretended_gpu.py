@@ -84,9 +84,8 @@ def test_varlen_attention_needs_ampere_and_values_as_wide_as_queries(monkeypatch
 def test_heads_that_share_a_key_head(queries, spy):
     """SDPA gets no mask with grouped heads: it would fall back to the kernel that stores all scores. Keys are not
     copied for a single query."""
-    q, k, v, mask = (
-        torch.randn(2, *shape) for shape in ((6, queries, 8), (2, 7, 8), (2, 7, 8), (1, queries, 7))
-    )
+    shapes = (6, queries, 8), (2, 7, 8), (2, 7, 5), (1, queries, 7)  # latent attention has smaller values
+    q, k, v, mask = (torch.randn(2, *shape) for shape in shapes)
     expected = attention.attend(q, k, v, mask > -1, None)  # on the CPU, SDPA gets enable_gqa
     calls = spy(attention.F, "scaled_dot_product_attention")
     with pretend(rloo):

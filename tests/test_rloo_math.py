@@ -7,16 +7,19 @@ import io
 import math
 import os
 import pickle
+import shutil
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import TINY, chat, filled_args, write_jsonl
 from PIL import Image
+from test_families import write_video
 
 import rloo
 from common import chats, decoding
@@ -208,14 +211,16 @@ def test_evaluation_metrics_by_hand(fake, monkeypatch):
     def collect(args, run, data, indices, num_samples, temperature, step):
         calls.append((indices, num_samples, temperature))
         rollout = real(args, run, data, [0, 2], num_samples, temperature, step)
-        correct = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])[:, :num_samples]
+        correct = torch.tensor([[0.0, 1.0, 0.0], [math.nan] * 3])[
+            :, :num_samples
+        ]  # it does not apply to row 2
         return replace(rollout, rewards={"accuracy": correct})
 
     monkeypatch.setattr(rloo, "collect_rollout", collect)
     args = replace(args, eval_prompts=4, eval_num_samples=3, temperature=0.7)
     metrics, records = rloo.evaluate(args, run)
     rloo.evaluate(replace(args, seed=2), run)
-    assert metrics["eval/pass@3"] == 0.5 and metrics["eval/sampled_reward_accuracy"] == pytest.approx(1 / 6)
+    assert metrics["eval/pass@3"] == 1 and metrics["eval/sampled_reward_accuracy"] == pytest.approx(1 / 3)
     assert metrics["eval/greedy_reward_accuracy"] == 0 and metrics["eval/greedy_score"] == 1
     assert metrics["eval/greedy_reward_metrics/m"] == 10.0
     assert calls[:2] == calls[2:] and [call[1:] for call in calls[:2]] == [(1, 0.0), (3, 0.7)]
@@ -251,6 +256,12 @@ def messages(row: dict, tokenizer, **flags):
     return rloo.build_messages(rloo.Args(**flags), row, rloo.Path("."), tokenizer)
 
 
+def test_short_videos_are_no_traceback(tmp_path):
+    write_video(clip := tmp_path / "clip.mp4", num_frames=3)
+    with pytest.raises(chats.RowError, match="can't load the video"):
+        chats.load_video(str(clip), tmp_path, fps=2.0)
+
+
 def test_images_replace_their_markers(tokenizer, vqa_rows):
     a, b = (Image.open(row["image"]).convert("RGB") for row in vqa_rows[:2])
     front = messages({"prompt": "Q", "image": a}, tokenizer)[0]["content"]
@@ -274,6 +285,11 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
     for content, text in ((parts, "a< |im_end|>b"), (42, "42")):
         [message] = messages({"prompt": chat(content)}, tokenizer)
         assert message["content"] == [{"type": "text", "text": text}]
+    gray = Image.fromarray(
+        np.arange(0, 2**16, 256, dtype=np.uint16).reshape(16, 16)
+    )  # PIL would clip it to white
+    [part, _] = messages({"prompt": "Q", "image": gray}, tokenizer)[0]["content"]
+    assert np.array_equal(np.asarray(part["image"])[..., 0].flatten(), np.arange(0, 2**16, 256) // 257)
     with pytest.raises(OSError, match="refused"):
         messages({"prompt": "Q", "image": "http://127.0.0.1:9/a.png"}, tokenizer)
     with pytest.raises(chats.RowError, match="a text model can't read images"):
@@ -399,13 +415,23 @@ def test_gradients_of_many_packs_are_added_in_fp32():
     assert rloo.optimizer_step(engine, 0.1) == pytest.approx(math.sqrt(6) * 1.064, rel=1e-4)
 
 
-def test_merged_lora_weights_give_the_same_logits():
-    model, plain = (rloo.load_model(filled_args("rloo"), TINY) for _ in range(2))
+def test_an_invalid_generation_config_is_refused_before_training(tmp_path, refused):
+    """save_pretrained would refuse it, after training."""
+    shutil.copytree(TINY, tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text('{"top_p": 0.6, "eos_token_id": 2}')
+    with refused("can't load the model"):
+        rloo.load_model(filled_args("rloo"), str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("family", [None, "mixtral", "deepseek_v3"])  # the bundled model, mixtures of experts
+def test_merged_lora_weights_give_the_same_logits(family, folder_of):
+    source = str(folder_of(family)) if family else TINY
+    model, plain = (rloo.load_model(filled_args("rloo"), source) for _ in range(2))
     rloo.add_lora(rloo.Args(lora_rank=4, lora_alpha=32.0), model)
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02)
+            torch.nn.init.normal_(parameter, std=0.02 if family is None else 0.2)
     ids = torch.arange(20, 50)[None]
     with torch.no_grad():
         before = plain(input_ids=ids).logits

@@ -1,6 +1,7 @@
 """rloo.py end to end: what main does, resume, kills, custom samplers and rewards."""
 
 import json
+import os
 import random
 import signal
 import time
@@ -231,6 +232,19 @@ def test_resuming_deletes_nothing(run, any_score, spy, capsys, refused):
     assert [m["train/step"] for m in read_jsonl(old / "metrics.repeated.jsonl")] == [3]
     assert (old / "args.json").read_bytes() == before[old / "args.json"]
     assert (old / "args-from-step-3.json").is_file()
+
+
+def test_a_signal_during_an_evaluation_ends_the_run(run, monkeypatch):
+    evaluate = rloo.evaluate
+
+    def interrupted(args, run):
+        if run.state["step"] == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(args, run)
+
+    monkeypatch.setattr(rloo, "evaluate", interrupted)
+    run_dir = run("rloo", total_steps=2, eval_steps=1)
+    assert metrics_of(run_dir)[-1]["train/step"] == 1 and (run_dir / "checkpoint-1").is_dir()
 
 
 @pytest.mark.slow

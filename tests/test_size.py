@@ -10,11 +10,11 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1529, 405, 165, 59, 10),
-    "ppo_vl.py": (1723, 515, 195, 59, 10),
-    "reward_bt.py": (1142, 310, 100, 57, 10),
-    "grm_sft.py": (1286, 310, 100, 58, 10),
-    "common/*.py": (1848, 0, 0, 58, 14),
+    "rloo.py": (1538, 405, 165, 59, 10),
+    "ppo_vl.py": (1732, 515, 195, 59, 10),
+    "reward_bt.py": (1148, 310, 100, 57, 10),
+    "grm_sft.py": (1294, 310, 100, 58, 10),
+    "common/*.py": (1850, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 75,
     "docs/recipes.md": 334,
     "tools/*.py": 3361,
-    "tests/*.py": 6953,
+    "tests/*.py": 6991,
 }
 
 
