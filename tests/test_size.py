@@ -10,7 +10,7 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1538, 405, 165, 59, 10),
+    "rloo.py": (1539, 405, 165, 59, 10),
     "ppo_vl.py": (1732, 515, 195, 59, 10),
     "reward_bt.py": (1148, 310, 100, 57, 10),
     "grm_sft.py": (1294, 310, 100, 58, 10),
