@@ -149,6 +149,7 @@ def test_system_prompt_margin_and_special_tokens(encode):
 GOOD = {"prompt": "q", "chosen": "good", "rejected": "bad"}
 CALLS = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1 2"}]}
 IMAGE = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "bad"}]
+EMPTY = [{"type": "text", "text": ""}]
 UNUSABLE = {
     "--max-length": GOOD | {"chosen": "g" * 40},
     "at least two responses": GOOD | {"chosen": None},
@@ -163,6 +164,8 @@ UNUSABLE = {
     "list of messages": {"prompt": "q", "chosen": chat("", "a")[1], "rejected": chat("", "b")[1]},  # no lists
     "must have text": {"prompt": "q", "chosen": [{"role": "assistant", "content": 5}], "rejected": "b"},
     "beginning of another": {"chosen": chat("q", "a"), "rejected": chat("q", "a", "so?")},
+    "prompt is empty, or": {"prompt": "q", "chosen": "good", "rejected": chat("q", "bad")},  # mixed
+    "have text, and": {"prompt": "q", "chosen": "b", "rejected": chat("", EMPTY)[1:]},
 }
 
 
