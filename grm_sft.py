@@ -188,7 +188,7 @@ def main(args: Args) -> None:
         packs = list(iter_packs(args, run, examples))  # each rank has the same number
 
         # --- 3. update: the gradients of all packs, and one optimizer step ---
-        set_gradient_checkpointing(judge.module, True)  # with --gradient-checkpointing
+        set_gradient_checkpointing(judge.module, True)  # a no-op without --gradient-checkpointing
         local_loss = torch.zeros((), device=DEVICE)  # sum over this rank's packs
         for k, pack in enumerate(packs):
             judge.set_gradient_accumulation_boundary(k == len(packs) - 1)

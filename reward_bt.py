@@ -345,7 +345,7 @@ def setup(args: Args) -> Run:
         max_tokens=args.micro_batch_tokens,
     )
     print0(message)
-    set_gradient_checkpointing(reward_model.module, True)  # with --gradient-checkpointing
+    set_gradient_checkpointing(reward_model.module, True)  # a no-op without --gradient-checkpointing
     start_logs(args, run_dir, checkpoint, last_step=state["step"])
     return Run(
         run_dir=run_dir,
