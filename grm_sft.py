@@ -89,9 +89,7 @@ class Args:
     # Shuffle images, not rows: rows with the same image path stay together, in their order, and a pack runs
     # the image once. Faster if several rows share an image, but a batch then has fewer different images.
     group_by_image: bool = True
-    freeze: str | None = (
-        None  # Regex of the weights to freeze. Default: all but the language model; "": none.
-    )
+    freeze: str | None = None  # Regex of weights to freeze. Default: all but language model; "": none.
     lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
     lora_alpha: float = 32.0  # LoRA's scaling is alpha / rank.
     # --- algorithm ---
