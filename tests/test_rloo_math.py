@@ -14,10 +14,12 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
 from conftest import TINY, chat, filled_args, write_jsonl
+from packaging.version import Version
 from PIL import Image
 from test_families import write_video
 
@@ -425,6 +427,8 @@ def test_an_invalid_generation_config_is_refused_before_training(tmp_path, refus
 
 @pytest.mark.parametrize("family", [None, "mixtral", "deepseek_v3"])  # the bundled model, mixtures of experts
 def test_merged_lora_weights_give_the_same_logits(family, folder_of):
+    if family and Version(peft.__version__) < Version("0.21"):
+        pytest.skip("older PEFT refuses them: no modules were targeted for adaptation")
     source = str(folder_of(family)) if family else TINY
     model, plain = (rloo.load_model(filled_args("rloo"), source) for _ in range(2))
     rloo.add_lora(rloo.Args(lora_rank=4, lora_alpha=32.0), model)

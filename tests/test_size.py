@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 75,
     "docs/recipes.md": 334,
     "tools/*.py": 3361,
-    "tests/*.py": 6994,
+    "tests/*.py": 6998,
 }
 
 
