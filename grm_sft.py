@@ -5,7 +5,7 @@ A judge reads a question and two candidates (images, videos or texts) and writes
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
 It learns this by next-token prediction; the reasoning inside <think> comes from the dataset and may
-be missing. Each pair is trained in both orders, unless its reasoning can't be rewritten.
+be missing. Each pair is trained in both orders, unless it has reasoning for one order only.
 
 Papers: Generative Verifiers (https://arxiv.org/abs/2408.15240), whose reward is the probability of a
 verdict (examples/judge_reward.py); UnifiedReward-Think (https://arxiv.org/abs/2505.03318), the source of
@@ -54,7 +54,7 @@ import tyro
 from torch import Tensor, nn
 
 from common import chats, decoding, packing, packing_check, require, stop
-from common.chats import ROW_ERRORS, RowError, build_messages
+from common.chats import ROW_ERRORS, RowError, build_messages, load_rows
 from common.packing import Continuation, Prompt, PromptInfo, set_gradient_checkpointing
 
 RANK = int(os.environ.get("RANK", 0))
@@ -293,7 +293,8 @@ def setup(args: Args) -> Run:
     print0(f"{run_dir}: {num_examples} examples, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
     # Pack batches if packing reproduces the unmodified model on some rows; else pad them.
     row_ids = packing_check.choose_probe_rows(data.rows)
-    prompts = [example.prefix for example in data.encode_all([2 * i for i in row_ids])]
+    examples = data.encode_all([2 * i for i in row_ids])
+    prompts = [packing.extend_prompt(x.prefix, x.suffix) for x in examples]  # prefixes may have no text
     require(prompts, f"{data.source}: none of {len(row_ids)} rows can be used; see the warnings")
     message = packing_check.choose_engine_layout(
         engine=judge,
@@ -442,47 +443,6 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
     return ExampleDataset(args, source, rows, groups, data_dir, model, processor, training)
 
 
-def load_rows(args: Args, source: str, split: str):
-    """Load a `datasets.Dataset`, and rename its columns by --columns."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    file_format = Path(source).suffix[1:].replace("jsonl", "json")
-    try:
-        if source == "easy-vqa":
-            rows = easy_vqa_rows(split)
-        elif file_format in ("json", "csv", "parquet"):
-            rows = datasets.load_dataset(file_format, data_files=source, split="train")
-        elif Path(source).is_dir():
-            rows = datasets.load_from_disk(source)
-            rows = rows[split] if isinstance(rows, dict) else rows
-        else:
-            path, _, config = source.partition(":")  # openai/gsm8k:main
-            rows = datasets.load_dataset(path, config or None, split=split)
-    except Exception as error:
-        stop(f"can't load the dataset {source} (split {split}): {error.__cause__ or error}")
-    for pair in args.columns:
-        new, _, old = pair.partition("=")
-        if old in rows.column_names and new not in ("", old):
-            replaced = [new] if new in rows.column_names else []
-            rows = rows.remove_columns(replaced).rename_column(old, new)
-        elif source == args.dataset or new not in rows.column_names:  # evaluation data may have it
-            stop(f"--columns {pair} must be NEW=OLD; {source} has {rows.column_names}")
-    require(len(rows) > 0, f"{source} (split {split}) has no rows")
-    return rows
-
-
-def easy_vqa_rows(split: str):
-    """64 x 64 images of shapes with questions, from the package easy-vqa."""
-    import datasets
-    import easy_vqa
-
-    questions, answers, image_ids = getattr(easy_vqa, f"get_{split}_questions")()
-    paths = getattr(easy_vqa, f"get_{split}_image_paths")()
-    images = [str(paths[image_id]) for image_id in image_ids]
-    return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
-
-
 def make_easy_vqa_pairs(rows, seed: int):
     """Rows of easy-VQA as pairs of the right and a wrong answer of the same type, in random order."""
     import datasets
@@ -496,18 +456,17 @@ def make_easy_vqa_pairs(rows, seed: int):
         answers = {"answer_1": right, "answer_2": wrong, "verdict": "1"}
         if rng.integers(2) == 1:
             answers = {"answer_1": wrong, "answer_2": right, "verdict": "2"}
-        pairs.append({**row, **answers, "reasoning": right})
+        pairs.append({**row, **answers, "reasoning": right, "swapped_reasoning": right})
     return datasets.Dataset.from_list(pairs)
 
 
 def group_examples(args: Args, source: str, rows, indices: np.ndarray, training: bool) -> list[list[int]]:
-    """Groups of example ids that stay together when the data is shuffled: both orders of a pair (in
-    training only if its reasoning can be rewritten) and, with --group-by-image, all rows with the same
-    paths of images and videos."""
+    """Groups of example ids that stay together when the data is shuffled: both orders of a pair and, with
+    --group-by-image, all rows with the same paths of images and videos. A pair with reasoning is
+    trained in one order, unless it also has swapped_reasoning."""
     import pyarrow.compute
 
-    names = {"prompt", "verdict", "reasoning", "image", "images", "video", "videos"}
-    names |= {f"{x}_{i}" for x in CANDIDATE_TYPES for i in (1, 2)}
+    names = {"prompt", "verdict", "reasoning", "swapped_reasoning", "image", "images", "video", "videos"}
     table = rows.select_columns([name for name in rows.column_names if name in names])
     table = table.select(indices).with_format("arrow")[:]  # does not decode images
     for k, column in enumerate(table.columns):
@@ -522,14 +481,12 @@ def group_examples(args: Args, source: str, rows, indices: np.ndarray, training:
         group = groups[str(paths) if args.group_by_image and any(paths) else i]
         group.append(2 * i)
         if is_pair(row):
-            reasoning = str(row.get("reasoning") or "")
-            nouns = find_candidate_types(row)
-            if training and any(swap_references(reasoning, noun) is None for noun in nouns):
+            if training and row.get("reasoning") and not row.get("swapped_reasoning"):
                 num_unswapped += 1
             else:
                 group.append(2 * i + 1)
     if num_unswapped:
-        reason = "their reasoning refers to candidates in words that can't be swapped"
+        reason = "they have reasoning, but no swapped_reasoning"
         print0(f"{source}: {num_unswapped} of {len(indices)} rows have one order only: {reason}")
     return list(groups.values())
 
@@ -678,18 +635,17 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
     noun       Image
     label      2
     """
-    types = find_candidate_types(row)
+    types = [x for x in CANDIDATE_TYPES if row.get(f"{x}_1") is not None and row.get(f"{x}_2") is not None]
     if len(types) != 1:
         raise RowError("expected exactly one of answer_1/2, image_1/2, video_1/2")
     candidate_type = types[0]
     noun = candidate_type.capitalize()
     candidates = [row[f"{candidate_type}_1"], row[f"{candidate_type}_2"]]
     label = read_verdict(row["verdict"])
-    reasoning = str(row.get("reasoning") or "")
     if swapped:
         candidates.reverse()
         label = SWAPPED[label]
-        reasoning = swap_references(reasoning, noun) or ""  # evaluations only need the question
+    reasoning = str(row.get("swapped_reasoning" if swapped else "reasoning") or "")
 
     question = row["prompt"]
     media = {}
@@ -712,40 +668,9 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
     return {"prompt": turns, **media}, noun, label
 
 
-def find_candidate_types(row: dict) -> list[str]:
-    """Candidate types for which the row has both columns, such as image_1 and image_2."""
-    return [x for x in CANDIDATE_TYPES if row.get(f"{x}_1") is not None and row.get(f"{x}_2") is not None]
-
-
 def escape_markers(text: str) -> str:
     """Break up markers of images in a text: "< image>". Otherwise images would be missing."""
     return re.sub("<(image|video)>", r"< \1>", text)
-
-
-def swap_references(reasoning: str, noun: str) -> str | None:
-    """The reasoning with the names "image 1" and "image 2", "first image" and "second image" exchanged.
-
-    None if it has several words but no such name, or if it may name a candidate in another way, because
-    a half-rewritten rationale is wrong. Words such as "both" and "the other" stay.
-
-    "Image 1 has 3 cats" -> "Image 2 has 3 cats", "Image 1 and 2" -> None, "the left one" -> None
-    """
-    names = rf"(?i:(?<=\b{noun} ))[12]\b(?![./]\d)|\b(?:[Ff]irst|[Ss]econd)(?= (?i:{noun})\b)"
-    rest, num_names = re.subn(names, ",", reasoning)  # not "", or "Image 2 a box" becomes "Image a box"
-    other_names = rf"""(?ix)
-        (?<![\d./])[12](?![./]?\d)  # a lone 1, Images 1 and 2, img1; not 8/10, 1.5, 12
-        | \b(?:{noun}|img|picture|photo|figure|option|candidate|response|answer|assistant|model|number)s?
-          [ _#:-]*(?:one|two|II?|a)\b  # Image one, Image II, option a
-        | \b(?:(?-i:A)|B)\b
-        | \b(?:first|second|former|latter|previous|next|last|respectively)\b
-        | \b(?:left(?:most)?|right(?:most)?|top|bottom|upper|lower|above|below)\b
-        | [^\W\d_a-z]  # a letter of another language
-    """
-    if re.search(other_names, rest) or (num_names == 0 and len(reasoning.split()) > 1):
-        return None
-    exchanged = {"1": "2", "first": "second", "First": "Second"}
-    exchanged |= {other: name for name, other in exchanged.items()}
-    return re.sub(names, lambda name: exchanged[name[0]], reasoning)
 
 
 def format_verdict(verdict: str, noun: str) -> str:
@@ -842,8 +767,12 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
         if example.label is not None:
             reasoning = text.partition("<answer>")[0]
             verdicts = [reasoning + format_verdict(verdict, example.noun) for verdict in VERDICTS]
-            for ids in tokenizer(verdicts, add_special_tokens=False)["input_ids"]:
-                responses[-1].append(packing.continue_prompt(example.prefix, torch.tensor(ids)))
+            all_ids = tokenizer(verdicts, add_special_tokens=False)["input_ids"]
+            shared = next(t for t, column in enumerate(zip(*all_ids)) if len({*column}) > 1)
+            for ids in all_ids:
+                response = packing.continue_prompt(example.prefix, torch.tensor(ids))
+                response.response_mask[:shared] = False  # equal log-probs, but bf16 would add noise
+                responses[-1].append(response)
 
     records = []
     all_logprobs = sum_logprobs(args, model, prefixes, responses)
@@ -1154,7 +1083,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         run_dir = Path(args.output_dir, name)
         if args.resume == "auto":
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
-                stop(f"{problems[0]} was saved after a problem: delete it to continue")
+                stop(f"{problems[0]} was saved after a problem: rename or delete it")
             checkpoint = (list_checkpoints(run_dir) or [None])[-1]
         elif args.resume:
             checkpoint = Path(args.resume).resolve()

@@ -46,7 +46,7 @@ import tyro
 from torch import Tensor, nn
 
 from common import chats, packing, packing_check, require, stop
-from common.chats import ROW_ERRORS, RowError, build_messages
+from common.chats import ROW_ERRORS, RowError, build_messages, load_rows
 from common.packing import Prompt, PromptInfo, set_gradient_checkpointing
 
 RANK = int(os.environ.get("RANK", 0))
@@ -560,47 +560,6 @@ def encode_ranking(
     return prompt, [packing.continue_prompt(prompt, ids) for ids in suffixes]
 
 
-def load_rows(args: Args, source: str, split: str):
-    """Load a `datasets.Dataset`, and rename its columns by --columns."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    file_format = Path(source).suffix[1:].replace("jsonl", "json")
-    try:
-        if source == "easy-vqa":
-            rows = easy_vqa_rows(split)
-        elif file_format in ("json", "csv", "parquet"):
-            rows = datasets.load_dataset(file_format, data_files=source, split="train")
-        elif Path(source).is_dir():
-            rows = datasets.load_from_disk(source)
-            rows = rows[split] if isinstance(rows, dict) else rows
-        else:
-            path, _, config = source.partition(":")  # openai/gsm8k:main
-            rows = datasets.load_dataset(path, config or None, split=split)
-    except Exception as error:
-        stop(f"can't load the dataset {source} (split {split}): {error.__cause__ or error}")
-    for pair in args.columns:
-        new, _, old = pair.partition("=")
-        if old in rows.column_names and new not in ("", old):
-            replaced = [new] if new in rows.column_names else []
-            rows = rows.remove_columns(replaced).rename_column(old, new)
-        elif source == args.dataset or new not in rows.column_names:  # evaluation data may have it
-            stop(f"--columns {pair} must be NEW=OLD; {source} has {rows.column_names}")
-    require(len(rows) > 0, f"{source} (split {split}) has no rows")
-    return rows
-
-
-def easy_vqa_rows(split: str):
-    """64 x 64 images of shapes with questions, from the package easy-vqa."""
-    import datasets
-    import easy_vqa
-
-    questions, answers, image_ids = getattr(easy_vqa, f"get_{split}_questions")()
-    paths = getattr(easy_vqa, f"get_{split}_image_paths")()
-    images = [str(paths[image_id]) for image_id in image_ids]
-    return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
-
-
 def add_easy_vqa_responses(rows, seed: int):
     """Add the columns chosen (the answer) and rejected (a wrong one of the same type)."""
     colors = "black blue brown gray green red teal yellow"
@@ -1002,7 +961,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         run_dir = Path(args.output_dir, name)
         if args.resume == "auto":
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
-                stop(f"{problems[0]} was saved after a problem: delete it to continue")
+                stop(f"{problems[0]} was saved after a problem: rename or delete it")
             checkpoint = (list_checkpoints(run_dir) or [None])[-1]
         elif args.resume:
             checkpoint = Path(args.resume).resolve()

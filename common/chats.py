@@ -1,4 +1,4 @@
-"""Chats: messages whose content is a list of parts, with text or loaded media."""
+"""Dataset rows, and their chats: messages whose content is a list of parts, with text or loaded media."""
 
 import http.client
 import io
@@ -13,6 +13,8 @@ import numpy as np
 import transformers
 from PIL import Image
 
+from common import require, stop
+
 
 class RowError(Exception):
     """A dataset row can't be used, and is skipped."""
@@ -20,6 +22,47 @@ class RowError(Exception):
 
 # What loading and encoding a row may raise. `datasets` raises a SyntaxError for a broken PNG.
 ROW_ERRORS = (RowError, OSError, SyntaxError, Image.DecompressionBombError)
+
+
+def load_rows(args, source: str, split: str):
+    """Load a `datasets.Dataset`, and rename its columns by --columns."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    file_format = Path(source).suffix[1:].replace("jsonl", "json")
+    try:
+        if source == "easy-vqa":
+            rows = easy_vqa_rows(split)
+        elif file_format in ("json", "csv", "parquet"):
+            rows = datasets.load_dataset(file_format, data_files=source, split="train")
+        elif Path(source).is_dir():
+            rows = datasets.load_from_disk(source)
+            rows = rows[split] if isinstance(rows, dict) else rows
+        else:
+            path, _, config = source.partition(":")  # openai/gsm8k:main
+            rows = datasets.load_dataset(path, config or None, split=split)
+    except Exception as error:
+        stop(f"can't load the dataset {source} (split {split}): {error.__cause__ or error}")
+    for pair in args.columns:
+        new, _, old = pair.partition("=")
+        if old in rows.column_names and new not in ("", old):
+            replaced = [new] if new in rows.column_names else []
+            rows = rows.remove_columns(replaced).rename_column(old, new)
+        elif source == args.dataset or new not in rows.column_names:  # evaluation data may have it
+            stop(f"--columns {pair} must be NEW=OLD; {source} has {rows.column_names}")
+    require(len(rows) > 0, f"{source} (split {split}) has no rows")
+    return rows
+
+
+def easy_vqa_rows(split: str):
+    """64 x 64 images of shapes with questions, from the package easy-vqa."""
+    import datasets
+    import easy_vqa
+
+    questions, answers, image_ids = getattr(easy_vqa, f"get_{split}_questions")()
+    paths = getattr(easy_vqa, f"get_{split}_image_paths")()
+    images = [str(paths[image_id]) for image_id in image_ids]
+    return datasets.Dataset.from_dict({"prompt": questions, "image": images, "answer": answers})
 
 
 def build_messages(args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
@@ -176,7 +219,7 @@ def apply_template(processor, messages: list[dict], template: dict) -> Any:
 
 
 def row_columns(row: dict) -> dict[str, Any]:
-    """The texts and numbers of a row for logs, without images as data URLs and NaN."""
+    """The texts and numbers of a row for logs, without NaN and data URLs of images."""
     columns = {name: x for name, x in row.items() if isinstance(x, str | int | float) and x == x}
     return {name: x for name, x in columns.items() if "data:image/" not in str(x)}
 

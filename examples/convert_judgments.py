@@ -31,7 +31,8 @@ class Args:
 
 
 def convert(row: dict, rng: random.Random) -> dict:
-    """Columns prompt, image_1, image_2, verdict (1, 2 or tie), and reasoning if the dataset has it."""
+    """Columns prompt, image_1, image_2, verdict (1, 2 or tie), and if the dataset has it, reasoning and
+    swapped_reasoning, for the other order of the images (None: grm_sft.py trains the first order only)."""
     reasoning = {}
     if "path1" in row:
         images = [row["path1"], row["path2"]]
@@ -45,12 +46,39 @@ def convert(row: dict, rng: random.Random) -> dict:
         prompt = turns[0].replace("<image>", "").strip()
         verdict = re.search(VERDICT_PATTERN, turns[-1])[1] or "tie"
         thought = re.search("<think>(.*?)</think>", turns[-1], re.DOTALL)
-        reasoning = {"reasoning": thought[1]} if thought else {}
+        if thought:
+            reasoning = {"reasoning": thought[1], "swapped_reasoning": swap_references(thought[1])}
     else:
         images = [row["response1_path"], row["response2_path"]]
         prompt = f"{INSTRUCTION.format(prompt=row['prompt'])}\n{row['criteria']}"
         verdict = PREFERENCES[row["criteria_preference"].strip().lower()]
     return {"prompt": prompt, "image_1": images[0], "image_2": images[1], "verdict": verdict, **reasoning}
+
+
+def swap_references(reasoning: str) -> str | None:
+    """The reasoning with the names "image 1" and "image 2", "first image" and "second image" exchanged.
+
+    None if it has several words but no such name, or if it may name a candidate in another way, because
+    a half-rewritten rationale is wrong. Words such as "both" and "the other" stay.
+
+    "Image 1 has 3 cats" -> "Image 2 has 3 cats", "Image 1 and 2" -> None, "the left one" -> None
+    """
+    names = r"(?i:(?<=\bimage ))[12]\b(?![./]\d)|\b(?:[Ff]irst|[Ss]econd)(?= (?i:image)\b)"
+    rest, num_names = re.subn(names, ",", reasoning)  # not "", or "Image 2 a box" becomes "Image a box"
+    other_names = r"""(?ix)
+        (?<![\d./])[12](?![./]?\d)  # a lone 1, Images 1 and 2, img1; not 8/10, 1.5, 12
+        | \b(?:image|img|picture|photo|figure|option|candidate|response|answer|assistant|model|number)s?
+          [ _#:-]*(?:one|two|II?|a)\b  # Image one, Image II, option a
+        | \b(?:(?-i:A)|B)\b
+        | \b(?:first|second|former|latter|previous|next|last|respectively)\b
+        | \b(?:left(?:most)?|right(?:most)?|top|bottom|upper|lower|above|below)\b
+        | [^\W\d_a-z]  # a letter of another language
+    """
+    if re.search(other_names, rest) or (num_names == 0 and len(reasoning.split()) > 1):
+        return None
+    exchanged = {"1": "2", "first": "second", "First": "Second"}
+    exchanged |= {other: name for name, other in exchanged.items()}
+    return re.sub(names, lambda name: exchanged[name[0]], reasoning)
 
 
 def main(args: Args) -> None:

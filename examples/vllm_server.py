@@ -43,7 +43,9 @@ class Servers:
         self.model = model
         self.eos_ids = eos_ids
         self.weights_dir = run_dir.resolve() / "server_weights"
-        self.client = httpx.Client(timeout=7200)  # seconds: one request may take a whole rollout
+        # No connection is used twice: a server closes idle ones, maybe just as the next request is sent.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.client = httpx.Client(timeout=7200, limits=limits)  # seconds: a request may take a whole rollout
         self.urls = os.environ.get("VLLM_URLS", "http://localhost:8000").split(",")
         self.url = self.urls[dist.get_rank() % len(self.urls)]  # this rank generates with one server
         self.model_name = self.request(self.url, "GET", "/v1/models")["data"][0]["id"]

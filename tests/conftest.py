@@ -261,17 +261,28 @@ def finish(start, tmp_path):
 
 @pytest.fixture
 def serve():
-    """Function that starts an HTTP server, which answers with respond(path, body): status and JSON."""
+    """Function that starts an HTTP server, which answers with respond(path, body): status and JSON.
+
+    With HTTP/1.1, it closes a connection when a second request arrives on it."""
     servers = []
 
-    def start(respond) -> str:
-        class Handler(BaseHTTPRequestHandler):
+    def start(respond, protocol: str = "HTTP/1.0") -> str:
+        class Handler(BaseHTTPRequestHandler):  # one per connection
+            protocol_version = protocol
+            num_requests = 0
+
             def do_POST(self):
+                self.num_requests += 1
+                if self.num_requests > 1:
+                    self.close_connection = True
+                    return
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 status, reply = respond(self.path, json.loads(body or "{}"))
                 self.send_response(status)
+                reply = json.dumps(reply).encode()
+                self.send_header("Content-Length", str(len(reply)))
                 self.end_headers()
-                self.wfile.write(json.dumps(reply).encode())
+                self.wfile.write(reply)
 
             do_GET = do_POST
             log_message = lambda *arguments: None  # noqa: E731

@@ -51,6 +51,7 @@ REFUSED = [  # flags of rloo.py or of another script; part of the message
     ({"rewards": ("none.py:f",), "reward_weights": (1,)}, "must be path.py:name"),
     ({"rewards": ("reward.py:g",), "reward_weights": (1,)}, "does not define 'g'"),
     ({"rewards": ("reward.py:f",), "reward_weights": (1,)}, "must return a list with a number or None"),
+    ({"rewards": ("reward.py:inf",), "reward_weights": (1,)}, "reward inf must not return infinity"),
     ({"rewards": ("reward.py:none",), "reward_weights": (1,)}, "all responses lack a reward"),
     ({"run_name": "taken"}, "already exists: use another --run-name"),
     ({"eval_dataset": "nowhere"}, "can't load the dataset nowhere (split test)"),
@@ -74,6 +75,7 @@ def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, w
     write_jsonl(tmp_path / "listed.jsonl", [{"prompt": "Q", "answer": ["a"]}] * 8)
     (tmp_path / "broken.jsonl").write_text("{not json")
     code = "f = lambda **columns: [1.0]\nnone = lambda texts, **columns: [None for _ in texts]\n"
+    code += "inf = lambda texts, **columns: [-float('inf') for _ in texts]\n"
     (tmp_path / "reward.py").write_text(code)
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     (tmp_path / "runs" / "taken" / "args.json").write_text("{}")

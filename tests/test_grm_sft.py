@@ -20,6 +20,7 @@ from test_families import unmodified_logprobs, write_video
 import grm_sft
 from common import chats, decoding, packing
 from common.decoding import Response
+from examples import convert_judgments
 
 FILES = ROOT / "tests/data/grm"
 IMAGES = f"{FILES}/images"
@@ -34,10 +35,11 @@ def rows(tmp_path_factory) -> list[dict]:
     video = str(path)
     turns = "<image><image>Good?", "<answer>8</answer>", "And this?", "<think>less</think>", "sure?", "yes"
     turns = [{"role": "system", "content": "You judge."}, *chat_of(*turns)]
-    reasoning = "Image 1 shows a ball, Image 2 a box. The first image fits."
+    texts = {"reasoning": "Image 1 shows a ball, Image 2 a box. The first image fits."}
+    texts["swapped_reasoning"] = "Image 2 shows a ball, Image 1 a box. The second image fits."
     red, cat_a, cat_b = {"image": f"{IMAGES}/small.png"}, f"{IMAGES}/cat_a.png", f"{IMAGES}/cat_b.png"
     return [
-        {"prompt": "a red ball", "image_1": cat_a, "image_2": cat_b, "verdict": "1", "reasoning": reasoning},
+        {"prompt": "a red ball", "image_1": cat_a, "image_2": cat_b, "verdict": "1", **texts},
         {"prompt": "a box", "image_1": cat_a, "image_2": f"{IMAGES}/wide.png", "verdict": "tie"},
         {"prompt": "it rolls", "video_1": video, "video_2": video, "verdict": "2"},
         {"prompt": "What is 2 + 2?", "answer_1": "4", "answer_2": "5", "verdict": "1"},
@@ -145,37 +147,8 @@ def test_swapping_changes_candidates_verdict_and_reasoning(rows):
     assert "< image>< answer>" in assistant["content"] and assistant["content"].count("<answer>") == 1
 
 
-SWAPS = {
-    "IMAGE 2 is dark, the first image isn't.": "IMAGE 1 is dark, the second image isn't.",
-    "First image: dark. Second image: bright.": "Second image: dark. First image: bright.",
-    "Both are good, but image 1 is sharp.": "Both are good, but image 2 is sharp.",
-    "Image 1 gets 8/10 or 1.5, or 12 of 21.": "Image 2 gets 8/10 or 1.5, or 12 of 21.",
-    "Image 1 has 3 cats": "Image 2 has 3 cats",
-    "image 1 has no triangle": "image 2 has no triangle",
-    "In image 1, I see a photo": "In image 2, I see a photo",
-    "circle": "circle",
-    "": "",
-}
-UNKNOWN_REFERENCES = [
-    "Image 1 and 2 are dark.", "Images 1 and 2 are dark.", "The first and second image are dark.",
-    "image1 is dark.", "Image-1 is dark", "image #1 is dark", "Image A is dark.", "A is darker than B.",
-    "Both are dark, but the former fits.", "the latter is better", "Image one fits.", "1 is better",
-    "The left one fits.", "the first is better than the second", "Option A fits.", "Answer 1 is better.",
-    "The previous image is better", "the 2nd image is better", "image_1 is dark", "img1 is dark",
-    "A is better.", "Assistant A is better.", "1: dark\n2: bright", "1. It is dark.\n2. It fits.",
-    "图1更清晰", "la primera imagen es mejor", "das erste Bild", "dark sky", "A cat is on the box.", "image 1: 暗",
-    "option b is darker", "I prefer A because it fits.", "The answer (A) is it.", "image_A is dark",
-    "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", [*SWAPS, *UNKNOWN_REFERENCES])
-def test_a_reasoning_is_swapped_as_a_whole_or_not_at_all(text):
-    assert grm_sft.swap_references(text, "Image") == SWAPS.get(text)
-
-
-def test_rows_whose_reasoning_can_not_be_swapped_are_trained_in_one_order(tiny_vl, rows, tmp_path, capsys):
-    unknown = rows[0] | {"reasoning": "Image 1 and 2 show a ball."}
+def test_pairs_with_reasoning_for_one_order_are_trained_in_one(tiny_vl, rows, tmp_path, capsys):
+    unknown = rows[0] | {"swapped_reasoning": None}
     source = write_jsonl(tmp_path / "rows.jsonl", [rows[0], unknown, rows[1]])
     assert load(tiny_vl, source, training=True).groups == [[0, 1], [2], [4, 5]]
     assert "1 of 3 rows have one order only" in capsys.readouterr().out
@@ -185,8 +158,8 @@ def test_rows_whose_reasoning_can_not_be_swapped_are_trained_in_one_order(tiny_v
 
 def test_both_orders_and_rows_with_the_same_image_form_a_group(tiny_vl, monkeypatch):
     monkeypatch.setattr(grm_sft, "EASY_VQA_ROWS", 200)
-    rows = grm_sft.easy_vqa_rows("train").select(range(2500))  # of 39,000
-    monkeypatch.setattr(grm_sft, "easy_vqa_rows", lambda split: rows)
+    rows = chats.easy_vqa_rows("train").select(range(2500))  # of 39,000
+    monkeypatch.setattr(chats, "easy_vqa_rows", lambda split: rows)
     data = load(tiny_vl, "easy-vqa", training=True)
     assert len(sum(data.groups, [])) == len({*sum(data.groups, [])}) == 400 and len(data.groups) < 200
     for group in data.groups:
@@ -503,11 +476,38 @@ def test_invalid_input_ends_with_one_sentence(words, grm, tmp_path, refused):
 
 
 # --- examples ---
+SWAPS = {
+    "IMAGE 2 is dark, the first image isn't.": "IMAGE 1 is dark, the second image isn't.",
+    "First image: dark. Second image: bright.": "Second image: dark. First image: bright.",
+    "Both are good, but image 1 is sharp.": "Both are good, but image 2 is sharp.",
+    "Image 1 gets 8/10 or 1.5, or 12 of 21.": "Image 2 gets 8/10 or 1.5, or 12 of 21.",
+    "Image 1 has 3 cats": "Image 2 has 3 cats",
+    "image 1 has no triangle": "image 2 has no triangle",
+    "In image 1, I see a photo": "In image 2, I see a photo",
+    "circle": "circle",
+    "": "",
+}
+UNKNOWN_REFERENCES = [
+    "Image 1 and 2 are dark.", "Images 1 and 2 are dark.", "The first and second image are dark.",
+    "image1 is dark.", "Image-1 is dark", "image #1 is dark", "Image A is dark.", "A is darker than B.",
+    "Both are dark, but the former fits.", "the latter is better", "Image one fits.", "1 is better",
+    "The left one fits.", "the first is better than the second", "Option A fits.", "Answer 1 is better.",
+    "The previous image is better", "the 2nd image is better", "image_1 is dark", "img1 is dark",
+    "A is better.", "Assistant A is better.", "1: dark\n2: bright", "1. It is dark.\n2. It fits.",
+    "图1更清晰", "la primera imagen es mejor", "das erste Bild", "dark sky", "A cat is on the box.", "image 1: 暗",
+    "option b is darker", "I prefer A because it fits.", "The answer (A) is it.", "image_A is dark",
+    "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*SWAPS, *UNKNOWN_REFERENCES])
+def test_a_reasoning_is_swapped_as_a_whole_or_not_at_all(text):
+    assert convert_judgments.swap_references(text) == SWAPS.get(text)
+
+
 def convert(tmp_path, *names: str, seed: int = 0) -> list[dict]:
-    sys.path.insert(0, str(ROOT / "examples"))
-    module = importlib.import_module("convert_judgments")
     files = tuple(FILES / name for name in names) + (tmp_path / "out.jsonl",)
-    module.main(module.Args(files=files, seed=seed))
+    convert_judgments.main(convert_judgments.Args(files=files, seed=seed))
     return read_jsonl(files[-1])
 
 
@@ -519,7 +519,8 @@ def test_data_sets_are_converted(tmp_path, tiny_vl):
     assert hpd[0]["prompt"].endswith("Prompt: a red ball")
     cot = convert(tmp_path, "imagegen_cot.json")
     assert [row["verdict"] for row in cot] == ["1", "2"] and "<image>" not in cot[0]["prompt"]
-    assert cot[1]["reasoning"] == "\nThe first image is dark, the second image is plain.\n"
+    assert cot[0]["swapped_reasoning"] is None, "it has a list with a lone 1"
+    assert cot[1]["swapped_reasoning"] == "\nThe second image is dark, the first image is plain.\n"
     omni = convert(tmp_path, "omnireward.parquet", "imagegen_cot.json")
     assert [row["verdict"] for row in omni] == ["1", "tie", "2", "tie", "1", "2"]
     assert omni[0]["prompt"].endswith("Prompt: a ball\nIt should be red.")

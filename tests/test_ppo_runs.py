@@ -160,6 +160,10 @@ def test_a_critic_from_a_classifier_of_transformers_has_one_label(tiny_text_mode
         else:
             with refused("error: --critic-model", "has a head of shape [2, 32]"):
                 ppo_vl.load_critic(args)
+    classifier.model.config.reward_head = "score.safetensors"  # of reward_bt.py, but the file is missing
+    classifier.model.save_pretrained(folder)
+    with refused("lacks score.safetensors, its head"):
+        ppo_vl.load_critic(args)
 
 
 def test_the_critic_has_the_vocabulary_of_the_policy(run, tiny_text_model, tmp_path, refused):

@@ -51,7 +51,7 @@ def setup(request, serve, monkeypatch, tmp_path):
         sampler = object.__new__(rloo.VLLMSampler)
         sampler.llm, sampler.policy, sampler.on_cuda = llm, model, False
         return sampler, llm
-    monkeypatch.setenv("VLLM_URLS", serve(functools.partial(respond, llm)))
+    monkeypatch.setenv("VLLM_URLS", serve(functools.partial(respond, llm), "HTTP/1.1"))
     servers = runpy.run_path(str(ROOT / "examples/vllm_server.py"))["Servers"]
     return servers(SimpleNamespace(max_response_length=8), model, [3], tmp_path / "run"), llm
 

@@ -42,7 +42,7 @@ from typing import Literal
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import common  # noqa: E402, F401, I001  repairs torchvision, so it comes before transformers
+import common.chats  # noqa: E402, I001  repairs torchvision, so it comes before transformers
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -520,7 +520,7 @@ def learn_trl(args: Args, seed: int, run_dir: Path) -> list[float]:
     def format_reward(completions, **columns) -> list[float]:
         return rloo.format_reward([chat[0]["content"] for chat in completions])
 
-    rows = rloo.easy_vqa_rows("train").map(lambda row: {"prompt": chat("user", row["prompt"])})
+    rows = common.chats.easy_vqa_rows("train").map(lambda row: {"prompt": chat("user", row["prompt"])})
     clock = SecondsPerStep()
     trainer = trl.RLOOTrainer(
         model=flags.model,

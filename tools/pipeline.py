@@ -27,7 +27,7 @@ def write_pairs(output_dir: Path) -> None:
     """The pairs of reward_bt.py, but half of the rejected responses are the correct answer without tags."""
     import reward_bt
 
-    rows = reward_bt.add_easy_vqa_responses(reward_bt.easy_vqa_rows("train"), seed=1)
+    rows = reward_bt.add_easy_vqa_responses(reward_bt.chats.easy_vqa_rows("train"), seed=1)
     is_untagged = np.random.default_rng(1).random(len(rows)) < 0.5
 
     def untag(row: dict, i: int) -> dict:
