@@ -183,7 +183,7 @@ def test_the_readme_links_every_page():
 
 
 def test_line_counts_of_the_readme():
-    rows = re.findall(r"^\| `([\w/]+(?:\.py)?)` \|.*\| ([\d,]+) \|$", README.read_text(), re.M)
+    rows = re.findall(r"^\| \[?`([\w/.]+)`.*\| ([\d,]+) \|$", README.read_text(), re.M)
     assert [name for name, _ in rows] == [*(f"{script}.py" for script in SCRIPTS), "common/"]
     for name, number in rows:
         files = (ROOT / name).glob("*.py") if name.endswith("/") else [ROOT / name]

@@ -488,15 +488,11 @@ SWAPS = {
     "": "",
 }
 UNKNOWN_REFERENCES = [
-    "Image 1 and 2 are dark.", "Images 1 and 2 are dark.", "The first and second image are dark.",
-    "image1 is dark.", "Image-1 is dark", "image #1 is dark", "Image A is dark.", "A is darker than B.",
-    "Both are dark, but the former fits.", "the latter is better", "Image one fits.", "1 is better",
-    "The left one fits.", "the first is better than the second", "Option A fits.", "Answer 1 is better.",
-    "The previous image is better", "the 2nd image is better", "image_1 is dark", "img1 is dark",
-    "A is better.", "Assistant A is better.", "1: dark\n2: bright", "1. It is dark.\n2. It fits.",
-    "图1更清晰", "la primera imagen es mejor", "das erste Bild", "dark sky", "A cat is on the box.", "image 1: 暗",
-    "option b is darker", "I prefer A because it fits.", "The answer (A) is it.", "image_A is dark",
-    "The upper one is dark", "the leftmost fits", "Number one fits.", "Image II fits", "A looks dark.",
+    "Image 1 and 2 are dark.", "Images 1 and 2 are dark.", "The first and second image are dark.", "img1 is dark",
+    "image1 is dark.", "Image-1 is dark", "image #1 is dark", "Image A is dark.", "A is darker than B.", "1 is better",
+    "Both are dark, but the former fits.", "the latter is better", "Image one fits.", "The left one fits.",
+    "the first is better than the second", "Answer 1 is better.", "the 2nd image is better", "Image II fits",
+    "1. It is dark.\n2. It fits.", "图1更清晰", "la primera imagen es mejor", "dark sky", "option b is darker",
 ]  # fmt: skip
 
 
