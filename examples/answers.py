@@ -17,7 +17,8 @@ def last_answer(text: str) -> str:
 
 
 def normalize(answer) -> str | float:
-    answer = str(answer).strip().rstrip(" *.)'\"`").lstrip(" *('\"`").lower()
+    answer = re.sub(r"\\boxed\{(.*)\}", r"\1", str(answer))
+    answer = answer.strip().rstrip(" *.)'\"`$%").lstrip(" *('\"`$").lower()
     answer = re.sub(r"(?<=\d),(?=\d{3}\b)", "", answer)  # 1,000 is 1000
     try:
         return float(answer)  # 3 equals 3.0
@@ -26,6 +27,8 @@ def normalize(answer) -> str | float:
 
 
 def is_same(x: str | float, gold: str | float) -> bool:
+    if isinstance(gold, float) and isinstance(x, str):  # 5 equals "5 cm", if the column has no unit
+        x = normalize(re.sub(r"(?<=\d) ?[a-z°]+[23²³]?$", "", x))
     short, long = sorted((str(x), str(gold)), key=len)
     is_choice = len(short) == 1 and long[0] == short and re.match("[a-z][).:] ", long)  # "B) 12 cm" is B
     return x == gold or bool(is_choice)

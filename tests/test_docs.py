@@ -43,8 +43,9 @@ def prose(page: Path) -> str:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each command in bash blocks, docstrings and inline code, with the page's arrays filled in."""
-    arrays = dict(re.findall(r"^(\w+)=\((?:  #[^\n]*)?\n(.*?)^\)$", page.read_text(), re.M | re.S))
+    """The words of each command in bash blocks, docstrings and inline code, with common.sh's arrays filled in."""
+    settings = (ROOT / "examples/common.sh").read_text()
+    arrays = dict(re.findall(r"^(\w+)=\((?:  #[^\n]*)?\n(.*?)^\)$", settings, re.M | re.S))
     bash = [text for name, text in fences(page) if name == "bash"]
     blocks = [re.sub(r"<<'(\w+)'\n.*?\n\1\n", "\n", text, flags=re.S) for text in bash]
     if page.suffix == ".py":

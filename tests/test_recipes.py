@@ -23,11 +23,14 @@ BATCH_SIZES |= {"eval_prompts": 2, "eval_rows": 2}
 MY_REWARD = str(ROOT / "examples/answers.py")  # the page copies it to my_reward.py
 
 
+CHECK = "examples/check_sync"
+
+
 def recipes(sampler: str | None = None) -> list[tuple[str, list[str]]]:
-    """(script, its flags) of each command, or of those whose last --sampler is this one."""
+    """(script, its flags) of each command that runs one, or of those whose last --sampler is this one."""
     found = []
     for words in commands(PAGE):
-        scripts = [word for word in words if word.removesuffix(".py") in (*SCRIPTS, "grpo")]
+        scripts = [word for word in words if word.removesuffix(".py") in (*SCRIPTS, "grpo", CHECK)]
         flags = words[words.index(scripts[0]) + 1 :] if scripts and words[0] != "patch" else []
         if flags and sampler in (None, dict(zip(flags, flags[1:])).get("--sampler")):
             found.append((scripts[0].removesuffix(".py"), flags))
@@ -49,29 +52,32 @@ def each_recipe(sampler: str | None = None, marks=pytest.mark.slow):
 
 def module_of(script: str, folder: Path):
     patches = [Path(words[-1]).stem for words in commands(PAGE) if words[0] == "patch" and "grpo.py" in words]
-    return importlib.import_module(script) if script in SCRIPTS else test_forks.load(folder, *patches)
+    if script == "grpo":
+        return test_forks.load(folder, *patches)
+    return importlib.import_module(script.replace("/", "."))
 
 
 def test_show_prints_metrics_and_means(tmp_path):
     steps = [{"train/step": step, "score": step / 8} for step in range(1, 17)]
-    steps[1] |= {"objective/kl": 0.6, "rollout/response_length_mean": 12}
     write_jsonl(tmp_path / "metrics.jsonl", [{"train/step": 0}, *steps])
-    command = [sys.executable, ROOT / "tools/show.py", tmp_path, "score", "kl_per_token"]
+    command = [sys.executable, ROOT / "tools/show.py", tmp_path, "score"]
     printed = subprocess.check_output(command, text=True).replace(str(tmp_path), "few").splitlines()
-    assert printed[:3] == ["few 0", "few 1 score 0.125", "few 2 score 0.25 kl_per_token 0.05"]
-    assert len(printed) == 19 and printed[17] == "score: first ten 0.688, last ten 1.44, median 1.06"
+    assert printed[:3] == ["few 0", "few 1 score 0.125", "few 2 score 0.25"]
+    assert len(printed) == 18 and printed[17] == "score: first ten 0.688, last ten 1.44, median 1.06"
 
 
 def test_my_reward(tmp_path, monkeypatch, capsys):
     reward = runpy.run_path(MY_REWARD)["accuracy"]
     right = {"Answer: dog\nNo.\nAnswer: **Cat.**": " cat.", "Answer: (b).": "B", "Answer: 1,000.0": 1000}
     right |= {"So the answer: it is three. Answer: 3": 3, "**Answer**: 3": "3", "Answer: '`B`'": "b"}
-    right |= {"Answer: (B) 12 cm": "B", "Answer: b": "B. 12 cm"}
+    right |= {"Answer: (B) 12 cm": "B", "Answer: b": "B. 12 cm", "Answer: $\\boxed{5}$": 5}
+    right |= {"Answer: 5 cm": "5", "Answer: 50%": 50, "Answer: 7 apples": 7}
     wrong = {"Answer: a **cat**": "a cat", "cat": "cat", "Answer: 5": ".5", "Answer:": 0, "Answer: -3": 3}
     wrong |= {"Answer: 3,5": "35", "Answer: C) B": "B", "Answer: S. aureus": "S. mutans"}
+    wrong |= {"Answer: 6 cm": "6 m", "Answer: 3 or 4": 3}
     reported = []
     rewards = reward([*right, *wrong], [*(right | wrong).values()], lambda *x: reported.append(x))
-    assert rewards == [1.0] * 8 + [0.0] * 8 and reported == [("answered", 14 / 16)]
+    assert rewards == [1.0] * 12 + [0.0] * 10 and reported == [("answered", 20 / 22)]
     rows = [{"prompt": "?", "answer": "3"}, {"prompt": "", "answer": "3"}, {"prompt": "?", "answer": None}]
     flags = ["--dataset", write_jsonl(tmp_path / "rows.jsonl", rows), "--rewards", f"{MY_REWARD}:accuracy"]
     for more, words in (([], "answer gets no reward [2]\n"), (["--rows", "1"], "the dataset has 3\n")):
@@ -145,7 +151,7 @@ def test_command_runs_for_a_step_with_a_server(script, args, tmp_path, monkeypat
 
 
 def test_run_names_differ():
-    """A run's folder must be new, except for the run that check 7 resumes, and W&B takes the name as its id."""
-    assert {script for script, _ in recipes()} == {*SCRIPTS, "grpo"} and len(recipes()) >= 12
+    """A run's folder must be new, except for the run that check 5 resumes, and W&B takes the name as its id."""
+    assert {script for script, _ in recipes()} == {*SCRIPTS, "grpo", CHECK} and len(recipes()) >= 12
     names = [flags[flags.index("--run-name") + 1] for _, flags in recipes() if "--run-name" in flags]
     assert len(names) >= 5 and len(set(names)) == len(names) - 1

@@ -1,6 +1,8 @@
 """Answers that were made with the weights of another step are refused, and servers ignore generation_config.json.
 Fakes replace vLLM here; tests/test_vllm.py and tests/test_recipes.py have tests with the real one."""
 
+import contextlib
+import copy
 import functools
 import runpy
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from conftest import ROOT
 
 import rloo
 from common.packing import Prompt
+from examples import check_sync
 
 # Of Qwen2.5-VL and of others. `vllm serve` takes from it what a request leaves out or sends as null.
 GENERATION_CONFIG = {"repetition_penalty": 1.05, "temperature": 1e-6, "top_k": 1, "top_p": 0.001}
@@ -87,3 +90,34 @@ def test_servers_ignore_the_generation_config_of_the_model(setup, temperature):
     neutral = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "top_p": 1, "top_k": 0}
     neutral |= {"min_p": 0, "temperature": temperature}
     assert {name: settings[name] for name in GENERATION_CONFIG} == neutral
+
+
+class Copy(rloo.HFSampler):
+    """A copy of the policy, in which the weights with `stale` in their names stay as they were."""
+
+    stale = "none"
+
+    def __init__(self, args, model, *more):
+        super().__init__(args, model, *more)
+        self.model = copy.deepcopy(model)
+
+    def update_weights(self, step):
+        old = {name: x.clone() for name, x in self.model.state_dict().items() if self.stale in name}
+        super().update_weights(step)
+        self.model.load_state_dict(old, strict=False)
+
+
+@pytest.mark.parametrize(
+    "stale, failed",
+    [("none", []), ("visual", ["visual", "language_model"]), ("layers", ["language_model"])],
+)
+def test_check_sync_notices_stale_parts(stale, failed, vqa, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(rloo.SAMPLERS, "hf", Copy)
+    monkeypatch.setattr(Copy, "stale", stale)
+    flags = {"dataset": vqa, "eval_dataset": None, "output_dir": str(tmp_path), "prompts_per_rollout": 4}
+    with pytest.raises(SystemExit) if failed else contextlib.nullcontext():
+        check_sync.main(rloo.Args(**flags))
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split(":")[0] == "FAIL" for line in lines] == [
+        any(x in line for x in failed) for line in lines
+    ]

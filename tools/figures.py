@@ -14,6 +14,7 @@ import matplotlib
 import numpy as np
 import torch
 import tyro
+from tyro.conf import Positional
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -99,14 +100,15 @@ def draw_readme(runs: Path):
 # ---- the table of docs/theory.md ----
 
 
-def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: int = 8) -> None:
+def print_variance(runs: Path, model: str, num_prompts: int = 64, num_groups: int = 8, G: int = 8) -> None:
     """Variance of the gradient of a prompt with G responses, summed over all weights, with several baselines: over
     num_groups groups of responses to each prompt, averaged over prompts. In parentheses: the ratio to leave-one-out,
     a 95 % interval by bootstrapping prompts."""
     sys.path.insert(0, str(DOCS.parent))
     import rloo
 
-    args = rloo.Args(output_dir=str(runs), prompts_per_rollout=num_prompts, kl_coef=0)
+    args = rloo.Args(output_dir=str(runs), model=model, prompts_per_rollout=num_prompts, kl_coef=0)
+    args.max_response_length = 24  # the bundled model's default
     run = rloo.setup(args)
     rows = rloo.shuffled_rows(args, step=1, num_rows=len(run.train_data.rows))
     rollout = rloo.collect_rollout(args, run, run.train_data, rows, num_groups * G, 1.0, step=1)
@@ -150,10 +152,12 @@ def print_variance(runs: Path, num_prompts: int = 64, num_groups: int = 8, G: in
         print(f"| {name} | {x.mean():.1f} ({low:.2f} to {high:.2f}) |")
 
 
-def main(name: tyro.conf.Positional[Literal["readme", "variance"]], runs: tyro.conf.Positional[Path]) -> None:
-    """name: what to draw or measure. runs: directory with the runs."""
+def main(
+    name: Positional[Literal["readme", "variance"]], runs: Positional[Path], model: str = "assets/tiny_vl"
+) -> None:
+    """name: what to draw or measure. runs: directory with the runs. model: whose gradients vary."""
     if name == "variance":
-        return print_variance(runs)
+        return print_variance(runs, model)
     plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
     draw_readme(runs).savefig(DOCS / "readme.png")
 

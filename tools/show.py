@@ -12,8 +12,6 @@ from statistics import fmean, median
 def main(folder: str, *names: str) -> None:
     steps = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     for metrics in steps:
-        if "objective/kl" in metrics:
-            metrics["kl_per_token"] = metrics["objective/kl"] / metrics["rollout/response_length_mean"]
         print(folder, metrics["train/step"], *(f"{x} {metrics[x]:.3g}" for x in names if x in metrics))
     for name in names:
         values = [metrics[name] for metrics in steps if name in metrics] or [float("nan")]
