@@ -104,16 +104,16 @@ class Args:
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
     zero_stage: Literal[0, 1, 2, 3] | None = None  # Default: 2 with bfloat16, else 0.
-    offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
+    offload_optimizer: bool = False  # Optimizer states and step on the CPU.
     gradient_checkpointing: bool = False  # Recompute activations: less memory, a third slower.
-    micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
+    micro_batch_tokens: int = 8192  # Tokens per forward pass on a rank, at most.
     # --- evaluation, logging and checkpoints ---
     eval_steps: int = 100  # Evaluation interval in steps; 0: at the start and the end only.
     eval_rows: int = 500  # Rows per evaluation set, a fixed random subset; 0 for all.
     max_num_seqs: int = 64  # Responses generated in parallel on a rank.
     max_response_length: int | None = None  # Tokens per generated judgment. Default: 512 (bundled: 16).
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
-    save_total_limit: int = 2  # Checkpoints to keep; 0 saves none, except when a run stops early.
+    save_total_limit: int = 2  # Checkpoints to keep; 0 saves only if the run stops early.
     track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
 
 
@@ -903,7 +903,7 @@ def load_model(args: Args, source: str, auto_class=None):
             attn_implementation="eager" if has_softcap else None,
             output_loading_info=True,
         )
-        if model.can_generate():  # an invalid config would make save_pretrained fail, after training
+        if model.can_generate():  # else save_pretrained would fail, after training
             model.generation_config.validate(strict=True)
     except (OSError, ValueError, RuntimeError) as error:
         stop(f"can't load the model {source}: {error}")
@@ -978,12 +978,10 @@ def init_distributed() -> None:
         torch.cuda.set_device(DEVICE)
         # cuDNN's SDPA gives NaN gradients with masks on sm90 (torch 2.13, trl#7181).
         torch.backends.cuda.enable_cudnn_sdp(False)
-    single_process = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(
-        backend="nccl" if DEVICE.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(hours=2),  # ranks wait while rank 0 saves
-        **single_process,
-    )
+    options = {"timeout": datetime.timedelta(hours=2)}  # ranks wait while rank 0 saves
+    if "RANK" not in os.environ:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo", **options)
     os.environ |= {"LOCAL_RANK": str(LOCAL_RANK), "DS_ACCELERATOR": DEVICE.type}
     import deepspeed
 
@@ -997,7 +995,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
 
     trained = [x for x in module.parameters() if x.requires_grad]
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # required, not used: main marks the last pack of an update
+        "train_micro_batch_size_per_gpu": 1,  # required, not used: main sets the boundaries
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
@@ -1008,7 +1006,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
             "stage3_param_persistence_threshold": 10_000,  # shards the bundled model, too
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's AdamW needs a compiler, torch's does not
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's AdamW needs a compiler
     }
     if args.zero_stage == 3 and (head := module.model.get_output_embeddings()):
         # ZeRO-3 gathers these weights in the head's forward only, but packing.py also uses them.
@@ -1099,8 +1097,8 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """All checkpoint-N, ordered by N: neither checkpoint-N-problem nor copies."""
-    paths = [x for x in run_dir.glob("checkpoint-*") if x.name[11:].isdigit()]
-    return sorted(paths, key=lambda path: int(path.name[11:]))
+    paths = {path.name.removeprefix("checkpoint-"): path for path in run_dir.glob("checkpoint-*")}
+    return [paths[step] for step in sorted(filter(str.isdigit, paths), key=int)]
 
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
@@ -1111,8 +1109,8 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = "num_ranks dtype zero_stage lora_rank lora_alpha freeze weight_decay".split()
-    if refused := [changes[name] for name in changes if name in fixed or name.endswith("model")]:
+    fixed = "model critic_model num_ranks dtype zero_stage lora_rank lora_alpha freeze weight_decay".split()
+    if refused := [changes[name] for name in changes if name in fixed]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")

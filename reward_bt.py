@@ -95,14 +95,14 @@ class Args:
     # --- DeepSpeed and memory ---
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32.
     zero_stage: Literal[0, 1, 2, 3] | None = None  # Default: 2 with bfloat16, else 0.
-    offload_optimizer: bool = False  # Keep optimizer states on the CPU and run the step there.
+    offload_optimizer: bool = False  # Optimizer states and step on the CPU.
     gradient_checkpointing: bool = False  # Recompute activations: less memory, a third slower.
-    micro_batch_tokens: int = 8192  # Maximum tokens per forward and backward pass on a rank.
+    micro_batch_tokens: int = 8192  # Tokens per forward pass on a rank, at most.
     # --- logging and checkpoints ---
     eval_steps: int = 200  # Evaluation interval in steps; 0: at the start and the end only.
     eval_rows: int = 1000  # Rows per evaluation set, a fixed random subset; 0 for all.
     save_steps: int = 0  # Checkpoint interval in steps; 0 saves at the end only.
-    save_total_limit: int = 2  # Checkpoints to keep; 0 saves none, except when a run stops early.
+    save_total_limit: int = 2  # Checkpoints to keep; 0 saves only if the run stops early.
     track: Literal["off", "wandb"] = "off"  # Experiment tracker to log to.
 
 
@@ -228,7 +228,7 @@ def main(args: Args) -> None:
         packs = make_packs(args, run, run.train_data, rankings)
         # A pair may be split between packs. Then each pack needs the rewards of the others as
         # constants, which a first pass without gradients computes (GradCache, arXiv:2101.06983).
-        # Otherwise zeros will do: a pair without a response in this pack has no gradient here.
+        # Without split pairs, the rewards of other packs have no effect, so zeros will do.
         constant_rewards = torch.zeros(B, device=DEVICE)
         if has_split_pair(packs, pairs, B):
             constant_rewards = compute_rewards(run, packs, B)
@@ -246,7 +246,7 @@ def main(args: Args) -> None:
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            loss = (pairs.weights * losses).sum()  # only its gradient is meaningful
+            loss = (pairs.weights * losses).sum()  # only its gradient is right: others are constants
             reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
             reward_model.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             rewards[pack.response_index] = pack_rewards.detach()
@@ -426,7 +426,7 @@ class RankingDataset:
     def __init__(self, args: Args, source: str, split: str, seed: int, model, processor):
         self.args = args
         self.source = source
-        self.data_dir = Path(source) if Path(source).is_dir() else Path(source).parent  # where media are
+        self.data_dir = Path(source) if Path(source).is_dir() else Path(source).parent
         self.model = model
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
@@ -437,7 +437,7 @@ class RankingDataset:
             self.rows = add_easy_vqa_responses(self.rows, seed)
         columns = self.rows.column_names
         formats = [{"chosen", "rejected"} <= {*columns}, "responses" in columns]
-        rule = "must have the columns chosen and rejected, or else responses (see --columns)"
+        rule = "must have either the columns chosen and rejected, or the column responses (see --columns)"
         require(sum(formats) == 1, f"{source} {rule}; it has {', '.join(columns)}")
         # A rank encodes its share of a step, and then the rows of its packs.
         cache_size = 2 * math.ceil(args.train_batch_size / WORLD_SIZE)
@@ -862,12 +862,10 @@ def init_distributed() -> None:
         torch.cuda.set_device(DEVICE)
         # cuDNN's SDPA gives NaN gradients with masks on sm90 (torch 2.13, trl#7181).
         torch.backends.cuda.enable_cudnn_sdp(False)
-    single_process = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(
-        backend="nccl" if DEVICE.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(hours=2),  # ranks wait while rank 0 saves
-        **single_process,
-    )
+    options = {"timeout": datetime.timedelta(hours=2)}  # ranks wait while rank 0 saves
+    if "RANK" not in os.environ:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo", **options)
     os.environ |= {"LOCAL_RANK": str(LOCAL_RANK), "DS_ACCELERATOR": DEVICE.type}
     import deepspeed
 
@@ -880,7 +878,7 @@ def init_reward_engine(args: Args, module: nn.Module):
     import deepspeed
 
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # required, not used: main marks the last pack of an update
+        "train_micro_batch_size_per_gpu": 1,  # required, not used: main sets the boundaries
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
@@ -891,7 +889,7 @@ def init_reward_engine(args: Args, module: nn.Module):
             "stage3_param_persistence_threshold": 10_000,  # shards the bundled model, too
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's AdamW needs a compiler, torch's does not
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's AdamW needs a compiler
     }
     trained = [x for x in module.parameters() if x.requires_grad]
     decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
@@ -977,8 +975,8 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """All checkpoint-N, ordered by N: neither checkpoint-N-problem nor copies."""
-    paths = [x for x in run_dir.glob("checkpoint-*") if x.name[11:].isdigit()]
-    return sorted(paths, key=lambda path: int(path.name[11:]))
+    paths = {path.name.removeprefix("checkpoint-"): path for path in run_dir.glob("checkpoint-*")}
+    return [paths[step] for step in sorted(filter(str.isdigit, paths), key=int)]
 
 
 def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
@@ -989,8 +987,8 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = "num_ranks dtype zero_stage lora_rank lora_alpha freeze weight_decay".split()
-    if refused := [changes[name] for name in changes if name in fixed or name.endswith("model")]:
+    fixed = "model critic_model num_ranks dtype zero_stage lora_rank lora_alpha freeze weight_decay".split()
+    if refused := [changes[name] for name in changes if name in fixed]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")

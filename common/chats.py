@@ -1,4 +1,4 @@
-"""Dataset rows, and their chats: messages whose content is a list of parts, with text or loaded media."""
+"""Dataset rows and chats: messages whose content is a list of parts, with loaded media."""
 
 import http.client
 import io
@@ -97,7 +97,7 @@ def build_messages(args, row: dict, data_dir: Path, tokenizer) -> list[dict]:
             raise RowError(f"{len(placeholders)} <{kind}> markers, but {len(media)} {kind}s")
         for part, source in zip(placeholders, media):
             part[kind] = source
-    load_media(messages, data_dir, tokenizer, args.max_pixels, args.video_fps)
+    load_media(args, messages, data_dir, tokenizer)
     return messages
 
 
@@ -122,22 +122,16 @@ def split_markers(content: str | list[dict]) -> list[dict]:
     return parts
 
 
-def load_media(
-    messages: list[dict],
-    data_dir: Path,
-    tokenizer,
-    max_pixels: int | None,
-    fps: float,
-) -> None:
+def load_media(args, messages: list[dict], data_dir: Path, tokenizer) -> None:
     """Load the images and videos of messages, and escape special tokens in their texts, in place."""
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     for part in [part for message in messages for part in message["content"]]:
         if part["type"] == "text":
             part["text"] = escape_special_tokens(part["text"], special_tokens)
         elif part["type"] == "image":
-            part["image"] = load_image(part["image"], data_dir, max_pixels)
+            part["image"] = load_image(part["image"], data_dir, args.max_pixels)
         elif part["type"] == "video":
-            part["video"], part["metadata"] = load_video(part["video"], data_dir, fps)
+            part["video"], part["metadata"] = load_video(part["video"], data_dir, args.video_fps)
         else:
             raise RowError(f"content of type {part['type']} is not supported")
 

@@ -61,7 +61,7 @@ def generate(
                 stop(f"the model's generate fails at row {prompt.row_id}: {error}")
         return responses
     device = model.device
-    # A generator per prompt: its responses don't depend on the batch. If G > 1, all limits are equal.
+    # A generator per prompt: its responses don't depend on the batch. If G > 1, limits are equal.
     uniforms = [np.random.default_rng(p.seed).random((num_samples, max(limits))) for p in prompts]
     uniforms = torch.tensor(np.concatenate(uniforms), device=device)  # (n * G, R)
     limits = torch.tensor(limits, device=device).repeat_interleave(num_samples)  # (n * G,)

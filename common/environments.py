@@ -28,7 +28,7 @@ from common.packing import Continuation, Prompt, continue_prompt, extend_prompt
 
 TEXT = [{"type": "text", "text": "."}]
 SHORT_CHAT = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}]
-RUNNER = asyncio.Runner()  # one event loop for environments and rewards: async clients belong to a loop
+RUNNER = asyncio.Runner()  # one event loop, because async clients belong to one
 
 
 def await_all(results: list) -> list:
@@ -84,20 +84,17 @@ class Trajectory:
 
 @dataclass
 class EnvironmentSampler:
-    """--environment: a sampler whose responses have up to max_turns turns and max_length tokens.
+    """--environment: a sampler whose responses have up to max_turns turns.
 
     Each response has its own instance of environment_class;
     docs/recipes.md#tools-and-environments has the protocol. `sampler` generates the turns."""
 
+    args: Any  # the script's
     sampler: Any
     environment_class: type
     model: Any
     processor: Any
     eos_ids: list[int]
-    max_turns: int
-    max_length: int
-    max_pixels: int | None = None  # limit of each image in an observation
-    video_fps: float = 2.0
 
     def __post_init__(self):
         self.update_weights = self.sampler.update_weights
@@ -115,7 +112,7 @@ class EnvironmentSampler:
                 environment=self.environment_class(),
                 rng=np.random.default_rng([prompt.seed, j]),
                 sequence=prompt,
-                remaining_tokens=self.max_length,
+                remaining_tokens=self.args.max_response_length,
             )
             for prompt in prompts
             for j in range(num_samples)
@@ -152,7 +149,7 @@ class EnvironmentSampler:
 
     def append_observation(self, trajectory: Trajectory, observation) -> bool:
         """Append the observation. False if the episode ends, or has no room for another turn."""
-        if observation is None or trajectory.num_turns == self.max_turns:
+        if observation is None or trajectory.num_turns == self.args.max_turns:
             return False
         if not isinstance(observation, dict):
             observation = {"role": "user", "content": observation}
@@ -173,7 +170,7 @@ class EnvironmentSampler:
             raise TypeError(f"an environment's step must return {types}, not {type(content).__name__}")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else map(dict, content)
         message = {**message, "content": list(parts)}  # load_media changes these parts
-        load_media([message], Path(), self.tokenizer, self.max_pixels, self.video_fps)
+        load_media(self.args, [message], Path(), self.tokenizer)
         inputs = encode_chat(self.processor, [*SHORT_CHAT, message], add_generation_prompt=True)
         chat = packing.make_prompt(self.model, inputs)
         if chat.media_inputs and getattr(self.sampler, "turns_are_text", False):

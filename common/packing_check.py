@@ -33,11 +33,11 @@ class Case(NamedTuple):
 
 
 def choose_probe_rows(rows) -> list[int]:
-    """16 evenly spaced rows of a `datasets.Dataset`, and the first row with media of each media column."""
+    """16 evenly spaced rows of a `datasets.Dataset`, and the first with media of each column."""
     chosen = {k * len(rows) // 16 for k in range(16)}
     for name in rows.column_names:
         if name.startswith(("image", "video")):
-            column = rows.select_columns([name]).with_format("arrow")[:][name]  # without decoding media
+            column = rows.select_columns([name]).with_format("arrow")[:][name]  # decodes nothing
             chosen.add(next((i for i, value in enumerate(column) if value.as_py()), None))
     return sorted(chosen - {None})
 

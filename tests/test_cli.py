@@ -2,15 +2,13 @@
 
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 import tyro
-from conftest import write_jsonl
+from conftest import ROOT, write_jsonl
 from test_consistency import blocks_of, each_script, flags_of, source_of
 
 import rloo
-from common import chats
 
 
 def squeeze(text: str) -> str:
@@ -87,7 +85,7 @@ def test_invalid_input_gets_one_sentence_and_exit_code_2(run, tmp_path, flags, w
 def test_every_flag_is_read_and_every_read_is_a_flag(script):
     flags = flags_of(script).keys()
     outside = source_of(script).replace(blocks_of(script)["check_args"], "")
-    outside += Path(chats.__file__).read_text()
+    outside += "".join((ROOT / f"common/{name}.py").read_text() for name in ("chats", "environments"))
     assert flags - {*re.findall(r"\bargs\.(\w+)", outside)} == set()
     assert {*re.findall(r"\bargs\.(?!json)(\w+)", source_of(script))} - flags == set()
 

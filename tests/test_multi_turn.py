@@ -12,6 +12,7 @@ from conftest import TINY, assert_same_run, metrics_of, read_jsonl, slow
 from PIL import Image
 from test_families import load_family, load_model, write_video
 
+import rloo
 from common import chats, packing
 from common.decoding import Response
 from common.environments import EnvironmentSampler
@@ -60,10 +61,11 @@ class ScriptedSampler:
 def make_sampler(model, processor, observations=(), sampler=None, environment=None, **flags):
     """By default an environment that returns the observations and then ends."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    flags = {"max_length": 2000, "max_turns": 4, "eos_ids": [tokenizer.eos_token_id]} | flags
+    eos_ids = flags.pop("eos_ids", [tokenizer.eos_token_id])
+    args = rloo.Args(**{"max_response_length": 2000} | flags)
     sampler = sampler or ScriptedSampler(tokenizer, 500)
     environment = environment or type("Env", (Scripted,), {"observations": observations})
-    return EnvironmentSampler(sampler, environment, model, processor, **flags)
+    return EnvironmentSampler(args, sampler, environment, model, processor, eos_ids)
 
 
 def make_trajectories(prompts, model, processor, **flags) -> list[Response]:
@@ -121,7 +123,7 @@ def test_trajectories_equal_the_unmodified_model_on_the_whole_chat(family, folde
     assert max(int((~x.continuation.response_mask).sum()) for x in whole) > 200
     observed = (~whole[0].continuation.response_mask).nonzero()[:, 0].tolist()
     for limit in (2000, observed[0] - 1, observed[-1] + 3):
-        responses = make_trajectories(prompts, model, processor, max_length=limit)
+        responses = make_trajectories(prompts, model, processor, max_response_length=limit)
         pairs = zip(prompts, responses)
         expected = torch.cat([whole_logprobs(unmodified, processor, *pair) for pair in pairs])
         expected_gradient = gradients(unmodified, expected)
@@ -229,7 +231,7 @@ def test_limits_and_seeds():
     first = int((~mask).nonzero()[0])  # tokens of the first turn
     second = int(mask[first:].nonzero()[0]) + first
     for limit in range(1, second + 4):
-        sampler = make(max_length=limit)
+        sampler = make(max_response_length=limit)
         [response] = sampler.generate([prompt], 1, 1.0)
         R, mask = len(response.token_ids), response.continuation.response_mask
         assert response.truncated and torch.equal(response.token_ids, whole.token_ids[:R])

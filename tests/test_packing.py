@@ -51,8 +51,7 @@ def observe(batch):
     """An encoder of an observation with an image."""
     sampler = SimpleNamespace(update_weights=None, sleep=None)
     image = [p for m in batch.prompts[-1].messages for p in m["content"] if p["type"] == "image"]
-    limits = {"eos_ids": [500], "max_turns": 3, "max_length": 200}
-    encoder = environments.EnvironmentSampler(sampler, None, batch.model, batch.processor, **limits)
+    encoder = environments.EnvironmentSampler(rloo.Args(), sampler, None, batch.model, batch.processor, [500])
     message = {"role": "user", "content": [*image, {"type": "text", "text": "And now?"}]}
     return functools.partial(encoder.encode_message, message=message)
 

@@ -57,15 +57,6 @@ def module_of(script: str, folder: Path):
     return importlib.import_module(script.replace("/", "."))
 
 
-def test_show_prints_metrics_and_means(tmp_path):
-    steps = [{"train/step": step, "score": step / 8} for step in range(1, 17)]
-    write_jsonl(tmp_path / "metrics.jsonl", [{"train/step": 0}, *steps])
-    command = [sys.executable, ROOT / "tools/show.py", tmp_path, "score"]
-    printed = subprocess.check_output(command, text=True).replace(str(tmp_path), "few").splitlines()
-    assert printed[:3] == ["few 0", "few 1 score 0.125", "few 2 score 0.25"]
-    assert len(printed) == 18 and printed[17] == "score: first ten 0.688, last ten 1.44, median 1.06"
-
-
 def test_my_reward(tmp_path, monkeypatch, capsys):
     reward = runpy.run_path(MY_REWARD)["accuracy"]
     right = {"Answer: dog\nNo.\nAnswer: **Cat.**": " cat.", "Answer: (b).": "B", "Answer: 1,000.0": 1000}

@@ -177,7 +177,10 @@ def test_unusable_rows_are_skipped_with_a_reason(reason, encode, capsys):
 
 @pytest.mark.parametrize("row", [GOOD | {"responses": ["good", "bad"]}, {"prompt": "q", "chosen": "good"}])
 def test_columns_are_those_of_pairs_or_of_rankings(row, encode, refused):
-    with refused("must have the columns chosen and rejected, or else responses", f"it has {', '.join(row)}"):
+    with refused(
+        "must have either the columns chosen and rejected, or the column responses",
+        f"it has {', '.join(row)}",
+    ):
         encode(row)
 
 

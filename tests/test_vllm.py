@@ -201,7 +201,7 @@ def test_turns_continue_from_token_ids(text):
     """The log-probs of three turns are the trainer's."""
     text.sampler.update_weights(1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(text.args.model)
-    limits = {"eos_ids": EOS_IDS, "max_turns": 3, "max_length": 99}
+    limits = {"max_turns": 3, "max_response_length": 99}
     sampler = make_sampler(text.model, tokenizer, ["again", "again"], text.sampler, **limits)
     responses = sampler.generate(text.prompts, 8, 0.7)
     assert max(x for name, x in sampler.logged_values if name == "rollout/turns_mean") > 1
