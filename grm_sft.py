@@ -170,7 +170,7 @@ def main(args: Args) -> None:
     run = setup(args)
     judge, state = run.judge, run.state
     received_signals = catch_signals()  # SIGTERM or SIGINT: finish the step, save and exit
-    num_read = num_skipped = 0  # training examples, and those that could not be used
+    num_read = num_skipped = 0  # examples, and those that could not be used, since the last check
     consecutive_skips = 0  # updates whose gradients were not finite
     metrics = {}
     if run.eval_data and (state["step"] == 0 or args.total_steps == 0):
@@ -238,9 +238,10 @@ def main(args: Args) -> None:
         shown = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
         problem = "no finite gradients in 5 steps" if consecutive_skips >= 5 else ""
-        # Over several steps, as one bad row can be half of a batch.
-        if num_read >= 100 and num_skipped > num_read / 2:
-            problem = f"{num_skipped} of {num_read} examples were skipped; see the warnings"
+        if num_read >= 100:  # several steps, as one bad row can be half of a batch
+            if num_skipped > num_read / 2:
+                problem = f"{num_skipped} of the last {num_read} examples were skipped; see the warnings"
+            num_read = num_skipped = 0
         if problem:
             print0(f"saved {save_checkpoint(args, run, f'checkpoint-{step}-problem')}")
             stop(f"step {step}: {problem}")
@@ -518,6 +519,8 @@ class ExampleDataset:
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         self.eos_ids = decoding.find_eos_ids(self.model, self.tokenizer)
         require(self.eos_ids, f"{self.args.model} has no EOS token")
+        special = [x for x in ("<think>", "<answer>") if x in self.tokenizer.all_special_tokens]
+        require(not special, f"{self.args.model}: {special} must be ordinary tokens, which decoding keeps")
         self.prefixes = {}  # of the current batch, by prefix key
         if self.training:  # for examples in a rank's share and in its packs
             cache_size = 2 * math.ceil(self.args.train_batch_size / WORLD_SIZE)
@@ -731,7 +734,10 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
         if examples := data.encode_all(rank_ids[start : start + args.max_num_seqs]):
             records += judge_examples(args, run.sampling_model, data.tokenizer, examples)
     records = all_gather_list(records)
-    require(records, f"{data.source}: all rows were skipped; see the warnings")
+    if not records:
+        if (step := run.state["step"]) > 0:
+            print0(f"saved {save_checkpoint(args, run, f'checkpoint-{step}-problem')}")
+        stop(f"{data.source}: all rows were skipped; see the warnings")
     swapped_records = {record["row"]: record for record in records if record["swapped"]}
     row_records = [record for record in records if not record["swapped"]]
     for record in row_records:
@@ -935,7 +941,7 @@ def add_lora(args: Args, model) -> None:
     from peft import LoraConfig
 
     decoder = model.get_decoder()
-    prefix = next(name for name, module in model.named_modules() if module is decoder)  # "" for a backbone
+    prefix = next(name for name, module in model.named_modules() if module is decoder)  # may be ""
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,

@@ -439,6 +439,7 @@ class RankingDataset:
         formats = [{"chosen", "rejected"} <= {*columns}, "responses" in columns]
         rule = "must have either the columns chosen and rejected, or the column responses (see --columns)"
         require(sum(formats) == 1, f"{source} {rule}; it has {', '.join(columns)}")
+        self.num_read = self.num_skipped = 0  # since the last check of next_rankings
         # A rank encodes its share of a step, and then the rows of its packs.
         cache_size = 2 * math.ceil(args.train_batch_size / WORLD_SIZE)
         self.encode = functools.lru_cache(cache_size)(self.encode)
@@ -499,6 +500,8 @@ def split_row(row: dict) -> tuple[list[dict] | str, list[list[dict]]]:
     prompt = row.get("prompt") or row.get("messages")
     if any(response and response[0]["role"] != "assistant" for response in responses):  # whole chats
         num_shared = common_prefix_length(responses)
+        if isinstance(prompt, list) and prompt != responses[0][:num_shared]:
+            raise RowError("its responses are whole chats, which do not begin with its prompt")
         prompt = responses[0][:num_shared]
         responses = [response[num_shared:] for response in responses]
     if not all(responses):
@@ -579,15 +582,21 @@ def next_rankings(args: Args, run: Run) -> list[Ranking]:
     """The next --train-batch-size usable rows of a stream of shuffled epochs, on all ranks."""
     data, state = run.train_data, run.state
     rankings = []
+    position = state["rows_read"]
     while (missing := args.train_batch_size - len(rankings)) > 0:
-        positions = range(state["rows_read"], state["rows_read"] + missing)
+        positions = range(position, position + missing)
         found = gather_rankings(data, choose_row_ids(positions, len(data.rows), args.seed))
         rankings += found
-        state["rows_read"] += missing
-        state["rows_skipped"] += missing - len(found)
-        if state["rows_read"] >= 100 and state["rows_skipped"] > state["rows_read"] / 2:
-            counts = f"{state['rows_skipped']} of {state['rows_read']} rows were skipped"
-            save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
+        position += missing
+        data.num_read += missing
+        data.num_skipped += missing - len(found)
+        if data.num_read >= 100:
+            counts = f"{data.num_skipped} of the last {data.num_read} rows were skipped"
+            if data.num_skipped > data.num_read / 2:
+                save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
+            data.num_read = data.num_skipped = 0
+    state["rows_skipped"] += position - state["rows_read"] - len(rankings)
+    state["rows_read"] = position
     return rankings
 
 
@@ -819,7 +828,7 @@ def add_lora(args: Args, model) -> None:
     from peft import LoraConfig
 
     decoder = model.get_decoder()
-    prefix = next(name for name, module in model.named_modules() if module is decoder)  # "" for a backbone
+    prefix = next(name for name, module in model.named_modules() if module is decoder)  # may be ""
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,

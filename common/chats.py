@@ -110,7 +110,10 @@ def split_markers(content: str | list[dict]) -> list[dict]:
     parts = []
     for part in content:
         if part["type"] != "text":  # `datasets` fills missing keys with None
-            parts.append({name: value for name, value in part.items() if value is not None})
+            part = {name: value for name, value in part.items() if value is not None}
+            for name in {"url", "path"} & part.keys():  # as in transformers' chats
+                part[part["type"]] = part.pop(name)
+            parts.append(part)
             continue
         for piece in filter(None, re.split("(<image>|<video>)", str(part.get("text") or ""))):
             if piece in ("<image>", "<video>"):
@@ -139,7 +142,7 @@ def load_media(args, messages: list[dict], data_dir: Path, tokenizer) -> None:
 def load_image(source, data_dir: Path, max_pixels: int | None) -> Image.Image:
     """An RGB image from a PIL image, bytes, {"bytes", "path"}, a path relative to data_dir, or a URL.
 
-    It is scaled down to at most max_pixels (width * height)."""
+    It is scaled down to max_pixels (width * height)."""
     if isinstance(source, dict):  # as `datasets` stores images
         source = source.get("bytes") or source.get("path")
     try:
@@ -213,9 +216,10 @@ def apply_template(processor, messages: list[dict], template: dict) -> Any:
 
 
 def row_columns(row: dict) -> dict[str, Any]:
-    """The texts and numbers of a row for logs, without NaN and data URLs of images."""
-    columns = {name: x for name, x in row.items() if isinstance(x, str | int | float) and x == x}
-    return {name: x for name, x in columns.items() if "data:image/" not in str(x)}
+    """Texts and finite numbers of a row for logs, without data URLs."""
+    columns = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
+    hidden = re.compile("nan|-?inf|.*data:image/.*", re.DOTALL)
+    return {name: x for name, x in columns.items() if not hidden.fullmatch(str(x))}
 
 
 def trajectory_columns(messages: list[dict]) -> dict[str, str]:

@@ -165,7 +165,8 @@ class EnvironmentSampler:
 
         Their positions are those in the whole sequence, from the model's own get_rope_index."""
         content = message["content"]
-        if not isinstance(content, str | list):
+        is_list = isinstance(content, list) and all(isinstance(x, dict) and "type" in x for x in content)
+        if not isinstance(content, str) and not is_list:
             types = "None, a string, a list of parts, or a message with one of these as content"
             raise TypeError(f"an environment's step must return {types}, not {type(content).__name__}")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else map(dict, content)

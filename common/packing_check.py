@@ -9,6 +9,7 @@ A *case* is a prompt with responses, which are pieces of the other prompts' text
 """
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
@@ -52,7 +53,7 @@ def choose_layout(
     must_generate: bool = True,
     encode_observation: Callable[[Prompt], Continuation] | None = None,
 ) -> str:
-    """Switch to the packed layout if it is exact; returns a message. Collective: all ranks decide alike.
+    """Switch to the packed layout if it is exact; returns a message. All ranks call it and decide alike.
 
     forward: pack -> log-probs or values (M,), or scores (S,). max_length: maximum tokens of a prompt plus
     a response; max_tokens: maximum tokens of a pack. must_generate: exit if generate and forward differ,
@@ -115,6 +116,9 @@ def make_cases(
     """Cases with short responses, a case with a long response, and what these don't cover.
 
     The prompts are the shortest and the longest one of each combination of media."""
+    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    # A response and generated tokens follow.
+    prompts = [x for x in prompts if x.length + 2 * SHORT_LENGTHS[0] <= max_positions] or prompts
     by_media = defaultdict(list)
     for prompt in sorted(prompts, key=lambda prompt: prompt.length):
         by_media[prompt.media_keys].append(prompt)
@@ -132,7 +136,6 @@ def make_cases(
         sequence = extend_prompt(sequence, observation)
         last_turn = continue_prompt(sequence, other_turn.input_ids)
         cases.append(Case(shortest, [packing.join_continuations([turn, observation, last_turn])]))
-    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
     length = min(max_length, max_tokens, max_positions, MAX_LENGTH)
     notes = [f"not compared: sequences of more than {length} tokens"] if length < max_length else []
     long_text = other_text(model, prompts, shortest, max(1, length - shortest.length))

@@ -449,9 +449,30 @@ def test_most_rows_end_a_run_but_not_a_bad_row_in_a_small_batch(grm, rows, tmp_p
     assert all(("loss/sft" in m) == (m["train/rows_skipped"] == 0) for m in steps)
     assert (run_dir / "checkpoint-3").is_dir()
     source = write_jsonl(tmp_path / "rows.jsonl", [rows[7], bad, bad])
-    with refused("step 12: 72 of 108 examples were skipped"):
+    with refused("step 12: 72 of the last 108 examples were skipped"):
         grm(dataset=source, total_steps=40, train_batch_size=9, eval_dataset=None, run_name="bad")
     assert (tmp_path / "runs/bad/checkpoint-12-problem").is_dir()
+
+
+def test_an_evaluation_without_usable_rows_saves_and_stops(grm, tmp_path, refused, monkeypatch):
+    """Its images are gone after the first evaluation."""
+    judge, all_records = grm_sft.judge_examples, []
+
+    def judge_once(*args):
+        all_records.append([] if all_records else judge(*args))
+        return all_records[-1]
+
+    monkeypatch.setattr(grm_sft, "judge_examples", judge_once)
+    with refused("all rows were skipped"):
+        grm(total_steps=2, eval_steps=1)
+    assert (tmp_path / "runs/run/checkpoint-1-problem/state").is_dir()
+
+
+def test_tags_that_decoding_drops_are_refused(tiny_vl, rows, tmp_path, refused):
+    processor = transformers.AutoProcessor.from_pretrained(TINY)
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>"]})
+    with refused("['<answer>'] must be ordinary tokens"):
+        load((tiny_vl[0], processor), write_jsonl(tmp_path / "rows.jsonl", rows), training=True)
 
 
 @pytest.mark.parametrize("verdicts", [[1, 2], [1.0, 2.0, None], ["1", "tie"]])

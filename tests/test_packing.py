@@ -190,6 +190,14 @@ def test_the_check_notices_with_the_bundled_model_in_bf16(_, break_it, reason, v
     test_the_check_notices("", break_it, reason, lambda family: batch, monkeypatch, capsys)
 
 
+def test_the_check_stays_within_the_context_of_the_model(batch_of):
+    batch = batch_of("llama")
+    shortest = min(prompt.length for prompt in batch.prompts)
+    batch.model.config.max_position_embeddings = limit = shortest + 24
+    cases, (prompt, [response]), _ = packing_check.make_cases(batch.model, batch.prompts, 4096, 4096, None)
+    assert {case.prompt.length for case in cases} == {shortest} and prompt.length + len(response) == limit
+
+
 def test_the_check_notices_what_only_long_packs_or_responses_show(batch_of, monkeypatch):
     """Prompts are much shorter. Block-sparse attention, for example, is dense up to some length."""
     batch = batch_of("llama")

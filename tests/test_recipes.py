@@ -20,7 +20,7 @@ from test_docs import commands
 PAGE = ROOT / "docs/recipes.md"
 BATCH_SIZES = {"prompts_per_rollout": 2, "num_samples_per_prompt": 2, "train_batch_size": 4}
 BATCH_SIZES |= {"eval_prompts": 2, "eval_rows": 2}
-MY_REWARD = str(ROOT / "examples/answers.py")  # the page copies it to my_reward.py
+MY_REWARD = str(ROOT / "examples/answers.py")  # the page copies it
 
 
 CHECK = "examples/check_sync"
@@ -142,7 +142,7 @@ def test_command_runs_for_a_step_with_a_server(script, args, tmp_path, monkeypat
 
 
 def test_run_names_differ():
-    """A run's folder must be new, except for the run that check 5 resumes, and W&B takes the name as its id."""
+    """A run's folder must be new, except for the run that check 6 resumes, and W&B takes the name as its id."""
     assert {script for script, _ in recipes()} == {*SCRIPTS, "grpo", CHECK} and len(recipes()) >= 12
     names = [flags[flags.index("--run-name") + 1] for _, flags in recipes() if "--run-name" in flags]
     assert len(names) >= 5 and len(set(names)) == len(names) - 1

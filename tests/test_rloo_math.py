@@ -279,6 +279,9 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
     own = {"prompt": [{"role": "system", "content": "Own."}, *turns]}
     with_system = messages(own, tokenizer, system_prompt="No.")
     assert [m["content"][0]["text"] for m in with_system if m["role"] == "system"] == ["Own.", "Be brief."]
+    for key in ("path", "url"):  # as in transformers' chats
+        [message] = messages({"prompt": chat([{"type": "image", key: vqa_rows[0]["image"]}])}, tokenizer)
+        assert message["content"][0]["image"].tobytes() == a.tobytes()
     raw = rloo.Path(vqa_rows[0]["image"]).read_bytes()
     encoded = f"data:image/png;base64,{base64.b64encode(raw).decode()}"
     for source in (raw, encoded, {"bytes": raw, "path": None}, {"bytes": None, "path": vqa_rows[0]["image"]}):

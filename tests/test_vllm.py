@@ -237,10 +237,15 @@ FLAGS = {"eval_dataset": None, "warmup_updates": 0, "learning_rate": 1e-3}
 
 
 @pytest.mark.parametrize(
-    "script, sampler, lora", [("rloo", "vllm", 4), ("ppo_vl", "vllm", 0), ("rloo", SERVERS, 0)]
+    "script, sampler, flags",
+    [
+        ("rloo", "vllm", {"lora_rank": 4, "ranks": 2, "zero_stage": 2}),
+        ("ppo_vl", "vllm", {}),
+        ("rloo", SERVERS, {}),
+    ],
 )
-def test_two_steps(script, sampler, lora, finish, any_score, tmp_path, servers):
-    finish(script, env=ON_CPU, sampler=sampler, lora_rank=lora, **FLAGS, **any_score)
+def test_two_steps(script, sampler, flags, finish, any_score, tmp_path, servers):
+    finish(script, env=ON_CPU, sampler=sampler, **FLAGS, **any_score, **flags)
     steps = metrics_of(tmp_path / "runs/run")
     assert [step["train/step"] for step in steps] == [1, 2]
     assert (tmp_path / "runs/run/checkpoint-2/config.json").is_file()
