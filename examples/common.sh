@@ -23,7 +23,7 @@ LORA=(
 )
 FULL=(
     --freeze visual  # saves 2 of 71 GB; without it, vision tower and merger are trained, too
-    --kl-coef 0  # a penalty needs a reference model, which doesn't fit
+    --kl-coef 0  # a penalty needs a reference model, which doesn't fit with ZeRO-2
     --learning-rate 3e-6  # three times the default
 )
 TRAIN=(
