@@ -35,10 +35,11 @@ def sample(args: Args, run: rloo.Run, step: int) -> tuple:
 
 @torch.no_grad()
 def main(args: Args) -> None:
-    rloo.require(args.zero_stage != 3, "check_sync.py can't add noise to sharded weights (--zero-stage 3)")
     args.rewards, args.reward_weights, args.num_epochs = ("format",), (1.0,), 1
     args.kl_coef, args.track = 0.0, "off"
     run = rloo.setup(args)
+    import deepspeed
+
     parts = defaultdict(list)
     for name, x in run.actor.module.model.named_parameters():
         if x.requires_grad:
@@ -52,8 +53,9 @@ def main(args: Args) -> None:
         torch.manual_seed(step)  # the same noise on all ranks
         scale = 1e-3
         while (change := float((logprobs() - before).abs().mean())) < CHANGE and scale < 10:
-            for x in weights:
-                x += scale * (x.abs().mean() or 0.01) * torch.randn_like(x)  # LoRA's B is 0
+            with deepspeed.zero.GatheredParameters(weights, modifier_rank=0):
+                for x in weights:
+                    x += scale * (x.abs().mean() or 0.01) * torch.randn_like(x)  # LoRA's B is 0
             scale *= 2
         run.sampler.update_weights(step - 1)
         rollout, logprobs = sample(args, run, step)

@@ -21,7 +21,7 @@ LORA=(
     --lora-rank 16  # all linear layers of the language model; for others, change add_lora in rloo.py
     --learning-rate 5e-5  # five times the default
 )
-FULL=(
+FULL=(  # does not fit on one GPU
     --freeze visual  # saves 2 of 71 GB; without it, vision tower and merger are trained, too
     --kl-coef 0  # a penalty needs a reference model, which doesn't fit with ZeRO-2
     --learning-rate 3e-6  # three times the default
