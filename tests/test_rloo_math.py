@@ -89,9 +89,9 @@ def test_accuracy_and_format():
     assert accuracy_reward([*texts, "<answer>red</answer>"], ["blue"] * 4) == [1, 1, 0, 0]
     numbers = ["<answer>3</answer>", "<answer>1234567</answer>", "<answer>0.12345678</answer>"]
     assert accuracy_reward(numbers, [3, 1234567.0, 0.12345678]) == [1, 1, 1]
-    good = ["<answer>x</answer>", " <think>a\nb</think>\n<answer>x</answer>\n"]
+    good = ["<answer>x</answer>", " <think>a\nb</think>\n<answer>x</answer>\n", "a</think><answer>x</answer>"]
     bad = ["x", "<answer>x", "<answer>x</answer> y", "<answer>x</answer>" * 2, "<think>a</think>"]
-    assert format_reward(good + bad) == [1] * 2 + [0] * 5
+    assert format_reward(good + bad) == [1] * 3 + [0] * 5
 
 
 def score(functions: dict, prompt="Q"):

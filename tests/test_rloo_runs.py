@@ -164,6 +164,13 @@ def test_a_reward_that_raises_on_one_rank_stops_all(start, tmp_path, failing):
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
 
 
+def test_log_probs_that_change_without_an_update_stop_the_run(run, any_score, monkeypatch, refused):
+    compute = rloo.compute_logprobs
+    monkeypatch.setattr(rloo, "compute_logprobs", lambda *args: [table + 5e-4 for table in compute(*args)])
+    with refused("policy/logprob_diff_mean is 0.0005, above 0.0001"):
+        run("rloo", total_steps=1, eval_dataset=None, **any_score)
+
+
 def test_text_models_and_a_custom_sampler(run, tiny_text_model, tmp_path):
     rows = [{"prompt": chat(f"Say {i}"), "answer": str(i)} for i in range(8)]
     (tmp_path / "plug.py").write_text(
