@@ -369,6 +369,8 @@ def test_remax_subtracts_the_score_of_a_greedy_response(t, tmp_path):
     result = update(load(tmp_path, "remax"), t, greedy=greedy, kl_coef=0.1)
     kl = ((t.old - t.ref) * t.mask).sum(1, keepdim=True)
     check(result, t, rloo(t, advantages=(t.scores - greedy).view(-1, 1) - 0.1 * kl))
+    greedy[1] = math.nan  # no score
+    assert math.isfinite(sum(update(load(tmp_path, "remax"), t, greedy=greedy).actor.losses))
 
 
 def test_cpgd_clips_log_ratios(t, tmp_path):

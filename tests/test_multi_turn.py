@@ -204,8 +204,11 @@ def test_observations_of_reset_or_of_another_type_are_errors():
     environment = type("Env", (), {"reset": lambda self, **row: "Look!"})
     with pytest.raises(TypeError, match="reset must return None"):
         make_sampler(model, processor, environment=environment).generate([prompt], 1, 1.0)
-    with pytest.raises(TypeError, match="a list of parts, or a message .* not tuple"):
-        make_sampler(model, processor, [("obs", 1.0, True)]).generate([prompt], 1, 1.0)
+    for observation in (("obs", 1.0, True), ["obs"]):
+        with pytest.raises(
+            TypeError, match=f"a list of parts, or a message .* not {type(observation).__name__}"
+        ):
+            make_sampler(model, processor, [observation]).generate([prompt], 1, 1.0)
     sampler = make_sampler(model, processor, [[{"type": "image", "image": Image.new("RGB", (32, 32))}]])
     sampler.sampler.turns_are_text = True
     with pytest.raises(ValueError, match="supports only text in observations"):
