@@ -500,9 +500,10 @@ def split_row(row: dict) -> tuple[list[dict] | str, list[list[dict]]]:
     prompt = row.get("prompt") or row.get("messages")
     if any(response and response[0]["role"] != "assistant" for response in responses):  # whole chats
         num_shared = common_prefix_length(responses)
-        if isinstance(prompt, list) and prompt != responses[0][:num_shared]:
+        shared = responses[0][:num_shared]
+        if isinstance(prompt, list) and prompt != shared[: len(prompt)]:
             raise RowError("its responses are whole chats, which do not begin with its prompt")
-        prompt = responses[0][:num_shared]
+        prompt = shared
         responses = [response[num_shared:] for response in responses]
     if not all(responses):
         raise RowError("a response is empty, or the beginning of another one")

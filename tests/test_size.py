@@ -12,7 +12,7 @@ LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
     "rloo.py": (1500, 405, 165, 59, 10),
     "ppo_vl.py": (1694, 515, 195, 59, 10),
-    "reward_bt.py": (1114, 310, 100, 57, 10),
+    "reward_bt.py": (1115, 310, 100, 57, 10),
     "grm_sft.py": (1225, 310, 100, 58, 10),
     "common/*.py": (1892, 0, 0, 58, 14),
 }
@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 75,
     "docs/recipes.md": 266,
     "tools/*.py": 3363,
-    "tests/*.py": 7081,
+    "tests/*.py": 7087,
 }
 
 
