@@ -61,6 +61,8 @@ def main(args: Args) -> None:
         rollout, logprobs = sample(args, run, step)
         difference = float((logprobs() - rollout.sampler_logprobs[rollout.response_mask]).abs().mean())
         verdict = "pass" if difference < 2 * rounding + change / 10 else "FAIL"
+        if change < CHANGE:  # noise has no effect: a vision tower, if all prompts are texts
+            verdict = "not tested"
         has_failed |= verdict == "FAIL"
         rloo.print0(
             f"{verdict}: {part} changed by {change:.3g} nats per token, now they differ by {difference:.3g}"

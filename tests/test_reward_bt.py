@@ -136,12 +136,8 @@ def test_turns_after_the_first_difference_are_part_of_the_responses(encode):
     row = {"chosen": chat("q", "good", "so?", "yes"), "rejected": chat("q", "bad", "so?", "yes")}
     _, (texts,) = encode(row)
     assert texts[0] == "user: q\nassistant: good\nuser: so?\nassistant: yes\nassistant: "
-    row = {
-        "prompt": chat("q"),
-        "chosen": chat("q", "a", "so?", "yes"),
-        "rejected": chat("q", "a", "so?", "no"),
-    }
-    assert encode(row)[0], "their shared turns may be more than the prompt"
+    chats = {name: chat("q", "a", "so?", end) for name, end in (("chosen", "yes"), ("rejected", "no"))}
+    assert encode(chats | {"prompt": chat("q")})[0], "their shared turns may be more than the prompt"
 
 
 def test_system_prompt_margin_and_special_tokens(encode):

@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 75,
     "docs/recipes.md": 266,
     "tools/*.py": 3363,
-    "tests/*.py": 7087,
+    "tests/*.py": 7083,
 }
 
 
