@@ -4,25 +4,28 @@ A judge reads a question and two candidates (images, videos or texts) and writes
 
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
-It learns this by next-token prediction; the reasoning inside <think> comes from the dataset and may
-be missing. Each pair is trained in both orders, unless it has reasoning for one order only.
+It learns this by next-token prediction. The reasoning inside <think> comes from the dataset and may
+be missing. Each pair is trained in both orders. If its reasoning names the candidates in one order,
+it is trained in that order only.
 
-Papers: Generative Verifiers (https://arxiv.org/abs/2408.15240), whose reward is the probability of a
-verdict (examples/judge_reward.py); UnifiedReward-Think (https://arxiv.org/abs/2505.03318), the source of
-the output format; SFT is its first stage. docs/lightrft.md: differences from LightRFT's GRMTrainerVL.
+Papers:
+- Generative Verifiers (https://arxiv.org/abs/2408.15240). Their reward is the probability of a verdict, as
+  in examples/judge_reward.py.
+- UnifiedReward-Think (https://arxiv.org/abs/2505.03318). Its first stage is this SFT, in this format.
+docs/lightrft.md lists the differences from LightRFT's GRMTrainerVL.
 
-Terms and letters:
+Notation:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
-    example     what the model reads: a pair in one order of its candidates, or a chat
-    prefix      the tokens that examples can share: in training up to the last image, in evaluations
-                all that the judge reads
+    example     a pair in one order of its candidates, or a chat
+    prefix      first tokens of an example, which run once for all examples that share them: in
+                training up to the last image, in evaluations up to the judgment
     suffix      the rest of an example; only its assistant turns are trained
     verdict     "1", "2" or "tie": which candidate is better
     label       the correct verdict in the order shown
     judgment    what the judge writes in an evaluation
-    pack        input of one forward pass (common/packing.py)
-    R, M        tokens of a suffix, trained tokens of a pack
+    pack        a micro-batch (common/packing.py)
+    R, M        number of tokens of a suffix, and of trained tokens of a pack
 
     python grm_sft.py                # default: a tiny VLM on easy-VQA, minutes on a CPU core
     python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset my.jsonl --eval-dataset test.jsonl
@@ -44,7 +47,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -55,7 +58,7 @@ from torch import Tensor, nn
 
 from common import chats, decoding, packing, packing_check, require, stop
 from common.chats import ROW_ERRORS, RowError, build_messages, load_rows
-from common.packing import Continuation, Prompt, PromptInfo, set_gradient_checkpointing
+from common.packing import Continuation, Prompt, PromptInfo
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -74,7 +77,7 @@ class Args:
     seed: int = 1  # Random seed for LoRA, data order and easy-VQA's pairs.
     output_dir: str = "runs"  # Directory that contains one directory per run.
     run_name: str | None = None  # Directory in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
-    resume: str | None = None  # auto: continue --run-name. A path: a new run from this checkpoint.
+    resume: str | None = None  # auto: continue --run-name. PATH: continue this checkpoint in a new run.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id of a VLM or text model.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or Hub id.
@@ -124,8 +127,8 @@ def compute_sft_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
     """Next-token loss L = -sum of logprobs / num_tokens, in nats per token.
 
     logprobs (M,): of a pack's trained tokens. num_tokens: trained tokens of the whole step, so
-    that the losses of all packs on all ranks add up to the mean. The softmax of packing.py leaves
-    out media tokens, which are never sampled.
+    that the losses of all packs on all ranks add up to the mean. As in sampling, the softmax of
+    packing.py leaves out media tokens (image placeholders).
 
     logprobs [-1, -3], num_tokens 8 -> 0.5
     """
@@ -135,11 +138,16 @@ def compute_sft_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
 # ---- the data of a step ----
 
 
+class ExampleId(NamedTuple):
+    row: int
+    swapped: bool  # whether the candidates of a pair are swapped; False for a chat
+
+
 @dataclass
 class Example:
     """A pair in one order of its candidates, or a chat; see ExampleDataset.tokenize."""
 
-    example_id: int  # 2 * row, plus 1 if the candidates are swapped
+    example_id: ExampleId
     prefix: PromptInfo  # a Prompt, until gather_examples drops its tensors
     prefix_key: str  # examples with equal keys share their prefix
     suffix: Continuation  # R tokens; response_mask is True where they are trained
@@ -186,7 +194,6 @@ def main(args: Args) -> None:
         packs = list(iter_packs(args, run, examples))  # each rank has the same number
 
         # --- 3. update: the gradients of all packs, and one optimizer step ---
-        set_gradient_checkpointing(judge.module, True)  # a no-op without --gradient-checkpointing
         local_loss = torch.zeros((), device=DEVICE)  # sum over this rank's packs
         for k, pack in enumerate(packs):
             judge.set_gradient_accumulation_boundary(k == len(packs) - 1)
@@ -195,8 +202,7 @@ def main(args: Args) -> None:
             judge.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             local_loss += loss.detach()
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
-        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0  # NaN: skipped
-        set_gradient_checkpointing(judge.module, False)
+        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0  # NaN if the update was skipped
         mean_loss = sum(all_gather_list([float(local_loss)]))  # over the step's trained tokens
         seconds = time.perf_counter() - step_start
 
@@ -209,7 +215,7 @@ def main(args: Args) -> None:
             "train/grad_norm": grad_norm,
             "train/skipped_updates": int(not is_finite),
             "train/trained_tokens": num_tokens,
-            "train/rows_skipped": len({example_id // 2 for example_id in skipped_ids}),
+            "train/rows_skipped": len({example_id.row for example_id in skipped_ids}),
             "time/total": seconds,
         }
         if examples:  # all of a small batch may be skipped
@@ -265,7 +271,7 @@ def main(args: Args) -> None:
 
 
 def setup(args: Args) -> Run:
-    """Load and check everything that the steps use. The logs are written last."""
+    """Load and check everything that the steps use. Logs are created last, so a failed setup has none."""
     transformers.utils.logging.disable_progress_bar()
     fill_defaults(args)
     check_args(args)
@@ -280,7 +286,7 @@ def setup(args: Args) -> Run:
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, judge=judge)
-        if args.resume != "auto":  # a branch has a checkpoint-best of its own
+        if args.resume != "auto":  # the new run has a checkpoint-best of its own
             state["best_score"] = -math.inf
 
     processor = transformers.AutoProcessor.from_pretrained(args.model)
@@ -294,12 +300,11 @@ def setup(args: Args) -> Run:
     print0(f"{run_dir}: {num_examples} examples, {WORLD_SIZE} rank(s), {DEVICE}, {model.dtype}")
     # Pack batches if packing reproduces the unmodified model on some rows; else pad them.
     row_ids = packing_check.choose_probe_rows(data.rows)
-    examples = data.encode_all([2 * i for i in row_ids])
+    examples = data.encode_all([ExampleId(row_id, swapped=False) for row_id in row_ids])
     prompts = [packing.extend_prompt(x.prefix, x.suffix) for x in examples]  # prefixes may have no text
     require(prompts, f"{data.source}: none of {len(row_ids)} rows can be used; see the warnings")
     message = packing_check.choose_engine_layout(
         engine=judge,
-        forward=lambda network, pack: network(pack),
         prompts=prompts,
         max_length=args.max_length + args.max_response_length,
         max_tokens=args.micro_batch_tokens,
@@ -343,7 +348,9 @@ def check_args(args: Args) -> None:
     require(is_enough, "--micro-batch-tokens must be at least --max-length")
     sums_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2
     require(sums_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3, which sum gradients in fp32")
-    require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
+    require(
+        args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage 1 or more"
+    )
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
     has_eval = args.eval_dataset or args.dataset == "easy-vqa"
@@ -386,7 +393,7 @@ VERDICTS = {"1": "{} 1 is better", "2": "{} 2 is better", "tie": "Both are equal
 SWAPPED = {"1": "2", "2": "1", "tie": "tie"}  # after the candidates are swapped
 
 
-def sample_example_ids(args: Args, groups: list[list[int]], step: int) -> list[int]:
+def sample_example_ids(args: Args, groups: list[list[ExampleId]], step: int) -> list[ExampleId]:
     """The example ids of a step, from an endless stream of shuffled epochs.
 
     Each epoch has all groups, shuffled by (seed, epoch), so resuming is exact."""
@@ -400,13 +407,13 @@ def sample_example_ids(args: Args, groups: list[list[int]], step: int) -> list[i
     return stream[start % epoch_size :][: args.train_batch_size]
 
 
-def gather_examples(data: "ExampleDataset", example_ids: list[int]) -> list[Example]:
+def gather_examples(data: "ExampleDataset", example_ids: list[ExampleId]) -> list[Example]:
     """The examples of a step, on all ranks and without images.
 
     Each rank encodes its share, and sends lengths and suffixes, so that all ranks plan the same
     packs. If a pack has an example of another share, its prefix is encoded again."""
     share = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
-    examples = data.encode_all(share)
+    examples = data.encode_all([ExampleId(*x) for x in share])
     infos = [PromptInfo(x.prefix.row_id, x.prefix.length, x.prefix.media_keys) for x in examples]
     return all_gather_list([replace(x, prefix=info, row={}) for x, info in zip(examples, infos)])
 
@@ -461,31 +468,28 @@ def make_easy_vqa_pairs(rows, seed: int):
     return datasets.Dataset.from_list(pairs)
 
 
-def group_examples(args: Args, source: str, rows, indices: np.ndarray, training: bool) -> list[list[int]]:
+def group_examples(
+    args: Args, source: str, rows, indices: np.ndarray, training: bool
+) -> list[list[ExampleId]]:
     """Groups of example ids that stay together when the data is shuffled: both orders of a pair and, with
     --group-by-image, all rows with the same paths of images and videos. A pair with reasoning is
     trained in one order, unless it also has swapped_reasoning."""
-    import pyarrow.compute
-
     names = {"prompt", "verdict", "reasoning", "swapped_reasoning", "image", "images", "video", "videos"}
-    table = rows.select_columns([name for name in rows.column_names if name in names])
-    table = table.select(indices).with_format("arrow")[:]  # does not decode images
-    for k, column in enumerate(table.columns):
-        if "binary" in str(column.type):  # media in the dataset: "" if present, because it is not compared
-            column = pyarrow.compute.if_else(column.is_valid(), "", None)
-            table = table.set_column(k, table.column_names[k], column)
+    columns = [x for x in rows.features.arrow_schema if x.name in names]
+    columns = [x.name for x in columns if "binary" not in str(x.type)]  # media in the dataset have no paths
+    table = rows.select(indices).select_columns(columns).with_format("arrow")[:]
     table_rows = table.to_pylist() or [{}] * len(indices)  # a table without columns has no rows
     groups = defaultdict(list)
     num_unswapped = 0
     for i, row in zip(indices.tolist(), table_rows, strict=True):
         paths = [row.get(name) for name in ("image", "images", "video", "videos")]
         group = groups[str(paths) if args.group_by_image and any(paths) else i]
-        group.append(2 * i)
+        group.append(ExampleId(i, swapped=False))
         if is_pair(row):
             if training and row.get("reasoning") and not row.get("swapped_reasoning"):
                 num_unswapped += 1
             else:
-                group.append(2 * i + 1)
+                group.append(ExampleId(i, swapped=True))
     if num_unswapped:
         reason = "they have reasoning, but no swapped_reasoning"
         print0(f"{source}: {num_unswapped} of {len(indices)} rows have one order only: {reason}")
@@ -504,12 +508,12 @@ def read_verdict(value) -> str:
 
 @dataclass
 class ExampleDataset:
-    """Rows of a dataset, and the examples that they become."""
+    """Encodes the rows of a dataset as examples."""
 
     args: Args
     source: str
     rows: Any  # datasets.Dataset
-    groups: list[list[int]]  # ids of all examples; groups are shuffled, but not the ids in a group
+    groups: list[list[ExampleId]]  # all examples; groups are shuffled, but not the examples in a group
     data_dir: Path  # paths of images and videos are relative to it
     model: Any
     processor: Any
@@ -526,7 +530,7 @@ class ExampleDataset:
             cache_size = 2 * math.ceil(self.args.train_batch_size / WORLD_SIZE)
             self.encode = functools.lru_cache(cache_size)(self.encode)
 
-    def encode_all(self, example_ids: list[int]) -> list[Example]:
+    def encode_all(self, example_ids: list[ExampleId]) -> list[Example]:
         """The examples with these ids, without those that can't be used."""
         self.prefixes.clear()
         examples = []
@@ -534,15 +538,15 @@ class ExampleDataset:
             try:
                 examples.append(self.encode(example_id))
             except ROW_ERRORS as error:
-                row = f"{self.source} row {example_id // 2}"
+                row = f"{self.source} row {example_id.row}"
                 print(f"warning: {row} is skipped: {error!s:.300}", file=sys.stderr)
         return examples
 
-    def encode(self, example_id: int) -> Example:
+    def encode(self, example_id: ExampleId) -> Example:
         """The example with this id. Raises RowError or OSError if its row can't be used."""
-        row = self.rows[example_id // 2]  # `datasets` opens images here, build_messages other media
+        row = self.rows[example_id.row]  # `datasets` opens images here, build_messages other media
         if is_pair(row):
-            chat, noun, label = build_pair(row, swapped=example_id % 2 == 1)
+            chat, noun, label = build_pair(row, example_id.swapped)
         else:
             chat, noun, label = row | {"prompt": row.get("messages")}, "", None
         messages = build_messages(self.args, chat, self.data_dir, self.tokenizer)
@@ -551,11 +555,12 @@ class ExampleDataset:
         if not messages or messages[0]["role"] == "assistant":
             raise RowError("the chat has no assistant turn, or begins with one")
         prefix, prefix_key, suffix = self.tokenize(messages)
-        # In evaluations, the reference is no input. If it counted, one order might not fit.
+        # In evaluations, the model does not read the suffix, so its length doesn't count: otherwise only
+        # one order of a pair might fit.
         length = prefix.length + (len(suffix) if self.training else 0)
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")
-        prefix = replace(prefix, row_id=example_id // 2)
+        prefix = replace(prefix, row_id=example_id.row)
         return Example(example_id, prefix, prefix_key, suffix, row, noun, label)
 
     def tokenize(self, messages: list[dict]) -> tuple[Prompt, str, Continuation]:
@@ -728,7 +733,8 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
         for name, weight in iter_full_weights(run.judge.module.model):
             weights[name].copy_(weight)
     example_ids = [example_id for group in data.groups for example_id in group]
-    rank_ids = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
+    share = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
+    rank_ids = [ExampleId(*x) for x in share]
     records = []
     for start in range(0, len(rank_ids), args.max_num_seqs):
         if examples := data.encode_all(rank_ids[start : start + args.max_num_seqs]):
@@ -742,8 +748,8 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     row_records = [record for record in records if not record["swapped"]]
     for record in row_records:
         if swapped := swapped_records.get(record["row"]):
-            expected = SWAPPED.get(record["predicted_verdict"], "")  # "" if it can't be parsed
-            record["consistent"] = swapped["predicted_verdict"] == expected
+            expected = SWAPPED.get(record["predicted_verdict"])  # None if it can't be parsed
+            record["consistent"] = expected is not None and swapped["predicted_verdict"] == expected
             record["swapped_response"] = swapped["response"]
     metrics = compute_judge_metrics(records)
     return metrics, [record.pop("columns") | record for record in row_records]
@@ -774,10 +780,10 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
             reasoning = text.partition("<answer>")[0]
             verdicts = [reasoning + format_verdict(verdict, example.noun) for verdict in VERDICTS]
             all_ids = tokenizer(verdicts, add_special_tokens=False)["input_ids"]
-            shared = next(t for t, column in enumerate(zip(*all_ids)) if len({*column}) > 1)
+            num_shared = len(os.path.commonprefix(all_ids))
             for ids in all_ids:
                 response = packing.continue_prompt(example.prefix, torch.tensor(ids))
-                response.response_mask[:shared] = False  # equal log-probs, but bf16 would add noise
+                response.response_mask[:num_shared] = False  # equal log-probs, but bf16 would add noise
                 responses[-1].append(response)
 
     records = []
@@ -786,8 +792,8 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
         record = {
             "columns": chats.row_columns(example.row),
             "phase": "eval",
-            "row": example.example_id // 2,
-            "swapped": example.example_id % 2 == 1,
+            "row": example.example_id.row,
+            "swapped": example.example_id.swapped,
             "response": text,
             "length": len(response.token_ids),
             "truncated": response.truncated,
@@ -851,11 +857,11 @@ def compute_judge_metrics(records: list[dict]) -> dict[str, float]:
         metrics["eval/parse_rate"] = 1 - verdicts.count(None) / len(verdicts)
         metrics["eval/tie_rate"] = verdicts.count("tie") / len(verdicts)
         metrics["eval/first_rate"] = verdicts.count("1") / len(verdicts)
-        skipped = [record for record in records if record.get("soft_correct", 0) is None]
-        metrics["eval/num_soft_skipped"] = len(skipped)
-    given = [record for record in records if not record["swapped"]]  # in the dataset's order
-    num_tokens = sum(record["num_tokens"] for record in given)
-    metrics["eval/loss"] = sum(record["loss_sum"] for record in given) / (num_tokens or math.nan)
+        is_skipped = ["soft_correct" in record and record["soft_correct"] is None for record in records]
+        metrics["eval/num_soft_skipped"] = sum(is_skipped)
+    unswapped = [record for record in records if not record["swapped"]]
+    num_tokens = sum(record["num_tokens"] for record in unswapped)
+    metrics["eval/loss"] = sum(record["loss_sum"] for record in unswapped) / (num_tokens or math.nan)
     return metrics
 
 
@@ -960,7 +966,7 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
     rounding. Tied weights appear under each of their names."""
     import deepspeed
 
-    lora_layers = {}  # by the name of the weight; PEFT nests the layers of a mixture of experts
+    lora_layers = {}  # name of a weight -> its LoRA layer; for experts, PEFT wraps a parameter
     for name, layer in model.named_modules():
         if hasattr(layer, "lora_A"):
             name = f"{name}.{getattr(layer, 'parameter_name', 'weight')}"
@@ -1001,7 +1007,7 @@ def init_deepspeed_engine(args: Args, module: nn.Module):
 
     trained = [x for x in module.parameters() if x.requires_grad]
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # required, not used: main sets the boundaries
+        "train_micro_batch_size_per_gpu": 1,  # required, but unused: main sets accumulation boundaries
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
@@ -1044,7 +1050,7 @@ def lr_factor(args: Args, update: int, total_updates: int) -> float:
 def optimizer_step(engine, learning_rate: float) -> float:
     """Clip gradients and step; returns the gradient norm before clipping.
 
-    If the norm is not finite, all ranks skip the step and return NaN: they see the same norm."""
+    The norm is the same on all ranks. If it is not finite, they skip the step and return NaN."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
     if engine.zero_optimization():
@@ -1102,7 +1108,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """All checkpoint-N, ordered by N: neither checkpoint-N-problem nor copies."""
+    """The folders checkpoint-N in the order of N, without checkpoint-N-problem and copies."""
     paths = {path.name.removeprefix("checkpoint-"): path for path in run_dir.glob("checkpoint-*")}
     return [paths[step] for step in sorted(filter(str.isdigit, paths), key=int)]
 
@@ -1115,8 +1121,8 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = "model critic_model num_ranks dtype zero_stage lora_rank lora_alpha freeze weight_decay".split()
-    if refused := [changes[name] for name in changes if name in fixed]:
+    fixed = re.compile("model|num_ranks|dtype|zero_stage|lora|freeze|weight_decay")
+    if refused := [changes[name] for name in changes if fixed.search(name)]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
@@ -1192,7 +1198,7 @@ def save_checkpoint(args: Args, run: Run, name: str) -> Path:
     if RANK == 0:
         shutil.rmtree(checkpoint, ignore_errors=True)  # the last checkpoint-best
         temporary.rename(checkpoint)
-        for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
+        for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:  # 0: none
             shutil.rmtree(old)
     dist.barrier()
     return checkpoint

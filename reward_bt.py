@@ -1,19 +1,21 @@
 """Bradley-Terry reward model, for vision-language and text models.
 
-A linear head on the hidden state of a response's last token gives its reward. Training pushes
+The reward of a response is a linear head of the hidden state at its last token. Training pushes
 the reward of the chosen response above that of the rejected one:
 
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
 
 Paper: InstructGPT (Ouyang et al. 2022), https://arxiv.org/abs/2203.02155, eq. (1).
-docs/trl.md has the differences from TRL's RewardTrainer.
+docs/trl.md lists the differences from TRL's RewardTrainer.
 
-Terms and letters:
+Notation:
 
     ranking     dataset row: a prompt with two or more responses, best first
     pair        two responses of a ranking, of which the better one is "chosen"
-    pack        input of one forward pass (common/packing.py)
-    B, S, Q     responses of a step, responses of a pack, pairs of a step
+    pack        a micro-batch, in which responses to a prompt share its prefix (common/packing.py)
+    B           number of responses of a step
+    S           number of responses of a pack
+    Q           number of pairs of a step
 
     python reward_bt.py           # default: a tiny VLM on easy-VQA, minutes on a CPU core
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --max-length 4096
@@ -47,7 +49,7 @@ from torch import Tensor, nn
 
 from common import chats, packing, packing_check, require, stop
 from common.chats import ROW_ERRORS, RowError, build_messages, load_rows
-from common.packing import Prompt, PromptInfo, set_gradient_checkpointing
+from common.packing import Prompt, PromptInfo
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -66,7 +68,7 @@ class Args:
     seed: int = 1  # Random seed for head, LoRA, data order and easy-VQA's rejected answers.
     output_dir: str = "runs"  # Directory that contains one directory per run.
     run_name: str | None = None  # Directory in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
-    resume: str | None = None  # auto: continue --run-name. A path: a new run from this checkpoint.
+    resume: str | None = None  # auto: continue --run-name. PATH: continue this checkpoint in a new run.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id; a checkpoint of this script restores its head.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or Hub id.
@@ -133,8 +135,8 @@ def compute_bt_loss(
     d = reward_diff - margins
     bt_loss = -F.logsigmoid(d)
     center_loss = (chosen_rewards + rejected_rewards) ** 2
-    smoothed = (1 - label_smoothing) * bt_loss - label_smoothing * F.logsigmoid(-d)
-    losses = smoothed + center_coef * center_loss
+    smoothed_loss = (1 - label_smoothing) * bt_loss - label_smoothing * F.logsigmoid(-d)
+    losses = smoothed_loss + center_coef * center_loss
     metrics = {
         "rm/loss": losses,
         "rm/bt_loss": bt_loss,
@@ -154,7 +156,7 @@ def compute_bt_loss(
 class Ranking:
     """A dataset row: a prompt and its responses, best first."""
 
-    # The longest common token prefix of its chats, maybe with first tokens of the responses.
+    # The longest common token prefix of its chats: the prompt, and first tokens that all responses share.
     prompt: PromptInfo  # a Prompt, until gather_rankings drops its tensors
     responses: list[packing.Continuation]  # the other tokens of each chat
     texts: list[str]  # text of each response, for samples.jsonl
@@ -178,17 +180,20 @@ def make_pairs(rankings: list[Ranking]) -> Pairs:
     2 and 3 responses, margins 0 and .5
     -> chosen [0, 2, 2, 3], rejected [1, 3, 4, 4], margins [0, .5, .5, .5], weights [1/2, 1/6, 1/6, 1/6]
     """
-    table = []  # of each pair: chosen, rejected, margin, weight
+    indices = []  # (pairs, 2) per ranking: the better response, and the worse one
+    margins = []
+    weights = []
     start = 0  # index of the ranking's first response among all B
     for ranking in rankings:
         end = start + len(ranking.responses)
-        pairs = list(combinations(range(start, end), 2))
-        weight = 1 / len(rankings) / len(pairs)
-        table += [(chosen, rejected, ranking.margin, weight) for chosen, rejected in pairs]
+        pairs = torch.combinations(torch.arange(start, end))
+        indices.append(pairs)
+        margins += [ranking.margin] * len(pairs)
+        weights += [1 / len(rankings) / len(pairs)] * len(pairs)
         start = end
-    table = torch.tensor(table, dtype=torch.float64, device=DEVICE)  # (Q, 4)
-    chosen, rejected, margins, weights = table.T.contiguous()
-    return Pairs(chosen.long(), rejected.long(), margins, weights)
+    chosen, rejected = torch.cat(indices).to(DEVICE).T  # (Q,), (Q,)
+    margins, weights = torch.tensor([margins, weights], dtype=torch.float64, device=DEVICE)
+    return Pairs(chosen, rejected, margins, weights)
 
 
 @dataclass
@@ -226,12 +231,7 @@ def main(args: Args) -> None:
         pairs = make_pairs(rankings)
         B = sum(len(ranking.responses) for ranking in rankings)
         packs = make_packs(args, run, run.train_data, rankings)
-        # A pair may be split between packs. Then each pack needs the rewards of the others as
-        # constants, which a first pass without gradients computes (GradCache, arXiv:2101.06983).
-        # Without split pairs, the rewards of other packs have no effect, so zeros will do.
-        constant_rewards = torch.zeros(B, device=DEVICE)
-        if has_split_pair(packs, pairs, B):
-            constant_rewards = compute_rewards(run, packs, B)
+        constant_rewards = compute_constant_rewards(run, packs, pairs, B)  # (B,), see there
 
         # --- 3. update: one optimizer step on all pairs ---
         rewards = torch.zeros(B, device=DEVICE)  # of this rank's packs, for the metrics
@@ -246,7 +246,8 @@ def main(args: Args) -> None:
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            loss = (pairs.weights * losses).sum()  # only its gradient is right: others are constants
+            # Its gradient is exact; its value is not, because rewards of other packs are constants.
+            loss = (pairs.weights * losses).sum()
             reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
             reward_model.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             rewards[pack.response_index] = pack_rewards.detach()
@@ -305,7 +306,7 @@ def main(args: Args) -> None:
 
 
 def setup(args: Args) -> Run:
-    """Load and check everything that the steps use. The logs are written last."""
+    """Load and check everything that the steps use. Logs are created last, so a failed setup has none."""
     transformers.utils.logging.disable_progress_bar()
     fill_defaults(args)
     check_args(args)
@@ -317,7 +318,7 @@ def setup(args: Args) -> Run:
         "step": 0,
         "initial_eval": {},  # metrics before the first step
         "rows_read": 0,  # position in the endless stream of shuffled epochs
-        "rows_skipped": 0,  # those of them that could not be used
+        "rows_skipped": 0,  # rows among them that could not be used
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, reward=reward_model)
@@ -339,13 +340,11 @@ def setup(args: Args) -> Run:
     require(prompts, f"{data.source}: none of {len(row_ids)} rows can be used; see the warnings")
     message = packing_check.choose_engine_layout(
         engine=reward_model,
-        forward=lambda network, pack: network(pack),
         prompts=prompts,
         max_length=args.max_length,
         max_tokens=args.micro_batch_tokens,
     )
     print0(message)
-    set_gradient_checkpointing(reward_model.module, True)  # a no-op without --gradient-checkpointing
     start_logs(args, run_dir, checkpoint, last_step=state["step"])
     return Run(
         run_dir=run_dir,
@@ -388,7 +387,9 @@ def check_args(args: Args) -> None:
     require(is_named, "--eval-datasets must be NAME=DATASET, with different names")
     sums_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2
     require(sums_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3, which sum gradients in fp32")
-    require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
+    require(
+        args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage 1 or more"
+    )
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
     require(args.total_steps or args.eval_datasets, "--total-steps 0 requires --eval-datasets")
@@ -610,7 +611,7 @@ def choose_row_ids(positions: range, num_rows: int, seed: int) -> list[int]:
 
 
 def gather_rankings(data: RankingDataset, row_ids: list[int]) -> list[Ranking]:
-    """The rankings of some rows, on all ranks, without the tensors of their prompts."""
+    """The rankings of the given rows, on all ranks, without the tensors of their prompts."""
     share = np.array_split(np.array(row_ids), WORLD_SIZE)[RANK].tolist()
     rankings = data.encode_all(share)
     infos = [PromptInfo(x.prompt.row_id, x.prompt.length, x.prompt.media_keys) for x in rankings]
@@ -629,7 +630,7 @@ def all_gather_list(items: list) -> list:
 
 
 def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]) -> list[packing.Pack]:
-    """This rank's packs of some rankings. A ranking that is too long for a pack is in several."""
+    """This rank's packs of the rankings. A ranking that is too long for a pack is split over several."""
     responses = [response for ranking in rankings for response in ranking.responses]  # B
     sizes = [len(ranking.responses) for ranking in rankings]
     indices = torch.arange(len(responses)).split(sizes)  # of each ranking's responses among all B
@@ -647,13 +648,18 @@ def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Rankin
     return list(packs)
 
 
-def has_split_pair(packs: list[packing.Pack], pairs: Pairs, num_responses: int) -> bool:
-    """Whether a pair is split between packs, on any rank. packs: those of this rank."""
-    pack_of = torch.full((num_responses,), -1, device=DEVICE)  # -1: of another rank
+def compute_constant_rewards(run: Run, packs: list[packing.Pack], pairs: Pairs, num_responses: int) -> Tensor:
+    """Rewards (B,) that a pack uses for the responses in other packs (GradCache, arXiv:2101.06983).
+
+    If a long ranking is split over packs, a first pass without gradients computes all rewards.
+    Otherwise rewards of other packs don't affect gradients, and are 0."""
+    pack_of_response = torch.full((num_responses,), -1, device=DEVICE)  # -1: on another rank
     for k, pack in enumerate(packs):
-        pack_of[pack.response_index] = k
-    is_split = pack_of[pairs.chosen] != pack_of[pairs.rejected]  # (Q,)
-    return any(all_gather_list([bool(is_split.any())]))
+        pack_of_response[pack.response_index] = k
+    is_split = pack_of_response[pairs.chosen] != pack_of_response[pairs.rejected]  # (Q,)
+    if any(all_gather_list([bool(is_split.any())])):
+        return compute_rewards(run, packs, num_responses)
+    return torch.zeros(num_responses, device=DEVICE)
 
 
 @torch.no_grad()
@@ -671,7 +677,7 @@ def compute_rewards(run: Run, packs: list[packing.Pack], num_responses: int) -> 
 
 
 def pair_metrics(args: Args, pairs: Pairs, rewards: Tensor) -> dict[str, float]:
-    """Metrics are averaged over each ranking's pairs, then over rankings. rewards (B,)."""
+    """Means of all metrics over each ranking's pairs, then over rankings. rewards (B,)."""
     rewards = rewards.double()
     _, metrics = compute_bt_loss(
         chosen_rewards=rewards[pairs.chosen],
@@ -848,7 +854,7 @@ def iter_full_weights(model) -> Iterator[tuple[str, Tensor]]:
     rounding. Tied weights appear under each of their names."""
     import deepspeed
 
-    lora_layers = {}  # by the name of the weight; PEFT nests the layers of a mixture of experts
+    lora_layers = {}  # name of a weight -> its LoRA layer; for experts, PEFT wraps a parameter
     for name, layer in model.named_modules():
         if hasattr(layer, "lora_A"):
             name = f"{name}.{getattr(layer, 'parameter_name', 'weight')}"
@@ -888,7 +894,7 @@ def init_reward_engine(args: Args, module: nn.Module):
     import deepspeed
 
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # required, not used: main sets the boundaries
+        "train_micro_batch_size_per_gpu": 1,  # required, but unused: main sets accumulation boundaries
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
@@ -926,7 +932,7 @@ def lr_factor(args: Args, update: int, total_updates: int) -> float:
 def optimizer_step(engine, learning_rate: float) -> float:
     """Clip gradients and step; returns the gradient norm before clipping.
 
-    If the norm is not finite, all ranks skip the step and return NaN: they see the same norm."""
+    The norm is the same on all ranks. If it is not finite, they skip the step and return NaN."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
     if engine.zero_optimization():
@@ -984,7 +990,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """All checkpoint-N, ordered by N: neither checkpoint-N-problem nor copies."""
+    """The folders checkpoint-N in the order of N, without checkpoint-N-problem and copies."""
     paths = {path.name.removeprefix("checkpoint-"): path for path in run_dir.glob("checkpoint-*")}
     return [paths[step] for step in sorted(filter(str.isdigit, paths), key=int)]
 
@@ -997,8 +1003,8 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = "model critic_model num_ranks dtype zero_stage lora_rank lora_alpha freeze weight_decay".split()
-    if refused := [changes[name] for name in changes if name in fixed]:
+    fixed = re.compile("model|num_ranks|dtype|zero_stage|lora|freeze|weight_decay")
+    if refused := [changes[name] for name in changes if fixed.search(name)]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
@@ -1082,7 +1088,7 @@ def save_checkpoint(args: Args, run: Run, suffix: str = "") -> Path:
         flags = vars(args) | {"num_ranks": WORLD_SIZE}
         torch.save({"state": run.state, "flags": flags}, temporary / "state/run.pt")
         temporary.rename(checkpoint)
-        for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:
+        for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:  # 0: none
             shutil.rmtree(old)
     dist.barrier()
     return checkpoint

@@ -90,19 +90,13 @@ def choose_layout(
     return "; ".join([message, *notes])
 
 
-def choose_engine_layout(engine, forward: Callable, **options) -> str:
+def choose_engine_layout(engine, forward: Callable = lambda network, pack: network(pack), **options) -> str:
     """choose_layout, with the same options, for the model in a DeepSpeed engine.
 
-    forward: (network, pack) -> what choose_layout wants, where network is the engine or its module."""
+    forward(network, pack) returns log-probs, values or scores; network is the engine or its module."""
     # ZeRO-3 needs the engine's forward; otherwise the module's, because the engine refuses autograd.grad.
     network = engine if is_sharded(engine.module.model) else engine.module
-
-    def checked_forward(pack: packing.Pack) -> Tensor:
-        packing.set_gradient_checkpointing(engine.module, torch.is_grad_enabled())
-        return forward(network, pack)
-
-    message = choose_layout(engine.module.model, checked_forward, **options)
-    packing.set_gradient_checkpointing(engine.module, False)
+    message = choose_layout(engine.module.model, functools.partial(forward, network), **options)
     engine.empty_partition_cache()  # a failed check can leave ZeRO-3's parameters gathered
     return message
 

@@ -60,7 +60,8 @@ def judge_pairs(pairs: list[dict]) -> list[float]:
         processor=processor,
         training=False,
     )
-    examples = data.encode_all(list(range(2 * len(pairs))))  # both orders of each pair
+    both_orders = [grm_sft.ExampleId(i, swapped) for i in range(len(pairs)) for swapped in (False, True)]
+    examples = data.encode_all(both_orders)
     if examples and not packing.is_packed(model):
         packing_check.choose_layout(
             model=model,

@@ -65,9 +65,19 @@ def grm(run, rows, tmp_path):
     return lambda **flags: run("grm_sft", **base | flags)
 
 
-def encode(tiny_vl, row: dict, example_id: int = 0, training: bool = False) -> grm_sft.Example:
-    rows = [row] * (example_id // 2 + 1)
+def encode(tiny_vl, row: dict, number: int = 0, training: bool = False) -> grm_sft.Example:
+    [example_id] = ids_of(number)
+    rows = [row] * (example_id.row + 1)
     return grm_sft.ExampleDataset(ARGS, "", rows, [], Path(), *tiny_vl[:2], training).encode(example_id)
+
+
+def ids_of(*numbers: int) -> list[grm_sft.ExampleId]:
+    """Tests count examples: 2 * row, plus 1 if swapped."""
+    return [grm_sft.ExampleId(number // 2, number % 2 == 1) for number in numbers]
+
+
+def numbers_of(groups: list[list[grm_sft.ExampleId]]) -> list[list[int]]:
+    return [[2 * row + swapped for row, swapped in group] for group in groups]
 
 
 def make_chat(row: dict, swapped: bool = False) -> dict:
@@ -82,7 +92,7 @@ def load(tiny_vl, source: str, training: bool, **flags) -> grm_sft.ExampleDatase
 
 def test_chats_alone_are_a_dataset(tiny_vl, tmp_path):
     source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": chat_of("Say hello.", "Hello.")}] * 3)
-    assert load(tiny_vl, source, training=True).groups == [[0], [2], [4]]
+    assert load(tiny_vl, source, training=True).groups == [ids_of(i) for i in (0, 2, 4)]
 
 
 @torch.no_grad()
@@ -150,10 +160,11 @@ def test_swapping_changes_candidates_verdict_and_reasoning(rows):
 def test_pairs_with_reasoning_for_one_order_are_trained_in_one(tiny_vl, rows, tmp_path, capsys):
     unknown = rows[0] | {"swapped_reasoning": None}
     source = write_jsonl(tmp_path / "rows.jsonl", [rows[0], unknown, rows[1]])
-    assert load(tiny_vl, source, training=True).groups == [[0, 1], [2], [4, 5]]
+    assert numbers_of(load(tiny_vl, source, training=True).groups) == [[0, 1], [2], [4, 5]]
     assert "1 of 3 rows have one order only" in capsys.readouterr().out
     judged = load(tiny_vl, source, training=False)
-    assert judged.groups == [[0, 1], [2, 3], [4, 5]] and judged.encode(3).label == "2"
+    assert numbers_of(judged.groups) == [[0, 1], [2, 3], [4, 5]]
+    assert judged.encode(grm_sft.ExampleId(1, swapped=True)).label == "2"
 
 
 def test_both_orders_and_rows_with_the_same_image_form_a_group(tiny_vl, monkeypatch):
@@ -163,14 +174,14 @@ def test_both_orders_and_rows_with_the_same_image_form_a_group(tiny_vl, monkeypa
     data = load(tiny_vl, "easy-vqa", training=True)
     assert len(sum(data.groups, [])) == len({*sum(data.groups, [])}) == 400 and len(data.groups) < 200
     for group in data.groups:
-        assert {2 * (i // 2) for i in group} | {2 * (i // 2) + 1 for i in group} == {*group}
-        assert len({data.rows[i // 2]["image"] for i in group}) == 1
+        assert {(row, swapped) for row, _ in group for swapped in (False, True)} == {*group}
+        assert len({data.rows[row]["image"] for row, _ in group}) == 1
     data = load(tiny_vl, "easy-vqa", training=True, group_by_image=False)
-    assert all(group == [group[0], group[0] + 1] for group in data.groups) and len(data.groups) == 200
+    assert all(second == first + 1 for first, second in numbers_of(data.groups)) and len(data.groups) == 200
     evaluations = [load(tiny_vl, "easy-vqa", training=False, eval_rows=10, seed=s) for s in (1, 2)]
     ids = sum(evaluations[0].groups, [])
     assert len(ids) == 20 and ids == sum(evaluations[1].groups, [])
-    assert max(ids) // 2 > 1000, "ids are those of the dataset's rows, not of the subset's"
+    assert max(ids).row > 1000, "ids are those of the dataset's rows, not of the subset's"
     labels = [[data.encode(i).label for i in ids] for data in evaluations]
     assert labels[0] == labels[1], "the evaluation set does not depend on the seed"
 
@@ -241,8 +252,8 @@ def make_run(**known) -> grm_sft.Run:
 def test_packs_share_images(tiny_vl, rows, tmp_path):
     source = write_jsonl(tmp_path / "judged.jsonl", rows)
     run = make_run(train_data=load(tiny_vl, source, training=True))
-    grm_sft.gather_examples(run.train_data, [0])  # its prefix is not kept
-    examples = grm_sft.gather_examples(run.train_data, [8, 9, 10, 11])  # one image
+    grm_sft.gather_examples(run.train_data, ids_of(0))  # its prefix is not kept
+    examples = grm_sft.gather_examples(run.train_data, ids_of(8, 9, 10, 11))  # one image
     (pack,) = grm_sft.iter_packs(ARGS, run, examples)
     assert len(pack.model_inputs["image_grid_thw"]) == 1 and len(pack.response_index) == 4
     assert len(run.train_data.prefixes) == 1, "both rows have the same prefix"
@@ -287,7 +298,7 @@ def test_judgments_are_those_of_the_unmodified_model(tiny_vl, rows):
         logprobs = unmodified_logprobs(model, example.prefix.inputs, example.suffix.input_ids, 1.0)
         assert record["loss_sum"] == pytest.approx(-logprobs.sum().item(), abs=1e-3)
         assert record["num_tokens"] == len(example.suffix.input_ids)
-        assert 2 * record["row"] + record["swapped"] == example.example_id
+        assert (record["row"], record["swapped"]) == example.example_id
     assert "correct" in records[0] and not {"correct", "probabilities"} & records[-1].keys()
 
 
@@ -480,7 +491,7 @@ def test_verdicts_may_be_numbers(verdicts, tiny_vl, rows, tmp_path):
     """pandas makes 1.0 of 1 if a column has gaps."""
     source = write_jsonl(tmp_path / "rows.jsonl", [rows[3] | rows[7] | {"verdict": x} for x in verdicts])
     data = load(tiny_vl, source, training=True)
-    labels = [data.encode(2 * i).label for i in range(len(verdicts))]
+    labels = [data.encode(example_id).label for example_id in ids_of(*range(0, 2 * len(verdicts), 2))]
     assert labels == [None if x is None else str(x)[:3].removesuffix(".0") for x in verdicts]
 
 

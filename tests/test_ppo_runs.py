@@ -252,7 +252,7 @@ def test_observations_are_neither_valued_nor_trained(run, tmp_path, spy, watch_s
     run_dir = run(**ONE_UPDATE | flags, dataset=dataset, critic_model=str(critic_model))
     (metrics,), (step,) = metrics_of(run_dir), watch_steps()
     rollout = step.rollout
-    mask, lengths = rollout.response_mask, torch.tensor([*map(len, rollout.responses)])
+    mask, lengths = rollout.response_mask, torch.tensor([*map(len, rollout.continuations)])
     is_observation = ~mask & (torch.arange(mask.shape[1]) < lengths[:, None])
     assert is_observation.any(1).sum() > 8
     assert mask[torch.arange(16), lengths - 1].all()  # a trajectory ends with a token of the model
@@ -268,7 +268,7 @@ def test_observations_are_neither_valued_nor_trained(run, tmp_path, spy, watch_s
     backbone = ppo_vl.load_model(filled(), TINY).base_model.eval()
     for b in range(0, 16, 5):
         prompt = step.run.train_data.encode(rollout.prompts[b // 4].row_id)
-        sequence = packing.extend_prompt(prompt, rollout.responses[b])
+        sequence = packing.extend_prompt(prompt, rollout.continuations[b])
         with torch.no_grad():
             hidden = backbone(**sequence.inputs).last_hidden_state[0, prompt.length - 1 : -1]  # (R, H)
         assert_close(step.values[b, mask[b]], hidden[mask[b, : len(hidden)]] @ head[0], atol=1e-4, rtol=1e-4)

@@ -305,7 +305,7 @@ def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path,
     for i, row in enumerate(rows):
         row["responses"] = ["4", "five, I think", "no idea, sorry", "4 or so"][: 4 - i % 3]
     rows[1]["margin"], modules = 0.3, []
-    made, checked = spy(reward_bt, "make_packs"), spy(reward_bt, "has_split_pair")
+    made, checked = spy(reward_bt, "make_packs"), spy(reward_bt, "compute_constant_rewards")
     source = write_jsonl(folder / "pairs.jsonl", rows)
     eval_source = write_jsonl(folder / "eval.jsonl", rows[::-1])
     flags = {"total_steps": 1, "train_batch_size": len(rows), "model": str(folder), "center_coef": 0.1}
@@ -336,7 +336,8 @@ def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path,
         metrics = run(tmp_path, **vars(args) | flags)[-1]
         assert ("batches are padded" in capsys.readouterr().out) == (family == "gptj")
         assert (max(len(packs) for _, _, packs in made) == 1) == (budget == 8192 and family != "gptj")
-        assert [split for _, _, split in checked] == [budget == longest], "GradCache only for split rankings"
+        [(_, _, constants)] = checked
+        assert bool(constants.any()) == (budget == longest), "GradCache only for split rankings"
         found = {name: metrics[name] for name in expected_metrics}
         assert found == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)
         records = read_jsonl(tmp_path / str(budget) / "samples.jsonl")

@@ -74,7 +74,8 @@ def test_sampled_tokens_follow_the_distribution():
 def test_rows_are_shuffled_epochs():
     def rows(steps, size: int, seed: int = 1) -> list[int]:
         args = rloo.Args(seed=seed, prompts_per_rollout=size)
-        return [row for step in steps for row in rloo.shuffled_rows(args, step, 10)]
+        pairs = [pair for step in steps for pair in rloo.shuffled_rows(args, step, 10)]
+        return [10 * epoch + row for epoch, row in pairs]
 
     indices = rows([1], 25)
     assert sorted(indices[:20]) == [*range(20)] and max(indices[:10]) == 9  # the second epoch starts at 10
@@ -163,10 +164,14 @@ def fake():
     return rloo.Args(rewards=("own", "rating"), reward_weights=(0.9, 0.1)), run, data
 
 
+def rows_of(*numbers: int) -> list[tuple[int, int]]:
+    return [divmod(number, 6) for number in numbers]  # (epoch, row)
+
+
 def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     args, run, data = fake
-    rollout = rloo.collect_rollout(args, run, data, [2, 7, 0], num_samples=3, temperature=1.0, step=1)
-    assert [prompt.row_id for prompt in rollout.prompts] == [2, 1, 0]  # index 7 is row 1 in the second epoch
+    rollout = rloo.collect_rollout(args, run, data, rows_of(2, 7, 0), num_samples=3, temperature=1.0, step=1)
+    assert [prompt.row_id for prompt in rollout.prompts] == [2, 1, 0]
     assert rollout.rewards["own"].tolist() == [[1.0] * 3] * 3
     assert rollout.scores[:, 0].tolist() == pytest.approx([1.0, 0.9, 1.0])  # None does not count as 0
     assert rollout.truncated.tolist() == [[False, True, False]] * 3
@@ -177,20 +182,21 @@ def test_scores_are_weighted_sums_and_rewards_see_their_own_rows(fake):
     assert ratings == [1.0, None, 1.0]  # JSON has no NaN
     assert rollout.logged_metrics == {"reward_metrics/m": 12.0}
     only_rating = replace(args, reward_weights=(0.0, 1.0))  # a weight of 0: for logs only
-    scores = rloo.collect_rollout(only_rating, run, data, [1, 2], 1, temperature=1.0, step=1).scores
+    scores = rloo.collect_rollout(only_rating, run, data, rows_of(1, 2), 1, temperature=1.0, step=1).scores
     assert scores.isnan().tolist() == [[True], [False]]  # no reward applies to row 1
-    rloo.collect_rollout(args, run, data, [1, 7], 1, temperature=1.0, step=1)
+    rloo.collect_rollout(args, run, data, rows_of(1, 7), 1, temperature=1.0, step=1)
     assert len({*run.sampler.seeds[-2:]}) == 2, "a row that occurs twice gets different responses"
 
 
 def test_only_errors_of_a_row_skip_a_row(fake, capsys, refused, text_data, monkeypatch):
     args, run, data = fake
-    rollout = rloo.collect_rollout(args, run, data, [2, 3, 1], 1, 1.0, step=1)
+    rollout = rloo.collect_rollout(args, run, data, rows_of(2, 3, 1), 1, 1.0, step=1)
     assert len(rollout.prompts) == 2
-    assert len(rloo.collect_rollout(args, run, data, [3, 9, 1], 1, 1.0, step=1).prompts) == 1  # two bad rows
+    rollout = rloo.collect_rollout(args, run, data, rows_of(3, 9, 1), 1, 1.0, step=1)
+    assert len(rollout.prompts) == 1  # two bad rows
     for rows in ([3, 9, 15], [3] * 17 + [1] * 15):
         with refused("rows were skipped"):
-            rloo.collect_rollout(args, run, data, rows, 1, 1.0, step=1)
+            rloo.collect_rollout(args, run, data, rows_of(*rows), 1, 1.0, step=1)
     data = text_data()
     for error in (rloo.RowError("too small"), FileNotFoundError("a.png"), SyntaxError("broken PNG file")):
         monkeypatch.setattr(rloo, "build_messages", Mock(side_effect=error))
@@ -212,7 +218,7 @@ def test_evaluation_metrics_by_hand(fake, monkeypatch):
 
     def collect(args, run, data, indices, num_samples, temperature, step):
         calls.append((indices, num_samples, temperature))
-        rollout = real(args, run, data, [0, 2], num_samples, temperature, step)
+        rollout = real(args, run, data, rows_of(0, 2), num_samples, temperature, step)
         correct = torch.tensor([[0.0, 1.0, 0.0], [math.nan] * 3])[
             :, :num_samples
         ]  # it does not apply to row 2

@@ -366,13 +366,3 @@ def test_sigterm_saves_and_kills_lose_nothing(start, finish, run, tmp_path, any_
     finish("rloo", **flags)
     undisturbed = run("rloo", **{**flags, "run_name": "undisturbed", "resume": None})
     assert_same_run(undisturbed, tmp_path / "runs/killed", 0, of_weights=0)
-
-
-def test_the_check_at_startup_runs_as_in_training(run, any_reward, monkeypatch, spy):
-    """With gradient checkpointing while it takes gradients: otherwise it would need more memory than an update."""
-    monkeypatch.setattr(conftest, "CHECKED", {})
-    of_check = spy(packing, "set_gradient_checkpointing")
-    of_main = spy(rloo, "set_gradient_checkpointing")
-    run("rloo", total_steps=1, gradient_checkpointing=True, eval_dataset=None, **any_reward)
-    of_check, of_main = ([enabled for (_, enabled), _, _ in calls] for calls in (of_check, of_main))
-    assert True in of_check and not of_check[-1] and of_main == [True, False]

@@ -120,7 +120,7 @@ def take_step(args: rloo.Args) -> SimpleNamespace:
 def choose_prompt(rollout: rloo.Rollout) -> int:
     """The prompt with the most different scores, and among those the most different responses."""
     n, G = rollout.scores.shape
-    responses = [tuple(x.input_ids.tolist()) for x in rollout.responses]
+    responses = [tuple(x.input_ids.tolist()) for x in rollout.continuations]
     num_different = [len({*responses[i * G : (i + 1) * G]}) for i in range(n)]
     return max(range(n), key=lambda i: (len(rollout.scores[i].unique()), num_different[i]))
 
@@ -192,8 +192,8 @@ def probabilities(step: SimpleNamespace) -> list[tuple[str, float, float, float]
     data = run.train_data
     G = step.args.num_samples_per_prompt
     prompt = data.encode(rollout.prompts[step.example].row_id)
-    end = next(x.input_ids[-1:] for x in rollout.responses if x.input_ids[-1] in run.sampler.eos_ids)
-    candidates = [x.input_ids for x in rollout.responses[step.example * G : (step.example + 1) * G]]
+    end = next(x.input_ids[-1:] for x in rollout.continuations if x.input_ids[-1] in run.sampler.eos_ids)
+    candidates = [x.input_ids for x in rollout.continuations[step.example * G : (step.example + 1) * G]]
     for word in sorted({str(answer) for answer in data.rows["answer"]}):
         for text in (f"<answer>{word}</answer>", word):
             ids = data.tokenizer.encode(text, add_special_tokens=False)
@@ -223,7 +223,7 @@ def padding_difference(step: SimpleNamespace) -> float:
     differences = []
     for i, prompt in enumerate(rollout.prompts):
         prompt = step.run.train_data.encode(prompt.row_id)
-        batch = packing.build_padded([(0, [*range(i * G, i * G + G)])], [prompt], rollout.responses)
+        batch = packing.build_padded([(0, [*range(i * G, i * G + G)])], [prompt], rollout.continuations)
         logprobs, _ = policy(packing.to_device(batch, model))
         differences.append((logprobs - step.new_logprobs[batch.token_index]).abs().max().item())
     attention.set_attention(model, "packed")
@@ -248,7 +248,7 @@ def describe(step: SimpleNamespace) -> dict:
     ends = np.cumsum([0] + [sum(map(len, group)) for group in groups])
     part = slice(ends[line], ends[line + 1])
     candidates = probabilities(step)
-    texts = tokenizer.batch_decode([x.input_ids for x in rollout.responses], skip_special_tokens=True)
+    texts = tokenizer.batch_decode([x.input_ids for x in rollout.continuations], skip_special_tokens=True)
     return vars(step) | {
         "G": G,
         "prompts": [run.train_data.encode(prompt.row_id) for prompt in rollout.prompts],
