@@ -226,7 +226,7 @@ def main(args: Args) -> None:
     for step in range(state["step"] + 1, args.total_steps + 1):
         # --- 2. data: the next rankings, their pairs, and this rank's packs ---
         step_start = time.perf_counter()
-        rows_skipped_before = state["rows_skipped"]
+        rows_read_before = state["rows_read"]
         rankings = next_rankings(args, run)  # the same on all ranks
         pairs = make_pairs(rankings)
         B = sum(len(ranking.responses) for ranking in rankings)
@@ -266,7 +266,7 @@ def main(args: Args) -> None:
             "train/learning_rate": learning_rate,
             "train/grad_norm": grad_norm,
             "train/skipped_updates": int(is_skipped),
-            "train/rows_skipped": state["rows_skipped"] - rows_skipped_before,
+            "train/rows_skipped": state["rows_read"] - rows_read_before - len(rankings),
             "time/total": seconds,
         }
         metrics |= pair_metrics(args, pairs, rewards)
@@ -318,7 +318,6 @@ def setup(args: Args) -> Run:
         "step": 0,
         "initial_eval": {},  # metrics before the first step
         "rows_read": 0,  # position in the endless stream of shuffled epochs
-        "rows_skipped": 0,  # rows among them that could not be used
     }
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, reward=reward_model)
@@ -597,7 +596,6 @@ def next_rankings(args: Args, run: Run) -> list[Ranking]:
             if data.num_skipped > data.num_read / 2:
                 save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
             data.num_read = data.num_skipped = 0
-    state["rows_skipped"] += position - state["rows_read"] - len(rankings)
     state["rows_read"] = position
     return rankings
 

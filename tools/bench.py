@@ -199,7 +199,7 @@ def run_sides(args: Args, case: dict, sides: tuple[str, ...]) -> dict[str, list[
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with tempfile.TemporaryDirectory() as folder:
         flags = case["flags"] | {"model": copy_model(args, case, Path(folder) / "model")}
-        job = {"steps": args.steps + 1, **case, "flags": flags}
+        job = case | {"steps": 1 + case.get("steps", args.steps), "flags": flags}  # the first is not timed
         job |= {"seed": args.seeds[0], "threads": args.threads}
         for side in sides:
             path = Path(folder) / f"{side}.json"
@@ -295,7 +295,7 @@ def compare_with_trl(args: Args, part: str) -> Iterator[dict]:
         if args.cases and name not in args.cases:
             continue
         steps = run_sides(args, case, SIDES)
-        cleanrft, trl = (steps[side][1:] or steps[side] for side in SIDES)  # without the warmup
+        cleanrft, trl = (steps[side][1:] for side in SIDES)  # without the warmup
         result = {"part": f"{part} {name}", **ratios(cleanrft, trl, "seconds", "step")}
         result |= ratios(cleanrft, trl, "peak_bytes", "memory")
         if steps["cleanrft"][0]["prompt_ids"] != steps["trl"][0].get("prompt_ids", []):
