@@ -141,6 +141,18 @@ def test_command_runs_for_a_step_with_a_server(script, args, tmp_path, monkeypat
     assert_has_run(args)
 
 
+def test_grpo_and_ppo_can_repeat_check_7(tmp_path):
+    [few] = [flags for _, flags in recipes() if "few" in flags]
+    few = few[few.index("few.jsonl") + 1 :]  # what check 7 adds to the flags that commands share
+    for script, flags in recipes():
+        if script == "grpo" or "ppo" in flags:
+            module = module_of(script, tmp_path)
+            args = tyro.cli(module.Args, args=[*flags, *few, "--train-batch-size", "32"])
+            module.fill_defaults(args)
+            module.check_args(args)
+            assert args.prompts_per_rollout * args.num_samples_per_prompt // args.train_batch_size == 4
+
+
 def test_run_names_differ():
     """A run's folder must be new, except for the run that check 6 resumes, and W&B takes the name as its id."""
     assert {script for script, _ in recipes()} == {*SCRIPTS, "grpo", CHECK} and len(recipes()) >= 12

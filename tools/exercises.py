@@ -4,6 +4,8 @@
     pytest -n 0 exercises -k compute_gae     # checks one function
     pytest -n 0 exercises -k grpo            # compares exercises/grpo.py, if you wrote it, with forks/grpo.diff
     python exercises/rloo.py                 # trains with your functions
+    python tools/exercises.py sheet WORD     # a student's problem sheet, whose numbers follow from a word
+    python tools/exercises.py key WORD       # and its answers
 
 A check compares results, metrics, and the gradient of a loss with the original's on random inputs. Of the metrics,
 only those of the policy must be there. The copy has this file as test_exercises.py.
@@ -11,6 +13,7 @@ only those of the policy must be there. The copy has this file as test_exercises
 
 import ast
 import importlib.util
+import random
 import re
 import shutil
 import subprocess
@@ -165,7 +168,62 @@ def without_body(source: str, function: str) -> str:
     return "".join(lines)
 
 
+# ---- problem sheets ----
+
+
+def make_problems(word: str) -> list[tuple[str, str]]:
+    """Problems for pen and paper, with their answers by the original functions. Another word gives other numbers."""
+    import ppo_vl
+    import rloo
+    from common import kl, packing
+
+    rng = random.Random(word)
+    tenths = lambda count, low, high: torch.tensor([rng.randrange(low, high) / 10 for _ in range(count)])  # noqa: E731
+    show = lambda x: ", ".join(f"{round(value, 4):g}" for value in torch.as_tensor(x).flatten().tolist())  # noqa: E731
+    rewards = tenths(4, 0, 11)
+    answer = show(rloo.compute_advantages(rewards[None], rewards.isfinite()[None], normalize=False))
+    problems = [(f"Four responses have the rewards {show(rewards)}. Their leave-one-out advantages?", answer)]
+
+    logratios, advantage = tenths(2, -2, 3).requires_grad_(), tenths(1, -20, 20)
+    loss, _ = rloo.compute_rloo_loss(logratios, torch.zeros(2), advantage, torch.zeros(2).long(), 0.2, 0.2)
+    [gradient] = torch.autograd.grad(loss.sum(), logratios)
+    text = f"A response has the advantage {show(advantage)} and two tokens with the log-ratios {show(logratios)}. "
+    text += "RLOO's loss with a clip range of 0.2, and its gradients in the two log-probs?"
+    problems.append((text, f"{show(loss)}; {show(gradient)}"))
+
+    logprobs, ref_logprobs = tenths(2, -30, 0)
+    answer = show([kl.kl_estimate(logprobs, ref_logprobs, name) for name in ("k1", "k2", "k3")])
+    problems.append(
+        (f"A log-prob is {show(logprobs)}, the reference's {show(ref_logprobs)}. k1, k2, k3?", answer)
+    )
+
+    rewards, values = tenths(8, -5, 11).view(2, 1, 4)
+    advantages, _ = ppo_vl.compute_gae(rewards, values, rewards.isfinite(), 1.0, 0.5)
+    text = f"Four tokens have the rewards {show(rewards)} and the values {show(values)}. Their advantages by GAE "
+    problems.append((text + "with gamma 1 and lambda 0.5?", show(advantages)))
+
+    P, *lengths = rng.choices((2, 3, 4), k=4)
+    ids = torch.zeros(1, P, dtype=torch.long)
+    prompt = packing.Prompt(0, P, (), {"input_ids": ids}, {}, torch.arange(P), {"input_ids": ids[:, :1]})
+    responses = [packing.continue_prompt(prompt, torch.zeros(n, dtype=torch.long)) for n in lengths]
+    pack = packing.build_packed([(0, [0, 1, 2])], [prompt], responses)
+    start = P + lengths[0]  # of the second response
+    seen = [*range(P), *range(start, start + lengths[1])]
+    text = (
+        f"A pack holds a prompt of {P} tokens and its responses of {show(lengths)} tokens. All position_ids, "
+    )
+    text += "the pack indices that the second response's last token attends to, and logit_indices?"
+    problems.append(
+        (text, "; ".join(map(show, (pack.model_inputs["position_ids"], seen, pack.logit_indices))))
+    )
+    return problems
+
+
 if __name__ == "__main__":
-    directory = Path(*sys.argv[1:2])
+    if sys.argv[1] in ("sheet", "key"):
+        for k, (problem, answer) in enumerate(make_problems(sys.argv[2]), start=1):
+            print(f"{k}. {answer if sys.argv[1] == 'key' else problem}")
+        raise SystemExit
+    directory = Path(sys.argv[1])
     write_exercises(directory)
     print(f"{directory}: {len(EXERCISES)} functions to write; check one with pytest -n 0 {directory} -k NAME")
