@@ -5,8 +5,8 @@ A judge reads a question and two candidates (images, videos or texts) and writes
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
 It learns this by next-token prediction. The reasoning inside <think> comes from the dataset and may
-be missing. Each pair is trained in both orders. If its reasoning names the candidates in one order,
-it is trained in that order only.
+be missing. Each pair is trained in both orders. A pair with reasoning, but without swapped_reasoning,
+is trained only in its own order, because the text may name "Image 1".
 
 Papers:
 - Generative Verifiers (https://arxiv.org/abs/2408.15240). Their reward is the probability of a verdict, as
@@ -18,8 +18,8 @@ Notation:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
     example     a pair in one order of its candidates, or a chat
-    prefix      first tokens of an example, which run once for all examples that share them: in
-                training up to the last image, in evaluations up to the judgment
+    prefix      first tokens of an example, which all that continue them in a pack share: in training up
+                to the last image (several examples), in evaluations the prompt (several verdicts)
     suffix      the rest of an example; only its assistant turns are trained
     verdict     "1", "2" or "tie": which candidate is better
     label       the correct verdict in the order shown
@@ -244,7 +244,7 @@ def main(args: Args) -> None:
         shown = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
         print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
         problem = "no finite gradients in 5 steps" if consecutive_skips >= 5 else ""
-        if num_read >= 100:  # several steps, as one bad row can be half of a batch
+        if num_read >= 100:  # over several steps, because one bad row can be half of a small batch
             if num_skipped > num_read / 2:
                 problem = f"{num_skipped} of the last {num_read} examples were skipped; see the warnings"
             num_read = num_skipped = 0
@@ -271,7 +271,7 @@ def main(args: Args) -> None:
 
 
 def setup(args: Args) -> Run:
-    """Load and check everything that the steps use. Logs are created last, so a failed setup has none."""
+    """Load and check everything that the steps use. Logs are created last, so a failed setup leaves none."""
     transformers.utils.logging.disable_progress_bar()
     fill_defaults(args)
     check_args(args)
@@ -373,7 +373,7 @@ def catch_signals() -> list[int]:
             raise KeyboardInterrupt
         received_signals.append(number)
         if RANK == 0:  # print is not safe in a handler
-            os.write(2, b"stopping after this step and a checkpoint\n")
+            os.write(2, b"saving a checkpoint and stopping after this step\n")
 
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)

@@ -1,6 +1,6 @@
 """Bradley-Terry reward model, for vision-language and text models.
 
-The reward of a response is a linear head of the hidden state at its last token. Training pushes
+The reward of a response is a linear projection of the hidden state at its last token. Training pushes
 the reward of the chosen response above that of the rejected one:
 
     d = reward(chosen) - reward(rejected) - margin        loss = -log sigmoid(d)
@@ -231,7 +231,7 @@ def main(args: Args) -> None:
         pairs = make_pairs(rankings)
         B = sum(len(ranking.responses) for ranking in rankings)
         packs = make_packs(args, run, run.train_data, rankings)
-        constant_rewards = compute_constant_rewards(run, packs, pairs, B)  # (B,), see there
+        constant_rewards = compute_constant_rewards(run, packs, pairs, B)  # (B,), for split rankings
 
         # --- 3. update: one optimizer step on all pairs ---
         rewards = torch.zeros(B, device=DEVICE)  # of this rank's packs, for the metrics
@@ -246,7 +246,7 @@ def main(args: Args) -> None:
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            # Its gradient is exact; its value is not, because rewards of other packs are constants.
+            # Only its gradient is right: rewards of other packs are 0 here, unless a ranking is split.
             loss = (pairs.weights * losses).sum()
             reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
             reward_model.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
@@ -306,7 +306,7 @@ def main(args: Args) -> None:
 
 
 def setup(args: Args) -> Run:
-    """Load and check everything that the steps use. Logs are created last, so a failed setup has none."""
+    """Load and check everything that the steps use. Logs are created last, so a failed setup leaves none."""
     transformers.utils.logging.disable_progress_bar()
     fill_defaults(args)
     check_args(args)
@@ -410,7 +410,7 @@ def catch_signals() -> list[int]:
             raise KeyboardInterrupt
         received_signals.append(number)
         if RANK == 0:  # print is not safe in a handler
-            os.write(2, b"stopping after this step and a checkpoint\n")
+            os.write(2, b"saving a checkpoint and stopping after this step\n")
 
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)

@@ -29,6 +29,14 @@ FULL=(  # does not fit on one GPU
 TRAIN=(
     "${LORA[@]:?}"  # or FULL
 )
+GRPO=(  # with a patched rloo.py
+    "${FULL[@]:?}" --learning-rate 1e-6 --train-batch-size 256  # four updates per rollout, so at a lower rate
+)
+PPO=(  # with ppo_vl.py, at its default rates: policy 1e-6, critic 1e-5
+    --freeze visual --zero-stage 3 --train-batch-size 256 --num-epochs 1  # four updates
+    --gae-lambda 1  # with 0.95 and values of 0, a token 100 tokens before the end would get 0.6% of the score
+    --vllm-gpu-memory-utilization 0.3 --save-total-limit 2  # the critic needs memory and disk, too
+)
 CHECK=(
     "${COMMON[@]:?}" --save-total-limit 0 --eval-prompts 16  # no checkpoints, short evaluations
 )

@@ -23,3 +23,4 @@ def test_tests_exist_and_mutants_differ():
         path, function = mutant.test.split("::")
         assert re.search(rf"^def {function}\(", (ROOT / "tests" / path).read_text(), re.M), mutant.test
     assert len({(m.file, m.before, m.after) for m in MUTANTS}) == len(MUTANTS) >= 60
+    assert {m.file for m in MUTANTS[:10]} == {"rloo.py"}, "docs/exercises.md has the first ten as a task"

@@ -238,7 +238,7 @@ class Echo:
 """
 
 
-def test_observations_are_neither_valued_nor_trained(run, tmp_path, spy, watch_steps):
+def test_observations_are_neither_valued_nor_trained(run, tmp_path, spy, watch_steps, refused):
     """Values are a reward model's head on hidden states of the unmodified model."""
     (tmp_path / "echo.py").write_text(ECHO)
     dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"what is {i}?"} for i in range(8)])
@@ -275,3 +275,6 @@ def test_observations_are_neither_valued_nor_trained(run, tmp_path, spy, watch_s
     again = ppo_vl.load_critic(filled(critic_model=str(run_dir / "checkpoint-1/critic"))).state_dict()
     critic = step.run.critic.module.state_dict()
     assert largest_difference(again, critic) == 0
+    (run_dir / "checkpoint-1/critic/score.safetensors").unlink()
+    with refused("lacks score.safetensors, its head"):
+        ppo_vl.load_critic(filled(critic_model=str(run_dir / "checkpoint-1/critic")))

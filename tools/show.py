@@ -1,4 +1,5 @@
-"""Print metrics of a run: a line per step, then the means of the first and the last ten values, and the median.
+"""Print metrics of a run: a line per step, then the means of the first and the last ten values (of fewer than 20: of
+each half), and the median.
 
 python tools/show.py runs/NAME objective/scores train/grad_norm
 """
@@ -15,8 +16,9 @@ def main(folder: str, *names: str) -> None:
         print(folder, metrics["train/step"], *(f"{x} {metrics[x]:.3g}" for x in names if x in metrics))
     for name in names:
         values = [metrics[name] for metrics in steps if name in metrics] or [float("nan")]
-        first, last = fmean(values[:10]), fmean(values[-10:])
-        print(f"{name}: first ten {first:.3g}, last ten {last:.3g}, median {median(values):.3g}")
+        n = min(10, len(values) // 2) or 1
+        first, last = fmean(values[:n]), fmean(values[-n:])
+        print(f"{name}: first {n}: {first:.3g}, last {n}: {last:.3g}, median {median(values):.3g}")
 
 
 if __name__ == "__main__":
