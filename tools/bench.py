@@ -60,7 +60,7 @@ class Args:
     trl_python: str = "python"  # Python of the environment that has TRL.
     text_model: str = "models/smollm2"  # Model directory made by tools/make_smollm2.py.
     vlm: str = "assets/tiny_vl"  # Directory of the vision-language model.
-    steps: int = 3  # Timed steps, after one that is not timed; cases with steps of a minute time one only.
+    steps: int = 3  # Timed steps, after one that is not timed; reward_bt.py's cases time two.
     threads: int = 0  # Number of CPU threads; 0 is torch's default. learning uses one thread per side.
     seeds: tuple[int, ...] = (1, 2, 3)  # Random seeds of learning; the other parts use the first one.
     output: str = "runs/bench"  # Directory for results.json, the plot and the runs of learning.
@@ -126,7 +126,7 @@ def rloo_cases(args: Args) -> dict[str, dict]:
     lora = dict(R=64, full_length=True, micro_rows=16, lora_rank=16)
     cases["vlm_lora"] = rloo_case(args.vlm, easy_vqa_rows(16), **lora)
     rows = [{"prompt": prompt} for prompt in words(args, 4, 190)]
-    how = dict(packs=1024, R=64, full_length=True, micro_rows=4, steps=1)  # a pack is a prompt's group
+    how = dict(packs=1024, R=64, full_length=True, micro_rows=4)  # a pack is a prompt's group
     cases["text_200"] = rloo_case(args.text_model, rows, **how)
     return cases
 
@@ -146,7 +146,7 @@ def reward_cases(args: Args) -> dict[str, dict]:
         pairs = [(p, *pair) for p, responses in groups for pair in itertools.combinations(responses, 2)]
         flags = dict(model=args.text_model, train_batch_size=count, micro_batch_tokens=1024) | CONSTANT
         flags |= dict(label_smoothing=0.0, max_length=1024)
-        cases[name] = dict(script="reward_bt", flags=flags, steps=1, micro_rows=2)
+        cases[name] = dict(script="reward_bt", flags=flags, steps=2, micro_rows=2)
         cases[name]["rows"] = [{"prompt": p, "responses": responses} for p, responses in groups]
         cases[name]["trl_rows"] = [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in pairs]
     return cases
