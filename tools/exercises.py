@@ -4,8 +4,7 @@
     pytest -n 0 exercises -k compute_gae     # checks one function
     pytest -n 0 exercises -k grpo            # compares exercises/grpo.py, if you wrote it, with forks/grpo.diff
     python exercises/rloo.py                 # trains with your functions
-    python tools/exercises.py sheet WORD     # a student's problem sheet, whose numbers follow from a word
-    python tools/exercises.py key WORD       # and its answers
+    python tools/exercises.py sheet WORD     # problems whose numbers follow from a word; key WORD: the answers
 
 A check compares results, metrics, and the gradient of a loss with the original's on random inputs. Of the metrics,
 only those of the policy must be there. The copy has this file as test_exercises.py.

@@ -1,5 +1,4 @@
-"""Print metrics of a run: a line per step, then the means of the first and the last ten values (of fewer than 20: of
-each half), and the median.
+"""Print metrics of a run: a line per step, then means of the first and the last ten values (or halves), and the median.
 
 python tools/show.py runs/NAME objective/scores train/grad_norm
 """
