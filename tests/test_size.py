@@ -23,9 +23,9 @@ LINES = {  # of one file, or of all files that match together
     "docs/reward_bt.md": 88,
     "docs/grm_sft.md": 83,
     "docs/models.md": 75,
-    "docs/recipes.md": 262,
+    "docs/recipes.md": 263,
     "tools/*.py": 3421,
-    "tests/*.py": 7118,
+    "tests/*.py": 7125,
 }
 
 
