@@ -18,14 +18,14 @@ Notation:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
     example     a pair in one order of its candidates, or a chat
-    prefix      first tokens of an example, which all that continue them in a pack share: in training up
-                to the last image (several examples), in evaluations the prompt (several verdicts)
+    prefix      first tokens of an example, computed once per pack for everything that continues them:
+                in training up to the last image, in evaluations the whole prompt
     suffix      the rest of an example; only its assistant turns are trained
     verdict     "1", "2" or "tie": which candidate is better
     label       the correct verdict in the order shown
     judgment    what the judge writes in an evaluation
     pack        a micro-batch (common/packing.py)
-    R, M        number of tokens of a suffix, and of trained tokens of a pack
+    R, M        tokens in a suffix; trained tokens in a pack
 
     python grm_sft.py                # default: a tiny VLM on easy-VQA, minutes on a CPU core
     python grm_sft.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset my.jsonl --eval-dataset test.jsonl
@@ -348,9 +348,7 @@ def check_args(args: Args) -> None:
     require(is_enough, "--micro-batch-tokens must be at least --max-length")
     sums_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2
     require(sums_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3, which sum gradients in fp32")
-    require(
-        args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage 1 or more"
-    )
+    require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
     has_eval = args.eval_dataset or args.dataset == "easy-vqa"
@@ -1002,12 +1000,12 @@ def init_distributed() -> None:
 
 
 def init_deepspeed_engine(args: Args, module: nn.Module):
-    """Wrap a module in a DeepSpeed engine, with AdamW unless all of its weights are frozen."""
+    """Wrap a module in a DeepSpeed engine, with AdamW unless all weights are frozen."""
     import deepspeed
 
     trained = [x for x in module.parameters() if x.requires_grad]
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # required, but unused: main sets accumulation boundaries
+        "train_micro_batch_size_per_gpu": 1,  # required, but unused
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
@@ -1050,7 +1048,7 @@ def lr_factor(args: Args, update: int, total_updates: int) -> float:
 def optimizer_step(engine, learning_rate: float) -> float:
     """Clip gradients and step; returns the gradient norm before clipping.
 
-    The norm is the same on all ranks. If it is not finite, they skip the step and return NaN."""
+    The norm is the same on all ranks. If it is not finite, all skip the step and return NaN."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
     if engine.zero_optimization():
@@ -1108,7 +1106,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The folders checkpoint-N in the order of N, without checkpoint-N-problem and copies."""
+    """The checkpoint-N folders, sorted by N; other names are ignored."""
     paths = {path.name.removeprefix("checkpoint-"): path for path in run_dir.glob("checkpoint-*")}
     return [paths[step] for step in sorted(filter(str.isdigit, paths), key=int)]
 
@@ -1121,8 +1119,8 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = re.compile("model|num_ranks|dtype|zero_stage|lora|freeze|weight_decay")
-    if refused := [changes[name] for name in changes if fixed.search(name)]:
+    fixed = "(critic_)?model|num_ranks|dtype|zero_stage|lora_rank|lora_alpha|freeze|weight_decay"
+    if refused := [changes[name] for name in changes if re.fullmatch(fixed, name)]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")

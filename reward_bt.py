@@ -13,9 +13,8 @@ Notation:
     ranking     dataset row: a prompt with two or more responses, best first
     pair        two responses of a ranking, of which the better one is "chosen"
     pack        a micro-batch, in which responses to a prompt share its prefix (common/packing.py)
-    B           number of responses of a step
-    S           number of responses of a pack
-    Q           number of pairs of a step
+    B, Q        responses in a step; pairs in a step
+    S           responses in a pack
 
     python reward_bt.py           # default: a tiny VLM on easy-VQA, minutes on a CPU core
     python reward_bt.py --model Qwen/Qwen2.5-VL-3B-Instruct --dataset pairs.jsonl --max-length 4096
@@ -386,9 +385,7 @@ def check_args(args: Args) -> None:
     require(is_named, "--eval-datasets must be NAME=DATASET, with different names")
     sums_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2
     require(sums_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3, which sum gradients in fp32")
-    require(
-        args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage 1 or more"
-    )
+    require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
     require(args.total_steps or args.eval_datasets, "--total-steps 0 requires --eval-datasets")
@@ -892,7 +889,7 @@ def init_reward_engine(args: Args, module: nn.Module):
     import deepspeed
 
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # required, but unused: main sets accumulation boundaries
+        "train_micro_batch_size_per_gpu": 1,  # required, but unused
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose small gradients
@@ -930,7 +927,7 @@ def lr_factor(args: Args, update: int, total_updates: int) -> float:
 def optimizer_step(engine, learning_rate: float) -> float:
     """Clip gradients and step; returns the gradient norm before clipping.
 
-    The norm is the same on all ranks. If it is not finite, they skip the step and return NaN."""
+    The norm is the same on all ranks. If it is not finite, all skip the step and return NaN."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
     if engine.zero_optimization():
@@ -988,7 +985,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The folders checkpoint-N in the order of N, without checkpoint-N-problem and copies."""
+    """The checkpoint-N folders, sorted by N; other names are ignored."""
     paths = {path.name.removeprefix("checkpoint-"): path for path in run_dir.glob("checkpoint-*")}
     return [paths[step] for step in sorted(filter(str.isdigit, paths), key=int)]
 
@@ -1001,8 +998,8 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = re.compile("model|num_ranks|dtype|zero_stage|lora|freeze|weight_decay")
-    if refused := [changes[name] for name in changes if fixed.search(name)]:
+    fixed = "(critic_)?model|num_ranks|dtype|zero_stage|lora_rank|lora_alpha|freeze|weight_decay"
+    if refused := [changes[name] for name in changes if re.fullmatch(fixed, name)]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
