@@ -229,15 +229,13 @@ def main(args: Args) -> None:
         rankings = next_rankings(args, run)  # the same on all ranks
         pairs = make_pairs(rankings)
         B = sum(len(ranking.responses) for ranking in rankings)
-        packs = make_packs(args, run, run.train_data, rankings)
-        constant_rewards = compute_constant_rewards(run, packs, pairs, B)  # (B,), for split rankings
+        packs = make_packs(args, run, run.train_data, rankings)  # a ranking is in one pack
 
         # --- 3. update: one optimizer step on all pairs ---
         rewards = torch.zeros(B, device=DEVICE)  # of this rank's packs, for the metrics
         for k, pack in enumerate(packs):  # each rank has the same number of packs
-            pack_rewards = reward_model(pack)  # (S,), with gradients
-            # This pack's rewards replace the constants of its responses.
-            all_rewards = constant_rewards.index_put((pack.response_index,), pack_rewards)  # (B,)
+            pack_rewards = reward_model(pack)  # (S,)
+            all_rewards = torch.zeros(B, device=DEVICE).index_put((pack.response_index,), pack_rewards)
             losses, _ = compute_bt_loss(
                 chosen_rewards=all_rewards[pairs.chosen],
                 rejected_rewards=all_rewards[pairs.rejected],
@@ -245,8 +243,8 @@ def main(args: Args) -> None:
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            # Only its gradient is right: rewards of other packs are 0 here, unless a ranking is split.
-            loss = (pairs.weights * losses).sum()
+            is_in_pack = torch.isin(pairs.chosen, pack.response_index)  # (Q,)
+            loss = (pairs.weights * losses)[is_in_pack].sum()  # this pack's part
             reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
             reward_model.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             rewards[pack.response_index] = pack_rewards.detach()
@@ -343,6 +341,9 @@ def setup(args: Args) -> Run:
         max_tokens=args.micro_batch_tokens,
     )
     print0(message)
+    limit = packing.rope_limit(model)  # for longer sequences, padded rows run one at a time
+    has_pairs = packing.is_packed(model) or limit == math.inf
+    require(has_pairs, f"--max-length must be at most {limit}: beyond it, {args.model} can't run pairs")
     start_logs(args, run_dir, checkpoint, last_step=state["step"])
     return Run(
         run_dir=run_dir,
@@ -378,8 +379,8 @@ def check_args(args: Args) -> None:
             require(value >= 0, f"{flag} must not be negative")
             require(value > 0 or name not in positive, f"{flag} must be positive")
     require(args.label_smoothing < 0.5, f"--label-smoothing ({args.label_smoothing}) must be below 0.5")
-    is_enough = args.micro_batch_tokens >= args.max_length
-    require(is_enough, "--micro-batch-tokens must be at least --max-length")
+    is_enough = args.micro_batch_tokens >= 2 * args.max_length
+    require(is_enough, "--micro-batch-tokens must be at least twice --max-length, to hold a pair")
     names = {x.partition("=")[0] for x in args.eval_datasets if "=" in x}
     is_named = len(names) == len(args.eval_datasets)
     require(is_named, "--eval-datasets must be NAME=DATASET, with different names")
@@ -461,6 +462,8 @@ class RankingDataset:
         length = prompt.length + max(map(len, responses))
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")
+        if (size := length * len(responses)) > self.args.micro_batch_tokens:
+            raise RowError(f"its responses, of {size} tokens in all, exceed --micro-batch-tokens")
         margin = row.get("margin") or 0.0
         if not isinstance(margin, int | float) or not math.isfinite(margin):
             raise RowError(f"its margin is {margin}")
@@ -625,7 +628,7 @@ def all_gather_list(items: list) -> list:
 
 
 def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]) -> list[packing.Pack]:
-    """This rank's packs of the rankings. A ranking that is too long for a pack is split over several."""
+    """This rank's packs of the rankings."""
     responses = [response for ranking in rankings for response in ranking.responses]  # B
     sizes = [len(ranking.responses) for ranking in rankings]
     indices = torch.arange(len(responses)).split(sizes)  # of each ranking's responses among all B
@@ -641,20 +644,6 @@ def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Rankin
         separate_media=args.zero_stage > 0,
     )
     return list(packs)
-
-
-def compute_constant_rewards(run: Run, packs: list[packing.Pack], pairs: Pairs, num_responses: int) -> Tensor:
-    """Rewards (B,) that a pack uses for the responses in other packs (GradCache, arXiv:2101.06983).
-
-    If a long ranking is split over packs, a first pass without gradients computes all rewards.
-    Otherwise rewards of other packs don't affect gradients, and are 0."""
-    pack_of_response = torch.full((num_responses,), -1, device=DEVICE)  # -1: on another rank
-    for k, pack in enumerate(packs):
-        pack_of_response[pack.response_index] = k
-    is_split = pack_of_response[pairs.chosen] != pack_of_response[pairs.rejected]  # (Q,)
-    if any(all_gather_list([bool(is_split.any())])):
-        return compute_rewards(run, packs, num_responses)
-    return torch.zeros(num_responses, device=DEVICE)
 
 
 @torch.no_grad()

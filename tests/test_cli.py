@@ -61,7 +61,7 @@ REFUSED = [  # flags of rloo.py or of another script; part of the message
     ({"script": "reward_bt", "eval_datasets": ("held.jsonl",)}, "--eval-datasets must be NAME=DATASET"),
     ({"script": "reward_bt", "eval_datasets": ("x=a.jsonl", "x=b.jsonl")}, "with different names"),
     ({"script": "reward_bt", "label_smoothing": 0.5}, "--label-smoothing (0.5) must be below 0.5"),
-    ({"script": "reward_bt", "micro_batch_tokens": 100}, "must be at least --max-length"),
+    ({"script": "reward_bt", "micro_batch_tokens": 100}, "must be at least twice --max-length"),
     ({"max_num_seqs": 1}, "--max-num-seqs must be at least --num-samples-per-prompt (4)"),
     ({"script": "grm_sft", "max_num_seqs": 0}, "--max-num-seqs (0)"),
 ]

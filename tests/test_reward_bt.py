@@ -154,6 +154,7 @@ IMAGE = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "bad"}]
 EMPTY = [{"type": "text", "text": ""}]
 UNUSABLE = {
     "--max-length": GOOD | {"chosen": "g" * 40},
+    "--micro-batch-tokens": {"prompt": "q", "responses": ["g" * 15] * 3},
     "at least two responses": GOOD | {"chosen": None},
     "gone.png": GOOD | {"image": "gone.png"},
     "its prompt is empty": GOOD | {"prompt": None},
@@ -174,7 +175,7 @@ UNUSABLE = {
 
 @pytest.mark.parametrize("reason", UNUSABLE)
 def test_unusable_rows_are_skipped_with_a_reason(reason, encode, capsys):
-    rankings, _ = encode(UNUSABLE[reason], max_length=50)
+    rankings, _ = encode(UNUSABLE[reason], max_length=50, micro_batch_tokens=100)
     assert rankings == [] and re.search(f"data.jsonl row 0 is skipped.*{reason}", capsys.readouterr().err)
 
 
@@ -297,7 +298,7 @@ def by_transformers(row: dict, folder, model, processor, weight) -> list[torch.T
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llama", "gptj"])
 def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path, monkeypatch, capsys, spy):
-    """Packed where the family allows it, one response at a time, and with rankings that don't fit into a pack.
+    """Packed where the family allows it, and with packs that are as small as the rankings allow.
 
     The evaluation set has the rows in reverse, so that its rewards are not those of training rows."""
     folder = folder_of(family)
@@ -305,7 +306,7 @@ def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path,
     for i, row in enumerate(rows):
         row["responses"] = ["4", "five, I think", "no idea, sorry", "4 or so"][: 4 - i % 3]
     rows[1]["margin"], modules = 0.3, []
-    made, checked = spy(reward_bt, "make_packs"), spy(reward_bt, "compute_constant_rewards")
+    made = spy(reward_bt, "make_packs")
     source = write_jsonl(folder / "pairs.jsonl", rows)
     eval_source = write_jsonl(folder / "eval.jsonl", rows[::-1])
     flags = {"total_steps": 1, "train_batch_size": len(rows), "model": str(folder), "center_coef": 0.1}
@@ -324,20 +325,17 @@ def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path,
     expected_metrics = pair_metrics(args, make_pairs(rankings), expected.detach())
     expected_pairs = [pair for x in rewards[::-1] for pair in combinations(torch.stack(x).tolist(), 2)]
     longest = max(x.prompt.length + max(map(len, x.responses)) for x in rankings)
-    assert longest < max(x.prompt.length + sum(map(len, x.responses)) for x in rankings), "one is split"
+    largest = max((x.prompt.length + max(map(len, x.responses))) * len(x.responses) for x in rankings)
     monkeypatch.setattr(reward_bt, "init_reward_engine", lambda args, module: Engine(module))
     monkeypatch.setattr(reward_bt, "optimizer_step", lambda engine, learning_rate: 0.0)
     save = lambda args, run: modules.append(run.reward_model.module)  # noqa: E731
     monkeypatch.setattr(reward_bt, "save_checkpoint", save)
-    for budget in (8192, longest):
+    for budget in (8192, largest):
         made.clear()
-        checked.clear()
         flags |= {"max_length": longest, "micro_batch_tokens": budget, "run_name": str(budget)}
         metrics = run(tmp_path, **vars(args) | flags)[-1]
         assert ("batches are padded" in capsys.readouterr().out) == (family == "gptj")
         assert (max(len(packs) for _, _, packs in made) == 1) == (budget == 8192 and family != "gptj")
-        [(_, _, constants)] = checked
-        assert bool(constants.any()) == (budget == longest), "GradCache only for split rankings"
         found = {name: metrics[name] for name in expected_metrics}
         assert found == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)
         records = read_jsonl(tmp_path / str(budget) / "samples.jsonl")
