@@ -410,6 +410,8 @@ def catch_signals() -> list[int]:
         if RANK == 0:  # print is not safe in a handler
             os.write(2, b"saving a checkpoint and stopping after this step\n")
 
+    # A reward's child processes would inherit the handler, and could not be terminated.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
     return received_signals
@@ -938,6 +940,7 @@ def zero_stale_gradients(optimizer) -> None:
     Otherwise parameters without a new gradient (a vision tower's, in a batch of texts) would
     be updated with the previous one. DeepSpeed has no public call for this."""
     buffers = [getattr(optimizer, "grad_partitions_flat_buffer", None)]  # ZeRO-3
+    buffers += getattr(optimizer, "accumulated_grads_in_cpu", {}).values()  # ZeRO-2 offload, fp32
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # offload
         buffers += [partition.grad for partition in getattr(optimizer, name, [])]
     for buffer in buffers:
@@ -954,19 +957,23 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
     Rank 0 decides, since other ranks may see different times and files."""
     run_dir = checkpoint = None
     if RANK == 0:
-        now = time.strftime("%Y%m%d-%H%M%S")
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         name = args.run_name or f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{now}"
         run_dir = Path(args.output_dir, name)
-        if args.resume == "auto":
+        resume = args.resume
+        is_started = (run_dir / "args.json").exists()
+        if resume == "auto":
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
-            checkpoint = (list_checkpoints(run_dir) or [None])[-1]
-        elif args.resume:
-            checkpoint = Path(args.resume).resolve()
-        if checkpoint and not (checkpoint / "state/run.pt").is_file():
-            stop(f"{checkpoint} is not a checkpoint: it has no file state/run.pt")
-        if args.resume != "auto" and (run_dir / "args.json").exists():
+            resume = (list_checkpoints(run_dir) or [None])[-1]
+            if resume is None and is_started:  # maybe it began at a checkpoint of another run
+                resume = json.loads((run_dir / "args.json").read_text())["resume"]
+        elif is_started:
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
+        if resume not in (None, "auto"):
+            checkpoint = Path(resume).resolve()
+            if not (checkpoint / "state/run.pt").is_file():
+                stop(f"{checkpoint} is not a checkpoint: it has no file state/run.pt")
         run_dir.mkdir(parents=True, exist_ok=True)
     paths = [run_dir, checkpoint]
     dist.broadcast_object_list(paths)
@@ -1012,7 +1019,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
     (run_dir / args_name).write_text(json.dumps(vars(args), indent=2))
     for name in ("metrics", "samples"):
         path = run_dir / f"{name}.jsonl"
-        source = checkpoint.parent / path.name if checkpoint else path
+        source = checkpoint.parent / path.name if checkpoint and not is_continued else path
         lines = source.read_text().splitlines(keepends=True) if source.exists() else []
         lines = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one
         kept = [x for x in lines if checkpoint and json.loads(x)["train/step"] <= last_step]

@@ -366,6 +366,10 @@ def test_a_second_signal_ends_a_process_without_a_launcher(monkeypatch, rank):
     """Whichever of the two it is. torchrun repeats signals that the rank has received already."""
     monkeypatch.setenv("RANK", rank) if rank else monkeypatch.delenv("RANK", raising=False)
     received = rloo.catch_signals()
+    if (child := os.fork()) == 0:  # such as a worker of a reward function
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM and not received
     os.kill(os.getpid(), signal.SIGINT)
     with contextlib.nullcontext() if rank else pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)

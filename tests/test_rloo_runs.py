@@ -1,8 +1,10 @@
 """rloo.py end to end: what main does, resume, kills, custom samplers and rewards."""
 
+import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -113,10 +115,10 @@ def test_the_update_uses_the_rollout_and_the_flags(run, any_score, spy, monkeypa
 def failing(tmp_path):
     """Function from a condition on the step and on earlier ones to flags for a reward that raises."""
 
-    def make(condition: str) -> dict:
-        code = "import os\nsteps = []\ndef fails(trainer_state, texts, **columns):\n"
+    def make(condition: str, error: str = "ZeroDivisionError") -> dict:
+        code = "import asyncio\nimport os\nsteps = []\ndef fails(trainer_state, texts, **columns):\n"
         code += f"    step = trainer_state.global_step\n    if {condition}:\n"
-        code += "        raise ZeroDivisionError('a bug of my reward')\n"
+        code += f"        raise {error}('a bug of my reward')\n"
         code += "    steps.append(step)\n    return [0.0 for _ in texts]\n"
         (tmp_path / "reward.py").write_text(code)
         return {"rewards": (f"{tmp_path}/reward.py:fails",), "reward_weights": (1,)}
@@ -124,15 +126,16 @@ def failing(tmp_path):
     return make
 
 
-IN_TRAINING = {"eval_dataset": None}, "step == 2", [1]  # flags, a condition, the steps that are logged
-IN_EVALUATION = {"eval_steps": 1}, "step == 0 and 1 in steps", [0, 1]
+# flags, a condition, an error (CancelledError is no Exception), and the steps that are logged
+IN_TRAINING = {"eval_dataset": None}, "step == 2", "asyncio.CancelledError", [1]
+IN_EVALUATION = {"eval_steps": 1}, "step == 0 and 1 in steps", "ZeroDivisionError", [0, 1]
 
 
-@pytest.mark.parametrize("flags, condition, logged", [IN_TRAINING, IN_EVALUATION])
-def test_a_reward_that_raises_loses_nothing(run, tmp_path, failing, flags, condition, logged):
+@pytest.mark.parametrize("flags, condition, error, logged", [IN_TRAINING, IN_EVALUATION])
+def test_a_reward_that_raises_loses_nothing(run, tmp_path, failing, flags, condition, error, logged):
     """And shows its traceback."""
-    with pytest.raises(ZeroDivisionError, match="a bug of my reward") as raised:
-        run("rloo", **flags, **failing(condition))
+    with pytest.raises((ZeroDivisionError, asyncio.CancelledError), match="a bug of my reward") as raised:
+        run("rloo", **flags, **failing(condition, error))
     assert raised.traceback[-1].name == "fails"
     assert [metrics["train/step"] for metrics in metrics_of(tmp_path / "runs/run")] == logged
     assert (tmp_path / "runs/run/checkpoint-1/state").is_dir()
@@ -215,6 +218,11 @@ def test_resuming_deletes_nothing(run, any_score, spy, capsys, refused):
     assert json.loads((branch / "args.json").read_text())["resume"] == str(old / "checkpoint-1")
     out = capsys.readouterr().out
     assert "flags changed since" in out and "kl_coef 0.5 (was 0.01)" in out
+    [shutil.rmtree(path) for path in branch.glob("checkpoint-*")]  # as if killed before its first checkpoint
+    run("rloo", run_name="branch", resume="auto", **new_flags)
+    assert [m["train/step"] for m in metrics_of(branch)] == [1, 2, 3]
+    assert [m["train/step"] for m in read_jsonl(branch / "metrics.repeated.jsonl")] == [2, 3]
+    assert metrics_of(branch)[1]["train/learning_rate"] == rates[1]
     with refused("already exists"):
         run("rloo", resume=old / "checkpoint-1", **flags)  # the same name
     for name, value in (("model", old / "checkpoint-1"), ("zero_stage", 0)):  # the model has frozen weights
@@ -250,7 +258,7 @@ def test_a_signal_during_an_evaluation_ends_the_run(run, monkeypatch):
 def test_zero_steps_evaluate_a_checkpoint(run, spy, capsys, tmp_path):
     setups = spy(rloo, "setup")
     (tmp_path / "runs/run").mkdir(parents=True)
-    (tmp_path / "runs/run/args.json").write_text("{}")  # of a run that was killed before its first checkpoint
+    (tmp_path / "runs/run/args.json").write_text('{"resume": null}')  # of a run that was killed before its first checkpoint
     run_dir = run("rloo", total_steps=0, zero_stage=2, resume="auto", dataset="gone.jsonl")  # is not read
     assert setups[0][2].actor.optimizer is None, "an evaluation allocates no optimizer states"
     assert [m["train/step"] for m in metrics_of(run_dir)] == [0] and not [*run_dir.glob("checkpoint-*")]
