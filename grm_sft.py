@@ -498,11 +498,11 @@ def group_examples(
 
 def is_pair(row: dict) -> bool:
     """Whether a row is a pair; other rows are chats."""
-    return isinstance(row.get("prompt"), str) and row.get("verdict") not in (None, "")
+    return isinstance(row.get("prompt"), str | int | float) and row.get("verdict") not in (None, "")
 
 
 def read_verdict(value) -> str:
-    """The dataset's verdict as a string: pandas turns 1 into 1.0 if a column has gaps."""
+    """The dataset's verdict as a string; 1.0 is 1."""
     return str(value).removesuffix(".0")
 
 
@@ -655,7 +655,7 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
         label = SWAPPED[label]
     reasoning = str(row.get("swapped_reasoning" if swapped else "reasoning") or "")
 
-    question = row["prompt"]
+    question = str(row["prompt"])
     media = {}
     for name in ("image", "video"):
         items = row.get(name) or row.get(f"{name}s") or []

@@ -342,7 +342,7 @@ def setup(args: Args) -> Run:
     )
     print0(message)
     limit = packing.rope_limit(model)  # for longer sequences, padded rows run one at a time
-    has_pairs = packing.is_packed(model) or limit == math.inf
+    has_pairs = packing.is_packed(model) or args.max_length <= limit
     require(has_pairs, f"--max-length must be at most {limit}: beyond it, {args.model} can't run pairs")
     start_logs(args, run_dir, checkpoint, last_step=state["step"])
     return Run(
@@ -503,8 +503,10 @@ def split_row(row: dict) -> tuple[list[dict] | str, list[list[dict]]]:
     if any(response and response[0]["role"] != "assistant" for response in responses):  # whole chats
         num_shared = common_prefix_length(responses)
         shared = responses[0][:num_shared]
-        if isinstance(prompt, list) and prompt != shared[: len(prompt)]:
-            raise RowError("its responses are whole chats, which do not begin with its prompt")
+        if isinstance(prompt, list):  # compare contents, since Parquet adds empty keys to some messages
+            contents = [x.get("content") for x in shared[: len(prompt)]]
+            if contents != [x.get("content") for x in prompt]:
+                raise RowError("its responses are whole chats, which do not begin with its prompt")
         prompt = shared
         responses = [response[num_shared:] for response in responses]
     if not all(responses):

@@ -27,13 +27,16 @@ ROW_ERRORS = (RowError, OSError, SyntaxError, Image.DecompressionBombError)
 def load_rows(args, source: str, split: str):
     """Load a `datasets.Dataset`, and rename its columns by --columns."""
     import datasets
+    import pandas
 
     datasets.disable_progress_bars()
     file_format = Path(source).suffix[1:].replace("jsonl", "json")
     try:
         if source == "easy-vqa":
             rows = easy_vqa_rows(split)
-        elif file_format in ("json", "csv", "parquet"):
+        elif file_format == "csv":  # with nullable types: otherwise a gap in a column turns 3 into 3.0
+            rows = datasets.Dataset.from_pandas(pandas.read_csv(source, dtype_backend="numpy_nullable"))
+        elif file_format in ("json", "parquet"):
             rows = datasets.load_dataset(file_format, data_files=source, split="train")
         elif Path(source).is_dir():
             rows = datasets.load_from_disk(source)

@@ -9,8 +9,13 @@ vision-language models.
 import sys
 from pathlib import Path
 
-import transformers
 from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common  # noqa: E402, F401  repairs torchvision with a CPU-only torch, so it comes before transformers
+
+# isort: split
+import transformers  # noqa: E402
 
 
 def choose_pad_token(tokenizer) -> int:

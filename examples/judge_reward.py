@@ -14,6 +14,7 @@ Its score is the probability of the verdict in its favor, or 0.5 if all response
 
 import base64
 import functools
+import io
 import json
 import os
 import re
@@ -85,7 +86,10 @@ def judge_pairs_remote(pairs: list[dict]) -> list[float]:
     """The same, computed by judge_server.py."""
     body = []
     for pair in pairs:
-        images = [base64.b64encode(Path(path).read_bytes()).decode() for path in pair["images"]]
+        images = []
+        for image in pair["images"]:
+            image.save(buffer := io.BytesIO(), "PNG")
+            images.append(base64.b64encode(buffer.getvalue()).decode())
         body.append(pair | {"images": images})
     request = urllib.request.Request(os.environ["JUDGE_URL"], json.dumps(body).encode(), method="POST")
     with urllib.request.urlopen(request, timeout=600) as reply:
@@ -106,20 +110,19 @@ def get_answer(completion: str | list[dict]) -> str:
     return (answers[-1] if answers else text).strip() or "(empty)"
 
 
-def score(
-    prompts: list, completions: list, image: list | None = None, judge=judge_pairs, **columns
-) -> list[float]:
-    """Reward function. image: a column of the dataset with one path per row."""
+def score(prompts: list, completions: list, chats: list, judge=judge_pairs, **columns) -> list[float]:
+    """Reward function. A prompt's responses have the same element of chats, with the images for the judge."""
     answers = [get_answer(completion) for completion in completions]
-    images = image or [None] * len(prompts)
     pairs = []
     judged = []  # the response that each pair scores
-    for _, group in groupby(range(len(prompts)), key=lambda b: (str(prompts[b]), images[b])):
+    for _, group in groupby(range(len(prompts)), key=lambda b: id(chats[b])):
         group = list(group)
         for k, b in enumerate(group):
             others = [i for i in group[k + 1 :] + group[:k] if answers[i] != answers[b]]
             if others:
-                pair = {"prompt": get_text(prompts[b]), "images": [images[b]] if images[b] else []}
+                parts = [part for message in chats[b] for part in message["content"]]
+                images = [part["image"] for part in parts if part["type"] == "image"]
+                pair = {"prompt": get_text(prompts[b]), "images": images}
                 pairs.append(pair | {"answer_1": answers[b], "answer_2": answers[others[0]]})
                 judged.append(b)
     scores = [0.5] * len(prompts)
@@ -128,5 +131,5 @@ def score(
     return scores
 
 
-def score_remote(prompts: list, completions: list, **columns) -> list[float]:
-    return score(prompts, completions, judge=judge_pairs_remote, **columns)
+def score_remote(prompts: list, completions: list, chats: list, **columns) -> list[float]:
+    return score(prompts, completions, chats, judge=judge_pairs_remote)

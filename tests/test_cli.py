@@ -91,6 +91,12 @@ def test_every_flag_is_read_and_every_read_is_a_flag(script):
     assert {*re.findall(r"\bargs\.(?!json)(\w+)", source_of(script))} - flags == set()
 
 
+def test_a_gap_in_a_column_of_a_csv_file_changes_no_number(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,answer\nq,3\nq,\n")
+    source = str(tmp_path / "rows.csv")
+    assert [row["answer"] for row in rloo.load_rows(rloo.Args(dataset=source), source, "train")] == [3, None]
+
+
 def test_columns_are_renamed(tmp_path, refused):
     row = {"problem": "Q", "solution": "A", "photo": "a.png", "answer": "no"}
     source = write_jsonl(tmp_path / "rows.jsonl", [row])

@@ -249,9 +249,10 @@ def test_rope_that_depends_on_the_length_runs_one_row_at_a_time(family, limit):
         message = choose_layout(model, [prompt], max_length=max_length, max_tokens=2 * limit)
         assert packing.is_packed(model) == is_packed
     assert f"(beyond {limit} tokens its RoPE depends on the sequence length)" in message
-    responses = [packing.continue_prompt(prompt, torch.arange(9))] * 3
-    packs = packing.iter_rank_packs(model, [(0, [0, 1, 2])], [prompt], responses, 999)
-    assert [len(pack.model_inputs["input_ids"]) for pack in packs] == [1, 1, 1]
+    for length, rows in ((9, [3]), (limit, [1, 1, 1])):
+        responses = [packing.continue_prompt(prompt, torch.arange(length))] * 3
+        packs = packing.iter_rank_packs(model, [(0, [0, 1, 2])], [prompt], responses, 2000)
+        assert [len(pack.model_inputs["input_ids"]) for pack in packs] == rows
 
 
 def test_models_run_no_code(tmp_path, refused, monkeypatch):

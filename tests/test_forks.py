@@ -419,7 +419,10 @@ def test_dynamic_sampling_stops_at_its_limit_and_goes_on_in_the_data(tmp_path):
     args = module.Args(prompts_per_rollout=2)
     assert result.rows == [module.shuffled_rows(args, batch, 40) for batch in (1, 2, 3)]
     assert result.metrics[0]["objective/scores"] == pytest.approx(float(t.scores.mean()))
-    assert len(result.actor.losses) == 1 + 2
+    assert len(result.actor.losses) == 1 + 2 and result.state["batches"] == 3
+    t.scores[:] = 0.5
+    with pytest.raises(SystemExit):
+        update(module, t, max_num_gen_batches=1)
 
 
 def test_curriculum_draws_from_the_first_rows_first(t, tmp_path):
@@ -460,6 +463,9 @@ PPO = {  # forks and flags: loss
     "ppo_entropy_bonus entropy_coef=0.5": lambda t: token_mean(t, gae(t)) - t.entropy[t.mask].mean() / 2,
     "ppo_importance_sampling tis_clip=1.2": lambda t: token_mean(t, gae(t) * importance(t, 1.2)),
     "ppo_sequence_mean": lambda t: mean_over_tokens(clip((t.new - t.old).exp(), gae(t)), t.mask).mean(),
+    "ppo_entropy_bonus ppo_sequence_mean entropy_coef=0.5": lambda t: (
+        mean_over_tokens(clip((t.new - t.old).exp(), gae(t)), t.mask).mean() - t.entropy[t.mask].mean() / 2
+    ),
     "ppo_sequence_mean ppo_gspo": lambda t: gspo_by_token(t, gae(t)),
     "ppo_high_entropy_tokens entropy_token_ratio=0.25": lambda t: token_mean(t, gae(t) * uncertain(t, 0.25)),
     "ppo_clipped_advantages advantage_clip=0.5": lambda t: token_mean(t, gae(t).clamp(-0.5, 0.5)),
@@ -487,6 +493,7 @@ def test_critic_warmup_trains_only_the_critic(t, tmp_path):
     module = load(tmp_path, "ppo_critic_warmup")
     result = update(module, t, [make_rollout(module, t)] * 3, total_steps=3, critic_warmup_steps=2)
     assert (result.actor.num_updates, result.critic.num_updates) == (1, 3)
+    assert [metrics["train/learning_rate"] > 0 for metrics in result.metrics] == [False, False, True]
     check(result, t, token_mean(t, gae(t)))
 
 
@@ -598,6 +605,7 @@ def test_moving_reference_is_the_policy_with_alpha_1(tmp_path, vqa, any_score):
     assert largest_difference(*checkpoints) > 1e-5
     policy = branch.run.actor.module.state_dict()
     assert all(torch.equal(policy[name], x) for name, x in branch.run.reference.state_dict().items())
+    train(module, tmp_path, "eval", **flags | {"total_steps": 0, "resume": whole.folder / "checkpoint-1"})
     with pytest.raises(SystemExit):
         train(module, tmp_path, "lora", lora_rank=4, **flags)
 
@@ -640,7 +648,9 @@ def test_ptx_learns_the_assistant_turns(tmp_path, vqa, any_score):
     turns = conftest.chat("what is 1 + 1?", "two", "and 2 + 2?", "four <|im_end|>")
     chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}, {"messages": turns[:2]}])
     flags = any_score | {"dataset": vqa, "ptx_dataset": chats, "ptx_batch_size": 3}
-    first, second = train(load(tmp_path, "ppo_ptx"), tmp_path, **flags).metrics
+    module = load(tmp_path, "ppo_ptx")
+    first, second = train(module, tmp_path, **flags).metrics
+    train(module, tmp_path, "eval", **flags | {"total_steps": 0, "eval_dataset": vqa})
     assert math.log(512) * 0.5 < first["loss/ptx"] and second["loss/ptx"] < first["loss/ptx"]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import conftest
 import deepspeed
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 import transformers
@@ -488,8 +489,9 @@ def test_tags_that_decoding_drops_are_refused(tiny_vl, rows, tmp_path, refused):
 
 @pytest.mark.parametrize("verdicts", [[1, 2], [1.0, 2.0, None], ["1", "tie"]])
 def test_verdicts_may_be_numbers(verdicts, tiny_vl, rows, tmp_path):
-    """pandas makes 1.0 of 1 if a column has gaps."""
-    source = write_jsonl(tmp_path / "rows.jsonl", [rows[3] | rows[7] | {"verdict": x} for x in verdicts])
+    """And prompts, too."""
+    pairs = [rows[3] | rows[7] | {"prompt": 5, "verdict": x} for x in verdicts]
+    source = write_jsonl(tmp_path / "rows.jsonl", pairs)
     data = load(tiny_vl, source, training=True)
     labels = [data.encode(example_id).label for example_id in ids_of(*range(0, 2 * len(verdicts), 2))]
     assert labels == [None if x is None else str(x)[:3].removesuffix(".0") for x in verdicts]
@@ -558,9 +560,12 @@ def test_data_sets_are_converted(tmp_path, tiny_vl):
 
 def asked(vqa_rows, answers: list[str]) -> dict:
     """Keywords of a reward function: two questions with these answers each."""
-    rows = [row for row in vqa_rows[:2] for _ in answers]
-    columns = {"prompts": [r["prompt"] for r in rows], "image": [r["image"] for r in rows]}
-    return columns | {"completions": [f"<answer>{a}</answer>" for a in answers] * 2}
+    prompts, chats = [], []
+    for row in vqa_rows[:2]:
+        prompts += [row["prompt"]] * len(answers)
+        image = {"type": "image", "image": PIL.Image.open(row["image"])}
+        chats += [[{"role": "user", "content": [image]}]] * len(answers)
+    return {"prompts": prompts, "chats": chats, "completions": [f"<answer>{a}</answer>" for a in answers] * 2}
 
 
 @pytest.mark.slow

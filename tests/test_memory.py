@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+import transformers
 import tyro
 from conftest import ROOT
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -83,6 +84,13 @@ def test_predicted_differences_are_what_autograd_keeps(model, small, large):
     measured = saved_bytes(model, make_pack(model, *large)) - saved_bytes(model, make_pack(model, *small))
     predicted = predicted_bytes(model, *large) - predicted_bytes(model, *small)
     assert abs(predicted / measured - 1) < 0.15
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "InternVL", "Qwen2VL"])
+def test_other_families(family):
+    """Without images, and with other names in the config of the vision tower."""
+    config = getattr(transformers, f"{family}Config")()
+    assert all(value >= 0 for value in memory.estimate(memory.Args(), config).values())
 
 
 def test_parameters_are_those_of_the_hub():

@@ -179,6 +179,12 @@ def test_unusable_rows_are_skipped_with_a_reason(reason, encode, capsys):
     assert rankings == [] and re.search(f"data.jsonl row 0 is skipped.*{reason}", capsys.readouterr().err)
 
 
+def test_messages_may_have_empty_keys(encode):
+    user = [{"role": "user", "content": "q"}]
+    whole = [[user[0] | {"score": None}, {"role": "assistant", "content": x, "score": 1}] for x in "ab"]
+    assert len(encode({"prompt": user, "chosen": whole[0], "rejected": whole[1]})[0]) == 1
+
+
 @pytest.mark.parametrize("row", [GOOD | {"responses": ["good", "bad"]}, {"prompt": "q", "chosen": "good"}])
 def test_columns_are_those_of_pairs_or_of_rankings(row, encode, refused):
     with refused(

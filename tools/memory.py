@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import transformers
 import tyro
@@ -76,10 +77,13 @@ def language_activations(config, tokens: int, keys: float, scores: float, checkp
 
 def vision_activations(config, pixels: int, checkpointing: bool) -> float:
     """Bytes of the vision tower for images with `pixels` pixels in total."""
-    H, L = config.hidden_size, getattr(config, "depth", None) or config.num_hidden_layers
-    patches = pixels // config.patch_size**2
-    layer = patches * (30 * H + 8 * config.intermediate_size)
-    ends = patches * (12 * H + 12 * config.patch_size**2)  # the merger's, and the pixels of two frames
+    H = getattr(config, "embed_dim", None) or config.hidden_size  # Qwen2-VL's hidden_size is the text model's
+    L = getattr(config, "depth", None) or config.num_hidden_layers
+    intermediate_size = getattr(config, "intermediate_size", None) or int(H * config.mlp_ratio)
+    patch_area = np.prod(np.broadcast_to(config.patch_size, 2))  # InternVL has height and width
+    patches = pixels // patch_area
+    layer = patches * (30 * H + 8 * intermediate_size)
+    ends = patches * (12 * H + 12 * patch_area)  # the merger's, and the pixels of two frames
     return ends + (2 * patches * H * L + layer if checkpointing else layer * L)
 
 
@@ -91,8 +95,9 @@ def activations(args: Args, config, trains_vision: bool) -> tuple[float, float]:
     keys, scores = groups * (P + G * (P + R)), groups * (P * P + G * R * (P + R))
     tokens, checkpointing = args.micro_batch_tokens, args.gradient_checkpointing
     language = language_activations(config.get_text_config(), tokens, keys, scores, checkpointing)
-    pixels = int(max(1, groups) * args.image_pixels) if trains_vision else 0
-    return language, vision_activations(config.vision_config, pixels, checkpointing) if pixels else 0
+    vision_config = getattr(config, "vision_config", None)
+    pixels = int(max(1, groups) * args.image_pixels) if trains_vision and vision_config else 0
+    return language, vision_activations(vision_config, pixels, checkpointing) if pixels else 0
 
 
 def estimate(args: Args, config) -> dict[str, float]:
