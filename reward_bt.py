@@ -1032,8 +1032,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
     if args.track == "wandb":
         import wandb
 
-        created = int((run_dir / "args.json").stat().st_mtime)  # another run may get the same name
-        run_id = f"{run_dir.name}-{created}"
+        run_id = f"{run_dir.name}-{(run_dir / 'args.json').stat().st_mtime:.0f}"  # names may return
         wandb.init(id=run_id, name=run_dir.name, config=vars(args), dir=run_dir, resume="allow")
         wandb.define_metric("*", step_metric="train/step")  # else W&B drops repeated steps
 

@@ -54,6 +54,7 @@ REFUSED = [  # flags of rloo.py or of another script; part of the message
     ({"run_name": "taken"}, "already exists: use another --run-name"),
     ({"eval_dataset": "nowhere"}, "can't load the dataset nowhere (split test)"),
     ({"script": "ppo_vl", "reward_clip": (1.0, 0.0)}, "--reward-clip (1.0 0.0)"),
+    ({"script": "ppo_vl", "critic_model": "nowhere"}, "can't load the model nowhere"),
     ({"script": "ppo_vl", "freeze": "none"}, "--freeze none matches no parameter"),
     ({"script": "ppo_vl", "freeze": "."}, "--freeze . freezes everything"),
     ({"lora_alpha": 8}, "--lora-alpha requires --lora-rank"),

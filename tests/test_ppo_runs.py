@@ -200,9 +200,10 @@ def test_heads_that_would_be_ignored_are_refused(tmp_path, monkeypatch, refused)
     assert torch.equal(ppo_vl.load_value_head("someone/a-reward-model"), head["score.weight"])
     save_file({"model.weight": torch.ones(1)}, tmp_path / "score.safetensors")
     assert ppo_vl.load_value_head(str(tmp_path)) is None
-    save_file({"v_head.summary.weight": torch.ones(1)}, tmp_path / "score.safetensors")
-    with refused("has the head v_head.summary.weight"):
-        ppo_vl.load_value_head(str(tmp_path))
+    for name in ("v_head.summary.weight", "score.0.weight", "rm_head.weight"):
+        save_file({name: torch.ones(1)}, tmp_path / "score.safetensors")
+        with refused(f"has the head {name}"):
+            ppo_vl.load_value_head(str(tmp_path))
     (tmp_path / "score.safetensors").unlink()
     torch.save(head, tmp_path / "pytorch_model.bin")
     with refused("has no safetensors files"):

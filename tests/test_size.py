@@ -10,11 +10,11 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1502, 405, 165, 59, 10),
-    "ppo_vl.py": (1697, 515, 195, 59, 10),
-    "reward_bt.py": (1116, 310, 100, 57, 10),
-    "grm_sft.py": (1229, 310, 100, 58, 10),
-    "common/*.py": (1898, 0, 0, 58, 14),
+    "rloo.py": (1510, 405, 165, 59, 10),
+    "ppo_vl.py": (1706, 515, 195, 59, 10),
+    "reward_bt.py": (1115, 310, 100, 57, 10),
+    "grm_sft.py": (1237, 310, 100, 58, 10),
+    "common/*.py": (1902, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
@@ -24,8 +24,8 @@ LINES = {  # of one file, or of all files that match together
     "docs/grm_sft.md": 83,
     "docs/models.md": 75,
     "docs/recipes.md": 263,
-    "tools/*.py": 3421,
-    "tests/*.py": 7125,
+    "tools/*.py": 3426,
+    "tests/*.py": 7177,
 }
 
 
