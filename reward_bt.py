@@ -410,7 +410,7 @@ def catch_signals() -> list[int]:
         if RANK == 0:  # print is not safe in a handler
             os.write(2, b"saving a checkpoint and stopping after this step\n")
 
-    # A reward's child processes would inherit the handler, and could not be terminated.
+    # A reward's child processes inherit the handler, but SIGTERM must end them.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
@@ -968,7 +968,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
             resume = (list_checkpoints(run_dir) or [None])[-1]
-            if resume is None and is_started:  # maybe it began at a checkpoint of another run
+            if resume is None and is_started:  # it may have begun at another run's
                 resume = json.loads((run_dir / "args.json").read_text())["resume"]
         elif is_started:
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
@@ -1032,7 +1032,8 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
     if args.track == "wandb":
         import wandb
 
-        run_id = f"{run_dir.name}-{(run_dir / 'args.json').stat().st_mtime:.0f}"  # names may return
+        created = (run_dir / "args.json").stat().st_mtime
+        run_id = f"{run_dir.name}-{created:.0f}"  # the name of a deleted run may return
         wandb.init(id=run_id, name=run_dir.name, config=vars(args), dir=run_dir, resume="allow")
         wandb.define_metric("*", step_metric="train/step")  # else W&B drops repeated steps
 

@@ -357,7 +357,7 @@ def test_prompts_that_are_too_long_or_have_no_answer_are_skipped(text_data, caps
     assert [text_data().try_encode(i) for i in (1, 2)] == [None, None]
     error = capsys.readouterr().err
     assert "exceed --max-prompt-length" in error
-    assert "its answer is None, but --rewards accuracy needs" in error
+    assert "--rewards accuracy needs an answer, not None" in error
 
 
 # ---- signals, optimizer, weights ----
