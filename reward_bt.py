@@ -968,7 +968,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
             resume = (list_checkpoints(run_dir) or [None])[-1]
-            if resume is None and is_started:  # it may have begun at another run's
+            if resume is None and is_started:  # it may be a branch
                 resume = json.loads((run_dir / "args.json").read_text())["resume"]
         elif is_started:
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
@@ -1033,7 +1033,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         import wandb
 
         created = (run_dir / "args.json").stat().st_mtime
-        run_id = f"{run_dir.name}-{created:.0f}"  # the name of a deleted run may return
+        run_id = f"{run_dir.name}-{created:.0f}"  # names may return
         wandb.init(id=run_id, name=run_dir.name, config=vars(args), dir=run_dir, resume="allow")
         wandb.define_metric("*", step_metric="train/step")  # else W&B drops repeated steps
 

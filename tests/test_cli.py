@@ -44,7 +44,7 @@ REFUSED = [  # flags of rloo.py or of another script; part of the message
     ({"model": "nowhere/at-all"}, "can't load the model nowhere/at-all"),
     ({"dataset": "broken.jsonl"}, "broken.jsonl (split train): "),
     ({"dataset": "no_answer.jsonl"}, "has columns prompt, but needs prompt and"),
-    ({"dataset": "listed.jsonl"}, "--rewards accuracy needs an answer, not ['a']"),
+    ({"dataset": "listed.jsonl"}, "rewards accuracy needs an answer, not ['a']"),
     ({"rewards": ("accurate",), "reward_weights": (1,)}, "must be path.py:name or one of accuracy, format"),
     ({"rewards": ("none.py:f",), "reward_weights": (1,)}, "must be path.py:name"),
     ({"rewards": ("reward.py:g",), "reward_weights": (1,)}, "does not define 'g'"),
