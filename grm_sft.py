@@ -373,7 +373,7 @@ def catch_signals() -> list[int]:
         if RANK == 0:  # print is not safe in a handler
             os.write(2, b"saving a checkpoint and stopping after this step\n")
 
-    # A reward's child processes inherit the handler, but SIGTERM must end them.
+    # Child processes (of rewards) inherit the handler, but SIGTERM must end them.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)

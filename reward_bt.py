@@ -229,22 +229,23 @@ def main(args: Args) -> None:
         rankings = next_rankings(args, run)  # the same on all ranks
         pairs = make_pairs(rankings)
         B = sum(len(ranking.responses) for ranking in rankings)
-        packs = make_packs(args, run, run.train_data, rankings)  # a ranking is in one pack
+        packs = make_packs(args, run, run.train_data, rankings)
 
         # --- 3. update: one optimizer step on all pairs ---
         rewards = torch.zeros(B, device=DEVICE)  # of this rank's packs, for the metrics
-        for k, pack in enumerate(packs):  # each rank has the same number of packs
+        for k, pack in enumerate(packs):  # each rank has the same number of packs; some may be empty
             pack_rewards = reward_model(pack)  # (S,)
             all_rewards = torch.zeros(B, device=DEVICE).index_put((pack.response_index,), pack_rewards)
+            # Rankings are not split over packs, so a pack has both responses of a pair, or none.
+            own = torch.isin(pairs.chosen, pack.response_index)  # (Q,): pairs in this pack
             losses, _ = compute_bt_loss(
-                chosen_rewards=all_rewards[pairs.chosen],
-                rejected_rewards=all_rewards[pairs.rejected],
-                margins=pairs.margins,
+                chosen_rewards=all_rewards[pairs.chosen[own]],
+                rejected_rewards=all_rewards[pairs.rejected[own]],
+                margins=pairs.margins[own],
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            is_in_pack = torch.isin(pairs.chosen, pack.response_index)  # (Q,)
-            loss = (pairs.weights * losses)[is_in_pack].sum()  # this pack's part
+            loss = (pairs.weights[own] * losses).sum()  # this pack's part of the step's loss
             reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
             reward_model.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             rewards[pack.response_index] = pack_rewards.detach()
@@ -341,9 +342,9 @@ def setup(args: Args) -> Run:
         max_tokens=args.micro_batch_tokens,
     )
     print0(message)
-    limit = packing.rope_limit(model)  # for longer sequences, padded rows run one at a time
-    has_pairs = packing.is_packed(model) or args.max_length <= limit
-    require(has_pairs, f"--max-length must be at most {limit}: beyond it, {args.model} can't run pairs")
+    limit = packing.rope_limit(model)
+    can_run_pairs = packing.is_packed(model) or args.max_length <= limit
+    require(can_run_pairs, f"--max-length must be at most {limit}: {args.model} runs longer responses singly")
     start_logs(args, run_dir, checkpoint, last_step=state["step"])
     return Run(
         run_dir=run_dir,
@@ -410,7 +411,7 @@ def catch_signals() -> list[int]:
         if RANK == 0:  # print is not safe in a handler
             os.write(2, b"saving a checkpoint and stopping after this step\n")
 
-    # A reward's child processes inherit the handler, but SIGTERM must end them.
+    # Child processes (of rewards) inherit the handler, but SIGTERM must end them.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
@@ -464,8 +465,6 @@ class RankingDataset:
         length = prompt.length + max(map(len, responses))
         if length > self.args.max_length:
             raise RowError(f"{length} tokens exceed --max-length")
-        if (size := length * len(responses)) > self.args.micro_batch_tokens:
-            raise RowError(f"its responses, of {size} tokens in all, exceed --micro-batch-tokens")
         margin = row.get("margin") or 0.0
         if not isinstance(margin, int | float) or not math.isfinite(margin):
             raise RowError(f"its margin is {margin}")
@@ -476,6 +475,17 @@ class RankingDataset:
             margin=margin,
             columns={"prompt": " ".join(map(chats.content_text, messages))} | chats.row_columns(row),
         )
+
+    def fits_into_pack(self, ranking: Ranking) -> bool:
+        """Whether a pack can hold all responses of a ranking; warns if it can't."""
+        P = ranking.prompt.length
+        lengths = [len(response) for response in ranking.responses]
+        size = P + sum(lengths) if packing.is_packed(self.model) else len(lengths) * (P + max(lengths))
+        fits = size <= self.args.micro_batch_tokens
+        if not fits:
+            reason = f"its {len(lengths)} responses need {size} --micro-batch-tokens"
+            print(f"warning: {self.source} row {ranking.prompt.row_id} is skipped: {reason}", file=sys.stderr)
+        return fits
 
 
 def split_row(row: dict) -> tuple[list[dict] | str, list[list[dict]]]:
@@ -505,7 +515,7 @@ def split_row(row: dict) -> tuple[list[dict] | str, list[list[dict]]]:
         shared = responses[0][:num_shared]
         if isinstance(prompt, list):  # compare contents, since Parquet adds empty keys to some messages
             contents = [x.get("content") for x in shared[: len(prompt)]]
-            if contents != [x.get("content") for x in prompt]:
+            if contents != [x.get("content") for x in prompt if isinstance(x, dict)]:
                 raise RowError("its responses are whole chats, which do not begin with its prompt")
         prompt = shared
         responses = [response[num_shared:] for response in responses]
@@ -615,7 +625,7 @@ def choose_row_ids(positions: range, num_rows: int, seed: int) -> list[int]:
 def gather_rankings(data: RankingDataset, row_ids: list[int]) -> list[Ranking]:
     """The rankings of the given rows, on all ranks, without the tensors of their prompts."""
     share = np.array_split(np.array(row_ids), WORLD_SIZE)[RANK].tolist()
-    rankings = data.encode_all(share)
+    rankings = [ranking for ranking in data.encode_all(share) if data.fits_into_pack(ranking)]
     infos = [PromptInfo(x.prompt.row_id, x.prompt.length, x.prompt.media_keys) for x in rankings]
     return all_gather_list([replace(x, prompt=info) for x, info in zip(rankings, infos)])
 

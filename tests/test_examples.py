@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import re
 import runpy
 import shutil
 import subprocess
@@ -68,7 +69,9 @@ def test_recipe():
 def test_addition(tmp_path):
     make("addition.py", tmp_path, "data")
     train, test = (read_jsonl(tmp_path / f"data/{name}.jsonl") for name in ("train", "test"))
-    assert len(train) == 320 and len(test) == 80 and len({row["prompt"] for row in train + test}) == 400
+    assert len(train) == 321 and len(test) == 79 and len({row["prompt"] for row in train + test}) == 400
+    pairs = [{frozenset(re.findall(r"\d+", row["prompt"])) for row in rows} for rows in (train, test)]
+    assert not pairs[0] & pairs[1], "4 + 9 and 9 + 4 are in the same split"
     assert {"prompt": "What is 7 + 13? Answer with the number only.", "answer": "20"} in train + test
     function, texts = load("addition.py")["right_sum"], ["7 + 13 is 20", "20, not 21", ""]
     assert score({"sum": function}, texts, answer=["20"] * 3)[0] == {"sum": [1, 0, 0]}

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import ppo_vl
 import reward_bt
+from common import packing
 from common.packing import PromptInfo
 from reward_bt import Args, Ranking, RankingDataset, compute_bt_loss, make_pairs, pair_metrics
 
@@ -154,7 +155,6 @@ IMAGE = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "bad"}]
 EMPTY = [{"type": "text", "text": ""}]
 UNUSABLE = {
     "--max-length": GOOD | {"chosen": "g" * 40},
-    "--micro-batch-tokens": {"prompt": "q", "responses": ["g" * 15] * 3},
     "at least two responses": GOOD | {"chosen": None},
     "gone.png": GOOD | {"image": "gone.png"},
     "its prompt is empty": GOOD | {"prompt": None},
@@ -175,8 +175,23 @@ UNUSABLE = {
 
 @pytest.mark.parametrize("reason", UNUSABLE)
 def test_unusable_rows_are_skipped_with_a_reason(reason, encode, capsys):
-    rankings, _ = encode(UNUSABLE[reason], max_length=50, micro_batch_tokens=100)
+    rankings, _ = encode(UNUSABLE[reason], max_length=50)
     assert rankings == [] and re.search(f"data.jsonl row 0 is skipped.*{reason}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("attention", ["packed", "sdpa"])
+def test_rankings_that_exceed_a_pack_are_skipped(attention, rows_of, capsys):
+    """Packed, the prompt counts once; padded, each response is as long as the longest one."""
+    data = rows_of([{"prompt": "q" * 30, "responses": ["a", "b", "c" * 9]}])[1].train_data
+    packing.set_attention(data.model, attention)
+    ranking = data.encode(0)
+    P, lengths = ranking.prompt.length, [len(response) for response in ranking.responses]
+    size = P + sum(lengths) if attention == "packed" else 3 * (P + max(lengths))
+    for limit in (size, size - 1):
+        data.args.micro_batch_tokens = limit
+        assert len(reward_bt.gather_rankings(data, [0])) == (limit == size)
+    packing.set_attention(data.model, "sdpa")
+    assert f"row 0 is skipped: its 3 responses need {size} --micro-batch-tokens" in capsys.readouterr().err
 
 
 def test_messages_may_have_empty_keys(encode):

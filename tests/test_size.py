@@ -12,20 +12,20 @@ LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
     "rloo.py": (1511, 405, 165, 59, 10),
     "ppo_vl.py": (1707, 515, 195, 59, 10),
-    "reward_bt.py": (1116, 310, 100, 57, 10),
+    "reward_bt.py": (1126, 310, 100, 57, 10),
     "grm_sft.py": (1238, 310, 100, 58, 10),
     "common/*.py": (1902, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
-    "docs/rloo.md": 95,
+    "docs/rloo.md": 98,
     "docs/ppo_vl.md": 67,
     "docs/reward_bt.md": 88,
     "docs/grm_sft.md": 83,
     "docs/models.md": 75,
     "docs/recipes.md": 263,
     "tools/*.py": 3426,
-    "tests/*.py": 7177,
+    "tests/*.py": 7195,
 }
 
 
