@@ -1098,7 +1098,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
             resume = (list_checkpoints(run_dir) or [None])[-1]
-            if resume is None and is_started:  # it may be a branch
+            if resume is None and is_started:  # a branch starts over
                 resume = json.loads((run_dir / "args.json").read_text())["resume"]
         elif is_started:
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
@@ -1163,7 +1163,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         import wandb
 
         created = (run_dir / "args.json").stat().st_mtime
-        run_id = f"{run_dir.name}-{created:.0f}"  # names may return
+        run_id = f"{run_dir.name}-{created:.0f}"  # names can be reused
         wandb.init(id=run_id, name=run_dir.name, config=vars(args), dir=run_dir, resume="allow")
         wandb.define_metric("*", step_metric="train/step")  # else W&B drops repeated steps
 
@@ -1205,7 +1205,7 @@ def save_checkpoint(args: Args, run: Run, name: str) -> Path:
     if RANK == 0:
         shutil.rmtree(checkpoint, ignore_errors=True)  # the last checkpoint-best
         temporary.rename(checkpoint)
-        for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:  # 0: none
+        for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:  # 0 deletes none
             shutil.rmtree(old)
     dist.barrier()
     return checkpoint

@@ -662,7 +662,7 @@ def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Rankin
 
 @torch.no_grad()
 def compute_rewards(run: Run, packs: list[packing.Pack], num_responses: int) -> Tensor:
-    """Rewards (B,) of all responses, from the packs of all ranks."""
+    """Rewards (B,) of all responses, on all ranks. packs: this rank's."""
     rewards = torch.zeros(num_responses, device=DEVICE)
     for pack in packs:
         rewards[pack.response_index] = run.reward_model(pack)
@@ -777,7 +777,7 @@ def load_reward_model(args: Args):
 
 
 def load_backbone(args: Args):
-    """Load a vision-language or text model without its LM head, and without dropout."""
+    """Load a vision-language or text model without its LM head."""
     try:
         config = transformers.AutoConfig.from_pretrained(args.model)
         text_config = config.get_text_config()
@@ -978,7 +978,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
             resume = (list_checkpoints(run_dir) or [None])[-1]
-            if resume is None and is_started:  # it may be a branch
+            if resume is None and is_started:  # a branch starts over
                 resume = json.loads((run_dir / "args.json").read_text())["resume"]
         elif is_started:
             stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
@@ -1043,7 +1043,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
         import wandb
 
         created = (run_dir / "args.json").stat().st_mtime
-        run_id = f"{run_dir.name}-{created:.0f}"  # names may return
+        run_id = f"{run_dir.name}-{created:.0f}"  # names can be reused
         wandb.init(id=run_id, name=run_dir.name, config=vars(args), dir=run_dir, resume="allow")
         wandb.define_metric("*", step_metric="train/step")  # else W&B drops repeated steps
 
@@ -1093,7 +1093,7 @@ def save_checkpoint(args: Args, run: Run, suffix: str = "") -> Path:
         flags = vars(args) | {"num_ranks": WORLD_SIZE}
         torch.save({"state": run.state, "flags": flags}, temporary / "state/run.pt")
         temporary.rename(checkpoint)
-        for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:  # 0: none
+        for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:  # 0 deletes none
             shutil.rmtree(old)
     dist.barrier()
     return checkpoint
