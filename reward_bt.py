@@ -236,8 +236,9 @@ def main(args: Args) -> None:
         for k, pack in enumerate(packs):  # each rank has the same number of packs; some may be empty
             pack_rewards = reward_model(pack)  # (S,)
             all_rewards = torch.zeros(B, device=DEVICE).index_put((pack.response_index,), pack_rewards)
-            # Rankings are not split over packs, so a pack has both responses of a pair, or none.
             own = torch.isin(pairs.chosen, pack.response_index)  # (Q,): pairs in this pack
+            # fits_into_pack excludes rankings that would be split over packs.
+            assert own.equal(torch.isin(pairs.rejected, pack.response_index)), "a pair is split"
             losses, _ = compute_bt_loss(
                 chosen_rewards=all_rewards[pairs.chosen[own]],
                 rejected_rewards=all_rewards[pairs.rejected[own]],
