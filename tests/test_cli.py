@@ -95,7 +95,8 @@ def test_every_flag_is_read_and_every_read_is_a_flag(script):
 def test_a_gap_in_a_column_of_a_csv_file_changes_no_number(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt,answer\nq,3\nq,\n")
     source = str(tmp_path / "rows.csv")
-    assert [row["answer"] for row in rloo.load_rows(rloo.Args(dataset=source), source, "train")] == [3, None]
+    rows = rloo.load_rows(rloo.Args(dataset=source), source, "train")
+    assert [str(row["answer"]) for row in rows] == ["3", "None"]
 
 
 def test_columns_are_renamed(tmp_path, refused):
