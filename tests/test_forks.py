@@ -605,7 +605,8 @@ def test_moving_reference_is_the_policy_with_alpha_1(tmp_path, vqa, any_score):
     assert largest_difference(*checkpoints) > 1e-5
     policy = branch.run.actor.module.state_dict()
     assert all(torch.equal(policy[name], x) for name, x in branch.run.reference.state_dict().items())
-    train(module, tmp_path, "eval", **flags | {"total_steps": 0, "resume": whole.folder / "checkpoint-1"})
+    evaluation = {"total_steps": 0, "eval_dataset": vqa, "resume": str(whole.folder / "checkpoint-1")}
+    train(module, tmp_path, "eval", **flags | evaluation)
     with pytest.raises(SystemExit):
         train(module, tmp_path, "lora", lora_rank=4, **flags)
 
