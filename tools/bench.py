@@ -145,7 +145,7 @@ def reward_cases(args: Args) -> dict[str, dict]:
         groups = [(p, texts[i * n :][:n]) for i, p in enumerate(words(args, count, length, spread=0))]
         pairs = [(p, *pair) for p, responses in groups for pair in itertools.combinations(responses, 2)]
         flags = dict(model=args.text_model, train_batch_size=count, micro_batch_tokens=1024) | CONSTANT
-        flags |= dict(label_smoothing=0.0, max_length=1024)
+        flags |= dict(label_smoothing=0.0, max_length=512)
         cases[name] = dict(script="reward_bt", flags=flags, steps=2, micro_rows=2)
         cases[name]["rows"] = [{"prompt": p, "responses": responses} for p, responses in groups]
         cases[name]["trl_rows"] = [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in pairs]
