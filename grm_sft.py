@@ -66,6 +66,7 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
 BUNDLED_MODEL = str(Path(__file__).parent / "assets/tiny_vl")
+PRINTED_METRICS = re.compile("time/total|loss/sft|eval/(loss|accuracy|swap_consistency)")
 
 
 # ---- args ----
@@ -180,10 +181,8 @@ def main(args: Args) -> None:
     received_signals = catch_signals()  # SIGTERM or SIGINT: finish the step, save and exit
     num_read = num_skipped = 0  # examples, and those that could not be used, since the last check
     consecutive_skips = 0  # updates whose gradients were not finite
-    metrics = {}
     if run.eval_data and (state["step"] == 0 or args.total_steps == 0):
-        state["initial_eval"], eval_records = evaluate(args, run)
-        log(args, run, {"train/step": state["step"], **state["initial_eval"]}, eval_records)
+        log(args, run, *evaluate(args, run))
 
     for step in range(state["step"] + 1, args.total_steps + 1):
         # --- 2. data: the examples of all ranks, and this rank's packs ---
@@ -224,25 +223,9 @@ def main(args: Args) -> None:
         num_read += len(example_ids)
         num_skipped += len(example_ids) - len(examples)
         consecutive_skips = 0 if is_finite else consecutive_skips + 1
+        log(args, run, metrics, sample_records=[])
 
-        # --- 5. evaluate, log, save ---
-        is_last_step = step == args.total_steps
-        has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
-        is_eval_step = is_last_step or (args.eval_steps and step % args.eval_steps == 0)
-        eval_records = []
-        if run.eval_data and is_eval_step and not has_signal:
-            eval_metrics, eval_records = evaluate(args, run)
-            metrics |= eval_metrics
-            # Without pairs there is no accuracy, so the score is minus the loss.
-            score = metrics.get("eval/accuracy", -metrics["eval/loss"])
-            if score > state["best_score"] and args.save_total_limit > 0:
-                state["best_score"] = score
-                save_checkpoint(args, run, "checkpoint-best")
-        log(args, run, metrics, eval_records)
-        has_signal = len(all_gather_list(received_signals)) > 0  # also during the evaluation
-        names = ("loss/sft", "eval/loss", "eval/accuracy")
-        shown = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
-        print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
+        # --- 5. check, evaluate, save ---
         problem = "no finite gradients in 5 steps" if consecutive_skips >= 5 else ""
         if num_read >= 100:  # over several steps, because one bad row can be half of a small batch
             if num_skipped > num_read / 2:
@@ -251,6 +234,18 @@ def main(args: Args) -> None:
         if problem:
             print0(f"saved {save_checkpoint(args, run, f'checkpoint-{step}-problem')}")
             stop(f"step {step}: {problem}")
+        is_last_step = step == args.total_steps
+        has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
+        is_eval_step = is_last_step or (args.eval_steps and step % args.eval_steps == 0)
+        if run.eval_data and is_eval_step and not has_signal:
+            eval_metrics, eval_records = evaluate(args, run)
+            log(args, run, eval_metrics, eval_records)
+            # Without pairs there is no accuracy, so the score is minus the loss.
+            score = eval_metrics.get("eval/accuracy", -eval_metrics["eval/loss"])
+            if score > state["best_score"] and args.save_total_limit > 0:
+                state["best_score"] = score
+                save_checkpoint(args, run, "checkpoint-best")
+        has_signal = len(all_gather_list(received_signals)) > 0  # also during the evaluation
         is_save_step = is_last_step or (args.save_steps and step % args.save_steps == 0)
         if has_signal or (is_save_step and args.save_total_limit > 0):
             save_checkpoint(args, run, f"checkpoint-{step}")
@@ -259,10 +254,6 @@ def main(args: Args) -> None:
             break
 
     # --- 6. finish ---
-    for name, before in state["initial_eval"].items():
-        if name in ("eval/accuracy", "eval/swap_consistency", "eval/loss"):
-            after = f" -> {metrics[name]:.3f}" if name in metrics else ""
-            print0(f"{name} {before:.3f}{after}")
     print0(f"{time.perf_counter() - run_start:.0f} s; report: python tools/report.py {run.run_dir}")
     dist.destroy_process_group()
 
@@ -281,7 +272,6 @@ def setup(args: Args) -> Run:
     model = judge.module.model
     state = {
         "step": 0,
-        "initial_eval": {},  # metrics before the first step
         "best_score": -math.inf,  # accuracy, or minus the loss, of checkpoint-best
     }
     if checkpoint is not None:
@@ -751,7 +741,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
             expected = SWAPPED.get(record["predicted_verdict"])  # None if it can't be parsed
             record["consistent"] = expected is not None and swapped["predicted_verdict"] == expected
             record["swapped_response"] = swapped["response"]
-    metrics = compute_judge_metrics(records)
+    metrics = {"train/step": run.state["step"]} | compute_judge_metrics(records)
     return metrics, [record.pop("columns") | record for record in row_records]
 
 
@@ -1169,11 +1159,13 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
 
 
 def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, and log to W&B with --track wandb."""
+    """Write metrics.jsonl and samples.jsonl, print some metrics, and log to W&B with --track wandb."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])
     metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}  # JSON has no NaN
+    printed = [f"{name} {x:.3g}" for name, x in metrics.items() if PRINTED_METRICS.fullmatch(name)]
+    print0(f"step {step} of {args.total_steps or step}: {', '.join(printed)}")
     with (run.run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics) + "\n")
     with (run.run_dir / "samples.jsonl").open("a") as file:

@@ -56,6 +56,7 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
 BUNDLED_MODEL = str(Path(__file__).parent / "assets/tiny_vl")
+PRINTED_METRICS = re.compile("time/total|rm/(loss|accuracy)|eval/.*/accuracy")
 
 
 # ---- args ----
@@ -217,10 +218,8 @@ def main(args: Args) -> None:
     reward_model, state = run.reward_model, run.state
     received_signals = catch_signals()  # SIGTERM or SIGINT: finish the step, save and exit
     consecutive_skips = 0  # updates whose gradients were not finite
-    metrics = {}
     if run.eval_sets and (state["step"] == 0 or args.total_steps == 0):
-        state["initial_eval"], eval_records = evaluate(args, run)
-        log(args, run, {"train/step": state["step"], **state["initial_eval"]}, eval_records)
+        log(args, run, *evaluate(args, run))
 
     for step in range(state["step"] + 1, args.total_steps + 1):
         # --- 2. data: the next rankings, their pairs, and this rank's packs ---
@@ -268,23 +267,17 @@ def main(args: Args) -> None:
             "train/rows_skipped": state["rows_read"] - rows_read_before - len(rankings),
             "time/total": seconds,
         }
-        metrics |= pair_metrics(args, pairs, rewards)
+        log(args, run, metrics | pair_metrics(args, pairs, rewards), sample_records=[])
+        if consecutive_skips >= 5:
+            save_and_stop(args, run, f"step {step}: no finite gradients in 5 steps")
 
-        # --- 5. evaluate, log, save ---
+        # --- 5. evaluate, save ---
         is_last_step = step == args.total_steps
         has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
         is_eval_step = is_last_step or (args.eval_steps and step % args.eval_steps == 0)
-        eval_records = []
         if run.eval_sets and is_eval_step and not has_signal:
-            eval_metrics, eval_records = evaluate(args, run)
-            metrics |= eval_metrics
-        log(args, run, metrics, eval_records)
+            log(args, run, *evaluate(args, run))
         has_signal = len(all_gather_list(received_signals)) > 0  # also during the evaluation
-        names = ["rm/loss", "rm/accuracy", *(f"eval/{name}/accuracy" for name in run.eval_sets)]
-        shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in names if name in metrics)
-        print0(f"step {step} of {args.total_steps}, {seconds:.2f} s: {shown}")
-        if consecutive_skips >= 5:
-            save_and_stop(args, run, f"step {step}: no finite gradients in 5 steps")
         is_save_step = is_last_step or (args.save_steps and step % args.save_steps == 0)
         if has_signal or (is_save_step and args.save_total_limit > 0):
             save_checkpoint(args, run)
@@ -293,10 +286,6 @@ def main(args: Args) -> None:
             break
 
     # --- 6. finish ---
-    for name, before in state["initial_eval"].items():
-        if name.endswith("/accuracy"):
-            after = f" -> {metrics[name]:.3f}" if name in metrics else ""
-            print0(f"{name} {before:.3f}{after}")
     print0(f"{time.perf_counter() - run_start:.0f} s; report: python tools/report.py {run.run_dir}")
     dist.destroy_process_group()
 
@@ -313,11 +302,7 @@ def setup(args: Args) -> Run:
     run_dir, checkpoint = resolve_run_dir(args)
     reward_model = load_reward_model(args)
     model = reward_model.module.model
-    state = {
-        "step": 0,
-        "initial_eval": {},  # metrics before the first step
-        "rows_read": 0,  # position in the endless stream of shuffled epochs
-    }
+    state = {"step": 0, "rows_read": 0}  # rows_read: position in the endless stream of shuffled epochs
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, reward=reward_model)
 
@@ -692,7 +677,7 @@ def pair_metrics(args: Args, pairs: Pairs, rewards: Tensor) -> dict[str, float]:
 
 def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     """Metrics of a fixed random subset of each evaluation set, and a record of each pair."""
-    metrics = {}
+    metrics = {"train/step": run.state["step"]}
     eval_records = []
     for name, data in run.eval_sets.items():
         row_ids = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_rows or None]
@@ -1050,11 +1035,13 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
 
 
 def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, and log to W&B with --track wandb."""
+    """Write metrics.jsonl and samples.jsonl, print some metrics, and log to W&B with --track wandb."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])
     metrics = {name: x for name, x in metrics.items() if math.isfinite(x)}  # JSON has no NaN
+    printed = [f"{name} {x:.3g}" for name, x in metrics.items() if PRINTED_METRICS.fullmatch(name)]
+    print0(f"step {step} of {args.total_steps or step}: {', '.join(printed)}")
     with (run.run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics) + "\n")
     with (run.run_dir / "samples.jsonl").open("a") as file:

@@ -72,10 +72,12 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def metrics_of(folder: Path) -> list[dict]:
-    """The lines of metrics.jsonl. NaN and infinity are not valid JSON."""
-    metrics_of_steps = read_jsonl(folder / "metrics.jsonl")
-    assert all(math.isfinite(value) for metrics in metrics_of_steps for value in metrics.values())
-    return metrics_of_steps
+    """The metrics of each step in metrics.jsonl, with its evaluation. NaN and infinity are not valid JSON."""
+    by_step = {}
+    for metrics in read_jsonl(folder / "metrics.jsonl"):
+        assert all(math.isfinite(value) for value in metrics.values())
+        by_step.setdefault(metrics["train/step"], {}).update(metrics)
+    return list(by_step.values())
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> str:

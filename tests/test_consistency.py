@@ -11,7 +11,9 @@ from conftest import ROOT, SCRIPTS
 BANNERS = ["args", "the algorithm: tensors in, tensors and metrics out", "the data of a step", "main"]
 BANNERS += "setup rollout samplers rewards data forward evaluation model DeepSpeed files".split()
 # Functions, classes and flags that differ between scripts although they have the same name.
-OWN = {*"Args Rollout Run main setup check_args fill_defaults iter_packs evaluate save_checkpoint".split()}
+OWN = {
+    *"Args Rollout Run main setup check_args fill_defaults iter_packs evaluate save_checkpoint PRINTED_METRICS".split()
+}
 OWN_FLAGS = """
     seed model eval_dataset_split rewards freeze max_length max_response_length lora_rank max_grad_norm mask_truncated num_epochs
     total_steps train_batch_size learning_rate save_steps

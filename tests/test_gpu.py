@@ -5,7 +5,6 @@ import copy
 import functools
 import importlib.util
 import itertools
-import math
 import os
 import re
 import statistics
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SCRIPTS, TINY, continuations, largest_difference, read_jsonl, to_argv, weights_of
+from conftest import ROOT, SCRIPTS, TINY, continuations, largest_difference, metrics_of, to_argv, weights_of
 from test_memory import config_of
 from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import causal_mask_function
@@ -77,8 +76,7 @@ def launch(tmp_path):
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         folder = tmp_path / flags["run_name"]
-        steps = [step for step in read_jsonl(folder / "metrics.jsonl") if step["train/step"] > 0]
-        assert all(math.isfinite(value) for step in steps for value in step.values())
+        steps = [step for step in metrics_of(folder) if step["train/step"] > 0]
         peak = max(map(float, re.findall("peak: (.*) GB", done.stdout)))
         return SimpleNamespace(steps=steps, out=done.stdout, peak=peak, folder=folder)
 

@@ -246,6 +246,7 @@ def make_run(**known) -> grm_sft.Run:
     known |= {
         "judge": torch.nn.ModuleDict({"module": (judge := make_judge())}),
         "sampling_model": judge.model,
+        "state": {"step": 0},
     }
     return grm_sft.Run(**dict.fromkeys(grm_sft.Run.__dataclass_fields__) | known)
 

@@ -10,8 +10,8 @@ from statistics import fmean, median
 
 
 def main(folder: str, *names: str) -> None:
-    steps = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    for metrics in steps:
+    lines = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
+    for metrics in (steps := [line for line in lines if line.keys() & names]):
         print(folder, metrics["train/step"], *(f"{x} {metrics[x]:.3g}" for x in names if x in metrics))
     for name in names:
         values = [metrics[name] for metrics in steps if name in metrics] or [float("nan")]
