@@ -323,7 +323,7 @@ def test_wandb_gets_metrics_and_a_table_of_samples(run, vqa_rows, tmp_path, monk
     created = (run_dir / "args.json").stat().st_mtime
     assert binary.stem == f"run-{run_dir.name}-{created:.0f}" and b"objective/scores" in binary.read_bytes()
     tables = [*(run_dir / "wandb").rglob("samples_*.table.json")]
-    assert len(tables) == 3 and any("eval_greedy" in table.read_text() for table in tables)
+    assert len(tables) == 4 and any("eval_greedy" in table.read_text() for table in tables)
     assert len(metrics_of(run_dir)) == 3 and not [*run_dir.glob("checkpoint*")]
 
 
