@@ -1091,7 +1091,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
             if resume is None and is_started:  # a branch starts over
                 resume = json.loads((run_dir / "args.json").read_text())["resume"]
         elif is_started:
-            stop(f"{run_dir} already exists: use another --run-name, or --resume auto to continue it")
+            stop(f"{run_dir} already exists: use a different --run-name, or --resume auto to continue it")
         if resume not in (None, "auto"):
             checkpoint = Path(resume).resolve()
             if not (checkpoint / "state/run.pt").is_file():

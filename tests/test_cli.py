@@ -51,7 +51,7 @@ REFUSED = [  # flags of rloo.py or of another script; part of the message
     ({"rewards": ("reward.py:f",), "reward_weights": (1,)}, "must return a list with a number or None"),
     ({"rewards": ("reward.py:inf",), "reward_weights": (1,)}, "reward inf must not return infinity"),
     ({"rewards": ("reward.py:none",), "reward_weights": (1,)}, "all responses lack a reward"),
-    ({"run_name": "taken"}, "already exists: use another --run-name"),
+    ({"run_name": "taken"}, "already exists: use a different --run-name"),
     ({"eval_dataset": "nowhere"}, "can't load the dataset nowhere (split test)"),
     ({"script": "ppo_vl", "reward_clip": (1.0, 0.0)}, "--reward-clip (1.0 0.0)"),
     ({"script": "ppo_vl", "critic_model": "nowhere"}, "can't load the model nowhere"),
