@@ -798,36 +798,31 @@ def load_head(source: str, config) -> Tensor | None:
 
 def prepare_for_training(args: Args, module: nn.Module) -> None:
     """Apply --lora-rank, --freeze and --gradient-checkpointing to module.model."""
-    if args.lora_rank > 0:
-        add_lora(args, module.model)
+    model = module.model
+    if args.lora_rank > 0:  # adapters of the language model's linear layers, without its head
+        from peft import LoraConfig
+
+        decoder = model.get_decoder()
+        prefix = next(name for name, x in model.named_modules() if x is decoder)  # may be ""
+        config = LoraConfig(
+            r=args.lora_rank,
+            lora_alpha=args.lora_alpha,
+            target_modules="all-linear",
+            # Exclude modules outside the decoder (none if its prefix is ""), and towers inside it.
+            exclude_modules=rf"(?!{re.escape(prefix)}).*|.*(vision|visual|image|audio|perceiver).*",
+        )
+        model.add_adapter(config)
     if args.freeze:
         # Without "model.", names are the same in a model with an LM head and in a backbone.
-        parameters = {name.removeprefix("model."): x for name, x in module.model.named_parameters()}
+        parameters = {name.removeprefix("model."): x for name, x in model.named_parameters()}
         frozen = [name for name in parameters if re.search(args.freeze, name)]
-        require(frozen, f"--freeze {args.freeze} matches no parameter name")
         for name in frozen:
             parameters[name].requires_grad_(False)
-        is_trained = any(x.requires_grad for x in module.parameters())
-        require(is_trained, f"--freeze {args.freeze} freezes everything")
+        is_partial = frozen and any(x.requires_grad for x in module.parameters())
+        require(is_partial, f"--freeze {args.freeze} must match some parameter names, but not all")
         print0(f"--freeze {args.freeze} freezes {len(frozen)} weights: {', '.join(frozen[:3])}, ...")
     if args.gradient_checkpointing:
-        module.model.gradient_checkpointing_enable()
-
-
-def add_lora(args: Args, model) -> None:
-    """Add LoRA adapters to the linear layers of the language model, without its head."""
-    from peft import LoraConfig
-
-    decoder = model.get_decoder()
-    prefix = next(name for name, module in model.named_modules() if module is decoder)  # may be ""
-    config = LoraConfig(
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        target_modules="all-linear",
-        # Exclude modules outside the decoder (none if its prefix is ""), and towers inside it.
-        exclude_modules=rf"(?!{re.escape(prefix)}).*|.*(vision|visual|image|audio|perceiver).*",
-    )
-    model.add_adapter(config)
+        model.gradient_checkpointing_enable()
 
 
 @torch.no_grad()
