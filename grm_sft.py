@@ -38,6 +38,7 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -373,11 +374,7 @@ def catch_signals() -> list[int]:
 # ---- data ----
 
 EASY_VQA_ROWS = 8000  # training rows of easy-VQA to use, of 38,575: a small task needs no more
-EASY_VQA_ANSWERS = [
-    {"yes", "no"},
-    {"circle", "rectangle", "triangle"},
-    {"black", "blue", "brown", "gray", "green", "red", "teal", "yellow"},
-]
+EASY_VQA_ANSWERS = "no yes", "circle rectangle triangle", "black blue brown gray green red teal yellow"
 CANDIDATE_TYPES = ("image", "video", "answer")  # columns image_1 and image_2, and so on
 VERDICTS = {"1": "{} 1 is better", "2": "{} 2 is better", "tie": "Both are equally good"}
 SWAPPED = {"1": "2", "2": "1", "tie": "tie"}  # after the candidates are swapped
@@ -433,7 +430,7 @@ def load_examples(args: Args, source: str, split: str, model, processor, trainin
         is_text = not isinstance(rows.select_columns("prompt")[0]["prompt"], list)
         require(is_text, f"{source}: the prompt of a pair must be a string, not messages")
     values = rows.unique("verdict") if "verdict" in columns else []
-    unknown = [repr(x) for x in values if x not in (None, "") and read_verdict(x) not in VERDICTS]
+    unknown = [repr(x) for x in values if x not in (None, "") and str(x).removesuffix(".0") not in VERDICTS]
     rule = "1 (the first candidate is better), 2 or tie; empty for chats"
     require(not unknown, f"{source}: a verdict must be {rule}, not {', '.join(unknown[:3])}")
     groups = group_examples(args, source, rows, indices, training)
@@ -449,8 +446,8 @@ def make_easy_vqa_pairs(rows, seed: int):
     for index, row in enumerate(rows.to_list()):
         rng = np.random.default_rng([seed, index])
         right = row["answer"]
-        same_type = next(answers for answers in EASY_VQA_ANSWERS if right in answers)
-        wrong = str(rng.choice(sorted(same_type - {right})))
+        same_type = next(x.split() for x in EASY_VQA_ANSWERS if right in x.split())
+        wrong = str(rng.choice([answer for answer in same_type if answer != right]))
         answers = {"answer_1": right, "answer_2": wrong, "verdict": "1"}
         if rng.integers(2) == 1:
             answers = {"answer_1": wrong, "answer_2": right, "verdict": "2"}
@@ -489,11 +486,6 @@ def group_examples(
 def is_pair(row: dict) -> bool:
     """Whether a row is a pair; other rows are chats."""
     return isinstance(row.get("prompt"), str | int | float) and row.get("verdict") not in (None, "")
-
-
-def read_verdict(value) -> str:
-    """The dataset's verdict as a string; 1.0 is 1."""
-    return str(value).removesuffix(".0")
 
 
 @dataclass
@@ -586,8 +578,10 @@ class ExampleDataset:
         return prefix, key, suffix
 
     def cache_prefix(self, ids: list[int], rest: list[int], context: list[dict]) -> str | None:
-        """Key in self.prefixes; None if the chat does not end with `rest`."""
-        key = hash_content(ids, context)
+        """Key in self.prefixes, a hash of ids and media; None if the chat does not end with `rest`."""
+        parts = [part for message in context for part in message["content"]]
+        media = [part for part in parts if part["type"] != "text"]
+        key = hashlib.sha256(pickle.dumps((ids, media))).hexdigest()
         if key not in self.prefixes:
             inputs = chats.encode_chat(self.processor, context, add_generation_prompt=True)
             length = inputs["input_ids"].shape[1] - len(rest)
@@ -639,7 +633,7 @@ def build_pair(row: dict, swapped: bool) -> tuple[dict, str, str]:
     candidate_type = types[0]
     noun = candidate_type.capitalize()
     candidates = [row[f"{candidate_type}_1"], row[f"{candidate_type}_2"]]
-    label = read_verdict(row["verdict"])
+    label = str(row["verdict"]).removesuffix(".0")  # 1.0 is 1
     if swapped:
         candidates.reverse()
         label = SWAPPED[label]
@@ -679,16 +673,6 @@ def parse_verdict(text: str, noun: str) -> str | None:
     """The verdict of a judgment; None unless it has exactly one <answer>, with a known sentence."""
     found = [v for v in VERDICTS if re.search(rf"<answer>\s*{VERDICTS[v].format(noun)}\s*</answer>", text)]
     return found[0] if found and text.count("<answer>") == 1 else None
-
-
-def hash_content(ids: list[int], messages: list[dict]) -> str:
-    """Hash of token ids and of the images and videos that they refer to."""
-    digest = hashlib.sha256(str(ids).encode())
-    parts = [part for message in messages for part in message["content"]]
-    for part in [part for part in parts if part["type"] != "text"]:
-        content = np.asarray(part[part["type"]])
-        digest.update(f"{content.shape} {part.get('metadata')}".encode() + content.tobytes())
-    return digest.hexdigest()
 
 
 # ---- forward ----
