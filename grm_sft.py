@@ -44,7 +44,7 @@ import shutil
 import signal
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -180,7 +180,7 @@ def main(args: Args) -> None:
     run = setup(args)
     judge, state = run.judge, run.state
     received_signals = catch_signals()  # SIGTERM or SIGINT: finish the step, save and exit
-    num_read = num_skipped = 0  # examples, and those that could not be used, since the last check
+    usable = deque(maxlen=100)  # for each of the last 100 examples, whether it could be used
     consecutive_skips = 0  # updates whose gradients were not finite
     if run.eval_data and (state["step"] == 0 or args.total_steps == 0):
         log(args, run, *evaluate(args, run))
@@ -221,22 +221,19 @@ def main(args: Args) -> None:
         if examples:  # all of a small batch may be skipped
             metrics["loss/sft"] = mean_loss
         state["step"] = step
-        num_read += len(example_ids)
-        num_skipped += len(example_ids) - len(examples)
+        usable.extend(example_id not in skipped_ids for example_id in example_ids)
         consecutive_skips = 0 if is_finite else consecutive_skips + 1
         log(args, run, metrics, sample_records=[])
 
         # --- 5. check, evaluate, save ---
         problem = "no finite gradients in 5 steps" if consecutive_skips >= 5 else ""
-        if num_read >= 100:  # over several steps, because one bad row can be half of a small batch
-            if num_skipped > num_read / 2:
-                problem = f"{num_skipped} of the last {num_read} examples were skipped; see the warnings"
-            num_read = num_skipped = 0
+        if len(usable) == 100 and sum(usable) < 50:
+            problem = f"{usable.count(False)} of the last 100 examples were skipped; see the warnings"
         if problem:
             print0(f"saved {save_checkpoint(args, run, f'checkpoint-{step}-problem')}")
             stop(f"step {step}: {problem}")
         is_last_step = step == args.total_steps
-        has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
+        has_signal = any(all_gather_list(received_signals))  # on any rank
         is_eval_step = is_last_step or (args.eval_steps and step % args.eval_steps == 0)
         if run.eval_data and is_eval_step and not has_signal:
             eval_metrics, eval_records = evaluate(args, run)
@@ -246,7 +243,7 @@ def main(args: Args) -> None:
             if score > state["best_score"] and args.save_total_limit > 0:
                 state["best_score"] = score
                 save_checkpoint(args, run, "checkpoint-best")
-        has_signal = len(all_gather_list(received_signals)) > 0  # also during the evaluation
+        has_signal = any(all_gather_list(received_signals))  # also during the evaluation
         is_save_step = is_last_step or (args.save_steps and step % args.save_steps == 0)
         if has_signal or (is_save_step and args.save_total_limit > 0):
             save_checkpoint(args, run, f"checkpoint-{step}")
@@ -399,8 +396,8 @@ def gather_examples(data: "ExampleDataset", example_ids: list[ExampleId]) -> lis
 
     Each rank encodes its share, and sends lengths and suffixes, so that all ranks plan the same
     packs. If a pack has an example of another share, its prefix is encoded again."""
-    share = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
-    examples = data.encode_all([ExampleId(*x) for x in share])
+    share = np.array_split(range(len(example_ids)), WORLD_SIZE)[RANK]
+    examples = data.encode_all([example_ids[i] for i in share])
     infos = [PromptInfo(x.prefix.row_id, x.prefix.length, x.prefix.media_keys) for x in examples]
     return all_gather_list([replace(x, prefix=info, row={}) for x, info in zip(examples, infos)])
 
@@ -707,11 +704,10 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
         for name, weight in iter_full_weights(run.judge.module.model):
             weights[name].copy_(weight)
     example_ids = [example_id for group in data.groups for example_id in group]
-    share = np.array_split(np.array(example_ids), WORLD_SIZE)[RANK].tolist()
-    rank_ids = [ExampleId(*x) for x in share]
+    share = [example_ids[i] for i in np.array_split(range(len(example_ids)), WORLD_SIZE)[RANK]]
     records = []
-    for start in range(0, len(rank_ids), args.max_num_seqs):
-        if examples := data.encode_all(rank_ids[start : start + args.max_num_seqs]):
+    for start in range(0, len(share), args.max_num_seqs):
+        if examples := data.encode_all(share[start : start + args.max_num_seqs]):
             records += judge_examples(args, run.sampling_model, data.tokenizer, examples)
     records = all_gather_list(records)
     if not records:
@@ -1062,15 +1058,13 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         name = args.run_name or f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{now}"
         run_dir = Path(args.output_dir, name)
         resume = args.resume
-        is_started = (run_dir / "args.json").exists()
-        if resume == "auto":
+        if (run_dir / "args.json").exists():
+            if resume != "auto":
+                stop(f"{run_dir} already exists: use a different --run-name, or --resume auto to continue it")
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
-            resume = (list_checkpoints(run_dir) or [None])[-1]
-            if resume is None and is_started:  # a branch starts over
-                resume = json.loads((run_dir / "args.json").read_text())["resume"]
-        elif is_started:
-            stop(f"{run_dir} already exists: use a different --run-name, or --resume auto to continue it")
+            start = json.loads((run_dir / "args.json").read_text())["resume"]  # where a branch began
+            resume = [start, *list_checkpoints(run_dir)][-1]
         if resume not in (None, "auto"):
             checkpoint = Path(resume).resolve()
             if not (checkpoint / "state/run.pt").is_file():
@@ -1101,9 +1095,8 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
     for name, engine in engines.items():
-        folder = str(checkpoint / "state" / name)
-        loaded, _ = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
-        require(loaded, f"DeepSpeed can't load {folder}")
+        loaded, _ = engine.load_checkpoint(checkpoint / "state", tag=name, load_module_strict=False)
+        require(loaded, f"DeepSpeed can't load {checkpoint}/state/{name}")
         engine.optimizer.clip_grad = args.max_grad_norm  # the checkpoint has overwritten it
     return saved["state"]
 
@@ -1167,8 +1160,7 @@ def save_checkpoint(args: Args, run: Run, name: str) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
     dist.barrier()
     if name != "checkpoint-best":
-        engine_dir = str(temporary / "state" / "judge")
-        run.judge.save_checkpoint(engine_dir, tag="engine", exclude_frozen_parameters=True)
+        run.judge.save_checkpoint(temporary / "state", tag="judge", exclude_frozen_parameters=True)
         if RANK == 0:
             flags = vars(args) | {"num_ranks": WORLD_SIZE}
             torch.save({"state": run.state, "flags": flags}, temporary / "state/run.pt")

@@ -251,8 +251,7 @@ def main(args: Args) -> None:
             rewards[pack.response_index] = pack_rewards.detach()
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
         grad_norm = optimizer_step(reward_model, learning_rate)  # NaN if the update was skipped
-        if WORLD_SIZE > 1:  # each rank has filled in its own responses
-            dist.all_reduce(rewards)
+        dist.all_reduce(rewards)  # each rank has filled in its own responses
         seconds = time.perf_counter() - step_start
 
         # --- 4. metrics ---
@@ -273,11 +272,11 @@ def main(args: Args) -> None:
 
         # --- 5. evaluate, save ---
         is_last_step = step == args.total_steps
-        has_signal = len(all_gather_list(received_signals)) > 0  # on any rank
+        has_signal = any(all_gather_list(received_signals))  # on any rank
         is_eval_step = is_last_step or (args.eval_steps and step % args.eval_steps == 0)
         if run.eval_sets and is_eval_step and not has_signal:
             log(args, run, *evaluate(args, run))
-        has_signal = len(all_gather_list(received_signals)) > 0  # also during the evaluation
+        has_signal = any(all_gather_list(received_signals))  # also during the evaluation
         is_save_step = is_last_step or (args.save_steps and step % args.save_steps == 0)
         if has_signal or (is_save_step and args.save_total_limit > 0):
             save_checkpoint(args, run)
@@ -491,8 +490,7 @@ def split_row(row: dict) -> tuple[list[dict] | str, list[list[dict]]]:
     for source in sources:
         if isinstance(source, str | int | float):
             source = [{"role": "assistant", "content": str(source)}]
-        is_chat = isinstance(source, list) and all(isinstance(x, dict) for x in source)
-        if not is_chat or not all("role" in x for x in source):
+        if not isinstance(source, list) or not all(isinstance(x, dict) and "role" in x for x in source):
             raise RowError("a response must be a string or a list of messages with a role")
         responses.append(source)
     prompt = row.get("prompt") or row.get("messages")
@@ -566,12 +564,11 @@ def encode_ranking(
 
 def add_easy_vqa_responses(rows, seed: int):
     """Add the columns chosen (the answer) and rejected (a wrong one of the same type)."""
-    colors = "black blue brown gray green red teal yellow"
-    answer_types = ["yes no".split(), "circle rectangle triangle".split(), colors.split()]
+    answer_types = "yes no", "circle rectangle triangle", "black blue brown gray green red teal yellow"
     rng = np.random.default_rng(seed)
     wrong_answers = []
     for answer in rows["answer"]:
-        same_type = next(answers for answers in answer_types if answer in answers)
+        same_type = next(x.split() for x in answer_types if answer in x.split())
         others = [other for other in same_type if other != answer]
         wrong_answers.append(others[rng.integers(len(others))])
     for name, answers in (("chosen", rows["answer"]), ("rejected", wrong_answers)):
@@ -646,17 +643,6 @@ def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Rankin
     return list(packs)
 
 
-@torch.no_grad()
-def compute_rewards(run: Run, packs: list[packing.Pack], num_responses: int) -> Tensor:
-    """Rewards (B,) of all responses, on all ranks. packs: this rank's."""
-    rewards = torch.zeros(num_responses, device=DEVICE)
-    for pack in packs:
-        rewards[pack.response_index] = run.reward_model(pack)
-    if WORLD_SIZE > 1:
-        dist.all_reduce(rewards)
-    return rewards
-
-
 # ---- evaluation ----
 
 
@@ -675,6 +661,7 @@ def pair_metrics(args: Args, pairs: Pairs, rewards: Tensor) -> dict[str, float]:
     return {name: float((pairs.weights * x).sum() / total) for name, x in metrics.items()}
 
 
+@torch.no_grad()
 def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     """Metrics of a fixed random subset of each evaluation set, and a record of each pair."""
     metrics = {"train/step": run.state["step"]}
@@ -682,18 +669,20 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
     for name, data in run.eval_sets.items():
         row_ids = np.random.default_rng(0).permutation(len(data.rows))[: args.eval_rows or None]
         rankings = []
-        rewards = []
+        batch_rewards = []
         num_batches = math.ceil(len(row_ids) / args.train_batch_size)
         for batch in np.array_split(np.sort(row_ids), num_batches):
             found = gather_rankings(data, batch.tolist())
-            packs = make_packs(args, run, data, found)
-            num_responses = sum(len(ranking.responses) for ranking in found)
-            rewards.append(compute_rewards(run, packs, num_responses))
+            rewards = torch.zeros(sum(len(ranking.responses) for ranking in found), device=DEVICE)
+            for pack in make_packs(args, run, data, found):
+                rewards[pack.response_index] = run.reward_model(pack)
+            dist.all_reduce(rewards)  # each rank has filled in its own responses
+            batch_rewards.append(rewards)
             rankings += found
         num_skipped = len(row_ids) - len(rankings)
         if num_skipped > len(row_ids) / 2:
             save_and_stop(args, run, f"{data.source}: {num_skipped} of {len(row_ids)} rows were skipped")
-        rewards = torch.cat(rewards)  # (B,)
+        rewards = torch.cat(batch_rewards)  # (B,)
         for key, value in pair_metrics(args, make_pairs(rankings), rewards).items():
             metrics[key.replace("rm/", f"eval/{name}/")] = value
         metrics[f"eval/{name}/rows_skipped"] = num_skipped
@@ -954,15 +943,13 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         name = args.run_name or f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{now}"
         run_dir = Path(args.output_dir, name)
         resume = args.resume
-        is_started = (run_dir / "args.json").exists()
-        if resume == "auto":
+        if (run_dir / "args.json").exists():
+            if resume != "auto":
+                stop(f"{run_dir} already exists: use a different --run-name, or --resume auto to continue it")
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
-            resume = (list_checkpoints(run_dir) or [None])[-1]
-            if resume is None and is_started:  # a branch starts over
-                resume = json.loads((run_dir / "args.json").read_text())["resume"]
-        elif is_started:
-            stop(f"{run_dir} already exists: use a different --run-name, or --resume auto to continue it")
+            start = json.loads((run_dir / "args.json").read_text())["resume"]  # where a branch began
+            resume = [start, *list_checkpoints(run_dir)][-1]
         if resume not in (None, "auto"):
             checkpoint = Path(resume).resolve()
             if not (checkpoint / "state/run.pt").is_file():
@@ -993,9 +980,8 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
     for name, engine in engines.items():
-        folder = str(checkpoint / "state" / name)
-        loaded, _ = engine.load_checkpoint(folder, tag="engine", load_module_strict=False)
-        require(loaded, f"DeepSpeed can't load {folder}")
+        loaded, _ = engine.load_checkpoint(checkpoint / "state", tag=name, load_module_strict=False)
+        require(loaded, f"DeepSpeed can't load {checkpoint}/state/{name}")
         engine.optimizer.clip_grad = args.max_grad_norm  # the checkpoint has overwritten it
     return saved["state"]
 
@@ -1066,8 +1052,7 @@ def save_checkpoint(args: Args, run: Run, suffix: str = "") -> Path:
     if RANK == 0:
         shutil.rmtree(temporary, ignore_errors=True)
     dist.barrier()
-    engine_dir = str(temporary / "state" / "reward")
-    run.reward_model.save_checkpoint(engine_dir, tag="engine", exclude_frozen_parameters=True)
+    run.reward_model.save_checkpoint(temporary / "state", tag="reward", exclude_frozen_parameters=True)
     module.model.config.reward_head = "score.safetensors"  # load_head then requires the file
     export_model(args, module.model, run.processor, temporary)
     head = {f"score.{name}": weight.cpu() for name, weight in iter_full_weights(module.score)}

@@ -192,7 +192,7 @@ def update(module, t, rollouts=None, greedy=None, **flags) -> SimpleNamespace:
     if hasattr(args, "critic_learning_rate"):
         args.critic_learning_rate = 0.1
     actor, critic = Engine(t.old, t.new, t.entropy), Engine(t.old_values, t.new_values)
-    state = {"step": 0, "episode": 0, "initial_eval": {}}
+    state = {"step": 0}
     result = SimpleNamespace(actor=actor, critic=critic, state=state, metrics=[], rows=[])
     run = SimpleNamespace(run_dir=Path("run"), actor=actor, critic=critic, state=state, eval_data=None)
     run.reference = lambda pack: (t.ref[pack.token_index], None)

@@ -27,7 +27,7 @@ def test_a_run_writes_what_the_page_says(run, any_reward, vqa_rows, tmp_path, ca
     run_dir = run("rloo", eval_steps=1, save_steps=1, **flags)
     first, *steps = metrics_of(run_dir)
     assert first["train/step"] == 0 and all(key.startswith(("eval/", "train/")) for key in first)
-    assert [m["train/step"] for m in steps] == [1, 2] and steps[1]["train/episode"] == 7 * 4
+    assert [m["train/step"] for m in steps] == [1, 2]
     assert sum(m["rollout/prompts_skipped"] for m in steps) == 1, "two steps of four prompts are an epoch"
     assert steps[0]["eval/sampled_reward_score"] <= 1 != steps[0]["eval/sampled_score"]
     assert steps[0]["objective/kl"] == pytest.approx(0, abs=1e-5) and abs(steps[1]["objective/kl"]) > 1e-4

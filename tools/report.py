@@ -249,7 +249,7 @@ def curves_section(runs: list[dict]) -> str:
 
     chosen = [(title, expand(patterns, keys)) for title, patterns in PANELS]
     in_panels = {key for _, panel_keys in chosen for key in panel_keys}
-    rest = sorted(keys - in_panels - {"train/step", "train/episode"})
+    rest = sorted(keys - in_panels - {"train/step"})
     dot = '<svg width="14" height="14"><circle fill="{}" cx="7" cy="7" r="6"/></svg>'
     names = "".join(f"<span>{dot.format(COLORS[c % 8])}{escape(n)}</span>" for c, (n, _) in enumerate(groups))
     return (
