@@ -18,7 +18,7 @@ COMMON=(
     --track wandb  # delete this line if you don't use W&B
 )
 LORA=(
-    --lora-rank 16  # all linear layers of the language model; for others, change add_lora in rloo.py
+    --lora-rank 16  # all linear layers of the language model; for others, change prepare_for_training
     --learning-rate 5e-5  # five times the default
 )
 FULL=(  # does not fit on one GPU

@@ -367,7 +367,7 @@ def test_lora_is_on_the_language_model_only():
     for config, count in ((omni, 7), (git, 6), (kosmos, 6)):
         with torch.device("meta"):
             model = t.AutoModelForImageTextToText.from_config(config)
-            rloo.add_lora(rloo.Args(lora_rank=2), model)
+            rloo.prepare_for_training(rloo.Args(lora_rank=2), rloo.Policy(model, 1.0))
         names = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
         words = "vis|image|audio|connector|perceiver|lm_head"
         assert len(names) == count and not re.search(words, " ".join(names))

@@ -445,7 +445,7 @@ def test_merged_lora_weights_give_the_same_logits(family, folder_of):
         pytest.skip("older PEFT refuses them: no modules were targeted for adaptation")
     source = str(folder_of(family)) if family else TINY
     model, plain = (rloo.load_model(filled_args("rloo"), source) for _ in range(2))
-    rloo.add_lora(rloo.Args(lora_rank=4, lora_alpha=32.0), model)
+    rloo.prepare_for_training(rloo.Args(lora_rank=4), rloo.Policy(model, 1.0))
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
