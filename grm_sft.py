@@ -227,7 +227,7 @@ def main(args: Args) -> None:
 
         # --- 5. check, evaluate, save ---
         problem = "no finite gradients in 5 steps" if consecutive_skips >= 5 else ""
-        if len(usable) == 100 and sum(usable) < 50:
+        if len(usable) == 100 and np.mean(usable) < 0.5:
             problem = f"{usable.count(False)} of the last 100 examples were skipped; see the warnings"
         if problem:
             print0(f"saved {save_checkpoint(args, run, f'checkpoint-{step}-problem')}")

@@ -31,6 +31,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, takewhile
@@ -425,7 +426,8 @@ class RankingDataset:
         formats = [{"chosen", "rejected"} <= {*columns}, "responses" in columns]
         rule = "must have either the columns chosen and rejected, or the column responses (see --columns)"
         require(sum(formats) == 1, f"{source} {rule}; it has {', '.join(columns)}")
-        self.num_read = self.num_skipped = 0  # since the last check of next_rankings
+        # For each of the last rows of training, whether it could be used.
+        self.usable = deque(maxlen=max(100, args.train_batch_size))
         # A rank encodes its share of a step, and then the rows of its packs.
         cache_size = 2 * math.ceil(args.train_batch_size / WORLD_SIZE)
         self.encode = functools.lru_cache(cache_size)(self.encode)
@@ -586,13 +588,10 @@ def next_rankings(args: Args, run: Run) -> list[Ranking]:
         found = gather_rankings(data, choose_row_ids(positions, len(data.rows), args.seed))
         rankings += found
         position += missing
-        data.num_read += missing
-        data.num_skipped += missing - len(found)
-        if data.num_read >= 100:
-            counts = f"{data.num_skipped} of the last {data.num_read} rows were skipped"
-            if data.num_skipped > data.num_read / 2:
-                save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
-            data.num_read = data.num_skipped = 0
+        data.usable.extend([True] * len(found) + [False] * (missing - len(found)))
+        if len(data.usable) == data.usable.maxlen and np.mean(data.usable) < 0.5:
+            skipped = f"{data.usable.count(False)} of the last {len(data.usable)} rows were skipped"
+            save_and_stop(args, run, f"{data.source}: {skipped}; see the warnings")
     state["rows_read"] = position
     return rankings
 

@@ -194,7 +194,7 @@ def test_few_responses_make_few_updates(script, run_script, tmp_path, spy, monke
     assert len(module.make_mini_batches(args, None, None, torch.eye(4) > 0, 1)[0]) == 1
     args.train_batch_size = 128
     [batches] = module.make_mini_batches(args, None, None, torch.ones(17, 8) > 0, 1)
-    assert [len(batch.prompt_indices) for batch in batches] == [9, 8], "17 prompts are not 16 and 1"
+    assert [len(prompt_indices) for prompt_indices, _ in batches] == [9, 8], "17 prompts are not 16 and 1"
 
 
 LEARNS = {  # steps and other flags; bounds of metrics after the last step, and of their maxima over the steps

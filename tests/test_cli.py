@@ -34,7 +34,7 @@ REFUSED = [  # flags of rloo.py or of another script; part of the message
     ({"prompts_per_rollout": 5}, "that divides the rollout (20)"),
     ({"total_steps": 0, "eval_dataset": None}, "--total-steps 0 requires --eval-dataset"),
     ({"dtype": "bfloat16", "zero_stage": 0}, "--dtype bfloat16 requires --zero-stage 2 or 3"),
-    ({"micro_batch_tokens": 100}, "--micro-batch-tokens must be at least 1048: a prompt"),
+    ({"micro_batch_tokens": 100}, "--micro-batch-tokens must be at least --max-prompt-length"),
     ({"reward_weights": (1,)}, "--reward-weights must have one number for each of --rewards"),
     ({"rewards": ("format", "a.py:format"), "reward_weights": (1, 1)}, "--rewards must have different names"),
     ({"temperature": 0}, "--temperature (0.0) must be positive"),

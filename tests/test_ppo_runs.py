@@ -141,7 +141,7 @@ def test_frozen_parts_stay_and_the_others_move(run, flags, moving):
     assert ("lora_rank" in flags) == (not any("norm" in name for name in moved))
     critic = weights_of(run_dir / "checkpoint-1/critic")
     assert critic["score.weight"].any() and not any("lora" in name for name in critic)
-    engine = run_dir / "checkpoint-1/state/actor/engine"
+    engine = run_dir / "checkpoint-1/state/actor"
     state = torch.load(engine / "mp_rank_00_model_states.pt", weights_only=False)
     assert any("visual" in name for name in state["module"]) == moving, "frozen weights are not saved"
 
