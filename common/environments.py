@@ -12,6 +12,7 @@ a newline), the observation's message, and the generation prompt:
 
 import asyncio
 import inspect
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,8 @@ RUNNER = asyncio.Runner()  # one event loop, because async clients belong to one
 def await_all(results: list) -> list:
     """Wait for the results that are awaitable, all at the same time. Others stay as they are."""
 
-    async def wait(result):
-        return await result if inspect.isawaitable(result) else result
-
     async def gather() -> list:
-        return await asyncio.gather(*map(wait, results))
+        return await asyncio.gather(*(x if inspect.isawaitable(x) else asyncio.sleep(0, x) for x in results))
 
     return RUNNER.run(gather())
 
@@ -100,7 +98,7 @@ class EnvironmentSampler:
         self.update_weights = self.sampler.update_weights
         self.sleep = self.sampler.sleep
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        self.short_ids = encode_chat(self.processor, SHORT_CHAT)["input_ids"][0]  # (P,)
+        self.short_ids = encode_chat(self.processor, SHORT_CHAT)["input_ids"][0].tolist()
         before = encode_chat(self.processor, SHORT_CHAT[:1], add_generation_prompt=True)["input_ids"]
         # EOS tokens before the assistant's own: many templates end every message with one.
         self.num_eos = int(torch.isin(before, torch.tensor(self.eos_ids)).sum())
@@ -117,9 +115,9 @@ class EnvironmentSampler:
             for prompt in prompts
             for j in range(num_samples)
         ]
-        rows = [{**x.sequence.row, "chat": x.sequence.messages} for x in trajectories]
-        # tree_map copies lists and dicts, but not images: an environment may change its row.
-        rows = [tree_map(lambda leaf: leaf, row) for row in rows]
+        rows = [x.sequence.row | {"chat": x.sequence.messages} for x in trajectories]
+        # This copies lists and dicts, but not images: an environment may change its row.
+        rows = tree_map(lambda leaf: leaf, rows)
         returned = await_all([x.environment.reset(**row) for x, row in zip(trajectories, rows)])
         if any(x is not None for x in returned):
             raise TypeError("reset must return None: the first observation belongs in the prompt")
@@ -182,11 +180,8 @@ class EnvironmentSampler:
         # The tokens after EOS, such as a newline, belong to the observation. Some templates write no EOS.
         is_eos = torch.isin(chat.input_ids, torch.tensor(self.eos_ids))
         ends = is_eos.nonzero()[self.num_eos :, 0].tolist()
-        if ends:
-            start = ends[0] + 1
-        else:  # the observation follows the common prefix of both chats
-            pairs = zip(self.short_ids.tolist(), chat.input_ids.tolist())
-            start = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self.short_ids))
+        common = os.path.commonprefix([self.short_ids, chat.input_ids.tolist()])
+        start = ends[0] + 1 if ends else len(common)
         observation = continue_prompt(sequence, chat.input_ids[start:])
         observation.response_mask[:] = False
         observation.token_inputs |= {name: x[:, start:] for name, x in chat.token_inputs.items()}
