@@ -29,6 +29,7 @@ from common.packing import Continuation, Prompt, continue_prompt, extend_prompt
 
 TEXT = [{"type": "text", "text": "."}]
 SHORT_CHAT = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}]
+EXAMPLE = {"role": "user", "content": "What else do you see?"}  # an observation for the check at startup
 RUNNER = asyncio.Runner()  # one event loop, because async clients belong to one
 
 
@@ -49,17 +50,13 @@ class Trajectory:
     rng: np.random.Generator  # generates the seeds of turns 2, 3, ...
     sequence: Prompt  # the prompt and the response so far
     remaining_tokens: int  # room for more turns and observations
-    messages: list[dict] = field(default_factory=list)  # turns and observations
-    parts: list[Continuation] = field(default_factory=list)  # the tokens of each message
-    logprobs: list[Tensor] = field(default_factory=list)  # per message (R,): 0 for observations
-    num_turns: int = 0
+    # of turn 1, observation 1, turn 2, ...: its message, tokens and log-probs (R,)
+    history: list[tuple[dict, Continuation, Tensor]] = field(default_factory=list)
     truncated: bool = False
     overflow: bool = False  # it ended because an observation did not fit
 
     def append(self, message: dict, part: Continuation, logprobs: Tensor) -> None:
-        self.messages.append(message)
-        self.parts.append(part)
-        self.logprobs.append(logprobs)
+        self.history.append((message, part, logprobs))
         self.sequence = extend_prompt(self.sequence, part)
         self.remaining_tokens -= len(part)
 
@@ -69,13 +66,14 @@ class Trajectory:
         return replace(self.sequence, seed=seed, max_new_tokens=self.remaining_tokens)
 
     def to_response(self) -> Response:
-        continuation = packing.join_continuations(self.parts)
+        messages, parts, logprobs = zip(*self.history)
+        continuation = packing.join_continuations(parts)
         return Response(
             token_ids=continuation.input_ids,
-            logprobs=torch.cat(self.logprobs),
+            logprobs=torch.cat(logprobs),
             truncated=self.truncated,
             continuation=continuation,
-            messages=self.messages,
+            messages=list(messages),
             environment=self.environment,
         )
 
@@ -131,23 +129,20 @@ class EnvironmentSampler:
                 part = continue_prompt(trajectory.sequence, token_ids)
                 message = {"role": "assistant", "content": text}
                 trajectory.append(message, part, turn.logprobs[: len(token_ids)])
-                trajectory.num_turns += 1
             running = [trajectory for trajectory in active if not trajectory.truncated]
-            observations = await_all([x.environment.step(x.messages[-1]["content"]) for x in running])
-            active = []
-            for trajectory, observation in zip(running, observations):
-                if self.append_observation(trajectory, observation):
-                    active.append(trajectory)
+            observations = await_all([x.environment.step(x.history[-1][0]["content"]) for x in running])
+            pairs = zip(running, observations)
+            active = [x for x, observation in pairs if self.append_observation(x, observation)]
             if active:
                 turns = self.sampler.generate([x.next_prompt() for x in active], 1, temperature)
         # (metric, value) of each response; scripts average them
-        self.logged_values = [("rollout/turns_mean", x.num_turns) for x in trajectories]
+        self.logged_values = [("rollout/turns_mean", (len(x.history) + 1) // 2) for x in trajectories]
         self.logged_values += [("rollout/observation_overflow_frac", x.overflow) for x in trajectories]
         return [trajectory.to_response() for trajectory in trajectories]
 
     def append_observation(self, trajectory: Trajectory, observation) -> bool:
         """Append the observation. False if the episode ends, or has no room for another turn."""
-        if observation is None or trajectory.num_turns == self.args.max_turns:
+        if observation is None or len(trajectory.history) >= 2 * self.args.max_turns - 1:
             return False
         if not isinstance(observation, dict):
             observation = {"role": "user", "content": observation}
@@ -158,7 +153,7 @@ class EnvironmentSampler:
         trajectory.append(observation, part, logprobs=torch.zeros(len(part)))
         return True
 
-    def encode_message(self, sequence: Prompt, message: dict) -> Continuation:
+    def encode_message(self, sequence: Prompt, message: dict = EXAMPLE) -> Continuation:
         """The tokens that follow the assistant's EOS in a short chat with this observation, and its media.
 
         Their positions are those in the whole sequence, from the model's own get_rope_index."""
@@ -190,7 +185,3 @@ class EnvironmentSampler:
         position_ids = packing.compute_position_ids(self.model, longer.inputs)
         observation.position_ids = position_ids[..., sequence.length :]
         return observation
-
-    def encode_example(self, sequence: Prompt) -> Continuation:
-        """An observation for the check at startup."""
-        return self.encode_message(sequence, {"role": "user", "content": "What else do you see?"})
