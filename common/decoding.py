@@ -76,10 +76,7 @@ def generate(
     for t in range(tokens.shape[1]):
         logits = model.get_output_embeddings()(hidden)  # (B, V)
         token_logprobs = packing.scaled_log_softmax(logits, temperature or 1.0, **options)  # (B, V)
-        if temperature:
-            token = sample_token(token_logprobs, uniforms[rows, t])  # (B,)
-        else:
-            token = token_logprobs.argmax(-1)
+        token = sample_token(token_logprobs, uniforms[rows, t]) if temperature else token_logprobs.argmax(-1)
         tokens[rows, t] = token
         logprobs[rows, t] = token_logprobs.gather(1, token[:, None])[:, 0]
         unfinished = (~torch.isin(token, ends) & (t + 1 < limits[rows])).nonzero()[:, 0]
@@ -122,14 +119,10 @@ def prefill(model, prompts: list[Prompt], num_samples: int, max_tokens: int) -> 
 
     lengths = torch.tensor([prompt.length for prompt in prompts])  # (n,)
     plan = packing.plan_packs([(i, []) for i in range(len(prompts))], lengths.tolist(), [], max_tokens)[0]
-    hidden_of_packs = []  # (tokens, H) each
-    caches = []  # one per pack; each layer has keys and values (1, kv_heads, tokens, D)
+    outputs = []  # one per pack; each layer of the cache has keys and values (1, kv_heads, tokens, D)
     for groups in plan:
-        pack = to_device(packing.build_packed(groups, prompts, responses=[]), model)
-        cache = DynamicCache()
-        out = model.base_model(**pack.model_inputs, past_key_values=cache, use_cache=True)
-        hidden_of_packs.append(out.last_hidden_state[0])
-        caches.append(cache)
+        inputs = to_device(packing.build_packed(groups, prompts, responses=[]).model_inputs, model)
+        outputs.append(model.base_model(**inputs, past_key_values=DynamicCache(), use_cache=True))
     # Where each prompt ends in the concatenated packs. Lengths 2, 4, 3 and packs [1], [0, 2]: ends 6, 4, 9.
     order = torch.tensor([i for groups in plan for i, _ in groups])  # (n,): 1 0 2
     prompt_ends = lengths[order].cumsum(0)[order.argsort()]  # (n,)
@@ -139,11 +132,12 @@ def prefill(model, prompts: list[Prompt], num_samples: int, max_tokens: int) -> 
     index = (prompt_ends[:, None] + column).clamp(min=0)  # (n, P): at padding, any token will do
     index = index.repeat_interleave(num_samples, dim=0).to(model.device)  # (n * G, P)
     row_cache = DynamicCache()
-    for i in range(len(caches[0].layers)):
-        keys = torch.cat([cache.layers[i].keys for cache in caches], dim=2)[0]  # (kv_heads, tokens, D)
-        values = torch.cat([cache.layers[i].values for cache in caches], dim=2)[0]
+    for i, layers in enumerate(zip(*(out.past_key_values.layers for out in outputs))):
+        keys = torch.cat([layer.keys for layer in layers], dim=2)[0]  # (kv_heads, tokens, D)
+        values = torch.cat([layer.values for layer in layers], dim=2)[0]
         row_cache.update(keys[:, index].transpose(0, 1), values[:, index].transpose(0, 1), i)
-    return torch.cat(hidden_of_packs)[index[:, -1]], row_cache, mask.to(model.device)
+    hidden = torch.cat([out.last_hidden_state[0] for out in outputs])  # (tokens, H)
+    return hidden[index[:, -1]], row_cache, mask.to(model.device)
 
 
 def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:
