@@ -291,8 +291,8 @@ def setup(args: Args) -> Run:
     examples = data.encode_all([ExampleId(row_id, swapped=False) for row_id in row_ids])
     prompts = [packing.extend_prompt(x.prefix, x.suffix) for x in examples]  # prefixes may have no text
     require(prompts, f"{data.source}: none of {len(row_ids)} rows can be used; see the warnings")
-    message = packing_check.choose_engine_layout(
-        engine=judge,
+    message = packing_check.choose_layout(
+        network=judge,
         prompts=prompts,
         max_length=args.max_length + args.max_response_length,
         max_tokens=args.micro_batch_tokens,
@@ -689,7 +689,6 @@ def iter_packs(args: Args, run: Run, examples: list[Example]) -> Iterator[packin
         max_tokens=args.micro_batch_tokens,
         rank=RANK,
         world_size=WORLD_SIZE,
-        separate_media=args.zero_stage > 0,
     )
 
 

@@ -321,8 +321,8 @@ def setup(args: Args) -> Run:
     row_ids = packing_check.choose_probe_rows(data.rows)
     prompts = [ranking.prompt for ranking in data.encode_all(row_ids)]
     require(prompts, f"{data.source}: none of {len(row_ids)} rows can be used; see the warnings")
-    message = packing_check.choose_engine_layout(
-        engine=reward_model,
+    message = packing_check.choose_layout(
+        network=reward_model,
         prompts=prompts,
         max_length=args.max_length,
         max_tokens=args.micro_batch_tokens,
@@ -637,7 +637,6 @@ def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Rankin
         max_tokens=args.micro_batch_tokens,
         rank=RANK,
         world_size=WORLD_SIZE,
-        separate_media=args.zero_stage > 0,
     )
     return list(packs)
 

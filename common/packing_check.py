@@ -45,19 +45,24 @@ def choose_probe_rows(rows) -> list[int]:
 
 @torch.no_grad()
 def choose_layout(
-    model,
-    forward: Callable,
+    network,
     prompts: list[Prompt],
     max_length: int,
     max_tokens: int,
+    forward: Callable = lambda network, pack: network(pack),
     must_generate: bool = True,
     encode_observation: Callable[[Prompt], Continuation] | None = None,
 ) -> str:
     """Switch to the packed layout if it is exact; returns a message. All ranks call it and decide alike.
 
-    forward: pack -> log-probs or values (M,), or scores (S,). max_length: maximum tokens of a prompt plus
-    a response; max_tokens: maximum tokens of a pack. must_generate: exit if generate and forward differ,
-    instead of a warning. encode_observation: sequence so far -> observation, for trajectories."""
+    network: a module around network.model, or its DeepSpeed engine. forward(network, pack) returns log-probs
+    or values (M,), or scores (S,). max_length: maximum tokens of a prompt plus a response; max_tokens: of a
+    pack. must_generate: exit if generate and forward differ, instead of a warning. encode_observation:
+    sequence so far -> observation, for trajectories."""
+    module = getattr(network, "module", network)
+    model = module.model
+    # ZeRO-3 needs the engine's forward; otherwise the module's, because the engine refuses autograd.grad.
+    forward = functools.partial(forward, network if is_sharded(model) else module)
     cases, long_case, notes = make_cases(model, prompts, max_length, max_tokens, encode_observation)
     model.checked_media = {frozenset(extend_prompt(x.prompt, x.responses[0]).media_keys) for x in cases}
     run = functools.partial(run_cases, model, forward, max_tokens)
@@ -85,20 +90,11 @@ def choose_layout(
         message = f"packing enabled: outputs match the unmodified model within {error:.0e}"
     else:
         set_attention(model, attention)
+        if is_sharded(model):
+            network.empty_partition_cache()  # the failed check can leave parameters gathered
         reason = reason or "another rank could not pack it"
         message = f"warning: batches are padded, because packing is not supported for this model ({reason})"
     return "; ".join([message, *notes])
-
-
-def choose_engine_layout(engine, forward: Callable = lambda network, pack: network(pack), **options) -> str:
-    """choose_layout, with the same options, for the model in a DeepSpeed engine.
-
-    forward(network, pack) returns log-probs, values or scores; network is the engine or its module."""
-    # ZeRO-3 needs the engine's forward; otherwise the module's, because the engine refuses autograd.grad.
-    network = engine if is_sharded(engine.module.model) else engine.module
-    message = choose_layout(engine.module.model, functools.partial(forward, network), **options)
-    engine.empty_partition_cache()  # a failed check can leave ZeRO-3's parameters gathered
-    return message
 
 
 # ---- cases ----
@@ -263,15 +259,14 @@ def embedding_gradients(model, run: Callable, cases: list[Case]) -> Tensor:
     embeddings = model.get_input_embeddings()
     zeros = torch.zeros(1024, embeddings.weight.shape[1], device=model.device, requires_grad=True)
     gradients = torch.zeros_like(zeros)
-    hook = embeddings.register_forward_hook(
-        lambda module, args, output: output + zeros[args[0] % len(zeros)].to(output.dtype)
-    )
-    try:
+
+    def add_zeros(module, args, output: Tensor) -> Tensor:
+        return output + zeros[args[0] % len(zeros)].to(output.dtype)
+
+    with embeddings.register_forward_hook(add_zeros):
         for case in cases:  # one at a time, because each keeps its activations
             loss = sum(values.square().sum() for values in run([case]))
             gradients += run_model(torch.autograd.grad, loss, zeros)[0]
-    finally:
-        hook.remove()
     return gradients
 
 

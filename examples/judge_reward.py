@@ -65,8 +65,7 @@ def judge_pairs(pairs: list[dict]) -> list[float]:
     examples = data.encode_all(both_orders)
     if examples and not packing.is_packed(model):
         packing_check.choose_layout(
-            model=model,
-            forward=grm_sft.Judge(model),
+            network=grm_sft.Judge(model),
             prompts=[examples[0].prefix],
             max_length=ARGS.max_length,
             max_tokens=ARGS.micro_batch_tokens,

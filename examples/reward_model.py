@@ -56,8 +56,7 @@ def score(chats: list, texts: list[str], **columns) -> list[float]:
     max_tokens = max(MAX_TOKENS, max_length)
     if not hasattr(model, "packing_message"):  # check on the first call only
         model.packing_message = packing_check.choose_layout(
-            model=model,
-            forward=reward_model,
+            network=reward_model,
             prompts=prompts[:1],
             max_length=max_length,
             max_tokens=max_tokens,

@@ -207,12 +207,13 @@ def check_once(monkeypatch):
 
     choose_layout = packing_check.choose_layout
 
-    def choose(model, forward, **keywords) -> str:
+    def choose(network, **keywords) -> str:
+        model = getattr(network, "module", network).model
         key = (type(model), model.name_or_path, *keywords["prompts"][0].media_keys)
         if key in CHECKED and model.dtype.itemsize == 4:
             packing.copy_layout(CHECKED[key][0], model)
             return CHECKED[key][1]
-        message = choose_layout(model, forward, **keywords)
+        message = choose_layout(network, **keywords)
         CHECKED[key] = (model, message)
         return message
 

@@ -129,7 +129,7 @@ def pretend(script):
         (Tensor, "numpy", numpy),
         (Tensor, "tolist", lambda x: on_cpu(x, TRUE_TOLIST)),
         (torch, "tensor", tensor),
-        (attention, "varlen_kernel", lambda: gpu.varlen_attn),
+        (attention, "varlen_attn", gpu.varlen_attn),
         (torch.cuda, "_lazy_init", lambda: None),
         (torch.cuda, "synchronize", lambda: None),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),

@@ -231,7 +231,8 @@ def test_a_check_that_ends_early_leaves_no_parameters_gathered(on_family, finish
 def choose_layout(model, prompts, forward=None, **how) -> str:
     """The message of the check at startup; prompts: one of text if there are none."""
     forward = forward or (lambda pack: packing.response_logprobs(model, pack, TEMPERATURE)[0])
-    return packing_check.choose_layout(model, forward, prompts, **{"max_length": 64, "max_tokens": 128} | how)
+    how = {"max_length": 64, "max_tokens": 128, "forward": lambda network, pack: forward(pack)} | how
+    return packing_check.choose_layout(SimpleNamespace(model=model), prompts, **how)
 
 
 def text_prompt(model, **how):

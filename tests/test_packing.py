@@ -115,9 +115,13 @@ def shift_positions_after_observations(monkeypatch, batch) -> None:
 
 def add_a_constant(monkeypatch, batch) -> None:
     """It hardly changes the gradients."""
-    compute = packing.logprobs_from_hidden  # used by the packed layout only
-    add = lambda logprobs, entropies: (logprobs + 0.005, entropies)  # noqa: E731
-    monkeypatch.setattr(packing, "logprobs_from_hidden", lambda *args, **how: add(*compute(*args, **how)))
+    compute = packing.logprobs_from_hidden
+
+    def add(hidden, head, *args, **how):
+        logprobs, entropies = compute(hidden, head, *args, **how)
+        return logprobs + 0.005 * (head is not None), entropies  # in the packed layout only
+
+    monkeypatch.setattr(packing, "logprobs_from_hidden", add)
 
 
 def detach_prompts(monkeypatch, batch) -> None:
@@ -260,14 +264,6 @@ def test_plan_by_hand():
         plan_packs([(0, [0, 1])], [30], [10, 11], 40)
 
 
-def test_groups_with_other_media_run_separately():
-    """Response 1 has an observation with an image."""
-    prompts, unseen = [SimpleNamespace(media_keys=())], SimpleNamespace(media_inputs={})
-    seen = SimpleNamespace(media_inputs={"pixel_values": 0})
-    by_media = packing.group_by_media([(0, [0, 1])], prompts, [unseen, seen])
-    assert by_media == {frozenset(): [(0, [0])], frozenset(["pixel_values"]): [(0, [1])]}
-
-
 def test_configs_of_other_families():
     """Lists of media tokens, and RoPE that depends on the length in some layers only."""
     rope = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}
@@ -296,8 +292,10 @@ def test_positions_after_a_long_video(batch_of):
         expected = unmodified_logprobs(model, inputs, sampled.token_ids, TEMPERATURE)
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(sampled.logprobs, expected, atol=1e-4, rtol=0)
-    moved = packing.to_device(inputs | {"position_ids": torch.tensor([[300.5]])}, model.bfloat16())
-    assert moved["second_per_grid_ts"] == torch.tensor([100 / 3]) and moved["position_ids"].item() == 300.5
+    media = packing.make_prompt(model.bfloat16(), inputs).media_inputs
+    assert (
+        media["second_per_grid_ts"] == torch.tensor([100 / 3]) and media["pixel_values"].dtype == model.dtype
+    )
 
 
 def test_inputs_of_responses(batch_of):

@@ -128,12 +128,10 @@ def test_packs(family, examples, models_of):
         max_tokens = case["spare_tokens"] + max(p.length + R for p, R in zip(prompts, longest))
         model = packed if case["packed"] else unmodified
         arguments = model, groups, prompts, continuations(groups, prompts, responses), max_tokens
-        split = {name: case[name] for name in ("world_size", "separate_media")}
-        each_rank = range(case["world_size"])
-        ranks = [list(packing.iter_rank_packs(*arguments, rank, **split)) for rank in each_rank]
+        world_size = case["world_size"]
+        ranks = [list(packing.iter_rank_packs(*arguments, k, world_size)) for k in range(world_size)]
         for packs in zip(*ranks, strict=True):  # all ranks run the same vision towers at the same time
-            if case["separate_media"]:
-                assert len({frozenset(pack.model_inputs) for pack in packs}) == 1
+            assert len({frozenset(pack.model_inputs) for pack in packs}) == 1
             assert max(pack.model_inputs["input_ids"].numel() for pack in packs) <= max_tokens
         table = torch.full(weights.shape, 7.0)
         model.zero_grad()
@@ -155,7 +153,7 @@ def test_packs(family, examples, models_of):
             grad, expected = (gradient.get(name, torch.zeros(1)) for gradient in (computed, exact))
             assert (grad - expected).norm() <= 1e-4 * expected.norm() + 2e-6 * total, name
 
-    fields = {"packed": st.sampled_from([True, True, False]), "separate_media": FLAG, "seed": SEED}
+    fields = {"packed": st.sampled_from([True, True, False]), "seed": SEED}
     fields |= {"spare_tokens": st.integers(0, 150), "world_size": st.integers(1, 3)}
     check(examples, property_, groups=st.lists(GROUP, min_size=1, max_size=5), **fields)
 
