@@ -42,12 +42,11 @@ def slow(*values) -> list:
 @pytest.fixture(scope="session", autouse=True)
 def lasting_process_group():
     """DeepSpeed caches its groups, so runs in one process share the process group: it ends with the session."""
-    init, destroy = dist.init_process_group, dist.destroy_process_group
-    dist.init_process_group = lambda *args, **kwargs: dist.is_initialized() or init(*args, **kwargs)
-    dist.destroy_process_group = lambda *args: None
+    destroy = dist.destroy_process_group
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group = dist.destroy_process_group = lambda *args, **kwargs: None
     yield
-    if dist.is_initialized():
-        destroy()
+    destroy()
 
 
 @pytest.fixture(autouse=True)

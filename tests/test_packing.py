@@ -264,6 +264,19 @@ def test_plan_by_hand():
         plan_packs([(0, [0, 1])], [30], [10, 11], 40)
 
 
+def test_groups_with_other_media_run_separately(monkeypatch):
+    """Response 1 has an observation with an image."""
+    config = SimpleNamespace(_attn_implementation="packed")
+    model = SimpleNamespace(device="cpu", config=SimpleNamespace(get_text_config=lambda: config))
+    unseen, seen = [
+        packing.Continuation(torch.ones(1) > 0, {}, media, None) for media in ({}, {"pixel_values": 0})
+    ]
+    build = lambda groups, *_: packing.Pack(groups, *[torch.zeros(1)] * 6)  # noqa: E731
+    monkeypatch.setattr(packing, "build_packed", build)
+    packs = packing.iter_rank_packs(model, [(0, [0, 1])], [packing.PromptInfo(0, 1, ())], [unseen, seen], 9)
+    assert [pack.model_inputs for pack in packs] == [[(0, [0])], [(0, [1])]]
+
+
 def test_configs_of_other_families():
     """Lists of media tokens, and RoPE that depends on the length in some layers only."""
     rope = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}

@@ -323,7 +323,7 @@ def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path,
 
     The evaluation set has the rows in reverse, so that its rewards are not those of training rows."""
     folder = folder_of(family)
-    rows = [{"margin": None} | row for row in read_jsonl(folder / "rows.jsonl")]
+    rows = [{"margin": None} | row for row in read_jsonl(folder / "rows.jsonl") * 2]
     for i, row in enumerate(rows):
         row["responses"] = ["4", "five, I think", "no idea, sorry", "4 or so"][: 4 - i % 3]
     rows[1]["margin"], modules = 0.3, []
@@ -356,7 +356,8 @@ def test_main_has_gradients_of_the_unmodified_model(family, folder_of, tmp_path,
         flags |= {"max_length": longest, "micro_batch_tokens": budget, "run_name": str(budget)}
         metrics = run(tmp_path, **vars(args) | flags)[-1]
         assert ("batches are padded" in capsys.readouterr().out) == (family == "gptj")
-        assert (max(len(packs) for _, _, packs in made) == 1) == (budget == 8192 and family != "gptj")
+        are_few = max(len(packs) for _, _, packs in made) == len({x.prompt.media_keys for x in rankings})
+        assert are_few == (budget == 8192 and family != "gptj")
         found = {name: metrics[name] for name in expected_metrics}
         assert found == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)
         records = read_jsonl(tmp_path / str(budget) / "samples.jsonl")
