@@ -202,7 +202,7 @@ def main(args: Args) -> None:
             judge.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             local_loss += loss.detach()
         learning_rate = args.learning_rate * lr_factor(args, step - 1, args.total_steps)
-        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0  # NaN if the update was skipped
+        grad_norm = optimizer_step(judge, learning_rate) if packs else 0.0  # NaN if skipped
         mean_loss = sum(all_gather_list([float(local_loss)]))  # over the step's trained tokens
         seconds = time.perf_counter() - step_start
 
@@ -260,7 +260,7 @@ def main(args: Args) -> None:
 
 
 def setup(args: Args) -> Run:
-    """Load and check everything that the steps use. Logs are created last, so a failed setup leaves none."""
+    """Load and check what the steps use. Logs are created last, so a failed setup leaves none."""
     transformers.utils.logging.disable_progress_bar()
     fill_defaults(args)
     check_args(args)
@@ -335,7 +335,7 @@ def check_args(args: Args) -> None:
     is_enough = args.micro_batch_tokens >= args.max_length
     require(is_enough, "--micro-batch-tokens must be at least --max-length")
     sums_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2
-    require(sums_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3, which sum gradients in fp32")
+    require(sums_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3: they sum in fp32")
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
@@ -410,7 +410,14 @@ def all_gather_list(items: list) -> list:
     return [item for part in lists for item in part]
 
 
-def load_examples(args: Args, source: str, split: str, model, processor, training: bool) -> "ExampleDataset":
+def load_examples(
+    args: Args,
+    source: str,
+    split: str,
+    model,
+    processor,
+    training: bool,
+) -> "ExampleDataset":
     """Load pairs and chats; docs/grm_sft.md#data has their columns."""
     rows = load_rows(args, source, split)
     num_rows = args.eval_rows  # 0: all
@@ -1059,7 +1066,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         resume = args.resume
         if (run_dir / "args.json").exists():
             if resume != "auto":
-                stop(f"{run_dir} already exists: use a different --run-name, or --resume auto to continue it")
+                stop(f"{run_dir} already exists: use a different --run-name or --resume auto")
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
             start = json.loads((run_dir / "args.json").read_text())["resume"]  # where a branch began
@@ -1130,7 +1137,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
 
 
 def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
-    """Write metrics.jsonl and samples.jsonl, print some metrics, and log to W&B with --track wandb."""
+    """Log to metrics.jsonl, samples.jsonl, the terminal and, with --track wandb, W&B."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])

@@ -157,7 +157,7 @@ def compute_bt_loss(
 class Ranking:
     """A dataset row: a prompt and its responses, best first."""
 
-    # The longest common token prefix of its chats: the prompt, and first tokens that all responses share.
+    # The longest common token prefix of its chats: the prompt, and what all responses begin with.
     prompt: PromptInfo  # a Prompt, until gather_rankings drops its tensors
     responses: list[packing.Continuation]  # the other tokens of each chat
     texts: list[str]  # text of each response, for samples.jsonl
@@ -233,7 +233,7 @@ def main(args: Args) -> None:
 
         # --- 3. update: one optimizer step on all pairs ---
         rewards = torch.zeros(B, device=DEVICE)  # of this rank's packs, for the metrics
-        for k, pack in enumerate(packs):  # each rank has the same number of packs; some may be empty
+        for k, pack in enumerate(packs):  # the same number on each rank; some are empty
             pack_rewards = reward_model(pack)  # (S,)
             all_rewards = torch.zeros(B, device=DEVICE).index_put((pack.response_index,), pack_rewards)
             own = torch.isin(pairs.chosen, pack.response_index)  # (Q,): pairs in this pack
@@ -294,7 +294,7 @@ def main(args: Args) -> None:
 
 
 def setup(args: Args) -> Run:
-    """Load and check everything that the steps use. Logs are created last, so a failed setup leaves none."""
+    """Load and check what the steps use. Logs are created last, so a failed setup leaves none."""
     transformers.utils.logging.disable_progress_bar()
     fill_defaults(args)
     check_args(args)
@@ -302,7 +302,7 @@ def setup(args: Args) -> Run:
     run_dir, checkpoint = resolve_run_dir(args)
     reward_model = load_reward_model(args)
     model = reward_model.module.model
-    state = {"step": 0, "rows_read": 0}  # rows_read: position in the endless stream of shuffled epochs
+    state = {"step": 0, "rows_read": 0}  # rows_read: position in the stream of epochs
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, reward=reward_model)
 
@@ -330,7 +330,7 @@ def setup(args: Args) -> Run:
     print0(message)
     limit = packing.rope_limit(model)
     can_run_pairs = packing.is_packed(model) or args.max_length <= limit
-    require(can_run_pairs, f"--max-length must be at most {limit}: {args.model} runs longer responses singly")
+    require(can_run_pairs, f"--max-length must be at most {limit} with this model")
     start_logs(args, run_dir, checkpoint, last_step=state["step"])
     return Run(
         run_dir=run_dir,
@@ -372,7 +372,7 @@ def check_args(args: Args) -> None:
     is_named = len(names) == len(args.eval_datasets)
     require(is_named, "--eval-datasets must be NAME=DATASET, with different names")
     sums_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2
-    require(sums_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3, which sum gradients in fp32")
+    require(sums_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3: they sum in fp32")
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
@@ -424,7 +424,7 @@ class RankingDataset:
             self.rows = add_easy_vqa_responses(self.rows, seed)
         columns = self.rows.column_names
         formats = [{"chosen", "rejected"} <= {*columns}, "responses" in columns]
-        rule = "must have either the columns chosen and rejected, or the column responses (see --columns)"
+        rule = "must have either the columns chosen and rejected, or the column responses"
         require(sum(formats) == 1, f"{source} {rule}; it has {', '.join(columns)}")
         # For each of the last rows of training, whether it could be used.
         self.usable = deque(maxlen=max(100, args.train_batch_size))
@@ -467,7 +467,10 @@ class RankingDataset:
         """Whether a pack can hold all responses of a ranking; warns if it can't."""
         P = ranking.prompt.length
         lengths = [len(response) for response in ranking.responses]
-        size = P + sum(lengths) if packing.is_packed(self.model) else len(lengths) * (P + max(lengths))
+        if packing.is_packed(self.model):
+            size = P + sum(lengths)
+        else:
+            size = len(lengths) * (P + max(lengths))
         fits = size <= self.args.micro_batch_tokens
         if not fits:
             reason = f"its {len(lengths)} responses need {size} --micro-batch-tokens"
@@ -492,7 +495,8 @@ def split_row(row: dict) -> tuple[list[dict] | str, list[list[dict]]]:
     for source in sources:
         if isinstance(source, str | int | float):
             source = [{"role": "assistant", "content": str(source)}]
-        if not isinstance(source, list) or not all(isinstance(x, dict) and "role" in x for x in source):
+        is_chat = isinstance(source, list)
+        if not is_chat or not all(isinstance(x, dict) and "role" in x for x in source):
             raise RowError("a response must be a string or a list of messages with a role")
         responses.append(source)
     prompt = row.get("prompt") or row.get("messages")
@@ -623,7 +627,12 @@ def all_gather_list(items: list) -> list:
 # ---- forward ----
 
 
-def make_packs(args: Args, run: Run, data: RankingDataset, rankings: list[Ranking]) -> list[packing.Pack]:
+def make_packs(
+    args: Args,
+    run: Run,
+    data: RankingDataset,
+    rankings: list[Ranking],
+) -> list[packing.Pack]:
     """This rank's packs of the rankings."""
     responses = [response for ranking in rankings for response in ranking.responses]  # B
     sizes = [len(ranking.responses) for ranking in rankings]
@@ -714,7 +723,7 @@ def make_records(phase: str, rankings: list[Ranking], rewards: Tensor) -> list[d
 
 
 class RewardHead(nn.Linear):
-    """Hidden states (S, H) -> rewards (S,), in fp32, because in bf16 many rewards would be equal."""
+    """Hidden states (S, H) -> rewards (S,), in fp32: in bf16, many would be equal."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden.float(), self.weight.float())[:, 0]
@@ -943,7 +952,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         resume = args.resume
         if (run_dir / "args.json").exists():
             if resume != "auto":
-                stop(f"{run_dir} already exists: use a different --run-name, or --resume auto to continue it")
+                stop(f"{run_dir} already exists: use a different --run-name or --resume auto")
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
             start = json.loads((run_dir / "args.json").read_text())["resume"]  # where a branch began
@@ -1014,7 +1023,7 @@ def start_logs(args: Args, run_dir: Path, checkpoint: Path | None, last_step: in
 
 
 def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[dict]) -> None:
-    """Write metrics.jsonl and samples.jsonl, print some metrics, and log to W&B with --track wandb."""
+    """Log to metrics.jsonl, samples.jsonl, the terminal and, with --track wandb, W&B."""
     if RANK > 0:
         return
     step = int(metrics["train/step"])

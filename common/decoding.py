@@ -148,7 +148,12 @@ def sample_token(logprobs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def generate_padded(
-    model, prompt: Prompt, num_samples: int, max_new_tokens: int, eos_ids: list[int], temperature: float
+    model,
+    prompt: Prompt,
+    num_samples: int,
+    max_new_tokens: int,
+    eos_ids: list[int],
+    temperature: float,
 ) -> list[Response]:
     """num_samples responses to a prompt by model.generate, seeded with the prompt's seed."""
     from transformers import GenerationConfig

@@ -101,7 +101,11 @@ def choose_layout(
 
 
 def make_cases(
-    model, prompts: list[Prompt], max_length: int, max_tokens: int, encode_observation: Callable | None
+    model,
+    prompts: list[Prompt],
+    max_length: int,
+    max_tokens: int,
+    encode_observation: Callable | None,
 ) -> tuple[list[Case], Case, list[str]]:
     """Cases with short responses, a case with a long response, and what these don't cover.
 

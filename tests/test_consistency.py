@@ -11,9 +11,8 @@ from conftest import ROOT, SCRIPTS
 BANNERS = ["args", "the algorithm: tensors in, tensors and metrics out", "the data of a step", "main"]
 BANNERS += "setup rollout samplers rewards data forward evaluation model DeepSpeed files".split()
 # Functions, classes and flags that differ between scripts although they have the same name.
-OWN = {
-    *"Args Rollout Run main setup check_args fill_defaults iter_packs evaluate save_checkpoint PRINTED_METRICS".split()
-}
+OWN = {"PRINTED_METRICS", *"Args Rollout Run main setup check_args fill_defaults".split()}
+OWN |= {"iter_packs", "evaluate", "save_checkpoint"}
 OWN_FLAGS = """
     seed model eval_dataset_split rewards freeze max_length max_response_length lora_rank max_grad_norm mask_truncated num_epochs
     total_steps train_batch_size learning_rate save_steps

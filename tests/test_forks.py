@@ -585,10 +585,8 @@ def train_twice(module, folder: Path, **flags) -> tuple[SimpleNamespace, SimpleN
 @pytest.mark.slow
 def test_dapo_trains_and_resumes_exactly(tmp_path, vqa):
     """Prompts with an even number of characters have equal scores, so a batch never has enough useful prompts."""
-    (tmp_path / "reward.py").write_text(
-        "def odd(completion_ids, prompts, **columns):\n"
-        "    return [len(x) % 2 * (sum(ids) % 7) for ids, x in zip(completion_ids, prompts)]\n"
-    )
+    code = "[len(x) % 2 * (sum(ids) % 7) for ids, x in zip(completion_ids, prompts)]"
+    (tmp_path / "reward.py").write_text(f"def odd(completion_ids, prompts, **columns): return {code}")
     flags = {"rewards": (f"{tmp_path}/reward.py:odd",), "reward_weights": (1.0,)}
     flags |= {"dataset": vqa, "max_num_gen_batches": 3}
     whole, branch = train_twice(load(tmp_path, "dapo"), tmp_path, **flags)

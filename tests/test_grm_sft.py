@@ -243,8 +243,9 @@ def make_judge() -> grm_sft.Judge:
 
 def make_run(**known) -> grm_sft.Run:
     """The fields that iter_packs and evaluate use."""
+    judge = make_judge()
     known |= {
-        "judge": torch.nn.ModuleDict({"module": (judge := make_judge())}),
+        "judge": torch.nn.ModuleDict({"module": judge}),
         "sampling_model": judge.model,
         "state": {"step": 0},
     }

@@ -268,11 +268,9 @@ def test_groups_with_other_media_run_separately(monkeypatch):
     """Response 1 has an observation with an image."""
     config = SimpleNamespace(_attn_implementation="packed")
     model = SimpleNamespace(device="cpu", config=SimpleNamespace(get_text_config=lambda: config))
-    unseen, seen = [
-        packing.Continuation(torch.ones(1) > 0, {}, media, None) for media in ({}, {"pixel_values": 0})
-    ]
-    build = lambda groups, *_: packing.Pack(groups, *[torch.zeros(1)] * 6)  # noqa: E731
-    monkeypatch.setattr(packing, "build_packed", build)
+    mask = torch.ones(1, dtype=torch.bool)
+    unseen, seen = (packing.Continuation(mask, {}, media, None) for media in ({}, {"pixel_values": 0}))
+    monkeypatch.setattr(packing, "build_packed", lambda groups, *_: [groups, *[torch.zeros(1)] * 6])
     packs = packing.iter_rank_packs(model, [(0, [0, 1])], [packing.PromptInfo(0, 1, ())], [unseen, seen], 9)
     assert [pack.model_inputs for pack in packs] == [[(0, [0])], [(0, [1])]]
 
@@ -306,9 +304,8 @@ def test_positions_after_a_long_video(batch_of):
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(sampled.logprobs, expected, atol=1e-4, rtol=0)
     media = packing.make_prompt(model.bfloat16(), inputs).media_inputs
-    assert (
-        media["second_per_grid_ts"] == torch.tensor([100 / 3]) and media["pixel_values"].dtype == model.dtype
-    )
+    assert media["second_per_grid_ts"] == torch.tensor([100 / 3])
+    assert media["pixel_values"].dtype == model.dtype
 
 
 def test_inputs_of_responses(batch_of):

@@ -219,10 +219,8 @@ def test_evaluation_metrics_by_hand(fake, monkeypatch):
     def collect(args, run, data, indices, num_samples, temperature, step):
         calls.append((indices, num_samples, temperature))
         rollout = real(args, run, data, rows_of(0, 2), num_samples, temperature, step)
-        correct = torch.tensor([[0.0, 1.0, 0.0], [math.nan] * 3])[
-            :, :num_samples
-        ]  # it does not apply to row 2
-        return replace(rollout, rewards={"accuracy": correct})
+        correct = torch.tensor([[0.0, 1.0, 0.0], [math.nan] * 3])  # it does not apply to row 2
+        return replace(rollout, rewards={"accuracy": correct[:, :num_samples]})
 
     monkeypatch.setattr(rloo, "collect_rollout", collect)
     args = replace(args, eval_prompts=4, eval_num_samples=3, temperature=0.7)
@@ -297,11 +295,10 @@ def test_images_replace_their_markers(tokenizer, vqa_rows):
     for content, text in ((parts, "a< |im_end|>b"), (42, "42")):
         [message] = messages({"prompt": chat(content)}, tokenizer)
         assert message["content"] == [{"type": "text", "text": text}]
-    gray = Image.fromarray(
-        np.arange(0, 2**16, 256, dtype=np.uint16).reshape(16, 16)
-    )  # PIL would clip it to white
-    [part, _] = messages({"prompt": "Q", "image": gray}, tokenizer)[0]["content"]
-    assert np.array_equal(np.asarray(part["image"])[..., 0].flatten(), np.arange(0, 2**16, 256) // 257)
+    values = np.arange(0, 2**16, 256, dtype=np.uint16)  # PIL would clip them to white
+    row = {"prompt": "Q", "image": Image.fromarray(values.reshape(16, 16))}
+    [part, _] = messages(row, tokenizer)[0]["content"]
+    assert np.array_equal(np.asarray(part["image"])[..., 0].flatten(), values // 257)
     with pytest.raises(OSError, match="refused"):
         messages({"prompt": "Q", "image": "http://127.0.0.1:9/a.png"}, tokenizer)
     with pytest.raises(chats.RowError, match="a text model can't read images"):

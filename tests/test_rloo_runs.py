@@ -257,10 +257,8 @@ def test_a_signal_during_an_evaluation_ends_the_run(run, monkeypatch):
 @pytest.mark.slow
 def test_zero_steps_evaluate_a_checkpoint(run, spy, capsys, tmp_path):
     setups = spy(rloo, "setup")
-    (tmp_path / "runs/run").mkdir(parents=True)
-    (tmp_path / "runs/run/args.json").write_text(
-        '{"resume": null}'
-    )  # of a run that was killed before its first checkpoint
+    (tmp_path / "runs/run").mkdir(parents=True)  # of a run that was killed before its first checkpoint
+    (tmp_path / "runs/run/args.json").write_text('{"resume": null}')
     run_dir = run("rloo", total_steps=0, zero_stage=2, resume="auto", dataset="gone.jsonl")  # is not read
     assert setups[0][2].actor.optimizer is None, "an evaluation allocates no optimizer states"
     assert [m["train/step"] for m in metrics_of(run_dir)] == [0] and not [*run_dir.glob("checkpoint-*")]

@@ -10,11 +10,11 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1511, 405, 165, 59, 10),
-    "ppo_vl.py": (1707, 515, 195, 59, 10),
-    "reward_bt.py": (1127, 310, 100, 57, 10),
-    "grm_sft.py": (1238, 310, 100, 58, 10),
-    "common/*.py": (1902, 0, 0, 58, 14),
+    "rloo.py": (1471, 380, 140, 59, 10),
+    "ppo_vl.py": (1667, 465, 170, 59, 10),
+    "reward_bt.py": (1101, 290, 76, 57, 10),
+    "grm_sft.py": (1207, 257, 80, 58, 10),
+    "common/*.py": (1836, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,

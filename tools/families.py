@@ -323,9 +323,8 @@ def load_checked(load, dtype: torch.dtype, inputs: list[tuple]) -> tuple[list, t
         is_prefix = torch.equal(longer["input_ids"][:, :P], x["input_ids"])
         prompt = packing.make_prompt(model, longer if is_prefix else x, row_id=i, length=P)
         prompts.append(replace(prompt, seed=i))
-    forward = lambda network, pack: network(pack)[0]  # noqa: E731
     policy = rloo.Policy(model, temperature=1.0)
-    message = packing_check.choose_layout(policy, prompts, max_length=512, max_tokens=1024, forward=forward)
+    message = packing_check.choose_layout(policy, prompts, 512, 1024, lambda net, pack: net(pack)[0])
     return prompts, model, message
 
 
