@@ -244,11 +244,8 @@ def make_judge() -> grm_sft.Judge:
 def make_run(**known) -> grm_sft.Run:
     """The fields that iter_packs and evaluate use."""
     judge = make_judge()
-    known |= {
-        "judge": torch.nn.ModuleDict({"module": judge}),
-        "sampling_model": judge.model,
-        "state": {"step": 0},
-    }
+    engine = torch.nn.ModuleDict({"module": judge})
+    known |= {"judge": engine, "sampling_model": judge.model, "state": {"step": 0}}
     return grm_sft.Run(**dict.fromkeys(grm_sft.Run.__dataclass_fields__) | known)
 
 
