@@ -37,7 +37,8 @@ def await_all(results: list) -> list:
     """Wait for the results that are awaitable, all at the same time. Others stay as they are."""
 
     async def gather() -> list:
-        return await asyncio.gather(*(x if inspect.isawaitable(x) else asyncio.sleep(0, x) for x in results))
+        awaitable = [x if inspect.isawaitable(x) else asyncio.sleep(0, result=x) for x in results]
+        return await asyncio.gather(*awaitable)
 
     return RUNNER.run(gather())
 
@@ -50,10 +51,14 @@ class Trajectory:
     rng: np.random.Generator  # generates the seeds of turns 2, 3, ...
     sequence: Prompt  # the prompt and the response so far
     remaining_tokens: int  # room for more turns and observations
-    # of turn 1, observation 1, turn 2, ...: its message, tokens and log-probs (R,)
+    # Message, tokens and log-probs (R,) of each turn and observation, which alternate.
     history: list[tuple[dict, Continuation, Tensor]] = field(default_factory=list)
     truncated: bool = False
     overflow: bool = False  # it ended because an observation did not fit
+
+    @property
+    def num_turns(self) -> int:
+        return (len(self.history) + 1) // 2
 
     def append(self, message: dict, part: Continuation, logprobs: Tensor) -> None:
         self.history.append((message, part, logprobs))
@@ -130,19 +135,20 @@ class EnvironmentSampler:
                 message = {"role": "assistant", "content": text}
                 trajectory.append(message, part, turn.logprobs[: len(token_ids)])
             running = [trajectory for trajectory in active if not trajectory.truncated]
-            observations = await_all([x.environment.step(x.history[-1][0]["content"]) for x in running])
+            texts = [trajectory.history[-1][0]["content"] for trajectory in running]
+            observations = await_all([x.environment.step(text) for x, text in zip(running, texts)])
             pairs = zip(running, observations)
             active = [x for x, observation in pairs if self.append_observation(x, observation)]
             if active:
                 turns = self.sampler.generate([x.next_prompt() for x in active], 1, temperature)
         # (metric, value) of each response; scripts average them
-        self.logged_values = [("rollout/turns_mean", (len(x.history) + 1) // 2) for x in trajectories]
+        self.logged_values = [("rollout/turns_mean", x.num_turns) for x in trajectories]
         self.logged_values += [("rollout/observation_overflow_frac", x.overflow) for x in trajectories]
         return [trajectory.to_response() for trajectory in trajectories]
 
     def append_observation(self, trajectory: Trajectory, observation) -> bool:
         """Append the observation. False if the episode ends, or has no room for another turn."""
-        if observation is None or len(trajectory.history) >= 2 * self.args.max_turns - 1:
+        if observation is None or trajectory.num_turns == self.args.max_turns:
             return False
         if not isinstance(observation, dict):
             observation = {"role": "user", "content": observation}
