@@ -48,7 +48,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -230,23 +230,16 @@ def main(args: Args) -> None:
         if len(usable) == 100 and np.mean(usable) < 0.5:
             problem = f"{usable.count(False)} of the last 100 examples were skipped; see the warnings"
         if problem:
-            print0(f"saved {save_checkpoint(args, run, f'checkpoint-{step}-problem')}")
-            stop(f"step {step}: {problem}")
+            save_and_stop(args, run, f"step {step}: {problem}")
         is_last_step = step == args.total_steps
         has_signal = any(all_gather_list(received_signals))  # on any rank
         is_eval_step = is_last_step or (args.eval_steps and step % args.eval_steps == 0)
         if run.eval_data and is_eval_step and not has_signal:
-            eval_metrics, eval_records = evaluate(args, run)
-            log(args, run, eval_metrics, eval_records)
-            # Without pairs there is no accuracy, so the score is minus the loss.
-            score = eval_metrics.get("eval/accuracy", -eval_metrics["eval/loss"])
-            if score > state["best_score"] and args.save_total_limit > 0:
-                state["best_score"] = score
-                save_checkpoint(args, run, "checkpoint-best")
+            log(args, run, *evaluate(args, run))
         has_signal = any(all_gather_list(received_signals))  # also during the evaluation
         is_save_step = is_last_step or (args.save_steps and step % args.save_steps == 0)
         if has_signal or (is_save_step and args.save_total_limit > 0):
-            save_checkpoint(args, run, f"checkpoint-{step}")
+            save_checkpoint(args, run)
         if has_signal and not is_last_step:
             print0(f"stopped by a signal; continue with --resume auto --run-name {run.run_dir.name}")
             break
@@ -268,14 +261,9 @@ def setup(args: Args) -> Run:
     run_dir, checkpoint = resolve_run_dir(args)
     judge = load_judge(args)
     model = judge.module.model
-    state = {
-        "step": 0,
-        "best_score": -math.inf,  # accuracy, or minus the loss, of checkpoint-best
-    }
+    state = {"step": 0}
     if checkpoint is not None:
         state = load_checkpoint(args, checkpoint, judge=judge)
-        if checkpoint.parent != run_dir.resolve():  # a new run has a checkpoint-best of its own
-            state["best_score"] = -math.inf
 
     processor = transformers.AutoProcessor.from_pretrained(args.model)
     train_data = eval_data = None
@@ -717,9 +705,7 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
             records += judge_examples(args, run.sampling_model, data.tokenizer, examples)
     records = all_gather_list(records)
     if not records:
-        if (step := run.state["step"]) > 0:
-            print0(f"saved {save_checkpoint(args, run, f'checkpoint-{step}-problem')}")
-        stop(f"{data.source}: all rows were skipped; see the warnings")
+        save_and_stop(args, run, f"{data.source}: all rows were skipped; see the warnings")
     swapped_records = {record["row"]: record for record in records if record["swapped"]}
     row_records = [record for record in records if not record["swapped"]]
     for record in row_records:
@@ -1157,22 +1143,26 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
         wandb.run.log(metrics | ({"samples": table} if sample_records else {}))
 
 
-def save_checkpoint(args: Args, run: Run, name: str) -> Path:
-    """Save the judge as a Hugging Face model (LoRA is merged; adapter/ has the adapter), and
-    unless it is checkpoint-best, state/ for --resume. Call on all ranks."""
-    checkpoint = run.run_dir / name
+def save_and_stop(args: Args, run: Run, problem: str) -> NoReturn:
+    """Save checkpoint-N-problem, which --resume auto refuses, and exit. Call on all ranks."""
+    if run.state["step"] > 0:
+        print0(f"saved {save_checkpoint(args, run, '-problem')}")
+    stop(problem)
+
+
+def save_checkpoint(args: Args, run: Run, suffix: str = "") -> Path:
+    """Save checkpoint-N: the judge as a Hugging Face model (LoRA is merged; adapter/ has the
+    adapter), and state/ for --resume. Call on all ranks."""
+    checkpoint = run.run_dir / f"checkpoint-{run.state['step']}{suffix}"
     temporary = checkpoint.with_suffix(".tmp")  # renamed once it is complete
     if RANK == 0:
         shutil.rmtree(temporary, ignore_errors=True)
     dist.barrier()
-    if name != "checkpoint-best":
-        run.judge.save_checkpoint(temporary / "state", tag="judge", exclude_frozen_parameters=True)
-        if RANK == 0:
-            flags = vars(args) | {"num_ranks": WORLD_SIZE}
-            torch.save({"state": run.state, "flags": flags}, temporary / "state/run.pt")
+    run.judge.save_checkpoint(temporary / "state", tag="judge", exclude_frozen_parameters=True)
     export_model(args, run.judge.module.model, run.processor, temporary)
     if RANK == 0:
-        shutil.rmtree(checkpoint, ignore_errors=True)  # the last checkpoint-best
+        flags = vars(args) | {"num_ranks": WORLD_SIZE}
+        torch.save({"state": run.state, "flags": flags}, temporary / "state/run.pt")
         temporary.rename(checkpoint)
         for old in list_checkpoints(run.run_dir)[: -args.save_total_limit]:  # 0 deletes none
             shutil.rmtree(old)

@@ -1,10 +1,10 @@
 r"""A judge trained by grm_sft.py as a reward for rloo.py or ppo_vl.py.
 
-    JUDGE=runs/NAME/checkpoint-best python rloo.py --rewards examples/judge_reward.py:score
+    JUDGE=runs/NAME/checkpoint-500 python rloo.py --rewards examples/judge_reward.py:score
 
 The judge can also run in another process, for example on another machine:
 
-    JUDGE=runs/NAME/checkpoint-best python examples/judge_server.py 8008
+    JUDGE=runs/NAME/checkpoint-500 python examples/judge_server.py 8008
     JUDGE_URL=http://localhost:8008 \
         python rloo.py --rewards examples/judge_reward.py:score_remote
 

@@ -1,6 +1,6 @@
 """The judge of judge_reward.py as an HTTP server:
 
-    JUDGE=runs/NAME/checkpoint-best python examples/judge_server.py 8008
+    JUDGE=runs/NAME/checkpoint-500 python examples/judge_server.py 8008
 
 The body of a POST request is a JSON list of {"prompt", "images", "answer_1", "answer_2"}, where images are
 base64-encoded files. The reply is a list with the probability that answer_1 is better, one per pair. If

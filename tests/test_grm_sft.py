@@ -7,14 +7,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import conftest
 import deepspeed
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, metrics_of, read_jsonl, slow, weights_of, write_jsonl
+from conftest import ROOT, TINY, metrics_of, read_jsonl, weights_of, write_jsonl
 from conftest import chat as chat_of
 from test_families import unmodified_logprobs, write_video
 
@@ -404,28 +403,13 @@ def test_the_loss_is_the_mean_over_the_trained_tokens_of_the_step(grm, tiny_vl, 
     assert "14 examples" in capsys.readouterr().out
 
 
-BEST = {"accuracy": [0.1, 0.9, 0.3], "loss": [5.0, 1.0, 3.0]}  # before the first step, after steps 1 and 2
-
-
-@pytest.mark.parametrize("best_metric", ["accuracy", *slow("loss")])
-def test_a_run_learns_and_keeps_its_best(best_metric, grm, monkeypatch):
-    """By accuracy; by the loss if the evaluation set has no pairs and therefore no accuracy."""
-    compute_metrics, values = grm_sft.compute_judge_metrics, iter(BEST[best_metric])
-
-    def changed(records: list[dict]) -> dict:
-        metrics = compute_metrics(records) | {f"eval/{best_metric}": next(values)}
-        return {name: x for name, x in metrics.items() if best_metric in name or name != "eval/accuracy"}
-
-    monkeypatch.setattr(grm_sft, "compute_judge_metrics", changed)
+def test_a_run_learns(grm):
     run_dir = grm(total_steps=2, eval_steps=1, learning_rate=2e-3, train_batch_size=14, eval_rows=3)
     _, *steps = metrics_of(run_dir)
     assert [m["train/step"] for m in steps] == [1, 2]
     assert steps[1]["loss/sft"] < 0.9 * steps[0]["loss/sft"]
-    assert sorted(path.name for path in run_dir.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-best"]
-    assert not (run_dir / "checkpoint-best/state").exists()
-    initial, best, last = map(weights_of, (Path(TINY), run_dir / "checkpoint-best", run_dir / "checkpoint-2"))
-    assert conftest.largest_difference(best, last) > 0, "the best weights are those after step 1"
-    moved = {name for name, w in best.items() if not torch.equal(w, initial[name])}
+    initial, last = map(weights_of, (Path(TINY), run_dir / "checkpoint-2"))
+    moved = {name for name, w in last.items() if not torch.equal(w, initial[name])}
     assert moved and not any("visual" in name for name in moved), "the vision tower is frozen"
     record = read_jsonl(run_dir / "samples.jsonl")[0]
     assert {"phase", "prompt", "response", "swapped_response", "predicted_verdict"} <= record.keys()
