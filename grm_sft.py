@@ -5,22 +5,23 @@ A judge reads a question and two candidates (images, videos or texts) and writes
     <think>image 1 has no triangle</think><answer>Image 2 is better</answer>
 
 It learns this by next-token prediction. The reasoning inside <think> comes from the dataset and may
-be missing. Each pair is trained in both orders. A pair with reasoning, but without swapped_reasoning,
-is trained only in its own order, because the text may name "Image 1".
+be missing. Pairs are trained in both orders, so that the judge does not prefer a position. Reasoning
+that names "Image 1" is wrong after a swap, so a pair with reasoning keeps the order of the dataset,
+unless it also has swapped_reasoning.
 
 Papers:
-- Generative Verifiers (https://arxiv.org/abs/2408.15240). Their reward is the probability of a verdict, as
-  in examples/judge_reward.py.
-- UnifiedReward-Think (https://arxiv.org/abs/2505.03318). Its first stage is this SFT, in this format.
+- Generative Verifiers (https://arxiv.org/abs/2408.15240). The reward is the probability of a verdict;
+  examples/judge_reward.py computes it.
+- UnifiedReward-Think (https://arxiv.org/abs/2505.03318). The first stage is this SFT, in this format.
 docs/lightrft.md lists the differences from LightRFT's GRMTrainerVL.
 
 Notation:
 
     row         dataset row: two candidates with a verdict (a pair), or a chat
     example     a pair in one order of its candidates, or a chat
-    prefix      first tokens of an example, computed once per pack for everything that continues them:
-                in training up to the last image, in evaluations the whole prompt
-    suffix      the rest of an example; only its assistant turns are trained
+    prefix      first tokens of an example, up to the last image (in evaluations: the whole prompt).
+                Examples with the same image share them, and a pack runs them once
+    suffix      the rest of an example; the loss is on its assistant turns
     verdict     "1", "2" or "tie": which candidate is better
     label       the correct verdict in the order shown
     judgment    what the judge writes in an evaluation
@@ -91,10 +92,10 @@ class Args:
     max_pixels: int | None = None  # Scale down images that have more pixels (width * height).
     video_fps: float = 2.0  # Frames per second to sample from videos.
     max_length: int = 2048  # Examples with more tokens (images count, too) are skipped.
-    # Shuffle images, not rows: rows with the same image path stay together, in their order, and a pack runs
-    # the image once. Faster if several rows share an image, but a batch then has fewer different images.
+    # Shuffle images, not rows: rows with the same image path stay together, and a pack encodes the image
+    # once. Faster if several rows share an image, but a batch then has fewer different images.
     group_by_image: bool = True
-    freeze: str | None = None  # Regex of weights to freeze. Default: all but language model; "": none.
+    freeze: str | None = None  # Regex of weights to freeze. Default: all but the LM; "": none.
     lora_rank: int = 0  # LoRA rank (language model only); 0 trains all weights.
     lora_alpha: float = 32.0  # LoRA's scaling is alpha / rank.
     # --- algorithm ---
@@ -600,7 +601,7 @@ class ExampleDataset:
             before = chats.tokenize_chat(self.processor, messages[:n], add_generation_prompt=True)
             until = chats.tokenize_chat(self.processor, messages[: n + 1])
             if whole[: len(before)] != before or whole[: len(until)] != until:
-                raise RowError(f"the chat template writes message {n} differently if others follow")
+                raise RowError(f"in the chat template, message {n} depends on what follows it")
             ends = [t + 1 for t in range(len(before), len(until)) if until[t] in self.eos_ids]
             turns.append(range(len(before), ends[0] if ends else len(until)))
         ids = whole[: turns[-1].stop]
@@ -745,7 +746,7 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
             num_shared = len(os.path.commonprefix(all_ids))
             for ids in all_ids:
                 response = packing.continue_prompt(example.prefix, torch.tensor(ids))
-                response.response_mask[:num_shared] = False  # equal log-probs, but bf16 would add noise
+                response.response_mask[:num_shared] = False  # they cancel, but not exactly in bf16
                 responses[-1].append(response)
 
     records = []
@@ -791,7 +792,7 @@ def sum_logprobs(
         groups=[(i, own_indices.tolist()) for i, own_indices in enumerate(indices)],
         prompts=prefixes,
         responses=flat,
-        max_tokens=max(args.micro_batch_tokens, longest),  # a judgment may be longer
+        max_tokens=max(args.micro_batch_tokens, longest),  # prompt and judgment may exceed the limit
     )
     sums = torch.zeros(len(flat), dtype=torch.float64, device=model.device)
     for pack in packs:
