@@ -69,7 +69,7 @@ class Args:
     seed: int = 1  # Random seed for head, LoRA, data order and easy-VQA's rejected answers.
     output_dir: str = "runs"  # Directory that contains one directory per run.
     run_name: str | None = None  # Directory in --output-dir. Default: SCRIPT-MODEL-seedN-TIME.
-    resume: str | None = None  # auto: continue --run-name. PATH: continue this checkpoint in a new run.
+    resume: str | None = None  # auto: resume --run-name. PATH: start a new run from this checkpoint.
     # --- model and data ---
     model: str = BUNDLED_MODEL  # Path or Hub id; a checkpoint of this script restores its head.
     dataset: str = "easy-vqa"  # easy-vqa, a JSON, CSV or Parquet file, a saved Dataset or Hub id.
@@ -809,7 +809,7 @@ def prepare_for_training(args: Args, module: nn.Module) -> None:
         )
         model.add_adapter(config)
     if args.freeze:
-        # Without "model.", names are the same in a model with an LM head and in a backbone.
+        # Match names without their prefix "model.", which not all classes have.
         parameters = {name.removeprefix("model."): x for name, x in model.named_parameters()}
         frozen = [name for name in parameters if re.search(args.freeze, name)]
         for name in frozen:
@@ -880,12 +880,12 @@ def init_reward_engine(args: Args, module: nn.Module):
             "stage3_param_persistence_threshold": 10_000,  # shards the bundled model, too
             "offload_optimizer": {"device": "cpu" if args.offload_optimizer else "none"},
         },
-        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's AdamW needs a compiler
+        "zero_force_ds_cpu_optimizer": False,  # keep torch's AdamW: DeepSpeed's must be compiled
     }
     trained = [x for x in module.parameters() if x.requires_grad]
     decay = {"params": [x for x in trained if x.dim() > 1], "weight_decay": args.weight_decay}
     no_decay = {"params": [x for x in trained if x.dim() <= 1], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([decay, no_decay], betas=(0.9, 0.95), fused=True)  # as in OpenRLHF
+    optimizer = torch.optim.AdamW([decay, no_decay], betas=(0.9, 0.95), fused=True)
     engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer)
     return engine
 
@@ -955,8 +955,9 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
                 stop(f"{run_dir} already exists: use a different --run-name or --resume auto")
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
-            start = json.loads((run_dir / "args.json").read_text())["resume"]  # where a branch began
-            resume = [start, *list_checkpoints(run_dir)][-1]
+            checkpoints = list_checkpoints(run_dir)
+            start = json.loads((run_dir / "args.json").read_text())["resume"]  # of a branch
+            resume = checkpoints[-1] if checkpoints else start
         if resume not in (None, "auto"):
             checkpoint = Path(resume).resolve()
             if not (checkpoint / "state/run.pt").is_file():
@@ -1092,7 +1093,7 @@ def export_model(args: Args, model, processor, folder: Path) -> None:
     config = type(model.config).from_dict(model.config.to_dict())
     with torch.device("meta"):  # the same architecture, without LoRA
         export = type(model)(config)
-    export.generation_config = getattr(model, "generation_config", None)  # a backbone has none
+    export.generation_config = getattr(model, "generation_config", None)  # not all have one
     export.save_pretrained(folder, state_dict=weights)
     processor.save_pretrained(folder)
 

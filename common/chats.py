@@ -220,9 +220,9 @@ def apply_template(processor, messages: list[dict], template: dict) -> Any:
 
 def row_columns(row: dict) -> dict[str, Any]:
     """Texts and finite numbers of a row for logs, without data URLs."""
-    columns = {name: x for name, x in row.items() if isinstance(x, str | int | float)}
-    hidden = re.compile("nan|-?inf|.*data:image/.*", re.DOTALL)
-    return {name: x for name, x in columns.items() if not hidden.fullmatch(str(x))}
+    texts = {name: x for name, x in row.items() if isinstance(x, str) and "data:image/" not in x}
+    numbers = {name: x for name, x in row.items() if isinstance(x, int | float) and math.isfinite(x)}
+    return texts | numbers
 
 
 def trajectory_columns(messages: list[dict]) -> dict[str, str]:

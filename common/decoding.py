@@ -1,5 +1,5 @@
-"""Sampling: in the packed layout the prompts run once, in packs, and then all responses grow token by
-token. In the padded layout the model's own generate runs, prompt by prompt.
+"""Sampling: in the packed layout the prompts run once, in packs, and then all responses are decoded
+together. In the padded layout the model's own generate runs, prompt by prompt.
 
 Letters: n prompts with G responses each, B unfinished responses; P, R: largest lengths.
 """
@@ -50,7 +50,7 @@ def generate(
     """num_samples responses to each prompt, seeded with the prompt's seed; greedy at temperature 0.
 
     max_new_tokens: tokens per response, including EOS; a prompt may have a lower limit. max_tokens:
-    per pack of prompts. Media tokens are never sampled, because training masks them, too."""
+    per pack of prompts. Media tokens are never sampled, as training masks them."""
     limits = [min(max_new_tokens, prompt.max_new_tokens or max_new_tokens) for prompt in prompts]
     if not is_packed(model):
         responses = []
@@ -61,7 +61,8 @@ def generate(
                 stop(f"the model's generate fails at row {prompt.row_id}: {error}")
         return responses
     device = model.device
-    # A generator per prompt: its responses don't depend on the batch. If G > 1, limits are equal.
+    # A generator per prompt, so its responses don't depend on the batch. Limits differ only if G = 1, so
+    # max(limits) does not shift the numbers of a response.
     uniforms = [np.random.default_rng(p.seed).random((num_samples, max(limits))) for p in prompts]
     uniforms = torch.tensor(np.concatenate(uniforms), device=device)  # (n * G, R)
     limits = torch.tensor(limits, device=device).repeat_interleave(num_samples)  # (n * G,)

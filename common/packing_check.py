@@ -207,7 +207,7 @@ def largest_error(results: list[Tensor], expected: list[Tensor]) -> float:
 def compare_padded_with_generate(model, cases: list[Case], must_generate: bool) -> list[str]:
     """Compare padded log-probs of greedy tokens with those of generate. Exits, or returns a warning.
 
-    They differ if response tokens have other inputs than in generate, or if the model is not causal."""
+    They differ if generate gives response tokens different inputs, or if the model is not causal."""
     no_eos = [model.config.get_text_config().vocab_size]  # an id that no token has
     for case in cases:
         # It ends in text, because generate gives wrong positions to tokens that follow an image.

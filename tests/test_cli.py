@@ -63,7 +63,7 @@ REFUSED = [  # flags of rloo.py or of another script; part of the message
     ({"script": "reward_bt", "eval_datasets": ("x=a.jsonl", "x=b.jsonl")}, "with different names"),
     ({"script": "reward_bt", "label_smoothing": 0.5}, "--label-smoothing (0.5) must be below 0.5"),
     ({"script": "reward_bt", "micro_batch_tokens": 100}, "must be at least twice --max-length"),
-    ({"max_num_seqs": 1}, "--max-num-seqs must be at least --num-samples-per-prompt (4)"),
+    ({"max_num_seqs": 1}, "--max-num-seqs must be at least 4, the number of samples"),
     ({"script": "grm_sft", "max_num_seqs": 0}, "--max-num-seqs (0)"),
 ]
 

@@ -230,7 +230,7 @@ def test_turns_are_located_in_templates_with_and_without_eos(tiny_text_model):
 
     assert turns_of(LINE + "<|end|>\n\n" + ASK) == ["ok<|end|>", "no<|end|>"]
     assert turns_of(LINE + "\n" + ASK) == ["ok\n", "no\n<|end|>"]
-    with pytest.raises(chats.RowError, match="message 1 differently"):
+    with pytest.raises(chats.RowError, match="message 1 depends on what follows"):
         turns_of("{% for m in messages %}{{ m['content'] if loop.last else 'x' }}|{% endfor %}")
 
 

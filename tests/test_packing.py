@@ -115,13 +115,13 @@ def shift_positions_after_observations(monkeypatch, batch) -> None:
 
 def add_a_constant(monkeypatch, batch) -> None:
     """It hardly changes the gradients."""
-    compute = packing.logprobs_from_hidden
+    compute = packing.logprobs_from_states
 
-    def add(hidden, head, *args, **how):
-        logprobs, entropies = compute(hidden, head, *args, **how)
-        return logprobs + 0.005 * (head is not None), entropies  # in the packed layout only
+    def add(to_logits, **how):
+        logprobs, entropies = compute(to_logits=to_logits, **how)
+        return logprobs + 0.005 * (to_logits != torch.clone), entropies  # in the packed layout only
 
-    monkeypatch.setattr(packing, "logprobs_from_hidden", add)
+    monkeypatch.setattr(packing, "logprobs_from_states", add)
 
 
 def detach_prompts(monkeypatch, batch) -> None:

@@ -35,13 +35,12 @@ def test_vllm_sampler_keeps_the_order_of_prompts_and_completions(monkeypatch, tm
         assert [(x.seed, x.max_tokens) for x in params] == [(7, 24), (8, 3)]
         return [answer(x["prompt_token_ids"], params[0].n) for x in inputs]
 
-    engine = SimpleNamespace(generate=generate, get_weight_version=lambda: "0")
+    engine = SimpleNamespace(generate=generate)
     vllm = SimpleNamespace(LLM=lambda **keywords: engine, SamplingParams=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     args = filled_args("rloo")
     model = rloo.load_model(args, args.model)
     sampler = rloo.VLLMSampler(args, model, [500], tmp_path)
-    sampler.step = 0
     ids = [{"input_ids": torch.tensor([[i]])} for i in (3, 5)]
     prompts = [Prompt(0, 1, (), x, {}, torch.arange(1), {}, seed=seed) for x, seed in zip(ids, (7, 8))]
     prompts[1].max_new_tokens = 3  # as in a later turn

@@ -6,7 +6,6 @@ import copy
 import functools
 import runpy
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,19 +21,10 @@ GENERATION_CONFIG = {"repetition_penalty": 1.05, "temperature": 1e-6, "top_k": 1
 GENERATION_CONFIG |= {"min_p": 0.1, "presence_penalty": 1.5, "frequency_penalty": 0.5}
 
 
-def make_llm() -> Mock:
-    """What VLLMSampler calls of vllm.LLM, and the settings of each request to a server."""
-    llm = Mock(version="default", sampled_with=[])
-    llm.generate.return_value = []
-    llm.get_weight_version.side_effect = lambda: llm.version
-    llm.update_weight_version.side_effect = lambda new_version: setattr(llm, "version", new_version)
-    return llm
-
-
-def respond(llm: Mock, path: str, body: dict) -> tuple[int, dict]:
+def respond(llm: SimpleNamespace, path: str, body: dict) -> tuple[int, dict]:
     """The endpoints of `vllm serve` that examples/vllm_server.py calls. Responses are one EOS token."""
     if path == "/update_weight_version":
-        llm.update_weight_version(**body)
+        llm.version = body["new_version"]
     if path != "/v1/chat/completions":
         info = {"/v1/models": {"data": [{"id": "model"}]}, "/weight_info": {"weight_version": llm.version}}
         return 200, info.get(path)
@@ -44,16 +34,12 @@ def respond(llm: Mock, path: str, body: dict) -> tuple[int, dict]:
     return 200, {"prompt_token_ids": [1, 2], "choices": [choice] * request["n"]}
 
 
-@pytest.fixture(params=["in process", "server"])
-def setup(request, serve, monkeypatch, tmp_path):
-    """A sampler, and the (fake) vLLM from which it samples."""
+@pytest.fixture
+def setup(serve, monkeypatch, tmp_path):
+    """The sampler of examples/vllm_server.py, and the (fake) vLLM from which it samples."""
     rloo.init_distributed()
-    llm, model = make_llm(), torch.nn.Linear(2, 2)
+    llm, model = SimpleNamespace(version="default", sampled_with=[]), torch.nn.Linear(2, 2)
     model.config = transformers.Qwen2Config()
-    if request.param == "in process":
-        sampler = object.__new__(rloo.VLLMSampler)
-        sampler.llm, sampler.policy, sampler.on_cuda = llm, model, False
-        return sampler, llm
     monkeypatch.setenv("VLLM_URLS", serve(functools.partial(respond, llm), "HTTP/1.1"))
     servers = runpy.run_path(str(ROOT / "examples/vllm_server.py"))["Servers"]
     return servers(SimpleNamespace(max_response_length=8), model, [3], tmp_path / "run"), llm
@@ -76,7 +62,6 @@ def test_stale_weights_are_refused(setup, refused):
         sampler.generate([], 2, 1.0)
 
 
-@pytest.mark.parametrize("setup", ["server"], indirect=True)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_servers_ignore_the_generation_config_of_the_model(setup, temperature):
     sampler, llm = setup
