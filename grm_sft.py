@@ -45,7 +45,7 @@ import shutil
 import signal
 import sys
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -181,7 +181,7 @@ def main(args: Args) -> None:
     run = setup(args)
     judge, state = run.judge, run.state
     received_signals = catch_signals()  # SIGTERM or SIGINT: finish the step, save and exit
-    usable = deque(maxlen=100)  # for each of the last 100 examples, whether it could be used
+    num_read = num_skipped = 0  # examples, and those that could not be used, since the last check
     consecutive_skips = 0  # updates whose gradients were not finite
     if run.eval_data and (state["step"] == 0 or args.total_steps == 0):
         log(args, run, *evaluate(args, run))
@@ -222,14 +222,17 @@ def main(args: Args) -> None:
         if examples:  # all of a small batch may be skipped
             metrics["loss/sft"] = mean_loss
         state["step"] = step
-        usable.extend(example_id not in skipped_ids for example_id in example_ids)
+        num_read += len(example_ids)
+        num_skipped += len(example_ids) - len(examples)
         consecutive_skips = 0 if is_finite else consecutive_skips + 1
         log(args, run, metrics, sample_records=[])
 
         # --- 5. check, evaluate, save ---
         problem = "no finite gradients in 5 steps" if consecutive_skips >= 5 else ""
-        if len(usable) == 100 and np.mean(usable) < 0.5:
-            problem = f"{usable.count(False)} of the last 100 examples were skipped; see the warnings"
+        if num_read >= 100:  # over several steps, because one bad row can be half of a small batch
+            if num_skipped > num_read / 2:
+                problem = f"{num_skipped} of the last {num_read} examples were skipped; see the warnings"
+            num_read = num_skipped = 0
         if problem:
             save_and_stop(args, run, f"step {step}: {problem}")
         is_last_step = step == args.total_steps
@@ -1051,14 +1054,16 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         name = args.run_name or f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{now}"
         run_dir = Path(args.output_dir, name)
         resume = args.resume
-        if (run_dir / "args.json").exists():
-            if resume != "auto":
-                stop(f"{run_dir} already exists: use a different --run-name or --resume auto")
+        is_started = (run_dir / "args.json").exists()
+        if resume == "auto":
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
-            checkpoints = list_checkpoints(run_dir)
-            start = json.loads((run_dir / "args.json").read_text())["resume"]  # of a branch
-            resume = checkpoints[-1] if checkpoints else start
+            if checkpoints := list_checkpoints(run_dir):
+                resume = checkpoints[-1]
+            elif is_started:  # a branch starts over
+                resume = json.loads((run_dir / "args.json").read_text())["resume"]
+        elif is_started:
+            stop(f"{run_dir} already exists: use a different --run-name or --resume auto")
         if resume not in (None, "auto"):
             checkpoint = Path(resume).resolve()
             if not (checkpoint / "state/run.pt").is_file():
@@ -1089,8 +1094,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
     for name, engine in engines.items():
-        loaded, _ = engine.load_checkpoint(checkpoint / "state", tag=name, load_module_strict=False)
-        require(loaded, f"DeepSpeed can't load {checkpoint}/state/{name}")
+        engine.load_checkpoint(checkpoint / "state", tag=name, load_module_strict=False)
         engine.optimizer.clip_grad = args.max_grad_norm  # the checkpoint has overwritten it
     return saved["state"]
 

@@ -31,7 +31,6 @@ import shutil
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, takewhile
@@ -426,8 +425,7 @@ class RankingDataset:
         formats = [{"chosen", "rejected"} <= {*columns}, "responses" in columns]
         rule = "must have either the columns chosen and rejected, or the column responses"
         require(sum(formats) == 1, f"{source} {rule}; it has {', '.join(columns)}")
-        # For each of the last rows of training, whether it could be used.
-        self.usable = deque(maxlen=max(100, args.train_batch_size))
+        self.num_read = self.num_skipped = 0  # since the last check of next_rankings
         # A rank encodes its share of a step, and then the rows of its packs.
         cache_size = 2 * math.ceil(args.train_batch_size / WORLD_SIZE)
         self.encode = functools.lru_cache(cache_size)(self.encode)
@@ -592,10 +590,13 @@ def next_rankings(args: Args, run: Run) -> list[Ranking]:
         found = gather_rankings(data, choose_row_ids(positions, len(data.rows), args.seed))
         rankings += found
         position += missing
-        data.usable.extend([True] * len(found) + [False] * (missing - len(found)))
-        if len(data.usable) == data.usable.maxlen and np.mean(data.usable) < 0.5:
-            skipped = f"{data.usable.count(False)} of the last {len(data.usable)} rows were skipped"
-            save_and_stop(args, run, f"{data.source}: {skipped}; see the warnings")
+        data.num_read += missing
+        data.num_skipped += missing - len(found)
+        if data.num_read >= 100:
+            counts = f"{data.num_skipped} of the last {data.num_read} rows were skipped"
+            if data.num_skipped > data.num_read / 2:
+                save_and_stop(args, run, f"{data.source}: {counts}; see the warnings")
+            data.num_read = data.num_skipped = 0
     state["rows_read"] = position
     return rankings
 
@@ -950,14 +951,16 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
         name = args.run_name or f"{Path(__file__).stem}-{Path(args.model).name}-seed{args.seed}-{now}"
         run_dir = Path(args.output_dir, name)
         resume = args.resume
-        if (run_dir / "args.json").exists():
-            if resume != "auto":
-                stop(f"{run_dir} already exists: use a different --run-name or --resume auto")
+        is_started = (run_dir / "args.json").exists()
+        if resume == "auto":
             if problems := sorted(run_dir.glob("checkpoint-*-problem")):
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
-            checkpoints = list_checkpoints(run_dir)
-            start = json.loads((run_dir / "args.json").read_text())["resume"]  # of a branch
-            resume = checkpoints[-1] if checkpoints else start
+            if checkpoints := list_checkpoints(run_dir):
+                resume = checkpoints[-1]
+            elif is_started:  # a branch starts over
+                resume = json.loads((run_dir / "args.json").read_text())["resume"]
+        elif is_started:
+            stop(f"{run_dir} already exists: use a different --run-name or --resume auto")
         if resume not in (None, "auto"):
             checkpoint = Path(resume).resolve()
             if not (checkpoint / "state/run.pt").is_file():
@@ -988,8 +991,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     if changes:
         print0(f"warning: flags changed since {checkpoint}: {', '.join(changes.values())}")
     for name, engine in engines.items():
-        loaded, _ = engine.load_checkpoint(checkpoint / "state", tag=name, load_module_strict=False)
-        require(loaded, f"DeepSpeed can't load {checkpoint}/state/{name}")
+        engine.load_checkpoint(checkpoint / "state", tag=name, load_module_strict=False)
         engine.optimizer.clip_grad = args.max_grad_norm  # the checkpoint has overwritten it
     return saved["state"]
 

@@ -238,13 +238,15 @@ def compare_packed_with_padded(
     set_attention(model, "packed")
     if not packing.is_packed(model):
         raise ModelError("its attention can't be replaced")
-    # Copies of the long response, which are not compared themselves, fill the rest of a pack. plan_packs
-    # puts the largest group first, so the cases show errors that only occur at large pack indices.
-    prompt, [response] = long_case
+    # For each kind of media, copies of the long response, which are not compared, fill the rest of a pack.
+    # plan_packs puts the largest group first, so the cases show errors that only occur at large pack indices.
     used = sum(x.prompt.length + sum(map(len, x.responses)) for x in [*cases, long_case])
-    free_tokens = max_tokens - used - prompt.length
-    filler = Case(prompt, [response] * max(0, free_tokens // len(response)))
-    error = largest_error(run([*cases, long_case, filler])[: len(padded)], padded)
+    fillers = []
+    for prompt in {case.prompt.media_keys: case.prompt for case in cases}.values():
+        response = continue_prompt(prompt, long_case.responses[0].input_ids)
+        free_tokens = max_tokens - used - prompt.length
+        fillers.append(Case(prompt, [response] * max(0, free_tokens // len(response))))
+    error = largest_error(run([*cases, long_case, *fillers])[: len(padded)], padded)
     if not error < TOLERANCE[model.dtype]:
         raise ModelError(f"its outputs change by {error:.1e}")
     if has_gradients:

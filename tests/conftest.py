@@ -75,7 +75,9 @@ def metrics_of(folder: Path) -> list[dict]:
     by_step = {}
     for metrics in read_jsonl(folder / "metrics.jsonl"):
         assert all(math.isfinite(value) for value in metrics.values())
-        by_step.setdefault(metrics["train/step"], {}).update(metrics)
+        known = by_step.setdefault(metrics["train/step"], {})
+        assert known.keys() & metrics.keys() <= {"train/step"}, "a metric is logged twice"
+        known.update(metrics)
     return list(by_step.values())
 
 

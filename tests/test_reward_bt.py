@@ -241,13 +241,13 @@ def test_unusable_rows_are_replaced_by_the_next_ones(batch_size, rows_of):
 def test_a_run_whose_rows_are_mostly_unusable_saves_and_stops(rows_of, monkeypatch, refused):
     args, run = rows_of([GOOD, LONG, LONG, LONG], train_batch_size=4)
     run.state["step"], saved = 1, []
-    run.train_data.usable.extend([True] * 3000)  # good rows before
+    run.train_data.num_read = 3000  # good rows before
     monkeypatch.setattr(reward_bt, "save_checkpoint", lambda args, run, suffix: saved.append(suffix))
     with refused("rows were skipped; see the warnings"):
         for _ in range(99):
             reward_bt.next_rankings(args, run)
     assert saved == ["-problem"]
-    assert run.state["rows_read"] > 40, "a few rows say nothing about the dataset"
+    assert run.train_data.num_read >= 100, "a few rows say nothing about the dataset"
 
 
 def test_a_block_of_long_rows_does_not_end_an_evaluation(rows_of, refused):
