@@ -215,6 +215,16 @@ def test_the_check_notices_what_only_long_packs_or_responses_show(batch_of, monk
     assert check(batch, max_length=120).startswith(ENABLED)
 
 
+def test_the_check_fills_packs_of_each_kind_of_media(batch_of, spy):
+    """Images and videos, too, are compared at large pack indices."""
+    built, longest = spy(packing, "build_packed"), {}
+    assert check(batch_of("qwen2_5_vl"), max_tokens=2048).startswith(ENABLED)
+    for _, _, pack in built:
+        kind = frozenset(name for name in pack.model_inputs if "pixel" in name)
+        longest[kind] = max(longest.get(kind, 0), pack.model_inputs["input_ids"].shape[1])
+    assert len(longest) > 1 and min(longest.values()) > 1000
+
+
 # ---- attention ----
 @pytest.mark.parametrize("form", ["causal", "window 1", "window 6", "window 99", "chunks 4"])
 @pytest.mark.parametrize("kv_heads, scaling", [(4, None), (2, 0.5), (1, None)])

@@ -233,6 +233,10 @@ def test_resuming_deletes_nothing(run, any_score, spy, capsys, refused):
     with refused("with lora_alpha 32.0 (was 64.0), num_ranks 1 (was 2)"):
         run("rloo", run_name="ranks", resume=old / "checkpoint-2", **flags)
     torch.save(saved, path)
+    (old / "args.json").rename(old / "kept.json")  # a folder with copied checkpoints
+    args = conftest.filled_args("rloo", output_dir=old.parent, run_name=old.name, resume="auto")
+    assert rloo.resolve_run_dir(args)[1] == old / "checkpoint-3"
+    (old / "kept.json").rename(old / "args.json")
     (old / "checkpoint-3").rename(old / "checkpoint-3-copy1")  # auto does not pick a copy
     run("rloo", resume="auto", **flags)
     assert [m["train/step"] for m in metrics_of(old)] == [1, 2, 3]

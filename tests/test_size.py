@@ -10,11 +10,11 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1476, 388, 141, 59, 10),
-    "ppo_vl.py": (1672, 472, 170, 59, 10),
-    "reward_bt.py": (1102, 290, 76, 57, 10),
-    "grm_sft.py": (1199, 250, 73, 58, 10),
-    "common/*.py": (1854, 0, 0, 58, 14),
+    "rloo.py": (1477, 388, 141, 59, 10),
+    "ppo_vl.py": (1673, 472, 170, 59, 10),
+    "reward_bt.py": (1104, 290, 76, 57, 10),
+    "grm_sft.py": (1203, 253, 76, 58, 10),
+    "common/*.py": (1856, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 75,
     "docs/recipes.md": 263,
     "tools/*.py": 3426,
-    "tests/*.py": 7169,
+    "tests/*.py": 7185,
 }
 
 
