@@ -86,12 +86,12 @@ def choose_layout(
     is_exact = torch.tensor(float(not reason), device=model.device)
     if dist.is_initialized():  # on all ranks
         dist.all_reduce(is_exact, op=dist.ReduceOp.MIN)
+    if is_sharded(model):
+        network.empty_partition_cache()  # a failed check can leave parameters gathered
     if is_exact:
         message = f"packing enabled: outputs match the unmodified model within {error:.0e}"
     else:
         set_attention(model, attention)
-        if is_sharded(model):
-            network.empty_partition_cache()  # the failed check can leave parameters gathered
         reason = reason or "another rank could not pack it"
         message = f"warning: batches are padded, because packing is not supported for this model ({reason})"
     return "; ".join([message, *notes])
