@@ -161,7 +161,7 @@ class Example:
 
 @dataclass
 class Run:
-    """Objects that setup creates and every step uses."""
+    """What setup builds and the training loop uses."""
 
     run_dir: Path
     processor: Any  # transformers processor, or the tokenizer of a text model
@@ -257,7 +257,7 @@ def main(args: Args) -> None:
 
 
 def setup(args: Args) -> Run:
-    """Load and check what the steps use. Logs are created last, so a failed setup leaves none."""
+    """Build all that the training loop needs. Logs are created last, so a failed setup leaves none."""
     transformers.utils.logging.disable_progress_bar()
     fill_defaults(args)
     check_args(args)
@@ -316,7 +316,7 @@ def fill_defaults(args: Args) -> None:
 
 
 def check_args(args: Args) -> None:
-    """Exit if flags contradict each other. tyro has checked types and choices."""
+    """Exit if flags contradict each other. tyro checks types and choices."""
     positive = """train_batch_size max_length max_response_length max_num_seqs
         video_fps max_pixels""".split()
     for name, value in vars(args).items():
@@ -326,8 +326,8 @@ def check_args(args: Args) -> None:
             require(value > 0 or name not in positive, f"{flag} must be positive")
     is_enough = args.micro_batch_tokens >= args.max_length
     require(is_enough, "--micro-batch-tokens must be at least --max-length")
-    sums_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2
-    require(sums_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3: they sum in fp32")
+    if args.dtype == "bfloat16" and args.zero_stage < 2:
+        stop("--dtype bfloat16 requires --zero-stage 2 or 3, which add up gradients in fp32")
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
@@ -353,7 +353,7 @@ def catch_signals() -> list[int]:
         if RANK == 0:  # print is not safe in a handler
             os.write(2, b"saving a checkpoint and stopping after this step\n")
 
-    # Child processes (of rewards) inherit the handler, but SIGTERM must end them.
+    # Child processes inherit the handler, but SIGTERM must end them.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
@@ -607,6 +607,9 @@ class ExampleDataset:
                 raise RowError(f"in the chat template, message {n} depends on what follows it")
             ends = [t + 1 for t in range(len(before), len(until)) if until[t] in self.eos_ids]
             turns.append(range(len(before), ends[0] if ends else len(until)))
+            is_written = "</think>" in self.tokenizer.decode(until[len(before) :])
+            if "</think>" in chats.content_text(message) and not is_written:
+                raise RowError(f"the chat template leaves out the reasoning of message {n}")
         ids = whole[: turns[-1].stop]
         if ids[-1] not in self.eos_ids:
             ids.append(self.eos_ids[0])
@@ -885,7 +888,7 @@ def load_model(args: Args, source: str, auto_class=None):
             model.generation_config.validate(strict=True)
     except (OSError, ValueError, RuntimeError) as error:
         stop(f"can't load the model {source}: {error}")
-    missing = sorted(info["missing_keys"])  # they would be random
+    missing = sorted(info["missing_keys"])  # would be initialized randomly
     require(not missing, f"{source}: {len(missing)} weights are missing: {missing[:3]}")
     return model
 
@@ -1016,7 +1019,7 @@ def optimizer_step(engine, learning_rate: float) -> float:
         group["lr"] = learning_rate
     if engine.zero_optimization():
         engine.step()  # skips non-finite gradients
-        zero_stale_gradients(engine.optimizer)
+        zero_stale_gradients(engine)
         return float(engine.get_global_grad_norm()) if engine.was_step_applied() else math.nan
     # Without ZeRO, DeepSpeed does not check for non-finite gradients.
     norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
@@ -1027,17 +1030,21 @@ def optimizer_step(engine, learning_rate: float) -> float:
     return math.nan
 
 
-def zero_stale_gradients(optimizer) -> None:
+def zero_stale_gradients(engine) -> None:
     """Zero the buffers in which DeepSpeed 0.19 keeps gradients under ZeRO-3 and CPU offload.
 
     Otherwise parameters without a new gradient (a vision tower's, in a batch of texts) would
-    be updated with the previous one. DeepSpeed has no public call for this."""
-    buffers = [getattr(optimizer, "grad_partitions_flat_buffer", None)]  # ZeRO-3
-    buffers += getattr(optimizer, "accumulated_grads_in_cpu", {}).values()  # ZeRO-2 offload, fp32
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # offload
-        buffers += [partition.grad for partition in getattr(optimizer, name, [])]
-    for buffer in buffers:
-        if torch.is_tensor(buffer):
+    be updated with the previous one. DeepSpeed has no public call for this. A version that renames
+    these attributes fails here."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        buffers = [optimizer.grad_partitions_flat_buffer]
+        partitions = optimizer.fp32_partitioned_groups_flat
+    else:
+        buffers = [*optimizer.accumulated_grads_in_cpu.values()] if optimizer.cpu_offload else []
+        partitions = optimizer.single_partition_of_fp32_groups
+    for buffer in [*buffers, *(partition.grad for partition in partitions)]:  # with offload, .grad
+        if buffer is not None:
             buffer.zero_()
 
 
@@ -1045,7 +1052,13 @@ def zero_stale_gradients(optimizer) -> None:
 
 
 def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
-    """Create the directory of this run; returns it and the checkpoint to resume from.
+    """Create the directory of this run; returns it and the checkpoint to load, if any.
+
+    --resume   the run's directory        what happens
+    not given  must not exist             a new run
+    PATH       must not exist             a new run that continues from the checkpoint PATH
+    auto       has checkpoints            the run continues from the latest one
+    auto       has no checkpoint          the run starts again, from its own --resume PATH if it had one
 
     Rank 0 decides, since other ranks may see different times and files."""
     run_dir = checkpoint = None
@@ -1060,7 +1073,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
             if checkpoints := list_checkpoints(run_dir):
                 resume = checkpoints[-1]
-            elif is_started:  # a branch starts over
+            elif is_started:
                 resume = json.loads((run_dir / "args.json").read_text())["resume"]
         elif is_started:
             stop(f"{run_dir} already exists: use a different --run-name or --resume auto")
@@ -1088,7 +1101,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = "(critic_)?model|num_ranks|dtype|zero_stage|lora_rank|lora_alpha|freeze|weight_decay"
+    fixed = ".*model|num_ranks|dtype|zero_stage|lora_rank|lora_alpha|freeze|weight_decay"
     if refused := [changes[name] for name in changes if re.fullmatch(fixed, name)]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")
     if changes:
@@ -1145,8 +1158,10 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
         import pandas
         import wandb
 
-        table = wandb.Table(dataframe=pandas.DataFrame(sample_records).fillna("").astype(str))
-        wandb.run.log(metrics | ({"samples": table} if sample_records else {}))
+        if sample_records:
+            table = pandas.DataFrame(sample_records).fillna("").astype(str)
+            metrics["samples"] = wandb.Table(dataframe=table)
+        wandb.run.log(metrics)
 
 
 def save_and_stop(args: Args, run: Run, problem: str) -> NoReturn:

@@ -198,7 +198,7 @@ def make_pairs(rankings: list[Ranking]) -> Pairs:
 
 @dataclass
 class Run:
-    """Objects that setup creates and every step uses."""
+    """What setup builds and the training loop uses."""
 
     run_dir: Path
     processor: Any  # transformers processor, or the tokenizer of a text model
@@ -234,18 +234,19 @@ def main(args: Args) -> None:
         rewards = torch.zeros(B, device=DEVICE)  # of this rank's packs, for the metrics
         for k, pack in enumerate(packs):  # the same number on each rank; some are empty
             pack_rewards = reward_model(pack)  # (S,)
-            all_rewards = torch.zeros(B, device=DEVICE).index_put((pack.response_index,), pack_rewards)
-            own = torch.isin(pairs.chosen, pack.response_index)  # (Q,): pairs in this pack
+            # (B,): 0 for responses in other packs. Out of place, so gradients reach pack_rewards.
+            scattered = torch.zeros(B, device=DEVICE).index_put((pack.response_index,), pack_rewards)
+            in_pack = torch.isin(pairs.chosen, pack.response_index)  # (Q,): the pairs of this pack
             # fits_into_pack excludes rankings that would be split over packs.
-            assert own.equal(torch.isin(pairs.rejected, pack.response_index)), "a pair is split"
+            assert in_pack.equal(torch.isin(pairs.rejected, pack.response_index)), "a pair is split"
             losses, _ = compute_bt_loss(
-                chosen_rewards=all_rewards[pairs.chosen[own]],
-                rejected_rewards=all_rewards[pairs.rejected[own]],
-                margins=pairs.margins[own],
+                chosen_rewards=scattered[pairs.chosen[in_pack]],
+                rejected_rewards=scattered[pairs.rejected[in_pack]],
+                margins=pairs.margins[in_pack],
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            loss = (pairs.weights[own] * losses).sum()  # this pack's part of the step's loss
+            loss = (pairs.weights[in_pack] * losses).sum()  # this pack's part of the step's loss
             reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
             reward_model.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             rewards[pack.response_index] = pack_rewards.detach()
@@ -293,7 +294,7 @@ def main(args: Args) -> None:
 
 
 def setup(args: Args) -> Run:
-    """Load and check what the steps use. Logs are created last, so a failed setup leaves none."""
+    """Build all that the training loop needs. Logs are created last, so a failed setup leaves none."""
     transformers.utils.logging.disable_progress_bar()
     fill_defaults(args)
     check_args(args)
@@ -357,7 +358,7 @@ def fill_defaults(args: Args) -> None:
 
 
 def check_args(args: Args) -> None:
-    """Exit if flags contradict each other. tyro has checked types and choices."""
+    """Exit if flags contradict each other. tyro checks types and choices."""
     positive = ("train_batch_size", "max_length", "video_fps", "max_pixels")
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')} ({value})"
@@ -370,8 +371,8 @@ def check_args(args: Args) -> None:
     names = {x.partition("=")[0] for x in args.eval_datasets if "=" in x}
     is_named = len(names) == len(args.eval_datasets)
     require(is_named, "--eval-datasets must be NAME=DATASET, with different names")
-    sums_in_fp32 = args.dtype == "float32" or args.zero_stage >= 2
-    require(sums_in_fp32, "--dtype bfloat16 requires --zero-stage 2 or 3: they sum in fp32")
+    if args.dtype == "bfloat16" and args.zero_stage < 2:
+        stop("--dtype bfloat16 requires --zero-stage 2 or 3, which add up gradients in fp32")
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")
@@ -396,7 +397,7 @@ def catch_signals() -> list[int]:
         if RANK == 0:  # print is not safe in a handler
             os.write(2, b"saving a checkpoint and stopping after this step\n")
 
-    # Child processes (of rewards) inherit the handler, but SIGTERM must end them.
+    # Child processes inherit the handler, but SIGTERM must end them.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
@@ -776,7 +777,7 @@ def load_backbone(args: Args):
         )
     except (OSError, ValueError, RuntimeError) as error:
         stop(f"can't load the model {args.model}: {error}")
-    missing = sorted(info["missing_keys"])  # they would be random
+    missing = sorted(info["missing_keys"])  # would be initialized randomly
     require(not missing, f"{args.model}: {len(missing)} weights are missing: {missing[:3]}")
     return model
 
@@ -913,7 +914,7 @@ def optimizer_step(engine, learning_rate: float) -> float:
         group["lr"] = learning_rate
     if engine.zero_optimization():
         engine.step()  # skips non-finite gradients
-        zero_stale_gradients(engine.optimizer)
+        zero_stale_gradients(engine)
         return float(engine.get_global_grad_norm()) if engine.was_step_applied() else math.nan
     # Without ZeRO, DeepSpeed does not check for non-finite gradients.
     norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
@@ -924,17 +925,21 @@ def optimizer_step(engine, learning_rate: float) -> float:
     return math.nan
 
 
-def zero_stale_gradients(optimizer) -> None:
+def zero_stale_gradients(engine) -> None:
     """Zero the buffers in which DeepSpeed 0.19 keeps gradients under ZeRO-3 and CPU offload.
 
     Otherwise parameters without a new gradient (a vision tower's, in a batch of texts) would
-    be updated with the previous one. DeepSpeed has no public call for this."""
-    buffers = [getattr(optimizer, "grad_partitions_flat_buffer", None)]  # ZeRO-3
-    buffers += getattr(optimizer, "accumulated_grads_in_cpu", {}).values()  # ZeRO-2 offload, fp32
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # offload
-        buffers += [partition.grad for partition in getattr(optimizer, name, [])]
-    for buffer in buffers:
-        if torch.is_tensor(buffer):
+    be updated with the previous one. DeepSpeed has no public call for this. A version that renames
+    these attributes fails here."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        buffers = [optimizer.grad_partitions_flat_buffer]
+        partitions = optimizer.fp32_partitioned_groups_flat
+    else:
+        buffers = [*optimizer.accumulated_grads_in_cpu.values()] if optimizer.cpu_offload else []
+        partitions = optimizer.single_partition_of_fp32_groups
+    for buffer in [*buffers, *(partition.grad for partition in partitions)]:  # with offload, .grad
+        if buffer is not None:
             buffer.zero_()
 
 
@@ -942,7 +947,13 @@ def zero_stale_gradients(optimizer) -> None:
 
 
 def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
-    """Create the directory of this run; returns it and the checkpoint to resume from.
+    """Create the directory of this run; returns it and the checkpoint to load, if any.
+
+    --resume   the run's directory        what happens
+    not given  must not exist             a new run
+    PATH       must not exist             a new run that continues from the checkpoint PATH
+    auto       has checkpoints            the run continues from the latest one
+    auto       has no checkpoint          the run starts again, from its own --resume PATH if it had one
 
     Rank 0 decides, since other ranks may see different times and files."""
     run_dir = checkpoint = None
@@ -957,7 +968,7 @@ def resolve_run_dir(args: Args) -> tuple[Path, Path | None]:
                 stop(f"{problems[0]} was saved after a problem: rename or delete it")
             if checkpoints := list_checkpoints(run_dir):
                 resume = checkpoints[-1]
-            elif is_started:  # a branch starts over
+            elif is_started:
                 resume = json.loads((run_dir / "args.json").read_text())["resume"]
         elif is_started:
             stop(f"{run_dir} already exists: use a different --run-name or --resume auto")
@@ -985,7 +996,7 @@ def load_checkpoint(args: Args, checkpoint: Path, **engines) -> dict:
     for name, new in (vars(args) | {"num_ranks": WORLD_SIZE}).items():
         if name not in ("resume", "run_name", "output_dir") and new != old.get(name):
             changes[name] = f"{name} {new} (was {old.get(name)})"
-    fixed = "(critic_)?model|num_ranks|dtype|zero_stage|lora_rank|lora_alpha|freeze|weight_decay"
+    fixed = ".*model|num_ranks|dtype|zero_stage|lora_rank|lora_alpha|freeze|weight_decay"
     if refused := [changes[name] for name in changes if re.fullmatch(fixed, name)]:
         stop(f"can't resume {checkpoint} with {', '.join(refused)}")
     if changes:
@@ -1042,8 +1053,10 @@ def log(args: Args, run: Run, metrics: dict[str, float], sample_records: list[di
         import pandas
         import wandb
 
-        table = wandb.Table(dataframe=pandas.DataFrame(sample_records).fillna("").astype(str))
-        wandb.run.log(metrics | ({"samples": table} if sample_records else {}))
+        if sample_records:
+            table = pandas.DataFrame(sample_records).fillna("").astype(str)
+            metrics["samples"] = wandb.Table(dataframe=table)
+        wandb.run.log(metrics)
 
 
 def save_and_stop(args: Args, run: Run, problem: str) -> NoReturn:

@@ -1,6 +1,7 @@
 """rloo.py end to end: what main does, resume, kills, custom samplers and rewards."""
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -249,6 +250,7 @@ def test_a_signal_during_an_evaluation_ends_the_run(run, monkeypatch):
     evaluate = rloo.evaluate
 
     def interrupted(args, run):
+        assert not any(isinstance(x, packing.Pack) for x in gc.get_objects()), "pixels of a step"
         if run.state["step"] == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(args, run)

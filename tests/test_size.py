@@ -10,10 +10,10 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1477, 388, 141, 59, 10),
-    "ppo_vl.py": (1673, 472, 170, 59, 10),
-    "reward_bt.py": (1104, 290, 76, 57, 10),
-    "grm_sft.py": (1203, 253, 76, 58, 10),
+    "rloo.py": (1498, 394, 143, 59, 10),
+    "ppo_vl.py": (1697, 481, 172, 59, 10),
+    "reward_bt.py": (1117, 290, 77, 57, 10),
+    "grm_sft.py": (1218, 253, 76, 58, 10),
     "common/*.py": (1856, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 75,
     "docs/recipes.md": 263,
     "tools/*.py": 3426,
-    "tests/*.py": 7185,
+    "tests/*.py": 7187,
 }
 
 
