@@ -25,7 +25,7 @@ LINES = {  # of one file, or of all files that match together
     "docs/models.md": 75,
     "docs/recipes.md": 263,
     "tools/*.py": 3426,
-    "tests/*.py": 7187,
+    "tests/*.py": 7189,
 }
 
 
