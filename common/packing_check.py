@@ -53,12 +53,16 @@ def choose_layout(
     must_generate: bool = True,
     encode_observation: Callable[[Prompt], Continuation] | None = None,
 ) -> str:
-    """Switch to the packed layout if it is exact; returns a message. All ranks call it and decide alike.
+    """Switch the model to the packed layout if it is exact there; returns a message.
 
-    network: a module around network.model, or its DeepSpeed engine. forward(network, pack) returns log-probs
-    or values (M,), or scores (S,). max_length: maximum tokens of a prompt plus a response; max_tokens: of a
-    pack. must_generate: exit if generate and forward differ, instead of a warning. encode_observation:
-    sequence so far -> observation, for trajectories."""
+    All ranks call it and decide alike. It exits if padded rows don't match single rows.
+
+    network             a module around network.model, or its DeepSpeed engine
+    max_length          maximum tokens of a prompt plus a response
+    max_tokens          maximum tokens of a pack
+    forward             (network, pack) -> log-probs or values (M,), or rewards (S,)
+    must_generate       exit, instead of a warning, if the model's generate and its forward differ
+    encode_observation  sequence so far -> observation, for trajectories"""
     module = getattr(network, "module", network)
     model = module.model
     # ZeRO-3 needs the engine's forward; otherwise the module's, because the engine refuses autograd.grad.
@@ -153,7 +157,8 @@ def other_text(model, prompts: list[Prompt], prompt: Prompt, length: int) -> Ten
 def run_cases(
     model, forward: Callable, max_tokens: int, cases: list[Case], own_positions: bool = False
 ) -> list[Tensor]:
-    """What `forward` returns for each response. own_positions: let the model compute position_ids."""
+    """What `forward` returns for each response: (its tokens,) or (1,). own_positions: let the model
+    compute position_ids."""
     groups = []
     responses = []
     for i, case in enumerate(cases):
@@ -172,10 +177,10 @@ def run_cases(
     for pack in packs:
         if own_positions:
             pack.model_inputs.pop("position_ids", None)
-        values = forward(pack)
-        are_scores = len(values) == len(pack.response_index)  # if all have one token, either is right
+        values = forward(pack)  # (M,), or (S,) from a reward model
+        is_per_response = len(values) == len(pack.response_index)  # S = M: either is right
         for s, b in enumerate(pack.response_index.tolist()):
-            results[b] = values[s : s + 1] if are_scores else values[pack.response_of_token == s]
+            results[b] = values[s : s + 1] if is_per_response else values[pack.response_of_token == s]
     return results
 
 
