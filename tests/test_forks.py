@@ -89,7 +89,7 @@ def test_the_table_lists_every_diff_with_its_paper_and_its_size():
         assert (script, lines) == (f"`{target}`", "+{} -{}".format(*count_lines(name))) and len(check) > 10
         assert re.findall(r"arxiv\.org/abs/([\d.]+)", text)[:1] == re.findall(r"abs/([\d.]+)", paper)
     sizes = [sum(count_lines(name)) for name in NAMES]
-    claim = f"[{len(NAMES)} patches](forks/README.md) change {min(sizes)} to {max(sizes)} lines each"
+    claim = f"[{len(NAMES)} patches](forks/README.md) of {min(sizes)} to {max(sizes)} lines"
     assert claim in (ROOT / "README.md").read_text()
 
 
