@@ -10,8 +10,8 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1498, 394, 143, 59, 10),
-    "ppo_vl.py": (1697, 481, 172, 59, 10),
+    "rloo.py": (1505, 394, 143, 59, 10),
+    "ppo_vl.py": (1704, 481, 172, 59, 10),
     "reward_bt.py": (1117, 290, 77, 57, 10),
     "grm_sft.py": (1218, 253, 76, 58, 10),
     "common/*.py": (1867, 0, 0, 58, 14),
