@@ -14,7 +14,7 @@ CODE = {  # lines, last line of main, lines of main, mean length of non-empty li
     "ppo_vl.py": (1704, 481, 172, 59, 10),
     "reward_bt.py": (1117, 290, 77, 57, 10),
     "grm_sft.py": (1218, 253, 76, 58, 10),
-    "common/*.py": (1867, 0, 0, 58, 14),
+    "common/*.py": (1870, 0, 0, 58, 14),
 }
 LINES = {  # of one file, or of all files that match together
     "README.md": 130,
