@@ -257,7 +257,7 @@ def main(args: Args) -> None:
 
 
 def setup(args: Args) -> Run:
-    """Build all that the training loop needs. Logs are created last, so a failed setup leaves none."""
+    """Build everything that the training loop needs. Logs are created last, so a failed setup leaves none."""
     transformers.utils.logging.disable_progress_bar()
     fill_defaults(args)
     check_args(args)
@@ -327,7 +327,7 @@ def check_args(args: Args) -> None:
     is_enough = args.micro_batch_tokens >= args.max_length
     require(is_enough, "--micro-batch-tokens must be at least --max-length")
     if args.dtype == "bfloat16" and args.zero_stage < 2:
-        stop("--dtype bfloat16 requires --zero-stage 2 or 3, which add up gradients in fp32")
+        stop("--dtype bfloat16 requires --zero-stage 2 or 3, which accumulate gradients in fp32")
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")

@@ -234,8 +234,8 @@ def main(args: Args) -> None:
         rewards = torch.zeros(B, device=DEVICE)  # of this rank's packs, for the metrics
         for k, pack in enumerate(packs):  # the same number on each rank; some are empty
             pack_rewards = reward_model(pack)  # (S,)
-            # (B,): 0 for responses in other packs. Out of place, so gradients reach pack_rewards.
-            scattered = torch.zeros(B, device=DEVICE).index_put((pack.response_index,), pack_rewards)
+            scattered = torch.zeros(B, device=DEVICE)  # (B,): 0 for responses in other packs
+            scattered[pack.response_index] = pack_rewards
             in_pack = torch.isin(pairs.chosen, pack.response_index)  # (Q,): the pairs of this pack
             # fits_into_pack excludes rankings that would be split over packs.
             assert in_pack.equal(torch.isin(pairs.rejected, pack.response_index)), "a pair is split"
@@ -294,7 +294,7 @@ def main(args: Args) -> None:
 
 
 def setup(args: Args) -> Run:
-    """Build all that the training loop needs. Logs are created last, so a failed setup leaves none."""
+    """Build everything that the training loop needs. Logs are created last, so a failed setup leaves none."""
     transformers.utils.logging.disable_progress_bar()
     fill_defaults(args)
     check_args(args)
@@ -372,7 +372,7 @@ def check_args(args: Args) -> None:
     is_named = len(names) == len(args.eval_datasets)
     require(is_named, "--eval-datasets must be NAME=DATASET, with different names")
     if args.dtype == "bfloat16" and args.zero_stage < 2:
-        stop("--dtype bfloat16 requires --zero-stage 2 or 3, which add up gradients in fp32")
+        stop("--dtype bfloat16 requires --zero-stage 2 or 3, which accumulate gradients in fp32")
     require(args.zero_stage or not args.offload_optimizer, "--offload-optimizer requires --zero-stage")
     require(args.lora_rank or args.lora_alpha == Args.lora_alpha, "--lora-alpha requires --lora-rank")
     require(args.run_name or args.resume != "auto", "--resume auto requires --run-name")

@@ -220,10 +220,11 @@ def test_tables_have_the_numbers_of_the_json(page):
             known = known[known.index(number) + 1 :]
 
 
-def test_the_loop_in_the_readme_is_that_of_rloo():
-    [loop] = [text for language, text in fences(README) if language == "python"]
-    lines = [re.split(r"\.\.\.|  #", line)[0].strip() for line in loop.splitlines()]
-    assert re.search(".*".join(map(re.escape, lines)), source_of("rloo"), re.S)  # in this order
+def test_the_diff_in_the_readme_is_that_of_the_fork():
+    [diff] = [text for language, text in fences(README) if language == "diff"]
+    shown = [line for line in diff.splitlines() if not line.startswith("@@")]
+    fork = (ROOT / "forks/dr_grpo.diff").read_text().partition("+++")[2].splitlines()
+    assert shown == [line for line in fork if line[:1] in "+-" and "kl_coef" not in line and line.strip()]
 
 
 def test_the_readme_has_benchmarks_of_the_json():

@@ -182,6 +182,9 @@ def test_text_models_and_a_custom_sampler(run, tiny_text_model, tmp_path):
         "class Mine(rloo.HFSampler):\n"
         "    def update_weights(self, step):\n"
         "        Mine.step = step\n"
+        "    def generate(self, *args):\n"
+        "        responses = super().generate(*args)\n"
+        "        return [responses[0], None, *responses[2:]] if args[1] > 1 else responses\n"
         "def brief(completions, completion_ids, log_metric, **columns):\n"
         "    log_metric('train/step', Mine.step)\n"
         "    return [-len(ids) * len(c[0]['content']) / 9 for c, ids in zip(completions, completion_ids)]\n"
@@ -194,6 +197,8 @@ def test_text_models_and_a_custom_sampler(run, tiny_text_model, tmp_path):
     assert "objective/kl" not in last, "there is no reference"
     assert last["reward_metrics/train/step"] == 1, "step 2 samples with the weights of step 1"
     assert last["train/step"] == 2 and "reward/brief" in last
+    skipped = [m["rollout/prompts_skipped"] for m in metrics_of(run_dir) if "train/learning_rate" in m]
+    assert skipped == [1, 1], "one of its responses is None"
     assert all(record["prompt"].startswith("Say ") for record in read_jsonl(run_dir / "samples.jsonl"))
 
 

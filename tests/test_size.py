@@ -10,8 +10,8 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1505, 394, 143, 59, 10),
-    "ppo_vl.py": (1704, 481, 172, 59, 10),
+    "rloo.py": (1506, 394, 143, 59, 10),
+    "ppo_vl.py": (1705, 481, 172, 59, 10),
     "reward_bt.py": (1117, 290, 77, 57, 10),
     "grm_sft.py": (1218, 253, 76, 58, 10),
     "common/*.py": (1870, 0, 0, 58, 14),
@@ -23,9 +23,9 @@ LINES = {  # of one file, or of all files that match together
     "docs/reward_bt.md": 88,
     "docs/grm_sft.md": 83,
     "docs/models.md": 75,
-    "docs/recipes.md": 272,
+    "docs/recipes.md": 275,
     "tools/*.py": 3426,
-    "tests/*.py": 7189,
+    "tests/*.py": 7195,
 }
 
 

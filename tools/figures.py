@@ -1,6 +1,6 @@
 """Draw the figure of README.md from runs, and measure what docs/theory.md says of variance.
 
-python ppo_vl.py --run-name readme
+python ppo_vl.py --run-name readme --eval-steps 2
 python tools/figures.py readme runs            # docs/readme.png: scores, and responses before and after
 python tools/figures.py variance runs          # prints a table of docs/theory.md, about three minutes
 """
@@ -43,16 +43,15 @@ def read_curve(run_dir: Path, metric: str) -> tuple[list[int], list[float]]:
 
 
 def before_and_after(run_dir: Path) -> list[tuple[dict, dict]]:
-    """Greedy responses at the first and last evaluation: two with a wrong answer at first, two without tags, and
-    two that are right from the start."""
+    """Greedy responses at the first and last evaluation that end right: two without tags at first, two wrong."""
     records = [x for x in read_lines(run_dir / "samples.jsonl") if x["phase"] == "eval_greedy"]
     last_step = max(record["train/step"] for record in records)
     after = {record["row"]: record for record in records if record["train/step"] == last_step}
     pairs = [(x, after[x["row"]]) for x in records if x["train/step"] == 0]
-    untagged = [pair for pair in pairs if "<answer>" not in pair[0]["response"]]
-    right = [pair for pair in pairs if score(pair[0]) == 1]
-    confused = [pair for pair in pairs if pair not in untagged and pair not in right]
-    return [*confused[:2], *untagged[:2], *right[:2]]
+    learned = [pair for pair in pairs if score(pair[0]) < 1 and score(pair[1]) == 1]
+    untagged = [pair for pair in learned if "<answer>" not in pair[0]["response"]]
+    confused = [pair for pair in learned if pair not in untagged]
+    return [*untagged[:2], *confused[:2]]
 
 
 def score(record: dict) -> float:
@@ -69,31 +68,31 @@ def draw_readme(runs: Path):
     """Large type, because GitHub scales the image to the width of a phone."""
     plt.rcParams |= {"font.size": 22}
     run_dir = runs / "readme"
-    figure = plt.figure(figsize=(15, 13), dpi=80)
-    axes = figure.add_axes((0.07, 0.645, 0.91, 0.305))
+    figure = plt.figure(figsize=(15, 9.5), dpi=80)
+    axes = figure.add_axes((0.07, 0.58, 0.91, 0.36))
     for metric, (label, color) in SCORES.items():
         width, marker = (2, None) if color == BLUE else (4, "o")
-        style = {"color": color, "label": label, "linewidth": width, "marker": marker, "markersize": 12}
+        style = {"color": color, "label": label, "linewidth": width, "marker": marker, "markersize": 8}
         axes.plot(*read_curve(run_dir, metric), **style)
     axes.set(ylim=(0, 1.05), xlabel="step", title="Score (maximum 1)")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=24, frameon=False)
 
-    title = "Greedy responses: two wrong, two without tags, two right before training"
-    figure.text(0.5, 0.54, title, ha="center", fontsize=26)
+    title = "Greedy responses before and after training: two without tags, two wrong"
+    figure.text(0.5, 0.435, title, ha="center", fontsize=26)
     for k, pair in enumerate(before_and_after(run_dir)):
-        left, top = 0.02 + 0.5 * (k % 2), 0.515 - 0.178 * (k // 2)
+        left, top = 0.02 + 0.5 * (k % 2), 0.395 - 0.2 * (k // 2)
         figure.text(left, top, pair[0]["prompt"], va="top", fontsize=23)
-        panel = figure.add_axes((left, top - 0.15, 0.1, 0.115))
+        panel = figure.add_axes((left, top - 0.19, 0.1, 0.145))
         panel.imshow(Image.open(pair[0]["image"]))
         panel.set(xticks=[], yticks=[])
         panel.spines[:].set_visible(True)
-        for record, when, y in zip(pair, ("before", "after"), (top - 0.036, top - 0.096)):
+        for record, when, y in zip(pair, ("before", "after"), (top - 0.045, top - 0.12)):
             color = GREEN if score(record) == 1 else RED
             note = f"{when}: {describe(record)}, score {score(record):.1f}"
             figure.text(left + 0.12, y, note, va="top", fontsize=20, color="0.35")
             style = {"va": "top", "fontsize": 20, "color": color, "family": "monospace"}
-            figure.text(left + 0.12, y - 0.023, record["response"], **style)
+            figure.text(left + 0.12, y - 0.032, record["response"], **style)
     return figure
 
 
