@@ -10,8 +10,8 @@ from conftest import ROOT
 
 LONGEST = 60  # lines of a function other than main
 CODE = {  # lines, last line of main, lines of main, mean length of non-empty lines, percent over 95 columns
-    "rloo.py": (1506, 394, 143, 59, 10),
-    "ppo_vl.py": (1705, 481, 172, 59, 10),
+    "rloo.py": (1507, 395, 143, 59, 10),
+    "ppo_vl.py": (1706, 482, 172, 59, 10),
     "reward_bt.py": (1117, 290, 77, 57, 10),
     "grm_sft.py": (1218, 253, 76, 58, 10),
     "common/*.py": (1870, 0, 0, 58, 14),
