@@ -607,8 +607,10 @@ class ExampleDataset:
                 raise RowError(f"in the chat template, message {n} depends on what follows it")
             ends = [t + 1 for t in range(len(before), len(until)) if until[t] in self.eos_ids]
             turns.append(range(len(before), ends[0] if ends else len(until)))
-            is_written = "</think>" in self.tokenizer.decode(until[len(before) :])
-            if "</think>" in chats.content_text(message) and not is_written:
+            thought = chats.content_text(message).rpartition("</think>")[0].replace("<think>", "")
+            thought = self.tokenizer.decode(self.tokenizer.encode(thought, add_special_tokens=False))
+            written = self.tokenizer.decode(until[len(before) :])
+            if "".join(thought.split()) not in "".join(written.split()):
                 raise RowError(f"the chat template leaves out the reasoning of message {n}")
         ids = whole[: turns[-1].stop]
         if ids[-1] not in self.eos_ids:

@@ -222,16 +222,20 @@ def test_turns_are_located_in_templates_with_and_without_eos(tiny_text_model):
 
     def turns_of(template: str) -> list[str]:
         tokenizer.chat_template = template
-        chat = chat_of(*([{"type": "text", "text": text}] for text in ("a", "</think>ok", "b", "no")))
+        chat = chat_of(
+            *([{"type": "text", "text": text}] for text in ("a", "<think>hm</think>ok", "b", "no"))
+        )
         data = grm_sft.ExampleDataset(ARGS, "", [], [], Path(), model, tokenizer, training=True)
         ids, turns = data.locate_turns(chat)
         assert turns[-1].stop == len(ids)
         return [tokenizer.decode(ids[turn.start : turn.stop]) for turn in turns]
 
-    assert turns_of(LINE + "<|end|>\n\n" + ASK) == ["</think>ok<|end|>", "no<|end|>"]
-    assert turns_of(LINE + "\n" + ASK) == ["</think>ok\n", "no\n<|end|>"]
+    assert turns_of(LINE + "<|end|>\n\n" + ASK) == ["<think>hm</think>ok<|end|>", "no<|end|>"]
+    assert turns_of(LINE + "\n" + ASK) == ["<think>hm</think>ok\n", "no\n<|end|>"]
     with pytest.raises(chats.RowError, match="message 1 depends on what follows"):
         turns_of("{% for m in messages %}{{ m['content'] if loop.last else 'x' }}|{% endfor %}")
+    renamed = LINE.replace("['content']", "['content'].replace('think>', 'why>')")
+    assert turns_of(renamed + "<|end|>" + ASK)[0] == "<why>hm</why>ok<|end|>"
     with pytest.raises(chats.RowError, match="leaves out the reasoning of message 1"):  # DeepSeek-R1's
         turns_of(LINE.replace("['content']", "['content'].split('</think>')[-1]") + "<|end|>" + ASK)
 
