@@ -149,7 +149,7 @@ def test_numbers_of_a_problem_sheet_follow_from_its_word():
 def test_the_page_has_all_exercises_in_order():
     page = (ROOT / "docs/exercises.md").read_text()
     assert re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)` \|", page, re.M) == list(EXERCISES.items())
-    mistakes = re.findall(r"^\| (?:`([\w.]+)`: )?[^|]* \| `([^`]+)` -> `[^`]+` \|", page, re.M)
+    mistakes = re.findall(r"^- (?:`([\w.]+)`: )?.*?: `([^`]+)` -> `[^`]+`$", page, re.M)
     assert len(mistakes) == page.count("` -> `") == 4
     for script, line in mistakes:
         assert (ROOT / (script or "rloo.py")).read_text().count(line) == 1, line
