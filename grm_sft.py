@@ -547,7 +547,7 @@ class ExampleDataset:
         prefix         <|im_start|> user \n <|vision_start|> <|image_pad|> x 16 <|vision_end|>
         suffix         What color? \n Answer 1: red \n Answer 2: blue <|im_end|> \n <|im_start|> assistant
                        \n <answer> Answer 1 is better </answer> <|im_end|>
-        response_mask  True for the last line, without its newline
+        response_mask  True from <answer> on
 
         In evaluations, or without an image, the prefix ends before the first turn of the suffix."""
         first = [message["role"] for message in messages].index("assistant")
@@ -559,17 +559,17 @@ class ExampleDataset:
         if not self.training:
             turns = turns[-1:]
             context = messages[:-1]
-        start = end = turns[0].start  # the prefix ends here, or earlier
-        if self.training:
+        prompt_end = prefix_end = turns[0].start
+        if self.training:  # the prefix ends with the last image
             media_ids = packing.media_token_ids(self.model.config)
-            end = max([t + 1 for t in range(start) if ids[t] in media_ids], default=start)
-        key = self.cache_prefix(ids[:end], ids[end:start], context)
+            prefix_end = max([t + 1 for t in range(prompt_end) if ids[t] in media_ids], default=prompt_end)
+        key = self.cache_prefix(ids[:prefix_end], ids[prefix_end:prompt_end], context)
         if key is None:  # the processor rewrites the text after the image
-            end = start
-            key = self.cache_prefix(ids[:end], [], context)
+            prefix_end = prompt_end
+            key = self.cache_prefix(ids[:prefix_end], [], context)
         prefix = self.prefixes[key]
-        suffix = packing.continue_prompt(prefix, torch.tensor(ids[end:]))
-        mask = [any(t in turn for turn in turns) for t in range(end, len(ids))]
+        suffix = packing.continue_prompt(prefix, torch.tensor(ids[prefix_end:]))
+        mask = [any(t in turn for turn in turns) for t in range(prefix_end, len(ids))]
         suffix.response_mask = torch.tensor(mask)  # (R,)
         return prefix, key, suffix
 
@@ -730,8 +730,8 @@ def evaluate(args: Args, run: Run) -> tuple[dict[str, float], list[dict]]:
 def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> list[dict]:
     """Generate a judgment per example and return its record.
 
-    The probability of a verdict v is proportional to p(reasoning, v | prefix). The generated
-    reasoning is tokenized again with v, because <answer> can begin inside a token.
+    p(v | prefix, generated reasoning) is a softmax over the three verdicts v of the log-probs of
+    <answer>v</answer>. The reasoning is tokenized again with v, as <answer> can begin inside a token.
     soft_correct: the most probable verdict is right."""
     prefixes = [example.prefix for example in examples]
     generated = decoding.generate(
@@ -744,9 +744,9 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
         max_tokens=args.micro_batch_tokens,
     )
     texts = tokenizer.batch_decode([x.token_ids for x in generated], skip_special_tokens=True)
-    responses = []  # per example: the dataset's response and, for a pair, three with a verdict each
+    scored = []  # per example: the dataset's response and, for a pair, one with each verdict
     for example, text in zip(examples, texts):
-        responses.append([example.suffix])
+        scored.append([example.suffix])
         if example.label is not None:
             reasoning = text.partition("<answer>")[0]
             verdicts = [reasoning + format_verdict(verdict, example.noun) for verdict in VERDICTS]
@@ -754,20 +754,21 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
             num_shared = len(os.path.commonprefix(all_ids))
             for ids in all_ids:
                 response = packing.continue_prompt(example.prefix, torch.tensor(ids))
-                response.response_mask[:num_shared] = False  # they cancel, but not exactly in bf16
-                responses[-1].append(response)
+                # The log-probs of shared tokens cancel in the softmax, but in bf16 not exactly.
+                response.response_mask[:num_shared] = False
+                scored[-1].append(response)
 
     records = []
-    all_logprobs = sum_logprobs(args, model, prefixes, responses)
-    for example, response, text, logprobs in zip(examples, generated, texts, all_logprobs):
+    all_logprobs = sum_logprobs(args, model, prefixes, scored)
+    for example, judgment, text, logprobs in zip(examples, generated, texts, all_logprobs):
         record = {
             "columns": chats.row_columns(example.row),
             "phase": "eval",
             "row": example.example_id.row,
             "swapped": example.example_id.swapped,
             "response": text,
-            "length": len(response.token_ids),
-            "truncated": response.truncated,
+            "length": len(judgment.token_ids),
+            "truncated": judgment.truncated,
             "loss_sum": -float(logprobs[0]),  # of the dataset's response, in nats
             "num_tokens": len(example.suffix),
         }
@@ -775,7 +776,7 @@ def judge_examples(args: Args, model, tokenizer, examples: list[Example]) -> lis
             verdict = parse_verdict(text, example.noun)
             probabilities = dict(zip(VERDICTS, logprobs[1:].softmax(0).tolist()))
             # If the reasoning was truncated, the verdicts were scored in the middle of it.
-            is_complete = "<answer>" in text or not response.truncated
+            is_complete = "<answer>" in text or not judgment.truncated
             likeliest = max(probabilities, key=probabilities.get)
             record |= {
                 "predicted_verdict": verdict,

@@ -234,19 +234,19 @@ def main(args: Args) -> None:
         rewards = torch.zeros(B, device=DEVICE)  # of this rank's packs, for the metrics
         for k, pack in enumerate(packs):  # the same number on each rank; some are empty
             pack_rewards = reward_model(pack)  # (S,)
-            scattered = torch.zeros(B, device=DEVICE)  # (B,): 0 for responses in other packs
-            scattered[pack.response_index] = pack_rewards
-            in_pack = torch.isin(pairs.chosen, pack.response_index)  # (Q,): the pairs of this pack
+            padded_rewards = torch.zeros(B, device=DEVICE)  # 0 for responses in other packs
+            padded_rewards[pack.response_index] = pack_rewards
+            in_pack = torch.isin(pairs.chosen, pack.response_index)  # (Q,)
             # fits_into_pack excludes rankings that would be split over packs.
             assert in_pack.equal(torch.isin(pairs.rejected, pack.response_index)), "a pair is split"
             losses, _ = compute_bt_loss(
-                chosen_rewards=scattered[pairs.chosen[in_pack]],
-                rejected_rewards=scattered[pairs.rejected[in_pack]],
-                margins=pairs.margins[in_pack],
+                chosen_rewards=padded_rewards[pairs.chosen],
+                rejected_rewards=padded_rewards[pairs.rejected],
+                margins=pairs.margins,
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
             )
-            loss = (pairs.weights[in_pack] * losses).sum()  # this pack's part of the step's loss
+            loss = (in_pack * pairs.weights * losses).sum()  # this pack's part of the step's loss
             reward_model.set_gradient_accumulation_boundary(k == len(packs) - 1)
             reward_model.backward(loss * WORLD_SIZE)  # DeepSpeed averages over ranks; we want a sum
             rewards[pack.response_index] = pack_rewards.detach()
