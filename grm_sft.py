@@ -1046,7 +1046,7 @@ def zero_stale_gradients(engine) -> None:
     else:
         buffers = [*optimizer.accumulated_grads_in_cpu.values()] if optimizer.cpu_offload else []
         partitions = optimizer.single_partition_of_fp32_groups
-    for buffer in [*buffers, *(partition.grad for partition in partitions)]:  # with offload, .grad
+    for buffer in [*buffers, *(partition.grad for partition in partitions)]:  # .grad exists with CPU offload
         if buffer is not None:
             buffer.zero_()
 

@@ -234,14 +234,14 @@ def main(args: Args) -> None:
         rewards = torch.zeros(B, device=DEVICE)  # of this rank's packs, for the metrics
         for k, pack in enumerate(packs):  # the same number on each rank; some are empty
             pack_rewards = reward_model(pack)  # (S,)
-            padded_rewards = torch.zeros(B, device=DEVICE)  # 0 for responses in other packs
-            padded_rewards[pack.response_index] = pack_rewards
+            batch_rewards = torch.zeros(B, device=DEVICE)  # 0 for responses in other packs
+            batch_rewards[pack.response_index] = pack_rewards
             in_pack = torch.isin(pairs.chosen, pack.response_index)  # (Q,)
             # fits_into_pack excludes rankings that would be split over packs.
             assert in_pack.equal(torch.isin(pairs.rejected, pack.response_index)), "a pair is split"
             losses, _ = compute_bt_loss(
-                chosen_rewards=padded_rewards[pairs.chosen],
-                rejected_rewards=padded_rewards[pairs.rejected],
+                chosen_rewards=batch_rewards[pairs.chosen],
+                rejected_rewards=batch_rewards[pairs.rejected],
                 margins=pairs.margins,
                 label_smoothing=args.label_smoothing,
                 center_coef=args.center_coef,
@@ -938,7 +938,7 @@ def zero_stale_gradients(engine) -> None:
     else:
         buffers = [*optimizer.accumulated_grads_in_cpu.values()] if optimizer.cpu_offload else []
         partitions = optimizer.single_partition_of_fp32_groups
-    for buffer in [*buffers, *(partition.grad for partition in partitions)]:  # with offload, .grad
+    for buffer in [*buffers, *(partition.grad for partition in partitions)]:  # .grad exists with CPU offload
         if buffer is not None:
             buffer.zero_()
 
